@@ -20,6 +20,11 @@ def _with(implementation: Any, config: BenchConfig) -> list[Row]:
     return harness.measure(config, ("gloo",))
 
 
+def measured(configs: list[BenchConfig]) -> list[list[Row]]:
+    """Measure one configuration after the other."""
+    return [harness.measure(config, config.implementations()) for config in configs]
+
+
 def one_element_off(config: BenchConfig, by: float, rank: int) -> list[Row]:
     def implementation(call: baselines.BenchCall) -> baselines.BenchCall:
         def run() -> None:

@@ -33,7 +33,8 @@ def test_every_implementation(op: str, eager: bool) -> None:
     config = dataclasses.replace(CONFIG, op=op, eager=eager)
     rows = harness.run(config, 2)
     measured = {row.algorithm for row in rows}
-    own = {"ring", "one_shot", "auto"} | ({"two_shot"} if op == "all_reduce" else set())
+    own = {"one_shot", "auto"} | ({"two_shot"} if op == "all_reduce" else set())
+    own |= {"ring"} if op in ("all_reduce", "reduce_scatter", "all_gather") else set()
     assert own | set(implementations.baselines(op, "cuda")) <= measured <= set(config.implementations())
     assert [row for row in rows if row.errors or row.time_us is None] == []
 

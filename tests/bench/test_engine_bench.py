@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
-    stored, picture = tmp_path / "deep" / "a.json", tmp_path / "deep" / "a.png"
+    stored, picture = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--layouts", "1x1,2x1", "--batches", "1,3", "--prompt", "8", "--output", "33", "--rounds", "1"]
     outputs = ["--json", str(stored), "--plot", str(picture)]
     arguments = ["bench", "engine", "-m", str(folder), "--algorithms", "auto,nccl", "--baseline", *options, *outputs]
@@ -65,6 +65,21 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     assert len(lines) == 2 + len(rows)
     assert lines[2].startswith("| 1x1 | transformers | 1 | ")
     assert f"| {rows[-1].tpot_ms:.2f} |" in lines[-1]
+
+
+def test_ways_of_long_prompts_beside_each_other(folder: Path, tmp_path: Path) -> None:
+    stored, picture = tmp_path / "a.json", tmp_path / "a.png"
+    options = ["--layouts", "1x1,2x1", "--batches", "1", "--prompt", "8", "--output", "2", "--rounds", "1"]
+    ways = ["--overlap", "off,auto", "--json", str(stored), "--plot", str(picture)]
+    result = CliRunner().invoke(app, ["bench", "engine", "-m", str(folder), *options, *ways])
+    assert result.exit_code == 0, result.output
+    rows = engine_report.read(stored)
+    assert [(row.layout, row.overlap) for row in rows] == [("1x1", "off"), ("2x1", "off"), ("2x1", "auto")]
+    lines = engine_report.markdown(rows).splitlines()
+    assert lines[0].startswith("| layout | algorithm | overlap | batch |")
+    assert [line.split("|")[3].strip() for line in lines[2:]] == ["-", "off", "auto"]
+    assert picture.stat().st_size > 0
+    assert engine_report.markdown(rows[2:]).startswith("| layout | algorithm | batch |"), "the default needs no name"
 
 
 def test_a_table_names_what_serves_hosts_without_all_reduces_too() -> None:
@@ -104,6 +119,7 @@ def test_layouts_that_are_none(text: str) -> None:
     ("change", "text"),
     [
         ({"algorithms": ("fast",)}, "'fast'"),
+        ({"overlaps": ("off", "half")}, "there is no overlap 'half'; choose from"),
         ({"output": 1}, "output at least 2"),
         ({"batches": (0,)}, "must be at least 1"),
         ({"algorithms": ("gloo",)}, "'gloo'"),
@@ -155,7 +171,7 @@ def test_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
-    picture = tmp_path / "deep" / "engine.svg"
+    picture = tmp_path / "engine.svg"
     result = drawn(picture, "engine_8b_x2.json")
     assert result.exit_code == 0, result.output
     text = picture.read_text()

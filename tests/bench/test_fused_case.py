@@ -15,6 +15,7 @@ from shotcast.bench import harness
 from shotcast.bench.cases import RankContext, Reference
 from shotcast.bench.config import BenchConfig
 from shotcast.bench.fused_case import E4M3_MAX, EPS, FusedCase
+from shotcast.bench.implementations import FUSED_OPS
 
 HIDDEN = 32
 CONFIG = BenchConfig(
@@ -64,9 +65,10 @@ def test_a_wrong_element_of_any_result_is_found(name: str, value: str) -> None:
 # --- what is right ----------------------------------------------------------------------------------------------------
 
 
-def build(dtype: torch.dtype, rank: int = 0) -> FusedCase:
+def build(dtype: torch.dtype, rank: int = 0, op: str = "all_reduce_rms_norm") -> FusedCase:
     group: Any = None
-    return FusedCase(RankContext(torch.device("cpu"), dtype, rank, 4, group), 64 * 256 * dtype.itemsize, 256, seed=5)
+    context = RankContext(torch.device("cpu"), dtype, rank, 4, group)
+    return FusedCase(context, op, 64 * 256 * dtype.itemsize, 256, seed=5)
 
 
 def within_bound(value: torch.Tensor, name: str, reference: Reference) -> torch.Tensor:
@@ -75,14 +77,19 @@ def within_bound(value: torch.Tensor, name: str, reference: Reference) -> torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_plain_computation_is_right(dtype: torch.dtype) -> None:
-    cases = [build(dtype, rank) for rank in range(4)]
+@pytest.mark.parametrize("op", FUSED_OPS)
+def test_the_plain_computation_is_right(op: str, dtype: torch.dtype) -> None:
+    cases = [build(dtype, rank, op) for rank in range(4)]
     case, reference = cases[0], cases[0].reference()
     total = case.x
     for other in cases[1:]:
         total = total + other.x  # rounded at each step
     new_residual = total + case._residual
-    normed = torch.nn.functional.rms_norm(new_residual.float(), (256,), case._weight.float(), EPS).to(dtype)
+    if case._bias is None:
+        normed = torch.nn.functional.rms_norm(new_residual.float(), (256,), case._weight.float(), EPS).to(dtype)
+    else:
+        operands = new_residual.float(), (256,), case._weight.float(), case._bias.float(), EPS
+        normed = torch.nn.functional.layer_norm(*operands).to(dtype)
     assert within_bound(total, "sum", reference).all()
     assert within_bound(new_residual, "new_residual", reference).all()
     assert within_bound(normed - case.norm(new_residual), "normed", reference).all()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from shotcast.bench import implementations
+from shotcast.bench import baselines, implementations
 from shotcast.collectives.registry import registered
 from shotcast.wire import NodeShape
 
@@ -30,8 +31,13 @@ def test_every_own_algorithm_can_be_measured() -> None:
 def test_the_protocols_of_nccl_are_among_the_baselines() -> None:
     protocols = {setting.get("NCCL_PROTO") for setting in implementations.NCCL_SETTINGS.values()}
     assert {"LL", "LL128", "Simple"} <= protocols
-    for op in implementations.PLAIN_OPS:
+    for op in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"):
         assert {"nccl_ll", "nccl_ll128", "nccl_simple"} <= set(implementations.default(op, "cuda"))
+
+
+def test_operations_that_nccl_makes_of_messages_have_no_algorithm_to_force() -> None:
+    for op in ("all_to_all", "gather", "scatter"):
+        assert [name for name in implementations.known(op, "cuda") if implementations.is_nccl(name)] == ["nccl"]
 
 
 def test_registered_memory_is_measured_on_request_alone() -> None:
@@ -58,3 +64,9 @@ def test_hosts_are_measured_with_sums_between_nodes_and_one_host_without() -> No
     assert not {"one_shot", "ring"} & set(implementations.default("all_reduce", "cpu", nodes=2))
     assert not between & set(implementations.default("all_reduce", "cpu"))
     assert implementations.default("all_gather", "cpu", nodes=2) == ("auto", "gloo")
+
+
+@pytest.mark.parametrize(("reduction", "measured"), [("sum", True), ("avg", False), ("max", False)])
+def test_symmetric_kernels_of_nccl_are_measured_where_they_sum(reduction: str, measured: bool) -> None:
+    taken = baselines.supports(implementations.NCCL_SYMMETRIC, torch.float32, 1024, 2, reduction)
+    assert taken == measured

@@ -194,3 +194,19 @@ def test_the_model_over_the_measured_time() -> None:
 def test_one_host_has_no_network(kind: str) -> None:
     with pytest.raises(ConfigError, match="rows are of one host"):
         markdown.markdown_table([row()], kind)
+
+
+def test_operations_have_the_best_library_over_auto() -> None:
+    rows = [gpu(name, 512, us, op="broadcast") for name, us in (("auto", 2.0), ("nccl", 9.0), ("nccl_ll", 8.0))]
+    rows += [gpu("auto", 1024, 10.0, op="broadcast"), gpu("nccl", 1024, 5.0, op="broadcast")]
+    for name, us in (("auto", 1.0), ("one_shot", 0.5), ("nccl", 30.0)):
+        rows.append(gpu(name, 512, us, op="reduce", reduction="max", dtype="int32", world_size=2))
+    assert cells(markdown.markdown_table(rows, "operations")) == [
+        ["", "operation", "reduction", "dtype", "512 B", "1 KB"],
+        ["4 GPUs", "broadcast", "", "bfloat16", "4.00x", "0.50x"],
+        ["2 GPUs", "reduce", "max", "int32", "30x", ""],
+    ]
+    with pytest.raises(ConfigError, match="only one op"):
+        markdown.markdown_table(rows, "times")
+    with pytest.raises(ConfigError, match="only one reduction"):
+        markdown.markdown_table([gpu("nccl", 512, 1.0), gpu("nccl", 512, 1.0, reduction="max")])

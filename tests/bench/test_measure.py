@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer.main
 
 from shotcast.cli import app
@@ -38,7 +39,7 @@ def understand(arguments: list[str]) -> None:
 
 
 def understand_script(path: str, arguments: list[str]) -> None:
-    """Parse the options of a script of benchmarks/; those after -- are a command of ``shotcast bench``."""
+    """Parse the options of a script; those after -- are a command of ``shotcast bench``."""
     assert (ROOT / path).is_file()
     module = importlib.import_module(Path(path).stem)
     asked = module.options().parse_args(arguments)
@@ -46,7 +47,8 @@ def understand_script(path: str, arguments: list[str]) -> None:
         understand(["bench", *asked.command])
 
 
-def test_every_part_is_understood(tmp_path: Path) -> None:
+def test_every_part_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests/process_group")  # a part runs a script of its
     parts = re.search('parts="(.*)"', SCRIPT.read_text())
     assert parts is not None
     done = run(tmp_path, *parts[1].split())

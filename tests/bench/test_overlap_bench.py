@@ -6,16 +6,22 @@ import dataclasses
 import json
 from pathlib import Path
 
+import overlap_bench_targets as targets
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from hosts import needs_hosts
-from shotcast.bench import overlap, overlap_report
 from shotcast.bench.hosts.measure import HostsConfig
-from shotcast.bench.overlap import Measured, OverlapConfig, OverlapRow
+from shotcast.bench.overlap import library, measure, report, result, zero_ctas
+from shotcast.bench.overlap.config import OverlapConfig
+from shotcast.bench.overlap.result import Measured, OverlapRow
 from shotcast.cli import app
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, RankFailed
+from shotcast.hardware.multiprocessor import multiprocessor
+from shotcast.kernels.triton.gemm import shared_bytes
+from shotcast.launcher.spawn import spawn
+from shotcast.overlap.occupancy import Kernel, resident_blocks
 
 SPANS = (
     {"name": "compute 0", "lane": 0, "begin_us": 0.0, "end_us": 10.0},
@@ -42,16 +48,16 @@ def test_the_part_that_is_hidden() -> None:
 
 def test_table_picture_and_file(tmp_path: Path) -> None:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(overlap_report.table(MEASURED))
+    console.print(report.table(MEASURED))
     text = " ".join(console.export_text().split())
     assert "4 steps of 3 x 8x8x8 and all_reduce of 4 KiB (float32), 2 cpu ranks, 2 hosts at 5 ms one way" in text
     assert "75%" in text
     assert text.count("%") == 1
-    overlap_report.plot([MEASURED], tmp_path / "picture.png")
+    report.plot([MEASURED], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
     file = tmp_path / "file.json"
-    file.write_text(overlap.document([MEASURED], {}, "command", {}))
-    assert overlap.read(file) == (MEASURED,)
+    file.write_text(result.document([MEASURED], {}, "command", {}))
+    assert result.read(file) == (MEASURED,)
     printed = CliRunner().invoke(app, ["bench", "table", "--kind", "overlap", "--json", str(file)])
     assert "| plain | 0.11 | 0.65 | 1.00 | 1.22 | 75% |" in printed.output
     assert "`auto` took plain: why." in printed.output
@@ -61,10 +67,10 @@ def test_table_picture_and_file(tmp_path: Path) -> None:
     assert drawn.exit_code == 0, drawn.output
     file.write_text("{}")
     with pytest.raises(ConfigError, match="is not a result of shotcast bench overlap"):
-        overlap.read(file)
+        result.read(file)
     bare = Measured((dataclasses.replace(ROW, spans=()),), "")
     with pytest.raises(ConfigError, match="none of the results has a timeline"):
-        overlap_report.plot([bare], tmp_path / "picture.png")
+        report.plot([bare], tmp_path / "picture.png")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +80,10 @@ def test_table_picture_and_file(tmp_path: Path) -> None:
         ({"nbytes": 0, "repeat": 0}, "one fits the other"),
         ({"steps": 0}, "1 or more"),
         ({"device": "cuda", "lanes": 2}, "one lane of communication"),
+        ({"ratio": 0.0}, "above 0"),
+        ({"forms": ("torch",)}, "forms on cpu are own, library, not torch"),
+        ({"whole": True}, "with its size"),
+        ({"whole": True, "nbytes": 0, "repeat": 1, "gemm": (3, 8, 8)}, "3 rows are not divisible"),
     ],
 )
 def test_wrong_configurations_are_refused(change: dict[str, object], fault: str) -> None:
@@ -84,11 +94,12 @@ def test_wrong_configurations_are_refused(change: dict[str, object], fault: str)
 def test_the_command_measures(tmp_path: Path) -> None:
     options = "--size 4K --gemm 64x64x64 --repeat 2 --steps 2 --rounds 1 --seconds 0 --device cpu --world-size 2"
     files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]
-    result = CliRunner().invoke(app, ["bench", "overlap", *options.split(), *files])
-    assert result.exit_code == 0, result.output
-    (measured,) = overlap.read(tmp_path / "a.json")
+    done = CliRunner().invoke(app, ["bench", "overlap", *options.split(), *files])
+    assert done.exit_code == 0, done.output
+    (measured,) = result.read(tmp_path / "a.json")
     names = [row.way for row in measured.rows]
-    assert names == ["compute", "communication", "sequential", "plain", "library", "library plain"]
+    own = ["compute", "communication", "sequential", "plain"]
+    assert names == [*own, "library communication", "library", "library plain"]
     assert all(row.time_us > 0 and row.nbytes == 4096 for row in measured.rows)
     lanes = {span["lane"] for row in measured.rows if row.way == "plain" for span in row.spans}
     assert lanes == {0, 1}
@@ -96,10 +107,141 @@ def test_the_command_measures(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("op", ["reduce_scatter", "reduce_scatter_all_gather", "all_gather", "all_to_all"])
 def test_every_operation_is_measured(op: str) -> None:
-    measured = overlap.run(dataclasses.replace(CONFIG, op=op))
+    measured = measure.run(dataclasses.replace(CONFIG, op=op))
     assert {"sequential", "plain"} <= {row.way for row in measured.rows}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_whole_matrices_are_measured(op: str) -> None:
+    measured = measure.run(dataclasses.replace(CONFIG, op=op, nbytes=0, repeat=1, whole=True))
+    assert all(row.time_us is not None and row.nbytes == 64 * 64 * 4 for row in measured.rows)
+    assert "a whole matrix, 16 KiB" in report.title(measured.rows[0])
+
+
+SHAPES = {
+    "a message of a part of the product": {"nbytes": 4096},
+    "a message of more than the product": {"nbytes": 64 << 10},
+    "the whole product": {"nbytes": 0, "whole": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        ("all_reduce", "a message of a part of the product"),
+        ("all_gather", "the whole product"),
+        pytest.param("all_reduce", "a message of more than the product", marks=pytest.mark.full),
+        pytest.param("reduce_scatter", "the whole product", marks=pytest.mark.full),
+        pytest.param("reduce_scatter_all_gather", "a message of a part of the product", marks=pytest.mark.full),
+        pytest.param("all_gather", "a message of more than the product", marks=pytest.mark.full),
+        pytest.param("all_to_all", "a message of a part of the product", marks=pytest.mark.full),
+        pytest.param("all_to_all", "a message of more than the product", marks=pytest.mark.full),
+    ],
+)
+def test_a_message_that_goes_ahead_of_its_product_is_wrong(op: str, shape: str) -> None:
+    config = dataclasses.replace(CONFIG, op=op, repeat=1, **SHAPES[shape])  # type: ignore[arg-type]
+    found = spawn(targets.out_of_order, 2, config, timeout_s=60)
+    assert [one["in order"] for one in found] == ["", ""]
+    # what a product writes may all be sent to one rank
+    for fault in ("too early", "left out"):
+        assert any("2" in one[fault] for one in found), found
+        assert not any("0" in one[fault] for one in found), found
+
+
+def test_product_and_message_in_one_call_are_checked() -> None:
+    config = dataclasses.replace(CONFIG, nbytes=0, repeat=1, whole=True)
+    for found in spawn(targets.in_one_call, 2, config, timeout_s=60):
+        assert found == ["", "wrong results: message 1", "", "wrong results: message 1", "", "wrong results: product 1"]
+
+
+@pytest.mark.full
+def test_a_peer_that_fails_gives_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that ends the ranks, and one that never ends."""
+    monkeypatch.setattr(measure, "measure_on_rank", targets.with_bad_peers)
+    rows = {row.way: row for row in measure.run(CONFIG).rows}
+    reasons = {name: row.reason for name, row in rows.items() if row.reason}
+    assert reasons["raises"] == "RuntimeError: not on this machine ... second line"
+    assert reasons["wrong"].startswith("wrong results: product 0")
+    assert reasons["raises on one rank"] == "it failed on another rank"
+    assert reasons["dies"].startswith("it ended the ranks")
+    assert reasons["hangs"].startswith("it ended the ranks")
+    assert len(reasons) == 5
+    assert all(rows[name].time_us is None for name in reasons)
+    assert rows["library plain"].time_us
+    text = report.sentences(Measured(tuple(rows.values()), ""))
+    assert "raises: not available: RuntimeError: not on this machine ... second line" in text
+
+
+def h200(way: str, time_us: float | None, by: str = "", **change: object) -> OverlapRow:
+    facts = {"device": "cuda", "op": "all_gather", "compute_us": 1400.0, "communication_us": 1500.0,
+             "library_us": 1450.0, "library_plain_us": 2000.0}  # fmt: skip
+    return dataclasses.replace(ROW, way=way, time_us=time_us, by=by, **facts | change)  # type: ignore[arg-type]
+
+
+def said(*rows: OverlapRow) -> list[str]:
+    return result.verdicts(Measured(rows, ""))[1:]
+
+
+def test_thresholds() -> None:
+    assert h200("plain", 1.0).ideal_us == 1450
+    own, slow = h200("16 SMs", 1500.0, "own"), h200("plain", 1900.0, "own")
+    assert said(slow, own) == [
+        "16 SMs takes 1.03 of the ideal, 1.10 or less: holds",
+        "16 SMs is 25% below the library's plain overlap, 15% or more: holds",
+    ]
+    assert [line.rpartition(": ")[2] for line in said(slow)] == ["does not hold"] * 2
+    assert said(dataclasses.replace(own, compute_us=900.0))[0].endswith("15% or more: holds")
+    assert said(dataclasses.replace(own, library_plain_us=1600.0)) == [
+        "16 SMs takes 1.03 of the ideal, 1.10 or less: holds"
+    ]
+    peer = h200("torch fused", 1450.0, "torch", whole=True)
+    assert "does not hold" in said(dataclasses.replace(own, whole=True), peer)[-1]
+    assert result.verdicts(Measured((dataclasses.replace(own, library_plain_us=None),), "")) == []
+
+
+SEEN = zero_ctas.Seen(2100.0, 1500.0, ("copy",))
+LOGGED = "host:1:2 [0] NCCL INFO AllGather [Copy Engine]: 64 bytes"
+
+
+@pytest.mark.parametrize("outcome", ["logged", "not logged", "failed"])
+def test_nccl_without_thread_blocks_is_timed_where_its_log_names_copy_engines(
+    outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(fn: object, world_size: int, config: OverlapConfig, timeout_s: float, env: dict[str, str]) -> list[object]:
+        assert (config.nbytes, config.repeat, timeout_s) == (4096, 3, 9.0)
+        if outcome == "failed":
+            raise RankFailed(0, "Traceback\nRuntimeError: no windows\n(ranks that failed as well: 1)")
+        line = LOGGED if outcome == "logged" else "NCCL INFO Ring"
+        Path(env["NCCL_DEBUG_FILE"].replace("%p", "1")).write_text(line)
+        return [SEEN]
+
+    monkeypatch.setattr(zero_ctas, "spawn", job)
+    before = Measured((h200("compute", 1400.0, "alone"), h200("library plain", 2000.0, "library")), "")
+    after = zero_ctas.with_zero_ctas(before, dataclasses.replace(CONFIG, nbytes=0), 9.0)
+    assert after.rows[:2] == before.rows
+    row = after.rows[2]
+    assert (row.way, row.by, row.library_plain_us) == ("library, zero CTAs", "library", 2000.0)
+    if outcome == "logged":
+        assert (row.time_us, row.reason) == (1500.0, "")
+        assert "AllGather [Copy Engine]: 64 bytes; kernels of a message: copy; ranks of its own" in row.evidence
+    else:
+        assert row.time_us is None
+        assert row.evidence == ""
+        none = "none of 1 lines of NCCL's log names copy engines; kernels of a message: copy"
+        assert row.reason == (none if outcome == "not logged" else "RuntimeError: no windows")
+
+
+def test_published_tiles_leave_so_many_blocks() -> None:
+    sm = multiprocessor((9, 0))
+    found = dict(library.published_tiles(sm))
+    assert len(found) == 8
+    for name, config in found.items():
+        blocks = resident_blocks(Kernel(64, 128, shared_bytes(config) + 24), sm)
+        wanted = name.split(", ")[1].split()[0]
+        assert wanted == "all" or blocks == int(wanted), (name, blocks)
 
 
 @needs_hosts
@@ -113,5 +255,5 @@ def test_the_delay_of_a_network_is_hidden(lanes: int, repeat: int) -> None:
     config = OverlapConfig(
         "all_reduce", "cpu", "float32", 2, 4096, sides, repeat, seconds=0.1, lanes=lanes, hosts=hosts
     )
-    hidden = [row.hidden for _ in range(3) for row in overlap.run(config).rows if row.way == "plain"]
+    hidden = [row.hidden for _ in range(3) for row in measure.run(config).rows if row.way == "plain"]
     assert max(hidden) >= 0.6, hidden

@@ -7,9 +7,11 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import tune_targets as targets
 from hypothesis import given
 from hypothesis import strategies as st
@@ -196,6 +198,82 @@ def point(nbytes: int, *times: tuple[str, float], mode: str = "graph", shape: La
     """Return a point whose choice is the first of ``times``."""
     timed = [Timed(name, shape or LaunchShape(), shape is None, time_us) for name, time_us in times]
     return Point(mode, "all_reduce", "bfloat16", nbytes, Choice(timed[0], tuple(timed[1:]), ()))
+
+
+class TestSms:
+    """Calls that are given a number of SMs have rows of their own."""
+
+    def test_other_launches_are_tried_and_the_library_is_not(self) -> None:
+        asked = dataclasses.replace(problem(nbytes=64 << 20, world_size=2), sms=24)
+        fast = launch_shapes(asked, "few_sms")[-1]
+        bench = Bench(lambda c: 1.0 if c.algorithm == "vendor" else 5.0 if c.launch == fast else 10.0)
+        found = search(asked, bench, 1.0)
+        assert (found.best.algorithm, found.best.launch, found.best.by_default) == ("few_sms", fast, False)
+        assert {c.algorithm for asked in bench.asked for c in asked} == {"few_sms"}
+
+    def test_every_launch_has_room(self) -> None:
+        for world_size, sms in ((2, 1), (2, 24), (4, 32), (8, 8)):
+            asked = dataclasses.replace(problem(nbytes=64 << 20, world_size=world_size), sms=sms)
+            shapes = launch_shapes(asked, "few_sms")
+            assert len(set(shapes)) == len(shapes) > 1
+            for shape in shapes:
+                assert shape.programs <= sms
+                assert launch_obstacle("triton", registered()["few_sms"], shape) == ""
+                assert registered()["few_sms"].forms[Op.ALL_REDUCE].launch_obstacle(asked, shape) == ""
+
+    def test_where_the_library_alone_serves_it_is_the_choice(self) -> None:
+        asked = dataclasses.replace(problem(), sms=24, reduction="max")
+        assert search(asked, Bench(lambda c: 1.0), 1.0).best.algorithm == "vendor"
+
+    def test_rows_are_read_as_they_were_written(self) -> None:
+        shape = LaunchShape(24, 4096, 16, 65536)
+        points = [
+            point(1 << 20, ("few_sms", 9.0)),
+            dataclasses.replace(point(1 << 20, ("few_sms", 9.0)), sms=16),
+            dataclasses.replace(point(1 << 24, ("few_sms", 9.0), ("few_sms", 9.5), shape=shape), sms=24),
+        ]
+        text = tune_table.document(
+            "H",
+            NodeShape(1, 2),
+            points[1:],
+            device="cuda",
+            environment={"cpu_model": "c", "versions": {}, "driver": "5"},
+            command="shotcast tune",
+            seconds=0.5,
+        )
+        table = parse(text, "t", registered())
+        assert table.rows == {key: tuple(rows) for key, rows in tune_table.rows(points[1:]).items()}
+        (key,) = (key for key in table.rows if key[1] == "all_reduce@24")
+        assert fingerprints.of_table(table, key, registered(), "triton") == ""
+        found = table.lookup("all_reduce", "bfloat16", 1 << 23, "graph", 20)
+        assert found is not None
+        assert (found.launch, found.sms) == (shape, 24)
+        assert table.lookup("all_reduce", "bfloat16", 1 << 23, "graph") is None
+        assert json.loads(text)["measurements"][1]["op"] == "all_reduce@24"
+        assert len(tune_table.rows(points)) == 3
+
+    def test_calls_are_given_the_sms(self) -> None:
+        made: list[Any] = []
+        context: Any = SimpleNamespace(comm=SimpleNamespace(_run=lambda *args, **options: made.append(options)))
+        case = object.__new__(tune.TuneCase)
+        case.context, case.op, case.x, case.sms = context, "all_reduce", torch.ones(3), 24
+        case._new = lambda: torch.empty(3)  # type: ignore[method-assign]
+        case.call("0", Candidate("few_sms", LaunchShape(24))).run()
+        case.sms = 0
+        case.call("0", Candidate("vendor", LaunchShape())).run()
+        assert [(options["sms"], options["launch"]) for options in made] == [(24, LaunchShape(24)), (None, None)]
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"sms": (24,)}, "leave them out for CPU"),
+            ({"sms": (300,)}, "numbers from 1 to 256"),
+            ({"sms": ()}, "from 1"),
+        ],
+    )
+    def test_what_is_refused(self, options: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            dataclasses.replace(CONFIG, **options)
 
 
 class TestRows:

@@ -7,6 +7,8 @@ with it, without a copy.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shotcast.bench import implementations
+from shotcast.bench.operations import OPERATIONS, ROOT
 
 NCCL_FAVOURABLE = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
 """Environment of all ranks.
@@ -24,12 +27,16 @@ the guard raised the time of 8 KiB from 8.4 to 33 us with 250 calls a graph (4 H
 """
 
 
-def supports(name: str, dtype: str, nbytes: int, world_size: int) -> bool:
+def supports(name: str, dtype: torch.dtype, nbytes: int, world_size: int, reduction: str) -> bool:
     """Return whether a baseline takes such a tensor."""
     if implementations.is_torch(name):
         # PyTorch's kernels move 16 bytes at a time and have no float16 form.
-        return dtype in ("float32", "bfloat16") and nbytes % (16 * world_size) == 0
-    return True
+        return reduction == "sum" and dtype in (torch.float32, torch.bfloat16) and nbytes % (16 * world_size) == 0
+    if name == implementations.NCCL_SYMMETRIC and reduction != "sum":
+        return False
+    if name == "gloo" and (reduction == "avg" or (dtype == torch.bfloat16 and reduction != "sum")):
+        return False
+    return dtype not in (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class BenchCall:
         run: makes the call; on CUDA it enqueues the call, and can be captured.
         load: puts the input in place. With ``overwrites`` it is needed before each call whose result is compared.
         source: the tensor that the call reads, and that work between calls writes.
-        results: the tensors that hold the results.
+        results: the tensors that hold the results, or that the call may write although this rank gets no result.
         overwrites: the call destroys its input, as ``torch.distributed.all_reduce`` does.
         values: returns the values to compare with the reference, by name; None for ``sum``, the only result.
     """
@@ -63,30 +70,78 @@ class BenchCall:
         for result in self.results:
             if result.dtype.itemsize == 1:
                 result.view(torch.uint8).fill_(0x7F)  # NaN, as float8_e4m3fn
-            else:
+            elif result.is_floating_point():
                 result.fill_(float("nan"))
+            else:
+                result.fill_(torch.iinfo(result.dtype).max)
 
 
 def no_op() -> None:
     pass
 
 
-def own_call(name: str, op: str, comm: Any, x: torch.Tensor, out: torch.Tensor) -> BenchCall:
+def own_call(name: str, op: str, comm: Any, x: torch.Tensor, out: torch.Tensor, reduction: str = "sum") -> BenchCall:
     """Return a call of ``comm`` with the algorithm ``name``, on ordinary tensors, out of place."""
-    method = getattr(comm, op)
-    return BenchCall(name, lambda: method(x, out=out, algorithm=name), no_op, x, (out,))
+    method, operation = getattr(comm, op), OPERATIONS.get(op, OPERATIONS["all_reduce"])
+    given: dict[str, Any] = {"root": ROOT} if operation.rooted else {}
+    if operation.reduces and op in OPERATIONS:
+        given["reduction"] = reduction
+    if op == "broadcast":
+        held = torch.empty_like(x)
+        run = functools.partial(method, held, algorithm=name, **given)
+        return _broadcast(name, run, comm.rank, x, held)
+    call = BenchCall(name, lambda: method(x, out=out, algorithm=name, **given), no_op, x, (out,))
+    return _without_result(call) if operation.to_root and comm.rank != ROOT else call
 
 
-def library_call(name: str, op: str, group: dist.ProcessGroup, x: torch.Tensor, out: torch.Tensor) -> BenchCall:
-    """Return a call of Gloo or NCCL through ``torch.distributed``. An all-reduce is in place on a copy of ``x``."""
-    if op == "all_reduce":
-        return in_place_all_reduce(name, group, x, torch.empty_like(x))
-    if op == "reduce_scatter":
-        # PyTorch 2.13 renamed both functions, and the old names warn.
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return BenchCall(name, lambda: reduce_scatter(out, x, group=group), no_op, x, (out,))
+def library_call(
+    name: str, op: str, group: dist.ProcessGroup, x: torch.Tensor, out: torch.Tensor, reduction: str = "sum"
+) -> BenchCall:
+    """Return a call of Gloo or NCCL through ``torch.distributed``; calls that work in place work on a copy of ``x``."""
+    of_torch, rank = _REDUCE_OPS[reduction], group.rank()
+    # PyTorch 2.13 renamed both functions, and the old names warn.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return BenchCall(name, lambda: all_gather(out, x, group=group), no_op, x, (out,))
+    held = torch.empty_like(x) if op in ("all_reduce", "broadcast", "reduce") else x
+    parts = list(out.chunk(group.size())) if op == "gather" and rank == ROOT else None
+    given = list(x.chunk(group.size())) if op == "scatter" and rank == ROOT else None
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(held, of_torch, group=group),
+        "reduce_scatter": lambda: reduce_scatter(out, x, of_torch, group=group),
+        "all_gather": lambda: all_gather(out, x, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(out, x, group=group),
+        "broadcast": lambda: dist.broadcast(held, ROOT, group=group),
+        "reduce": lambda: dist.reduce(held, ROOT, of_torch, group=group),
+        "gather": lambda: dist.gather(x, parts, ROOT, group=group),
+        "scatter": lambda: dist.scatter(out, given, ROOT, group=group),
+    }
+    run, operation = calls[op], OPERATIONS[op]
+    if op == "broadcast":
+        return _broadcast(name, run, rank, x, held)
+    if held is x:
+        call = BenchCall(name, run, no_op, x, (out,))
+    else:
+        call = BenchCall(name, run, lambda: held.copy_(x), held, (held,), overwrites=True)
+    return _without_result(call) if operation.to_root and rank != ROOT else call
+
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def _broadcast(name: str, run: Callable[[], Any], rank: int, x: torch.Tensor, held: torch.Tensor) -> BenchCall:
+    """Return a broadcast of ``held``, which the root loads from ``x``."""
+    call = BenchCall(name, run, no_op, held, (held,), overwrites=True)
+    return dataclasses.replace(call, load=(lambda: held.copy_(x)) if rank == ROOT else call.wipe)
+
+
+def _without_result(call: BenchCall) -> BenchCall:
+    return dataclasses.replace(call, values=dict)
 
 
 def in_place_all_reduce(name: str, group: dist.ProcessGroup, x: torch.Tensor, held: torch.Tensor) -> BenchCall:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shotcast.bench import baselines, implementations
 from shotcast.bench.baselines import BenchCall, NcclMemory, SymmetricMemoryOps
+from shotcast.bench.operations import OPERATIONS, ROOT, expected
 from shotcast.collectives.algorithm import imported
 from shotcast.collectives.communicator import Communicator
 
@@ -39,27 +40,30 @@ class RankContext:
     nccl_memory: NcclMemory | None = None
 
     def random(self, seed: int, rank: int, count: int) -> torch.Tensor:
-        """Return the input of rank ``rank``: uniform in -1..1, rounded to the dtype."""
+        """Return the input of rank ``rank``: uniform in -1..1, rounded to the dtype; whole numbers from 0 to 9."""
         generator = torch.Generator(self.device).manual_seed(1000 * seed + rank)
+        if not self.dtype.is_floating_point:
+            return torch.randint(10, (count,), generator=generator, device=self.device).to(self.dtype)
         values = torch.empty(count, dtype=torch.float32, device=self.device)
         return values.uniform_(-1.0, 1.0, generator=generator).to(self.dtype)
 
 
 class Case:
-    """The tensors, calls and reference of an all_reduce, reduce_scatter or all_gather.
+    """The tensors, calls and reference of a plain operation.
 
     Attributes:
         x: this rank's input.
     """
 
-    def __init__(self, context: RankContext, op: str, nbytes: int, seed: int):
-        self.context, self.op, self.nbytes, self._seed = context, op, nbytes, seed
+    def __init__(self, context: RankContext, op: str, nbytes: int, seed: int, reduction: str = "sum"):
+        self.context, self.op, self.nbytes, self._seed, self.reduction = context, op, nbytes, seed, reduction
+        self._operation = OPERATIONS.get(op, OPERATIONS["all_reduce"])
         self._count = nbytes // context.dtype.itemsize
         self._part = self._count // context.world_size
         self.x = self._input(context.rank)
 
     def _input(self, rank: int) -> torch.Tensor:
-        return self.context.random(self._seed, rank, self._part if self.op == "all_gather" else self._count)
+        return self.context.random(self._seed, rank, self._part if self._operation.takes_part else self._count)
 
     def restore(self) -> None:
         """Restore the input after work between calls has overwritten it."""
@@ -67,26 +71,29 @@ class Case:
 
     def _new(self) -> torch.Tensor:
         """Return a new tensor for the result."""
-        count = self._part if self.op == "reduce_scatter" else self._count
+        count = self._part if self._operation.gives_part else self._count
         return torch.empty(count, dtype=self.context.dtype, device=self.context.device)
 
     def calls(self, names: Sequence[str]) -> list[BenchCall]:
         """Return the calls of those implementations that take this tensor."""
         context = self.context
         calls = []
-        # the size of an all_gather is that of its result
-        message = self._new() if self.op == "all_gather" else self.x
-        legal = (*context.comm.candidates(message, op=self.op), "auto") if context.comm is not None else ()
+        legal: tuple[str, ...] = ()
+        if context.comm is not None:
+            # the size of gathered tensors is that of the result
+            message = self._new() if self._operation.takes_part else self.x
+            explained = context.comm.explain(message, op=self.op, reduction=self.reduction)
+            legal = (*explained.candidates, implementations.AUTO)
         for name in names:
             if implementations.is_own(name):
                 if name in legal or name in implementations.FUSED:
                     calls.append(self._own(name))
-            elif baselines.supports(name, str(context.dtype).split(".")[-1], self.nbytes, context.world_size):
+            elif baselines.supports(name, context.dtype, self.nbytes, context.world_size, self.reduction):
                 calls.append(self._other(name))
         return calls
 
     def _own(self, name: str) -> BenchCall:
-        call = baselines.own_call(name, self.op, self.context.comm, self.x, self._new())
+        call = baselines.own_call(name, self.op, self.context.comm, self.x, self._new(), self.reduction)
         if name not in implementations.lossy_algorithms():
             return call
         return dataclasses.replace(call, values=lambda: {name: call.results[0]})
@@ -98,32 +105,30 @@ class Case:
         if name == implementations.NCCL_SYMMETRIC:
             assert self.context.nccl_memory is not None
             return self.context.nccl_memory.call(name, self.x)
-        return baselines.library_call(name, self.op, self.context.group, self.x, self._new())
+        return baselines.library_call(name, self.op, self.context.group, self.x, self._new(), self.reduction)
 
     def reference(self) -> Reference:
         """Return the result that this rank should get, and the error that any order of additions may cause.
 
-        With u the spacing of the dtype at 1, n ranks, and every partial sum rounded to the dtype: ``|error| <= n * u *
-        sum_r |x_r|``. Gathered data must be exact. A lossy algorithm has a value of its own,
-        with the error bound of its description added.
+        Both are those of :func:`~shotcast.bench.operations.expected`. A lossy algorithm has a value of its own, with
+        the error bound of its description added. Where the root alone gets a result, other ranks have nothing.
         """
-        world_size = self.context.world_size
-        if self.op == "all_gather":
-            gathered = torch.cat([self._input(rank) for rank in range(world_size)]).double()
-            return {"sum": (gathered, torch.zeros_like(gathered))}
-        own_part = slice(None)
-        if self.op == "reduce_scatter":
-            own_part = slice(self.context.rank * self._part, (self.context.rank + 1) * self._part)
-        expected = torch.zeros_like(self.x.reshape(-1)[own_part], dtype=torch.float64)
-        magnitude = torch.zeros_like(expected)
-        for rank in range(world_size):
-            values = self._input(rank).reshape(-1)[own_part].double()
-            expected += values
-            magnitude += values.abs()
-        bound = magnitude * (world_size * torch.finfo(self.context.dtype).eps)
-        results = {"sum": (expected, bound)}
+        rank, world_size = self.context.rank, self.context.world_size
+        if self._operation.to_root and rank != ROOT:
+            return {}
+        value, bound = expected(
+            self.op if self.op in OPERATIONS else "all_reduce", self.reduction, rank, world_size, self._input
+        )
+        results = {"sum": (value, bound)}
+        if not self._operation.reduces or self.reduction != "sum" or not self.context.dtype.is_floating_point:
+            return results
         for name in implementations.lossy_algorithms():
             error_bound = imported(implementations.algorithms()[name].error_bound)
-            inputs = (self._input(rank).reshape(-1)[own_part].double() for rank in range(world_size))
-            results[name] = (expected, bound + error_bound(inputs))
+            inputs = (self._own_part(other).double() for other in range(world_size))
+            results[name] = (value, bound + error_bound(inputs))
         return results
+
+    def _own_part(self, rank: int) -> torch.Tensor:
+        """Return what of the input of ``rank`` this rank's result is made of."""
+        values = self._input(rank).reshape(-1)
+        return values.view(self.context.world_size, -1)[self.context.rank] if self._operation.gives_part else values

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from shotcast import wire
 from shotcast.bench import implementations
 from shotcast.bench.gemm import WORK_BETWEEN
+from shotcast.bench.operations import OPERATIONS
 from shotcast.errors import ConfigError
 from shotcast.units import align_up
 
+FUSED_DTYPES = wire.REDUCIBLE
+DTYPES = (*wire.REDUCIBLE, "float64", "int8", "uint8", "int16", "int32", "int64")
+REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 MIN_CALLS = 5
 """The least number of timed calls of an implementation at one point."""
 
@@ -30,6 +34,7 @@ class BenchConfig:
         inner: columns of the matrix product's left operand; 0 for hidden / ranks.
         host: measure the host time of a call instead of the call's own time.
         nodes: the nodes that the ranks are on, equally many on each.
+        reduction: of operations that reduce.
     """
 
     op: str
@@ -49,12 +54,22 @@ class BenchConfig:
     inner: int = 0
     host: bool = False
     nodes: int = 1
+    reduction: str = "sum"
 
     def __post_init__(self) -> None:
         if self.op not in implementations.OPS:
             raise ConfigError(f"there is no benchmark of {self.op!r}; choose from {', '.join(implementations.OPS)}")
-        if self.dtype not in wire.REDUCIBLE:
-            raise ConfigError(f"dtype {self.dtype!r} is not measured; choose from {', '.join(wire.REDUCIBLE)}")
+        if self.dtype not in (FUSED_DTYPES if self._fused else DTYPES):
+            served = FUSED_DTYPES if self._fused else DTYPES
+            raise ConfigError(f"dtype {self.dtype!r} is not measured; choose from {', '.join(served)}")
+        if self.reduction not in REDUCTIONS:
+            raise ConfigError(f"reduction {self.reduction!r} is not measured; choose from {', '.join(REDUCTIONS)}")
+        if self.reduction != "sum" and (self._fused or not OPERATIONS[self.op].reduces):
+            raise ConfigError(f"{self.op} takes no reduction")
+        if self.reduction not in wire.REDUCED[self.dtype]:
+            raise ConfigError(f"there is no {self.reduction} of {self.dtype}")
+        if self.between and self.dtype not in wire.REDUCIBLE:
+            raise ConfigError(f"matrix products between calls are of {', '.join(wire.REDUCIBLE)}, not {self.dtype}")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device must be cpu or cuda, not {self.device!r}")
         known = implementations.known(self.op, self.device)
@@ -97,6 +112,6 @@ class BenchConfig:
         multiple = wire.DTYPES[self.dtype]
         if self._fused or self.between:
             multiple *= self.hidden
-        elif self.op != "all_reduce":
+        elif OPERATIONS[self.op].divided:
             multiple *= world_size
         return tuple(dict.fromkeys(align_up(size, multiple) for size in self.sizes))

@@ -31,7 +31,7 @@ from shotcast.bench.hosts.measure import HostsConfig
 from shotcast.bench.hosts.network import SimulatedHosts
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
-from shotcast.engine.config import EngineConfig, algorithm_names
+from shotcast.engine.config import OVERLAP, EngineConfig, algorithm_names
 from shotcast.engine.device_selection import select_device
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import RequestOutput
@@ -91,7 +91,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchConfig:
-    """The points to measure: each batch with each algorithm on each layout.
+    """The points to measure: each batch with each algorithm, and each of the ways of ``overlaps``, on each layout.
 
     With ``baseline``, Transformers is measured first. With ``hosts``, the ranks are on simulated hosts, and each layout
     takes all of them.
@@ -109,11 +109,14 @@ class EngineBenchConfig:
     baseline: bool = False
     quantization: str = ""
     hosts: HostsConfig | None = None
+    overlaps: tuple[str, ...] = ("auto",)
 
     def __post_init__(self) -> None:
         known = benchmark_algorithms(self.hosts is not None)
         if unknown := [name for name in self.algorithms if name not in known]:
             raise ConfigError(f"there is no algorithm {unknown[0]!r}; choose from {', '.join(known)}")
+        if unknown := [name for name in self.overlaps if name not in OVERLAP]:
+            raise ConfigError(f"there is no overlap {unknown[0]!r}; choose from {', '.join(OVERLAP)}")
         if min((self.prompt, self.rounds, *self.batches)) < 1 or self.output < 2:
             raise ConfigError(
                 "batches, prompt and rounds must be at least 1, and output at least 2 (one token has no TPOT)"
@@ -145,18 +148,20 @@ def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda w
     for layout in config.layouts:
         if layout.ranks not in bandwidths:
             bandwidths[layout.ranks] = min(spawn(read_bandwidth_gbps, layout.ranks, config.device))
+        ways = list(itertools.product(config.algorithms, config.overlaps))
         # a single rank does not communicate, so it is measured once
-        for algorithm in config.algorithms if layout.tensor_parallel > 1 else config.algorithms[:1]:
-            advance(f"{layout} {algorithm}")
+        for algorithm, overlap in ways if layout.tensor_parallel > 1 else ways[:1]:
+            advance(f"{layout} {algorithm}" + (f", overlap {overlap}" if len(config.overlaps) > 1 else ""))
             with (
                 _environment(_NCCL if algorithm == "nccl" else {}),
-                _engine(config, layout, algorithm) as llm,
+                _engine(config, layout, algorithm, overlap) as llm,
             ):
                 for batch in config.batches:
-                    yield _point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
+                    row = _point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
+                    yield replace(row, overlap=overlap)
 
 
-def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str) -> LLM:
+def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str) -> LLM:
     return LLM(
         config.model,
         tensor_parallel=layout.tensor_parallel,
@@ -168,6 +173,7 @@ def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str) -> LLM:
         max_sequences=max(config.batches),
         prefix_caching=False,
         algorithm=benchmark_algorithms(config.hosts is not None)[algorithm],
+        overlap=overlap,
         # graphs with timestamps are captured when the model is loaded, not in the round that uses them
         stamp_every=int(config.device == "cuda"),
     )
@@ -180,19 +186,21 @@ def _measure_on_hosts(
     options = {"delay_us": hosts.delay_us, "bandwidth_gbps": hosts.bandwidth_gbps}
     with SimulatedHosts(hosts.hosts, **options) as network:
         bandwidth = min(network.run(read_bandwidth_gbps, hosts.ranks_per_host, config.device))
-        for layout, algorithm in itertools.product(config.layouts, config.algorithms):
-            advance(f"{layout} {algorithm}")
+        for layout, algorithm, overlap in itertools.product(config.layouts, config.algorithms, config.overlaps):
+            advance(f"{layout} {algorithm}" + (f", overlap {overlap}" if len(config.overlaps) > 1 else ""))
             environment = _ALL_BY_GLOO if algorithm == _GLOO else {}
-            arguments = config, layout, algorithm, bandwidth
+            arguments = config, layout, algorithm, overlap, bandwidth
             rows = network.run(rows_of_rank, hosts.ranks_per_host, *arguments, env=environment)[0]
             network.check()
-            yield from (replace(row, hosts=hosts.hosts, delay_us=hosts.delay_us) for row in rows)
+            yield from (replace(row, hosts=hosts.hosts, delay_us=hosts.delay_us, overlap=overlap) for row in rows)
 
 
-def rows_of_rank(config: EngineBenchConfig, layout: Layout, algorithm: str, bandwidth: float) -> list[EngineRow]:
+def rows_of_rank(
+    config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str, bandwidth: float
+) -> list[EngineRow]:
     """Measure the batches of a layout as rank 0 of a job; other ranks serve it, and return nothing."""
     try:
-        llm = _engine(config, layout, algorithm)
+        llm = _engine(config, layout, algorithm, overlap)
     except SystemExit as end:  # of another rank, when rank 0 is done
         if end.code:
             raise

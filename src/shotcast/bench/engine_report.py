@@ -36,6 +36,7 @@ class EngineRow:
         bandwidth_gbps: the measured memory bandwidth of a rank.
         quantization: of the layers' weight matrices.
         hosts, delay_us: the simulated hosts that the ranks were on, and the one-way delay between them.
+        overlap: the way of prompts in halves, as :class:`~shotcast.engine.config.EngineConfig` has it.
     """
 
     model: str
@@ -57,6 +58,7 @@ class EngineRow:
     quantization: str = ""
     hosts: int = 1
     delay_us: float = 0.0
+    overlap: str = "auto"
 
 
 def reduces(row: EngineRow) -> bool:
@@ -65,18 +67,25 @@ def reduces(row: EngineRow) -> bool:
 
 
 def _columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
-    """Return the heads of the columns; two more where ranks were on simulated hosts."""
-    return (("hosts", "one way us") if any(row.hosts > 1 for row in rows) else ()) + _COLUMNS
+    """Return the heads of the columns; two more where ranks were on simulated hosts, one where overlap was named."""
+    hosts = ("hosts", "one way us") if any(row.hosts > 1 for row in rows) else ()
+    overlap = ("overlap",) if _names_overlap(rows) else ()
+    return (*hosts, *_COLUMNS[:2], *overlap, *_COLUMNS[2:])
+
+
+def _names_overlap(rows: Sequence[EngineRow]) -> bool:
+    return any(row.overlap != "auto" for row in rows)
 
 
 def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
     """Return the cells of each row, in the order of :func:`_columns`."""
-    hosts = any(row.hosts > 1 for row in rows)
+    hosts, overlap = any(row.hosts > 1 for row in rows), _names_overlap(rows)
     return [
         (
             *((str(row.hosts), f"{row.delay_us:g}" if row.hosts > 1 else "-") if hosts else ()),
             row.layout,
             row.algorithm if reduces(row) or row.hosts > 1 or row.algorithm == TRANSFORMERS else "-",
+            *((row.overlap if reduces(row) else "-",) if overlap else ()),
             str(row.batch),
             f"{row.ttft_ms:.1f}",
             f"{row.tpot_ms:.2f}",
@@ -93,7 +102,7 @@ def table(rows: Sequence[EngineRow]) -> Table:
     """Return the rows as a table for a terminal."""
     view = Table(box=None, pad_edge=False, header_style="bold")
     for name in _columns(rows):
-        view.add_column(name, justify="left" if name in ("layout", "algorithm") else "right")
+        view.add_column(name, justify="left" if name in ("layout", "algorithm", "overlap") else "right")
     for cells in _cells(rows):
         view.add_row(*cells)
     return view
@@ -133,7 +142,7 @@ def _subject(row: EngineRow) -> str:
 
 
 def plot(rows: Sequence[EngineRow], path: Path) -> None:
-    """Plot the time per output token against throughput: a curve for each layout and algorithm, a point for each batch.
+    """Plot the time per output token against throughput: a curve for each layout and way, a point for each batch.
 
     Raises:
         ConfigError: the rows are of several models, devices or lengths, or matplotlib does not write this suffix.
@@ -146,11 +155,14 @@ def plot(rows: Sequence[EngineRow], path: Path) -> None:
     check_format(path)
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for key in dict.fromkeys((row.layout, row.algorithm) for row in rows):
-        curve = sorted((row for row in rows if (row.layout, row.algorithm) == key), key=lambda row: row.batch)
+    for key in dict.fromkeys((row.layout, row.algorithm, row.overlap) for row in rows):
+        of_curve = [row for row in rows if (row.layout, row.algorithm, row.overlap) == key]
+        curve = sorted(of_curve, key=lambda row: row.batch)
         xs, ys = [row.tokens_per_s for row in curve], [row.tpot_ms for row in curve]
         layout = f"TP{key[0].replace('x', ' x PP')}"
         label = key[1] if key[1] == TRANSFORMERS else f"{layout}, {key[1]}" if reduces(curve[0]) else layout
+        if reduces(curve[0]) and _names_overlap(rows):
+            label += f", overlap {key[2]}"
         axes.plot(xs, ys, marker="o", label=label)
         for row, x, y in zip(curve, xs, ys, strict=True):
             axes.annotate(str(row.batch), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)

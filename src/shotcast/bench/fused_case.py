@@ -1,4 +1,4 @@
-"""All-reduce, residual and RMSNorm: the calls of all implementations, fused and not, and the reference."""
+"""All-reduce, residual and norm: the calls of all implementations, fused and not, and the reference."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ import torch
 from shotcast.bench import baselines, implementations
 from shotcast.bench.baselines import BenchCall, no_op
 from shotcast.bench.cases import Case, RankContext, Reference
-from shotcast.collectives import rms_norm
+from shotcast.collectives import separate_norm
 from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.memory.operands import NormTensors
-from shotcast.wire import Norm
+from shotcast.wire import LAYER_WITH_BIAS, RMS, Norm
 
 EPS = 1e-6
 E4M3_MAX = 448.0
 
 
 class FusedCase(Case):
-    """The tensors, calls and reference of an all_reduce_rms_norm.
+    """The tensors, calls and reference of an all_reduce_rms_norm or, with a bias, of an all_reduce_layer_norm.
 
-    ``x`` and the residual are [tokens, hidden], the weight is [hidden]. Residual and weight are equal on all ranks. For
+    ``x`` and the residual are [tokens, hidden], weight and bias are [hidden]. All but ``x`` are equal on all ranks. For
     ``unfused``, NCCL and Gloo, an all-reduce is followed by one kernel for residual and norm.
     """
 
-    def __init__(self, context: RankContext, nbytes: int, hidden: int, seed: int):
+    def __init__(self, context: RankContext, op: str, nbytes: int, hidden: int, seed: int):
         self._hidden = hidden
-        super().__init__(context, "all_reduce_rms_norm", nbytes, seed)
+        super().__init__(context, op, nbytes, seed)
+        layer = op == "all_reduce_layer_norm"
+        self._kind = LAYER_WITH_BIAS if layer else RMS
+        self._bias = context.random(seed, 999, hidden) if layer else None
         self._residual = context.random(seed, 997, self._count).view(-1, hidden)
         self._weight = context.random(seed, 998, hidden)
         self._static_scale: torch.Tensor | None = None
@@ -41,7 +44,7 @@ class FusedCase(Case):
 
     def _own(self, name: str) -> BenchCall:
         comm: Any = self.context.comm
-        x, residual, weight = self.x, self._residual, self._weight
+        x = self.x
         if name in implementations.PLAIN:
             total, algorithm = self._new(), implementations.PLAIN[name]
             return BenchCall(name, lambda: comm.all_reduce(x, out=total, algorithm=algorithm), no_op, x, (total,))
@@ -51,11 +54,18 @@ class FusedCase(Case):
         if name in implementations.FP8:
             return self._quantized(name, comm)
         normed, new_residual = self._new(), self._new()
+        make, operands = getattr(comm, self.op), self._operands
 
         def fused() -> None:
-            comm.all_reduce_rms_norm(x, residual, weight, EPS, algorithm=name, out=(normed, new_residual))
+            make(*operands, EPS, algorithm=name, out=(normed, new_residual))
 
         return self._normed(name, fused, no_op, x, normed, new_residual)
+
+    @property
+    def _operands(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that a call reads, in its order."""
+        shift = () if self._bias is None else (self._bias,)
+        return self.x, self._residual, self._weight, *shift
 
     def _other(self, name: str) -> BenchCall:
         reduced = baselines.library_call(name, "all_reduce", self.context.group, self.x, self._new())
@@ -84,17 +94,17 @@ class FusedCase(Case):
         total: torch.Tensor,
     ) -> BenchCall:
         normed, new_residual = self._new(), self._new()
-        tensors = NormTensors(self._residual, self._weight, EPS, new_residual, normed)
-        norm, by_kernel = Norm(self._hidden), self.context.device.type == "cuda"
+        tensors = NormTensors(self._residual, self._weight, EPS, new_residual, normed, bias=self._bias)
+        norm, by_kernel = Norm(self._hidden, kind=self._kind), self.context.device.type == "cuda"
 
         def run() -> None:
             reduce()
-            rms_norm.add_rms_norm(total, tensors, norm, by_kernel)
+            separate_norm.norm_sum(total, tensors, norm, by_kernel)
 
         return self._normed(name, run, load, source, normed, new_residual)
 
     def _quantized(self, name: str, comm: Any) -> BenchCall:
-        x, residual, weight = self.x, self._residual, self._weight
+        x = self.x
         tokens = x.shape[0]
         new_residual = self._new()
         quantized = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -102,8 +112,10 @@ class FusedCase(Case):
         scale = self.static_scale if static else torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
         given, out = scale if static else None, Fp8Normed(quantized, scale, new_residual, None)
 
+        make, operands = getattr(comm, f"{self.op}_fp8"), self._operands
+
         def run() -> None:
-            comm.all_reduce_rms_norm_fp8(x, residual, weight, EPS, scale=given, out=out)
+            make(*operands, EPS, scale=given, out=out)
 
         def values() -> Mapping[str, torch.Tensor]:
             error = quantized.double() * scale.double() - self.norm(new_residual)
@@ -122,8 +134,16 @@ class FusedCase(Case):
 
     def norm(self, new_residual: torch.Tensor) -> torch.Tensor:
         """Return the norm of these rows in float64."""
-        rows = new_residual.double()
-        return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * self._weight.double()
+        rows = self._centred(new_residual.double())
+        normed = rows / self._deviation(rows) * self._weight.double()
+        return normed if self._bias is None else normed + self._bias.double()
+
+    def _centred(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._bias is None else rows - rows.mean(-1, keepdim=True)
+
+    @staticmethod
+    def _deviation(rows: torch.Tensor) -> torch.Tensor:
+        return (rows.square().mean(-1, keepdim=True) + EPS).sqrt()
 
     def reference(self) -> Reference:
         """Return the references of the sum, of the new residual, and of the norm.
@@ -139,9 +159,13 @@ class FusedCase(Case):
         kept_residual = total + self._residual.double()
         residual_error = total_error + step * (kept_residual.abs() + total_error)
         # the magnitude of a norm, for any new residual within the bound
-        rms = (kept_residual.square().mean(-1, keepdim=True) + EPS).sqrt()
-        size = self.norm(kept_residual).abs() + 2 * self._weight.double().abs() * residual_error / rms
+        deviation = self._deviation(self._centred(kept_residual))
+        size = self.norm(kept_residual).abs() + 2 * self._weight.double().abs() * residual_error / deviation
         normed_error = step * size + 2**-20
+        if self._bias is not None:  # a mean is rounded, and what is added to the bias may be larger than the sum
+            float_step, largest = torch.finfo(torch.float32).eps, kept_residual.abs().amax(-1, keepdim=True)
+            inside = self._weight.double().abs() * (64 * largest / deviation) + 64 * self._bias.double().abs()
+            normed_error = normed_error + float_step * inside
         zeros = torch.zeros_like(kept_residual)
         reference = {
             "sum": (total, total_error),

@@ -48,6 +48,7 @@ from shotcast.bench.gemm import Gemm
 from shotcast.bench.report import MEASURES, Row
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import DEFAULT_MAX_BYTES, Communicator
+from shotcast.collectives.rank_device import gpu_of
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.units import format_size
@@ -101,7 +102,7 @@ def measure(config: BenchConfig, names: tuple[str, ...]) -> list[Row]:
     assert job is not None
     device = torch.device("cpu")
     if config.device == "cuda":
-        device = torch.device("cuda", job.local_rank)
+        device = torch.device("cuda", gpu_of(job.local_rank))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group(
@@ -203,10 +204,11 @@ class RankHarness:
         alone = [self.control.gather(float(np.median(samples[task]))) for task in samples if task[1] == _WORK_ALONE]
         for measure in config.measures:
             for call in calls:
-                statistics, allocations = [], None
+                statistics, rounds_us, allocations = [], [], None
                 if call in timed and not errors[call.name]:
                     us = samples[measure, call.name]
                     statistics = self.control.gather((float(np.median(us)), float(np.percentile(us, 99))))
+                    rounds_us = self.control.gather([float(np.median(part)) for part in np.array_split(us, ROUNDS)])
                     allocations = allocated.get(call.name)
                 between = measure == "between" and work is not None
                 yield Row.from_ranks(
@@ -226,12 +228,14 @@ class RankHarness:
                     allocations=allocations,
                     nodes=config.nodes,
                     predicted_us=self._predicted_us(call.name, case.x),
+                    rounds_us=rounds_us,
+                    reduction=config.reduction,
                 )
 
     def _case(self, nbytes: int, seed: int) -> Case:
         if self.config.op in implementations.FUSED_OPS:
-            return FusedCase(self.context, nbytes, self.config.hidden, seed)
-        return Case(self.context, self.config.op, nbytes, seed)
+            return FusedCase(self.context, self.config.op, nbytes, self.config.hidden, seed)
+        return Case(self.context, self.config.op, nbytes, seed, self.config.reduction)
 
     def _work(self, nbytes: int) -> Gemm | None:
         config, context = self.config, self.context

@@ -5,10 +5,10 @@ CPU ranks have Gloo. CUDA has NCCL with its own choice (``nccl``), NCCL restrict
 builds on symmetric memory (``torch_one_shot``, ``torch_two_shot``). ``nccl_symmetric``, NCCL on tensors in memory that
 was registered with it, is measured on request only. "Best NCCL" is the fastest of all NCCL forms that were measured.
 
-A fused operation (``all_reduce_rms_norm``) also has ``unfused`` (own all-reduce, then a kernel for residual and norm),
-``plain`` (own all-reduce alone: the time above it is the cost of the fused part; ``plain_one_shot`` and
-``plain_two_shot`` name its algorithm), ``fp8_static`` and ``fp8_dynamic`` (the fused forms that quantize), and NCCL or
-Gloo followed by the same kernel for residual and norm.
+A fused operation (``all_reduce_rms_norm``, ``all_reduce_layer_norm``) also has ``unfused`` (own all-reduce, then a
+kernel for residual and norm), ``plain`` (own all-reduce alone: the time above it is the cost of the fused part;
+``plain_one_shot`` and ``plain_two_shot`` name its algorithm), ``fp8_static`` and ``fp8_dynamic`` (the fused forms that
+quantize), and NCCL or Gloo followed by the same kernel for residual and norm.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from shotcast.collectives import registry
 from shotcast.collectives.algorithm import LIBRARY, Algorithms
 from shotcast.wire import NodeShape, Op
 
-PLAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather")
-FUSED_OPS = ("all_reduce_rms_norm",)
+PLAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter")
+_BY_MESSAGES = ("all_to_all", "gather", "scatter")
+"""Operations that NCCL makes of messages, for which it chooses no algorithm."""
+FUSED_OPS = ("all_reduce_rms_norm", "all_reduce_layer_norm")
+_BY_TREES = ("all_reduce", *FUSED_OPS)
+"""Operations for which NCCL has a tree."""
 OPS = PLAIN_OPS + FUSED_OPS
 
 AUTO = "auto"
@@ -87,6 +91,8 @@ def baselines(op: str, device: str) -> tuple[str, ...]:
     protocols = tuple(name for name, setting in NCCL_SETTINGS.items() if "NCCL_PROTO" in setting)
     if op == "all_reduce":
         return ("nccl", "nccl_ring", "nccl_tree", *protocols, "torch_one_shot", "torch_two_shot")
+    if op in _BY_MESSAGES:
+        return ("nccl",)
     return ("nccl", "nccl_ring", *protocols)  # NCCL has no tree for these
 
 
@@ -101,7 +107,9 @@ def known(op: str, device: str) -> tuple[str, ...]:
     """Return all names that can be requested for an operation."""
     extra = tuple(one.name for one in algorithms().serving(Op[op.upper()]) if one.between_nodes)
     if device == "cuda":
-        settings = [name for name in NCCL_SETTINGS if name != "nccl_tree" or op not in ("reduce_scatter", "all_gather")]
+        settings = [
+            name for name in NCCL_SETTINGS if op not in _BY_MESSAGES and (name != "nccl_tree" or op in _BY_TREES)
+        ]
         extra = (*extra, *settings, *((NCCL_SYMMETRIC,) if op == "all_reduce" else ()))
     return tuple(dict.fromkeys((*default(op, device), LIBRARY, *extra)))
 

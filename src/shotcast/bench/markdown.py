@@ -1,6 +1,6 @@
 """Markdown tables of stored results: documentation shows tables made from the raw files, and a test compares the two.
 
-Each of the kinds is made from rows of one operation and dtype, with message sizes down the side:
+Each of the kinds but ``operations`` is made from rows of one operation and dtype, with message sizes down the side:
 
 ``times``
     Microseconds of every implementation, and the time of the best NCCL (or Gloo) divided by that of the fastest
@@ -18,6 +18,9 @@ Each of the kinds is made from rows of one operation and dtype, with message siz
         the bits of the contract.
 ``model``
     For each network between hosts: the time by the cost model over the measured time, of each own algorithm.
+``operations``
+    For each number of ranks, operation, reduction and dtype: the time of the best library over that of ``auto``, with
+        message sizes in the head.
 ``between``
     The time saved over the best NCCL (or Gloo) with calls back to back, and with work between the calls.
 """
@@ -27,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shotcast.bench import implementations
+from shotcast.bench.operations import OPERATIONS
 from shotcast.bench.report import Row, above_plain_us
 from shotcast.errors import ConfigError
 
@@ -39,7 +43,7 @@ def markdown_table(
     """Return the table as lines of Markdown.
 
     Args:
-        rows: of one operation, dtype and device.
+        rows: of one operation, dtype and device; of one device for ``operations``.
         kind: one of :data:`KINDS`; by default the one that suits the rows.
         sizes: message sizes in bytes to show; by default all.
         columns: implementations to show in ``times`` and ``fused``; by default all. Ratios consider all that were
@@ -51,7 +55,7 @@ def markdown_table(
     """
     if not rows:
         raise ConfigError("there are no rows to show")
-    require_same(rows, "op", "dtype", "device")
+    require_same(rows, *(["device"] if kind == "operations" else ["op", "dtype", "device", "reduction"]))
     measures = {row.measure for row in rows}
     if not kind:
         fused = rows[0].op in implementations.FUSED_OPS
@@ -203,9 +207,24 @@ def _model(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     return head, cells
 
 
+def _operations(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
+    require_same(rows, "nodes")
+    head = ["", "operation", "reduction", "dtype", *(size_name(nbytes) for nbytes in _sizes(rows))]
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        reduction = row.reduction if OPERATIONS[row.op].reduces else ""
+        groups.setdefault((_ranks(row), row.op.replace("_", "-"), reduction, row.dtype), []).append(row)
+    cells = []
+    for names, group in groups.items():
+        auto = [fastest(group, nbytes, lambda row: row.algorithm == implementations.AUTO) for nbytes in _sizes(rows)]
+        libraries = [fastest(group, nbytes, library) for nbytes in _sizes(rows)]
+        cells.append([*names, *(_ratio(slow, fast) for slow, fast in zip(libraries, auto, strict=True))])
+    return head, cells
+
+
 def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cells]:
     require_same(rows, "world_size", "hidden")
-    above = {"fused": implementations.own_algorithms("all_reduce_rms_norm")}
+    above = {"fused": implementations.own_algorithms(rows[0].op)}
     above |= {name: (name,) for name in (*implementations.FP8, "unfused")}
     above = {name: group for name, group in above.items() if any(row.algorithm in group for row in rows)}
     if not any(row.algorithm in implementations.PLAIN for row in rows):
@@ -263,6 +282,7 @@ KINDS: dict[str, Callable[..., tuple[list[str], _Cells]]] = {
     "fused": _fused,
     "hosts": _hosts,
     "model": _model,
+    "operations": _operations,
     "between": _between,
 }
 

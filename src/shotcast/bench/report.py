@@ -13,8 +13,8 @@ from rich.table import Table
 
 from shotcast import wire
 from shotcast.bench import implementations
+from shotcast.bench.operations import OPERATIONS
 from shotcast.errors import ConfigError
-from shotcast.units import format_size
 from shotcast.wire import NodeShape
 
 MEASURES = ("call", "between", "host")
@@ -27,9 +27,14 @@ MEASURES = ("call", "between", "host")
 def busbw_factor(op: str, world_size: int) -> float:
     r"""Return the factor from algorithm bandwidth to bus bandwidth (the load of a link), as nccl-tests defines it.
 
-    .. math:: busbw = algbw \cdot \begin{cases} 2(n-1)/n & \text{all-reduce} \\ (n-1)/n & \text{otherwise} \end{cases}
+    It is :math:`2(n-1)/n` for an all-reduce, 1 for a broadcast and a reduce, and :math:`(n-1)/n` otherwise.
     """
-    return (2 if op.startswith("all_reduce") else 1) * (world_size - 1) / world_size
+    return OPERATIONS[plain_operation(op)].links(world_size)
+
+
+def plain_operation(op: str) -> str:
+    """Return the plain operation that moves as much as ``op``."""
+    return op if op in OPERATIONS else "all_reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Row:
     """One measured point.
 
     ``nbytes`` is the size of the whole tensor: the input of all_reduce and reduce_scatter, the output of all_gather.
+    ``reduction`` is that of operations that reduce.
     Times are for one call: ``time_us`` is the slowest rank's median, ``p99_us`` the slowest rank's 99th percentile, and
     ``skew_us`` the slowest rank's median minus the fastest's. Bandwidths are in GB/s (1e9). ``errors`` counts wrong
     elements on all ranks; it is None if they were not compared. A wrong result is not timed: its times and bandwidths
@@ -47,6 +53,9 @@ class Row:
     ``host``, it is the time the host takes to enqueue a call; ``allocations`` is how often all ranks together allocated
     GPU memory in the timed calls, None where nobody counts. ``hidden`` is the number of elements of a row where the
     operation works by rows, else 0.
+
+    ``lowest_us`` and ``highest_us`` are the same time of single rounds, which are the repetitions of a measurement: the
+    fastest and the slowest round's. They are None where rounds were not told apart.
 
     ``nodes`` is the number of nodes, equally large, that the ranks are on, and ``delay_us`` the one-way delay of the
     network between simulated hosts. ``predicted_us`` is the time by the cost model, where ranks are on several nodes.
@@ -72,6 +81,9 @@ class Row:
     nodes: int = 1
     delay_us: float = 0.0
     predicted_us: float | None = None
+    lowest_us: float | None = None
+    highest_us: float | None = None
+    reduction: str = "sum"
 
     @classmethod
     def from_ranks(
@@ -93,9 +105,15 @@ class Row:
         allocations: int | None = None,
         nodes: int = 1,
         predicted_us: float | None = None,
+        rounds_us: Sequence[Sequence[float]] = (),
+        reduction: str = "sum",
     ) -> Row:
-        """Build a row from each rank's median and 99th percentile; both are empty for a wrong result."""
+        """Build a row from each rank's median and 99th percentile; both are empty for a wrong result.
+
+        ``rounds_us`` has each rank's median of each round.
+        """
         time_us = max(medians_us) if medians_us else None
+        of_rounds = [max(of_ranks) for of_ranks in zip(*rounds_us, strict=True)]
         algbw_gbps = nbytes / time_us / 1e3 if time_us and measure == "call" else None
         return cls(
             op=op,
@@ -117,6 +135,9 @@ class Row:
             allocations=allocations,
             nodes=nodes,
             predicted_us=predicted_us,
+            lowest_us=min(of_rounds, default=None),
+            highest_us=max(of_rounds, default=None),
+            reduction=reduction,
         )
 
     @property
@@ -128,7 +149,7 @@ class Row:
     def count(self) -> int:
         """The number of elements as nccl-tests counts them: of the tensor, or of one rank's part if it is divided."""
         elements = self.nbytes // wire.DTYPES[self.dtype]
-        return elements if self.op.startswith("all_reduce") else elements // self.world_size
+        return elements // self.world_size if OPERATIONS[plain_operation(self.op)].divided else elements
 
     @property
     def tokens(self) -> int:
@@ -189,8 +210,7 @@ def table(rows: Sequence[Row]) -> Table:
     The fastest implementation of each size is highlighted.
     """
     first = rows[0]
-    # every operation that is measured adds up, except the all_gather
-    redop = "none" if first.op == "all_gather" else "sum"
+    redop = first.reduction if OPERATIONS[plain_operation(first.op)].reduces else "none"
     title = f"{first.op}, {first.world_size} {first.device} ranks" + _TITLES[first.measure].format(work=first.work)
     if first.nodes > 1:
         title = title.replace(" ranks", f" ranks on {first.nodes} hosts, {first.delay_us:g} us one way", 1)
@@ -251,7 +271,19 @@ def above_plain_us(row: Row, same_size: Iterable[Row]) -> float | None:
 
 def same_conditions(row: Row, other: Row) -> bool:
     """Return whether two rows differ only in the implementation and its results."""
-    facts = ("op", "device", "world_size", "dtype", "nbytes", "measure", "hidden", "work", "nodes", "delay_us")
+    facts = [
+        "op",
+        "device",
+        "world_size",
+        "dtype",
+        "nbytes",
+        "measure",
+        "hidden",
+        "work",
+        "nodes",
+        "delay_us",
+        "reduction",
+    ]
     return all(getattr(row, fact) == getattr(other, fact) for fact in facts)
 
 
@@ -273,7 +305,6 @@ def write(path: Path, result: Result) -> None:
         **({} if result.network is None else {"network": result.network}),
         "rows": [asdict(row) for row in result.rows],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -297,29 +328,3 @@ def read(path: Path) -> Result:
         )
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error
-
-
-def headline(rows: Sequence[Row], over: str = "ring") -> str:
-    """Return sentences about the largest gain of one-shot or two-shot over ``over`` and over the best NCCL.
-
-    Gains below 5% are left out.
-    """
-    nccl = [row.algorithm for row in rows if implementations.is_nccl(row.algorithm)]
-    sentences = [_gain(rows, [over], over), _gain(rows, nccl, "the best NCCL")]
-    return "\n".join(sentence for sentence in sentences if sentence)
-
-
-def _gain(rows: Sequence[Row], over: Sequence[str], name: str) -> str:
-    best: tuple[float, str, int] | None = None
-    for nbytes in sorted({row.nbytes for row in rows}):
-        timed = [row for row in rows if row.nbytes == nbytes and row.measure == "call" and row.time_us]
-        bases = [row.time_us for row in timed if row.algorithm in over]
-        for row in timed:
-            if bases and row.algorithm in ("one_shot", "two_shot"):
-                ratio = min(bases) / row.time_us  # type: ignore[type-var, operator]
-                if best is None or ratio > best[0]:
-                    best = (ratio, row.algorithm, nbytes)
-    if best is None or best[0] < 1.05:
-        return ""
-    ratio, algorithm, nbytes = best
-    return f"{rows[0].world_size} ranks: {algorithm} is {ratio:.1f} times as fast as {name} at {format_size(nbytes)}"

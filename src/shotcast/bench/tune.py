@@ -66,6 +66,8 @@ class TuneConfig:
             :data:`shotcast.bench.config.MIN_CALLS` calls are timed.
         any_bits: algorithms whose sums differ in bits from the numerics contract may be chosen.
         timeout_s: seconds for everything; then the ranks are ended.
+        sms: the numbers of SMs that calls are given; 0 for calls that are given none. The vendor library keeps to no
+            number, so it is not compared where an own algorithm does.
     """
 
     ops: tuple[str, ...]
@@ -77,8 +79,13 @@ class TuneConfig:
     any_bits: bool = False
     timeout_s: float = 1800.0
     progress: bool = False
+    sms: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
+        if not self.sms or any(not 0 <= number <= wire.MAX_SMS for number in self.sms):
+            raise ConfigError(f"sms to tune for are numbers from 1 to {wire.MAX_SMS}, not {self.sms}")
+        if self.device == "cpu" and any(self.sms):
+            raise ConfigError("sms are about SMs of GPUs; leave them out for CPU ranks")
         for name, values, known in (
             ("op", self.ops, OPS),
             ("dtype", self.dtypes, wire.REDUCIBLE),
@@ -126,17 +133,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The choice at one size."""
+    """The choice at one size, for calls that are given ``sms`` SMs (0: none)."""
 
     mode: str
     op: str
     dtype: str
     nbytes: int
     choice: Choice
+    sms: int = 0
 
     @property
     def key(self) -> table.Key:
-        return self.mode, self.op, self.dtype
+        return self.mode, table.with_sms(self.op, self.sms), self.dtype
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -144,9 +152,12 @@ class Point:
 
 def eligible_candidates(problem: CollectiveProblem, any_bits: bool) -> list[Candidate]:
     """Return the candidates that may be chosen, with their default launches."""
+    legal = candidates(problem)
+    if problem.sms and any(candidate.algorithm != LIBRARY for candidate in legal):
+        legal = tuple(candidate for candidate in legal if candidate.algorithm != LIBRARY)
     return [
         candidate
-        for candidate in candidates(problem)
+        for candidate in legal
         if candidate.algorithm == LIBRARY
         or keeps_bits(problem, candidate.algorithm)
         or (any_bits and not problem.topology.algorithms[candidate.algorithm].lossy)
@@ -251,6 +262,8 @@ def settled(points: Sequence[Point]) -> list[Point]:
 class Tuner(harness.RankHarness):
     """The harness of one rank, with candidates of one communicator as its implementations."""
 
+    _sms = 0
+
     def __init__(self, config: TuneConfig, comm: Communicator, group: dist.ProcessGroup, control: harness.ControlGroup):
         self.tune_config = config
         bench = BenchConfig(config.ops[0], config.device, config.dtypes[0], config.sizes)
@@ -263,11 +276,13 @@ class Tuner(harness.RankHarness):
     def points(self) -> list[Point]:
         config = self.tune_config
         found: list[Point] = []
-        combinations = list(itertools.product(config.ops, config.dtypes, config.modes))
+        combinations = list(itertools.product(config.ops, config.sms, config.dtypes, config.modes))
         with harness.progress_bar(config.progress and self.control.rank == 0, len(combinations)) as advance:
-            for op, dtype, mode in combinations:
-                advance(f"{op}, {dtype}, {mode}")
-                graph = {p.nbytes: p.choice for p in found if p.key == ("graph", op, dtype)} if mode == "eager" else {}
+            for op, sms, dtype, mode in combinations:
+                self._sms, written = sms, table.with_sms(op, sms)
+                advance(f"{written}, {dtype}, {mode}")
+                key = "graph", written, dtype
+                graph = {p.nbytes: p.choice for p in found if p.key == key} if mode == "eager" else {}
                 found += self._sizes(op, dtype, mode, graph)
         return found
 
@@ -278,7 +293,8 @@ class Tuner(harness.RankHarness):
         wanted = list(dict.fromkeys(align_up(size, unit) for size in self.tune_config.sizes))
         while wanted:
             for nbytes in wanted:
-                found[nbytes] = Point(mode, op, dtype, nbytes, self._choice(op, dtype, mode, nbytes, known.get(nbytes)))
+                choice = self._choice(op, dtype, mode, nbytes, known.get(nbytes))
+                found[nbytes] = Point(mode, op, dtype, nbytes, choice, self._sms)
             wanted = [
                 align_up(low << round(math.log2(high / low) / 2), unit)
                 for low, high in itertools.pairwise(sorted(found))
@@ -300,7 +316,7 @@ class Tuner(harness.RankHarness):
             for timed in sorted((known.best, *known.others), key=lambda timed: timed.time_us):
                 launches.setdefault(timed.algorithm, timed.launch)
             launches[known.best.algorithm] = known.best.launch
-        problem = CollectiveProblem(Op[op.upper()], nbytes, dtype, self.comm.topology)
+        problem = CollectiveProblem(Op[op.upper()], nbytes, dtype, self.comm.topology, sms=self._sms)
         return search(problem, self._measure, self.tune_config.seconds, self.tune_config.any_bits, launches)
 
     def _measure(self, requested: Sequence[Candidate], seconds: float) -> dict[Candidate, float | None]:
@@ -312,7 +328,7 @@ class Tuner(harness.RankHarness):
     def _case(self, nbytes: int, seed: int) -> Case:
         if self._cached is None:
             self._cached = TuneCase(self.context, self.config.op, nbytes, seed)
-        self._cached.requested = self._requested
+        self._cached.requested, self._cached.sms = self._requested, self._sms
         return self._cached
 
 
@@ -320,6 +336,7 @@ class TuneCase(Case):
     """One size for all stages of its search: calls of the requested candidates, and one reference."""
 
     requested: Sequence[Candidate] = ()
+    sms = 0
     _known: Reference | None = None
 
     def calls(self, names: Sequence[str]) -> list[BenchCall]:
@@ -329,7 +346,9 @@ class TuneCase(Case):
         comm, op, out = self.context.comm, Op[self.op.upper()], self._new()
         assert comm is not None
         launch = None if candidate.algorithm == LIBRARY else candidate.launch
-        run = functools.partial(comm._run, op, self.x, out, algorithm=candidate.algorithm, launch=launch)
+        run = functools.partial(
+            comm._run, op, self.x, out, algorithm=candidate.algorithm, launch=launch, sms=self.sms or None
+        )
         return BenchCall(name, run, lambda: None, self.x, (out,))
 
     def reference(self) -> Reference:

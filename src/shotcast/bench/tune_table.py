@@ -28,7 +28,7 @@ def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
     """
     found: dict[table.Key, list[table.Row]] = {}
     for point in sorted(points, key=lambda point: point.nbytes):
-        row = table.Row(point.nbytes, *point.choice.best.written, point.mode)
+        row = table.Row(point.nbytes, *point.choice.best.written, point.mode, point.sms)
         listed = found.setdefault(point.key, [])
         if listed and (listed[-1].algorithm, listed[-1].launch) == (row.algorithm, row.launch):
             listed.pop()
@@ -76,7 +76,7 @@ def _kernels(points: Sequence[Point], shape: NodeShape, device: str) -> dict[tab
     for key in dict.fromkeys(point.key for point in points):
         timed = [one for point in points if point.key == key for one in (point.choice.best, *point.choice.others)]
         names = {one.algorithm for one in timed}
-        now = fingerprints.of_operation(algorithms, Op[key[1].upper()], kernels)
+        now = fingerprints.of_operation(algorithms, Op[table.operation_and_sms(key[1])[0].upper()], kernels)
         found[key] = {name: digest for name, digest in now.items() if name in names}
     return found
 
@@ -87,7 +87,7 @@ def _measurement(point: Point) -> dict[str, Any]:
 
     return {
         "mode": point.mode,
-        "op": point.op,
+        "op": point.key[1],
         "dtype": point.dtype,
         "nbytes": point.nbytes,
         "chosen": as_json(point.choice.best),
@@ -161,7 +161,7 @@ def view(points: Sequence[Point], shape: NodeShape, device: str) -> View:
             (f"{others[0].algorithm} {_launch(others[0])}".strip(), f"{others[0].time_us:.2f}") if others else ("", "")
         )
         table_view.add_row(
-            point.mode, point.op, point.dtype, format_size(point.nbytes), best.algorithm, _launch(best),
+            point.mode, point.key[1], point.dtype, format_size(point.nbytes), best.algorithm, _launch(best),
             f"{best.time_us:.2f}", *second,
         )  # fmt: skip
     return table_view
@@ -178,7 +178,7 @@ def _launch(timed: Timed) -> str:
 def wrong(points: Iterable[Point]) -> list[str]:
     """Return a line for each candidate that gave wrong results."""
     return [
-        f"{point.op} of {point.dtype}, {format_size(point.nbytes)}, {point.mode}: "
+        f"{point.key[1]} of {point.dtype}, {format_size(point.nbytes)}, {point.mode}: "
         f"{c.algorithm} with {c.launch} gives wrong results"
         for point in points
         for c in point.choice.wrong

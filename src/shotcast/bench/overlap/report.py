@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from shotcast.bench.overlap import COMMUNICATION, COMPUTE, LIBRARY, Measured, OverlapRow
+from shotcast.bench.overlap.config import COMMUNICATION, COMPUTE, LIBRARY, LIBRARY_COMMUNICATION
+from shotcast.bench.overlap.result import Measured, OverlapRow, verdicts
 from shotcast.bench.plot import check_format
 from shotcast.errors import ConfigError
 from shotcast.overlap.policy import SEQUENTIAL
@@ -17,7 +18,7 @@ from shotcast.units import format_size
 
 _COLORS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73")
 """Computation and the lanes of communication, from Okabe and Ito's palette."""
-_NOTHING_AT_ONCE = (COMPUTE, COMMUNICATION, SEQUENTIAL, LIBRARY)
+_NOTHING_AT_ONCE = (COMPUTE, COMMUNICATION, LIBRARY_COMMUNICATION, SEQUENTIAL, LIBRARY)
 
 
 def title(row: OverlapRow) -> str:
@@ -25,37 +26,60 @@ def title(row: OverlapRow) -> str:
     products = f"{row.repeat} x " if row.repeat > 1 else ""
     hosts = f", {row.nodes} hosts at {row.delay_us / 1e3:g} ms one way" if row.nodes > 1 else ""
     lanes = f", {row.lanes} lanes" if row.lanes > 1 else ""
+    whole = "a whole matrix, " if row.whole else ""
     return (
-        f"{row.steps} steps of {products}{'x'.join(map(str, row.gemm))} and {row.op} of {format_size(row.nbytes)} "
-        f"({row.dtype}), {row.world_size} {row.device} ranks{hosts}{lanes}"
+        f"{row.steps} steps of {products}{'x'.join(map(str, row.gemm))} and {row.op} of {whole}"
+        f"{format_size(row.nbytes)} ({row.dtype}), {row.world_size} {row.device} ranks{hosts}{lanes}"
     )
 
 
 COLUMNS = ("way", "ms", "/ sequential", "/ plain", "/ ideal", "hidden")
+_BY_LIBRARY = "/ library plain"
+
+
+def columns(measured: Measured) -> tuple[str, ...]:
+    """Return the columns of the table of one configuration."""
+    more = () if measured.rows[0].library_plain_us is None else (_BY_LIBRARY,)
+    return (*COLUMNS[:4], *more, *COLUMNS[4:])
 
 
 def table(measured: Measured) -> Table:
     """Return the table of one configuration."""
-    found = Table(*COLUMNS, title=title(measured.rows[0]))
+    found = Table(*columns(measured), title=title(measured.rows[0]))
     for cells in _cells(measured):
         found.add_row(*cells)
     return found
+
+
+def sentences(measured: Measured) -> list[str]:
+    """Return what is to be said of one configuration: what was not measured, what was seen, and what holds."""
+    rows = measured.rows
+    found = [f"{row.way}: not available: {row.reason}" for row in rows if row.time_us is None]
+    found += [f"{row.way}: {row.evidence}" for row in rows if row.evidence]
+    return [*found, *verdicts(measured)]
 
 
 def markdown(measured: Sequence[Measured]) -> str:
     """Return a Markdown table of each configuration, under its title and above what ``auto`` decided."""
     parts = []
     for one in measured:
-        lines = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS), *_cells(one))]
-        parts += [f"{title(one.rows[0])}:", "\n".join(lines), f"`auto` took {one.decision}."]
+        names = columns(one)
+        lines = [f"| {' | '.join(cells)} |" for cells in (names, ("---",) * len(names), *_cells(one))]
+        parts += [f"{title(one.rows[0])}:", "\n".join(lines)]
+        parts += ["\n".join(f"- {sentence}" for sentence in sentences(one))] if sentences(one) else []
+        parts += [f"`auto` took {one.decision}."] if one.decision else []
     return "\n\n".join(parts)
 
 
 def _cells(measured: Measured) -> Iterator[tuple[str, ...]]:
     for row in measured.rows:
-        ratios = (row.time_us / base for base in (row.sequential_us, row.plain_us, row.ideal_us))
+        bases = [row.sequential_us, row.plain_us, row.library_plain_us, row.ideal_us]
+        known = [base for base in bases if base is not None]
+        if row.time_us is None:
+            yield row.way, *["-"] * (1 + len(known)), ""
+            continue
         hidden = f"{row.hidden:.0%}" if row.way not in _NOTHING_AT_ONCE else ""
-        yield row.way, f"{row.time_us / 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios), hidden
+        yield row.way, f"{row.time_us / 1e3:.2f}", *(f"{row.time_us / base:.2f}" for base in known), hidden
 
 
 def plot(measured: Sequence[Measured], path: Path) -> None:
@@ -102,7 +126,7 @@ def _timeline(axes: Any, row: OverlapRow, longest_ms: float) -> None:
     axes.set_yticks([-lane for lane in lanes], names[: len(lanes)], fontsize=8)
     axes.set_xlim(0, 1.02 * longest_ms)
     hidden = f", {row.hidden:.0%} of the communication hidden" if row.way != SEQUENTIAL else ""
-    axes.text(1.0, 1.02, f"{row.way}: median {row.time_us / 1e3:.1f} ms{hidden}", transform=axes.transAxes,
+    axes.text(1.0, 1.02, f"{row.way}: median {(row.time_us or 0) / 1e3:.1f} ms{hidden}", transform=axes.transAxes,
               ha="right", va="bottom", fontsize=8)  # fmt: skip
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

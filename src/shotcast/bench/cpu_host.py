@@ -1,0 +1,119 @@
+"""Measure the host's time of a step: loop, scheduler and model runner of the engine, with a model of no computation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.cost.inference import HostCost
+from shotcast.engine.engine_core import EngineCore
+from shotcast.engine.model_runner import ModelRunner
+from shotcast.engine.requests import Request
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.engine.step_plan import StepPlan
+from shotcast.layers.attention import KVCache
+from shotcast.layers.batch import Batch, Logits
+from shotcast.layers.parallel import Parallel
+from shotcast.models.presets import preset
+
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+PROMPTS = (16, 64, 256, 512)
+_OUTPUT = 40
+_BLOCK, _LENGTH = 16, 1024
+
+
+class _NoModel:
+    """A model that notes when it is called, and says the same token for each row."""
+
+    def __init__(self, comm: Communicator):
+        self.config = preset("smollm2-135m")
+        self.parallel = Parallel(comm, comm, 1)
+        self.times: list[tuple[float, int]] = []  # when it was called, and the rows
+        most = max(SEQUENCES)
+        self._values, self._best = torch.zeros(most, self.config.vocab), torch.zeros(most, 2, dtype=torch.int64)
+        self._best[:, 1] = 1
+
+    def allocate_caches(self, blocks: int, block_size: int) -> list[KVCache]:
+        return [KVCache(1, block_size, 1, 1, torch.float32, torch.device("cpu"))]
+
+    def __call__(self, batch: Batch, caches: list[KVCache]) -> Logits:
+        self.times.append((time.perf_counter(), len(batch.tokens)))
+        rows = len(batch.tokens) if batch.logits_indices is None else len(batch.logits_indices)
+        return Logits(self._values[:rows], self._best[:rows])
+
+
+class _Client:
+    """A client that sends some requests at once, and then ends the engine."""
+
+    def __init__(self, requests: list[Request]):
+        self._messages: list[Request | None] = [*requests]
+
+    def poll(self) -> bool:
+        return bool(self._messages)
+
+    def recv(self) -> Request | None:
+        return self._messages.pop(0) if self._messages else None
+
+    def send(self, message: Any) -> None:
+        pickle.dumps(message)
+
+
+class _NoRanks:
+    """The way to the other ranks where there are none."""
+
+    def send_plan(self, plan: StepPlan | None) -> None:
+        """Send nothing."""
+
+    def recv_output(self, timeout_s: float) -> Any:
+        raise AssertionError("a rank alone has its output itself")
+
+
+def measure() -> HostCost:
+    """Return the host's time of a step of one rank."""
+    with torch.inference_mode(), Communicator(device="cpu") as comm:
+        rows, times_us = [], []
+        for sequences in SEQUENCES:
+            called = _run(comm, [16] * sequences)
+            gaps = [after - before for (before, _), (after, count) in _pairs(called) if count == sequences]
+            rows.append((1, sequences, sequences))
+            times_us.append(1e6 * median(gaps))
+        for prompt in PROMPTS:
+            called = _run(comm, [prompt] * 20, together=1)
+            gaps = [after - before for (before, _), (after, count) in _pairs(called) if count == prompt]
+            rows.append((1, 1, prompt))
+            times_us.append(1e6 * median(gaps))
+    matrix, times = np.array(rows, float), np.array(times_us)
+    found = np.linalg.lstsq(matrix / times[:, None], np.ones(len(times)), rcond=None)[0]
+    fixed_us, per_sequence_us, per_row_us = (max(0.0, float(value)) for value in found)
+    return HostCost(fixed_us, per_sequence_us, per_row_us, False, "steps without a model")
+
+
+def _pairs(called: list[tuple[float, int]]) -> list[tuple[tuple[float, int], tuple[float, int]]]:
+    return list(itertools.pairwise(called))
+
+
+def _run(comm: Communicator, prompts: list[int], together: int = max(SEQUENCES)) -> list[tuple[float, int]]:
+    """Serve requests, and return when the model was called and for how many rows."""
+    model = _NoModel(comm)
+    blocks = max(SEQUENCES) * _LENGTH // _BLOCK
+    runner = ModelRunner(model, blocks, _BLOCK, max(SEQUENCES), _LENGTH, 0)  # type: ignore[arg-type]
+    output = _OUTPUT if together > 1 else 2
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    requests = [
+        Request(f"{number}", tuple((number + place) % 1000 for place in range(length)), params)
+        for number, length in enumerate(prompts)
+    ]
+    scheduler = Scheduler(SchedulerConfig(together, 2048, _BLOCK, blocks, _LENGTH))
+    client, ranks = _Client(requests), _NoRanks()
+    EngineCore(scheduler, runner, ranks, client, lambda: None, 0, math.inf).run()
+    runner.close()
+    return model.times

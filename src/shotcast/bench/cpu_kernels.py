@@ -1,0 +1,178 @@
+"""Measure the kernels of a CPU rank, each alone, for the calibration of a machine.
+
+The layers are those of the engine, with random weights of small models: enough of them in turn that weights come from
+memory, as in a step. All ranks measure at the same time, since they share the memory. No engine runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from shotcast.collectives.communicator import Communicator
+from shotcast.cost.calibration import KernelPoint
+from shotcast.cost.inference import HEAD_OF_PROMPTS, decode_attention, prompt_attention, rows_pass
+from shotcast.engine.input_batch import cache_slots
+from shotcast.layers.attention import KVCache
+from shotcast.layers.batch import Batch, PrefillMetadata
+from shotcast.layers.parallel import Parallel
+from shotcast.layers.weights import Weights
+from shotcast.models.causal_lm import CausalLM
+from shotcast.models.source import open_checkpoint
+from shotcast.planner.cpu_rows import FEW, SUM_NORM, WINDOWS, RowsPoint, product_kind
+
+MODELS = ("random:smollm2-135m", "random:smollm2-360m:8")
+"""Some hundred MB of layers each: neither caches nor the translation of addresses hold them."""
+MANY_SEQUENCES = (24, 32, 48, 64)
+CONTEXTS = (32, 128)
+"""Tokens before those of a step that decodes."""
+ROUNDS = 1
+_HEADS = 4
+"""The number of times that the logits are computed, for each time that the layers are passed."""
+_BLOCK = 16
+_LENGTH = 1040
+
+
+class _Step(NamedTuple):
+    """Tokens that pass the layers: sequences that decode with tokens before them, or one prompt; and rows sampled."""
+
+    sequences: int
+    context: int
+    prompt: int
+    sampled: int
+
+    @property
+    def rows(self) -> int:
+        return self.sequences + self.prompt
+
+
+def _steps() -> Iterator[_Step]:
+    for sequences in (*FEW, *MANY_SEQUENCES):
+        for context in CONTEXTS:
+            yield _Step(sequences, context, 0, sequences)
+    sampled = itertools.cycle((*FEW, *MANY_SEQUENCES))
+    for window in WINDOWS:
+        for rows in window:
+            if rows > 1:
+                yield _Step(0, 0, rows, min(rows, next(sampled)))
+
+
+def measure(rounds: int = ROUNDS) -> list[RowsPoint]:
+    """Return the measurements of this rank, which runs in a job of as many ranks as shall share the machine.
+
+    Each is the :func:`typical` time over layers and rounds.
+
+    Args:
+        rounds: how often everything is measured.
+    """
+    with torch.inference_mode(), Communicator(device="cpu") as comm:
+        return [point for model in MODELS for point in _of_model(model, comm, rounds)]
+
+
+def _of_model(name: str, comm: Communicator, rounds: int) -> Iterator[RowsPoint]:
+    with contextlib.closing(open_checkpoint(name)) as checkpoint:
+        weights = Weights(checkpoint, torch.float32, comm.device)
+        model = CausalLM(checkpoint.config, weights, Parallel(comm, comm, 1), _LENGTH, max(MANY_SEQUENCES))
+    most = max(MANY_SEQUENCES) * (max(CONTEXTS) + _BLOCK) // _BLOCK
+    caches = model.allocate_caches(max(most, _LENGTH // _BLOCK), _BLOCK)
+    for cache in caches:
+        cache.keys.normal_()
+        cache.values.normal_()
+    times: dict[_Step, dict[str, list[int]]] = {step: {} for step in _steps()}
+    for _ in range(rounds):
+        for step, found in times.items():
+            _pass_layers(model, caches, step, found)
+    for step, found in times.items():
+        yield from _points(model, step, {name: typical(values) / 1e3 for name, values in found.items()})
+
+
+def typical(times: Sequence[float]) -> float:
+    """Return the mean of the times, without those that something else interrupted: of more than twice the median.
+
+    A step is the sum of its kernels, so it takes the sum of their means, which are above their medians.
+    """
+    most = 2 * median(times)
+    return fmean(time for time in times if time <= most)
+
+
+def _pass_layers(model: CausalLM, caches: Sequence[KVCache], step: _Step, times: dict[str, list[int]]) -> None:
+    """Run the layers on random rows, and add the nanoseconds that each kernel took."""
+    batch = _batch(step)
+
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        started = time.perf_counter_ns()
+        result = call(*arguments)
+        times.setdefault(name, []).append(time.perf_counter_ns() - started)
+        return result
+
+    partial, residual = timed("embedding", _embed, model, batch)
+    for block, cache in zip(model.blocks, caches, strict=True):
+        normed, residual = timed("norm", block.normed_input, partial, residual)
+        qkv = timed("qkv", block.qkv, normed)
+        attended = timed("attention", block.attention, qkv, cache, batch)
+        partial = timed("output", block.output, attended)
+        normed, residual = timed("norm", block.mlp_input, partial, residual)
+        both = timed("gate_up", block.gate_up, normed)
+        partial = timed("down", block.down, timed("activation", _gated, both))
+    for _ in range(_HEADS):
+        timed("head", model.logits, partial[-step.sampled :])
+
+
+def _embed(model: CausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    assert model.embeddings is not None
+    partial = model.embeddings.embed(batch.tokens)
+    return partial, torch.zeros_like(partial)
+
+
+def _gated(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _points(model: CausalLM, step: _Step, times_us: dict[str, float]) -> Iterator[RowsPoint]:
+    block, rows, hidden = model.blocks[0], step.rows, model.config.hidden
+    for name in ("qkv", "output", "gate_up", "down"):
+        nbytes = getattr(block, name).weight.numel() * 4
+        yield RowsPoint(product_kind(nbytes), rows, KernelPoint(rows_pass(nbytes), times_us[name]))
+    assert model.head is not None
+    head = rows_pass(model.head.weight.numel() * 4)
+    yield RowsPoint(HEAD_OF_PROMPTS if step.prompt else "head", step.sampled, KernelPoint(head, times_us["head"]))
+    columns = block.down.weight.shape[1]
+    for name, nbytes in (
+        ("norm" if model.parallel.size == 1 else SUM_NORM, rows * hidden * 4),
+        ("embedding", rows * hidden * 4),
+        ("activation", rows * 3 * columns * 4),
+    ):
+        yield RowsPoint(name, rows, KernelPoint(rows_pass(nbytes), times_us["norm" if name == SUM_NORM else name]))
+    attention = block.attention
+    if step.prompt:
+        kind, work = "prompt_attention", prompt_attention([(step.prompt, 0)], attention.heads, attention.head_dim)
+    else:
+        shape = attention.kv_heads, attention.head_dim
+        kind, work = "decode_attention", decode_attention(step.sequences, step.context + 1, *shape, 4)
+    yield RowsPoint(kind, rows, KernelPoint(work, times_us["attention"]))
+
+
+def _batch(step: _Step) -> Batch:
+    """Return the input of a step; each sequence has blocks that follow each other."""
+    if step.prompt:
+        every = np.arange(step.prompt)
+        table = np.arange(_LENGTH // _BLOCK, dtype=np.int32)[None]
+        slots = torch.from_numpy(cache_slots(table, np.zeros_like(every), every, _BLOCK).astype(np.int64))
+        prefill = PrefillMetadata((0, step.prompt), (0, step.prompt), slots)
+        positions, none = torch.arange(step.prompt), torch.empty(0, dtype=torch.int64)
+        return Batch(positions, positions, slots, 0, none, none.int(), prefill, None, torch.from_numpy(table), None)
+    blocks = max(CONTEXTS) // _BLOCK + 1
+    tables = torch.arange(step.sequences * blocks, dtype=torch.int32).view(step.sequences, -1)
+    rows, positions = torch.arange(step.sequences), torch.full((step.sequences,), step.context)
+    slots = tables[:, step.context // _BLOCK].long() * _BLOCK + step.context % _BLOCK
+    lengths = torch.full((step.sequences,), step.context + 1, dtype=torch.int32)
+    return Batch(rows, positions, slots, step.sequences, rows, lengths, None, None, tables, None)

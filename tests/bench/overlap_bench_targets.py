@@ -1,0 +1,88 @@
+"""Functions that ranks of tests/bench/test_overlap_bench.py run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shotcast.bench.overlap import library, measure, own, progress
+from shotcast.bench.overlap.config import OverlapConfig
+from shotcast.bench.overlap.form import Candidate, Candidates, Form
+from shotcast.bench.overlap.result import Measured
+from shotcast.bench.overlap.steps import Steps
+from shotcast.collectives.communicator import Communicator
+
+
+def out_of_order(config: OverlapConfig) -> dict[str, str]:
+    """Return what is found to be wrong with forms that do one thing too early, or not at all."""
+    found = {}
+    with Communicator(device="cpu") as comm, torch.no_grad():
+        steps = Steps(config, comm, config.nbytes, 1)
+
+        def step(number: int) -> None:
+            if config.gathers_first:
+                steps.communicate(comm, number)
+                steps.multiply(number)
+            else:
+                steps.multiply(number)
+                steps.communicate(comm, number)
+
+        def reversed_step(number: int) -> None:
+            if config.gathers_first:
+                steps.multiply(number)
+                steps.communicate(comm, number)
+            else:
+                steps.communicate(comm, number)
+                steps.multiply(number)
+
+        for name, last in (("in order", step), ("too early", reversed_step), ("left out", lambda number: None)):
+            steps.load()
+            for number in range(config.steps - 1):
+                step(number)
+            last(config.steps - 1)
+            found[name] = steps.wrong()
+    return found
+
+
+def with_bad_peers(config: OverlapConfig, left_out: dict[str, str], file: Path) -> Measured:
+    """Measure with forms that raise, are wrong, end the process, and never end."""
+    progress.LIMIT_S = 8.0
+    forms = library.forms
+
+    def more(steps: Steps, groups: library.Groups) -> Candidates:
+        def raises() -> Form:
+            raise RuntimeError("not on this machine\nsecond line")
+
+        def form(run: Callable[[], None]) -> Callable[[], Form]:
+            return lambda: Form(run, steps)
+
+        yield Candidate("raises", raises)
+        yield Candidate("wrong", form(lambda: None))
+        yield Candidate("raises on one rank", raises if steps.comm.rank else form(lambda: None))
+        yield Candidate("dies", form(lambda: os._exit(3)))
+        yield Candidate("hangs", form(lambda: time.sleep(600)))
+        yield from forms(steps, groups)
+
+    library.forms = more
+    return measure.measure_on_rank(config, left_out, file)
+
+
+def in_one_call(config: OverlapConfig) -> list[str]:
+    """Return what is wrong with the form in which product and message are one call, by the ways of CPU ranks."""
+    with Communicator(device="cpu") as comm, torch.no_grad():
+        found = []
+        for op in ("all_reduce", "reduce_scatter", "all_gather"):
+            steps = Steps(replace(config, op=op), comm, 0, 1)
+            (candidate,) = own.fused(steps, "sequential")
+            form = candidate.build()
+            form.steps.load()
+            form.run()
+            found.append(form.wrong())
+            (form.steps.products if op == "all_gather" else form.steps.received)[1].zero_()
+            found.append(form.wrong())
+        return found
