@@ -13,6 +13,7 @@ from shotcast import __version__
 from shotcast.cli import bench
 from shotcast.cli.doctor import doctor
 from shotcast.cli.generate import chat, generate
+from shotcast.cli.plan import calibrate, plan
 from shotcast.cli.serve import serve
 from shotcast.cli.tune import tune
 from shotcast.errors import RankFailed, ShotcastError
@@ -46,17 +47,16 @@ app = typer.Typer(
     cls=_Group,
     help="Run language models on the GPUs of a node, or on CPU processes, with fast, deterministic collectives.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
-for _command in (generate, chat, serve, tune, doctor):
+for _command in (generate, chat, serve, tune, plan, calibrate, doctor):
     app.command()(_command)
 
 
 def main() -> None:
     try:
-        app()
+        app(prog_name="shotcast")  # also for python -m shotcast: completion goes by the name
     except SystemExit as done:
         if not done.code:
             _leave_job()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +15,7 @@ from rich.console import Console
 
 from shotcast import env
 from shotcast.cli import bench_results
+from shotcast.cli.engine_options import Dtype as EngineDtype
 from shotcast.cli.options import (
     Algorithms,
     BandwidthGbps,
@@ -32,9 +35,12 @@ from shotcast.cli.options import (
     MarkdownFile,
     MaxBytes,
     MinBytes,
+    NormKind,
+    NormOption,
     PlotFile,
     PlotKind,
     RanksPerHost,
+    Reduction,
     Seconds,
     StepFactor,
     Timeout,
@@ -48,6 +54,7 @@ from shotcast.cli.options import (
     numbers_in,
     ready_to_write,
     sizes_between,
+    with_underscores,
     world_sizes_of,
 )
 from shotcast.errors import ConfigError
@@ -88,6 +95,7 @@ def _plain_command(op: str) -> None:
         world_size: WorldSize = "",
         device: DeviceOption = Device.AUTO,
         dtype: Dtype = "",
+        reduction: Reduction = "sum",
         algorithms: Algorithms = "",
         seconds: Seconds = 0.4,
         eager: Eager = False,
@@ -121,6 +129,7 @@ def _plain_command(op: str) -> None:
             hidden=hidden if between else 0,
             inner=gemm_k,
             host=host,
+            reduction=reduction,
             **_common_options(Device.CPU if hosts and device is Device.AUTO else device, dtype, algorithms),
         )
         outputs = _Outputs(json_file, plot_file, plot_kind, markdown_file)
@@ -130,12 +139,13 @@ def _plain_command(op: str) -> None:
     app.command(name, help=f"Time {name} over a range of message sizes.")(command)
 
 
-for _op in ("all_reduce", "reduce_scatter", "all_gather"):
+for _op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
     _plain_command(_op)
 
 
 @app.command("all-reduce-rms-norm")
 def _fused_command(
+    norm: NormOption = NormKind.RMS,
     hidden: Hidden = 8192,
     tokens: Tokens = "1,2,4,8,16,32,64,128,256,512",
     iters: Iters = 1000,
@@ -156,7 +166,7 @@ def _fused_command(
     plot_kind: PlotKind = "latency",
     markdown_file: MarkdownFile = None,
 ) -> None:
-    """Time all-reduce, residual add and RMSNorm as one call: fused, as two kernels, with NCCL, and with FP8 output."""
+    """Time all-reduce, residual add and norm as one call: fused, as two kernels, with NCCL, and with FP8 output."""
     common = _common_options(device, dtype, algorithms)
     counts = numbers_in(tokens, "--tokens")
     if not counts or min(counts) < 1:
@@ -166,7 +176,7 @@ def _fused_command(
 
     item = wire.DTYPES.get(common["dtype"], 1)  # BenchConfig refuses an unknown dtype
     config = BenchConfig(
-        op="all_reduce_rms_norm",
+        op=f"all_reduce_{norm}_norm",
         sizes=tuple(count * hidden * item for count in sorted(counts)),
         iters=iters,
         warmup_iters=warmup_iters,
@@ -204,7 +214,7 @@ class _Outputs:
 
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: HostsConfig | None = None) -> None:
-    from shotcast.bench import harness, implementations, kernels, markdown, report
+    from shotcast.bench import harness, headline, implementations, kernels, markdown, report
     from shotcast.bench.plot import KINDS, check_format, plot
 
     # checked before minutes of measuring
@@ -238,7 +248,7 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
                 console.print(report.table([row for row in measured if row.measure == measure]))
             if network is not None:
                 console.print(str(network), highlight=False)
-            if sentences := report.headline(measured):
+            if sentences := headline.sentences(measured):
                 console.print(sentences)
             console.print()
     if job is not None and job.rank != 0:
@@ -281,6 +291,7 @@ def _engine_command(
         str,
         typer.Option(
             "--algorithms",
+            callback=with_underscores,
             help="Algorithms of the all-reduces: auto, one_shot, nccl, ...; with --hosts, gloo for all calls.",
         ),
     ] = "auto",
@@ -288,8 +299,12 @@ def _engine_command(
     output: Annotated[int, typer.Option("--output", help="Tokens of each output.")] = 32,
     rounds: Annotated[int, typer.Option("--rounds", help="Timed rounds; one warm-up round comes first.")] = 3,
     device: DeviceOption = Device.AUTO,
-    dtype: Annotated[str, typer.Option("-d", "--dtype", help="Default: float32 on the CPU, bfloat16 on CUDA.")] = "",
+    dtype: EngineDtype = "",
     quantization: Annotated[str, typer.Option("--quantization", help="fp8, as for shotcast generate.")] = "",
+    overlap: Annotated[
+        str,
+        typer.Option("--overlap", help="Ways of long prompts, as for shotcast generate: auto, on, plain, ..., off."),
+    ] = "auto",
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
     ] = False,
@@ -318,6 +333,7 @@ def _engine_command(
         baseline,
         quantization,
         _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps),
+        names_in(overlap),
     )
     screen = new_console()
     environment, command = detect().as_json(), command_line()
@@ -338,21 +354,45 @@ def _engine_command(
         screen.print(f"wrote {plot_file}")
 
 
+def _sides(text: str) -> tuple[int, int, int]:
+    try:
+        rows, columns, depth = (int(side) for side in text.split("x"))
+    except ValueError:
+        raise ConfigError(f"--gemm takes three sides such as 8192x8192x8192, not {text!r}") from None
+    return rows, columns, depth
+
+
 @app.command("overlap")
 def _overlap_command(
     op: Annotated[
-        str, typer.Option("--op", help="all-reduce, reduce-scatter, all-gather or all-to-all.")
+        str,
+        typer.Option(
+            "--op",
+            callback=with_underscores,
+            help="all-reduce, reduce-scatter, all-gather, all-to-all or reduce-scatter-all-gather.",
+        ),
     ] = "all-reduce",
     size: Annotated[
         str,
         typer.Option("--size", help="Bytes of a message; several, such as 4K,64K. Default on CUDA: as the product."),
     ] = "",
-    gemm: Annotated[str, typer.Option("--gemm", help="Sides of a product, such as 8192x8192x8192.")] = "",
+    gemm: Annotated[
+        str, typer.Option("--gemm", help="Rows, columns and depth of a product, such as 8192x8192x8192; or several.")
+    ] = "",
     repeat: Annotated[
         int | None,
         typer.Option("--repeat", min=0, help="Products of a step; 0 (default on CPUs): as long as a message."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Products and messages.")] = 8,
+    ratio: Annotated[
+        float, typer.Option("--ratio", help="CUDA: the time of a message over that of the products, for its size.")
+    ] = 1.0,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Communicate the product's result; of all-gather, its left operand.")
+    ] = False,
+    forms: Annotated[
+        str, typer.Option("--forms", help="own, library, torch, published. Default: all but the last that there are.")
+    ] = "",
     lanes: Annotated[int, typer.Option("--lanes", min=1, help="CPU: messages under way at once.")] = 1,
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU: threads of a rank.")] = 1,
     sms: Annotated[str, typer.Option("--sms", help="CUDA: numbers of SMs that messages are given.")] = "16,24,32",
@@ -370,20 +410,19 @@ def _overlap_command(
     plot_file: PlotFile = None,
 ) -> None:
     """Time products and messages one after the other and at once, beside the library's; draw their timelines."""
-    from shotcast.bench import kernels, overlap, overlap_report
+    from shotcast.bench import kernels
+    from shotcast.bench.overlap import config as settings
+    from shotcast.bench.overlap import measure, result
+    from shotcast.bench.overlap import report as overlap_report
     from shotcast.bench.plot import check_format
     from shotcast.hardware.detect import detect
 
     simulated = _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps)
     name = device_name(Device.CPU if hosts and device is Device.AUTO else device)
-    try:
-        sides = tuple(int(side) for side in gemm.split("x")) if gemm else overlap.GEMMS[name]
-        rows, columns, depth = sides
-    except ValueError:
-        raise ConfigError(f"--gemm takes three sides such as 8192x8192x8192, not {gemm!r}") from None
+    products = [_sides(text) for text in names_in(gemm)] or [settings.GEMMS[name]]
     if repeat is None:
-        repeat = 1 if name == "cuda" else 0
-    sizes = [parse_size(one) for one in names_in(size)] or [0 if name == "cuda" else 64 << 10]
+        repeat = 1 if name == "cuda" or whole else 0
+    sizes = [parse_size(one) for one in names_in(size)] or [0 if name == "cuda" or whole else 64 << 10]
     numbers = [simulated.world_size] if simulated else world_sizes_of(world_size, name, None)
     if plot_file is not None:
         check_format(plot_file)
@@ -391,31 +430,37 @@ def _overlap_command(
     screen = new_console()
     environment, command = detect().as_json(), command_line()
     measured = []
-    for number in numbers:
-        for nbytes in sizes:
-            config = overlap.OverlapConfig(
-                op=op.replace("-", "_"),
-                device=name,
-                dtype=dtype or ("float32" if name == "cpu" else "bfloat16"),
-                world_size=number,
-                nbytes=nbytes,
-                gemm=(rows, columns, depth),
-                repeat=repeat,
-                steps=steps,
-                lanes=lanes,
-                rounds=rounds,
-                seconds=seconds,
-                threads=threads,
-                sms=tuple(numbers_in(sms, "--sms")),
-                hosts=simulated,
-                timeout_s=timeout,
-            )
-            measured.append(overlap.run(config))
-            screen.print(overlap_report.table(measured[-1]))
+    until = time.monotonic() + timeout
+    for number, sides, nbytes in itertools.product(numbers, products, sizes):
+        config = settings.OverlapConfig(
+            op=op,
+            device=name,
+            dtype=dtype or ("float32" if name == "cpu" else "bfloat16"),
+            world_size=number,
+            nbytes=nbytes,
+            gemm=sides,
+            repeat=repeat,
+            steps=steps,
+            ratio=ratio,
+            whole=whole,
+            forms=names_in(forms),
+            lanes=lanes,
+            rounds=rounds,
+            seconds=seconds,
+            threads=threads,
+            sms=tuple(numbers_in(sms, "--sms")),
+            hosts=simulated,
+            timeout_s=max(1.0, until - time.monotonic()),
+        )
+        measured.append(measure.run(config))
+        screen.print(overlap_report.table(measured[-1]))
+        for sentence in overlap_report.sentences(measured[-1]):
+            screen.print(sentence, highlight=False)
+        if measured[-1].decision:
             screen.print(f"auto: {measured[-1].decision}")
-            if json_file is not None:  # after each: it may take minutes, and the next may fail
-                behind = kernels.of_collectives(name, hosts or 1)
-                json_file.write_text(overlap.document(measured, environment, command, behind))
+        if json_file is not None:  # after each: it may take minutes, and the next may fail
+            behind = kernels.of_collectives(name, hosts or 1)
+            json_file.write_text(result.document(measured, environment, command, behind))
     if json_file is not None:
         screen.print(f"wrote {json_file}")
     if plot_file is not None:

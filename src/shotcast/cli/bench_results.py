@@ -30,7 +30,8 @@ def _table_command(
     kind: Annotated[
         str,
         typer.Option(
-            "--kind", help="times, summary, ratios, fused, hosts, model, between, overlap, engine or algorithms."
+            "--kind",
+            help="times, summary, ratios, fused, hosts, model, operations, between, overlap, engine or algorithms.",
         ),
     ] = "",
     measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
@@ -55,11 +56,12 @@ def _table_command(
         typer.echo(kernels.with_note(engine_report.markdown(engine_rows), json_files))
         return
     if kind == "overlap":
-        from shotcast.bench import overlap, overlap_report
+        from shotcast.bench.overlap import report as overlap_report
+        from shotcast.bench.overlap.result import read
 
         if measure or world_size or sizes or columns:
             raise ConfigError("a table of overlap takes no --measure, --world-size, --sizes or --columns")
-        measured = [one for path in json_files for one in overlap.read(path)]
+        measured = [one for path in json_files for one in read(path)]
         typer.echo(kernels.with_note(overlap_report.markdown(measured), json_files))
         return
     rows = _stored_rows(json_files, world_size)[0]
@@ -91,9 +93,10 @@ def _plot_command(
     if kind in ("engine", "overlap") and world_size:
         raise ConfigError(f"a picture of {kind} takes no --world-size")
     if kind == "overlap":
-        from shotcast.bench import overlap, overlap_report
+        from shotcast.bench.overlap import report as overlap_report
+        from shotcast.bench.overlap.result import read
 
-        overlap_report.plot([one for path in json_files for one in overlap.read(path)], picture)
+        overlap_report.plot([one for path in json_files for one in read(path)], picture)
     elif kind == "engine":
         engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
     else:

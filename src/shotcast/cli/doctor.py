@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
-def doctor() -> None:
-    """Show the hardware and software of this machine, and what they mean for ranks on it."""
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Show the hardware and software of this machine, what they mean for ranks on it, and which integrations work."""
     from shotcast.hardware.advice import Level, findings
     from shotcast.hardware.detect import detect
+    from shotcast.integrations.status import integrations
 
     facts = detect()
+    if as_json:
+        typer.echo(json.dumps(_for_programs(facts), indent=2))
+        return
     console = Console()
     view = Table(box=None, show_header=False, pad_edge=False)
     view.add_column(style="bold", no_wrap=True)
@@ -23,6 +32,16 @@ def doctor() -> None:
     console.print(view)
     console.print()
     marks = {Level.GOOD: "[green]ok[/]", Level.NOTE: "[yellow]note[/]", Level.PROBLEM: "[red]problem[/]"}
+    states = Table(box=None, show_header=False, pad_edge=False)
+    states.add_column(no_wrap=True)
+    states.add_column(style="bold", no_wrap=True)
+    states.add_column()
+    for one in integrations():
+        states.add_row(
+            "[green]active[/]" if one.active else "[yellow]off[/]", one.name, escape(one.obstacle or one.use)
+        )
+    console.print(states)
+    console.print()
     advice = Table(box=None, show_header=False, pad_edge=False)
     advice.add_column(no_wrap=True)
     advice.add_column()
@@ -31,6 +50,26 @@ def doctor() -> None:
     for text in _packaged_tables(facts):
         advice.add_row(marks[Level.NOTE], text)
     console.print(advice)
+
+
+def _for_programs(facts: Any) -> dict[str, Any]:
+    """Return everything as values of JSON."""
+    from shotcast.hardware.advice import Level, findings
+    from shotcast.integrations.status import integrations
+    from shotcast.memory.holdings import of_all_processes
+
+    told = [(one.level, one.text) for one in findings(facts)]
+    told += [(Level.NOTE, text) for text in _packaged_tables(facts)]
+    held = {
+        process: {device: {"bytes": one.blocks, "used": one.leased} for device, one in devices.items()}
+        for process, devices in of_all_processes().items()
+    }
+    return {
+        "host": facts.as_json(),
+        "processes": held,
+        "integrations": [one.as_json() for one in integrations()],
+        "findings": [{"level": level.value, "text": text} for level, text in told],
+    }
 
 
 def _packaged_tables(facts: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shotcast.cli.options import Device
+from shotcast.cli.options import Device, dtypes_named, with_underscores
 
 Model = Annotated[
     str,
@@ -20,7 +20,12 @@ TensorParallel = Annotated[int, typer.Option("-t", "--tensor-parallel", help="Ra
 PipelineParallel = Annotated[
     int, typer.Option("-p", "--pipeline-parallel", help="Pipeline stages that the layers are divided into.")
 ]
-Dtype = Annotated[str, typer.Option("-d", "--dtype", help="Default: float32 on the CPU, bfloat16 on CUDA.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "-d", "--dtype", callback=dtypes_named, help="Default: float32 on the CPU, bfloat16 on CUDA. Also bf16, half."
+    ),
+]
 Quantization = Annotated[
     str, typer.Option("--quantization", help="fp8 stores the weights of the layers as e4m3; CUDA only.")
 ]
@@ -49,9 +54,18 @@ GenerationConfig = Annotated[
         help="Where sampling defaults come from: auto (generation_config.json of the model), a folder with one, none.",
     ),
 ]
-Algorithm = Annotated[str, typer.Option("--algorithm", help="The algorithm of the all-reduces: auto, or a name.")]
+Algorithm = Annotated[
+    str,
+    typer.Option("--algorithm", callback=with_underscores, help="The algorithm of the all-reduces: auto, or a name."),
+]
 SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps among the ranks.")
+]
+Overlap = Annotated[
+    str,
+    typer.Option(
+        "--overlap", help="Communicate under the other half of long prompts: auto, on, plain, shaped (on GPUs) or off."
+    ),
 ]
 StampEvery = Annotated[
     int, typer.Option("--stamp-every", min=0, help="CUDA: time one step in this many for /metrics; 0 times none.")

@@ -18,6 +18,7 @@ from shotcast.cli.engine_options import (
     MaxTokens,
     MinP,
     Model,
+    Overlap,
     PipelineParallel,
     Quantization,
     Seed,
@@ -55,6 +56,7 @@ def generate(
     gpu_memory_utilization: GpuMemoryUtilization = 0.9,
     algorithm: Algorithm = "auto",
     sequence_parallel: SequenceParallel = False,
+    overlap: Overlap = "auto",
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -82,6 +84,7 @@ def generate(
         gpu_memory_utilization=gpu_memory_utilization,
         algorithm=algorithm,
         sequence_parallel=sequence_parallel,
+        overlap=overlap,
         max_sequences=1,
     )
     with LLM(**options) as llm:

@@ -15,6 +15,13 @@ from shotcast.errors import ConfigError
 from shotcast.units import parse_size
 
 
+class NormKind(enum.StrEnum):
+    """Values of ``--norm``."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
 class Device(enum.StrEnum):
     """Values of ``--device``."""
 
@@ -23,6 +30,26 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+# What nccl-tests and the flags of inference engines call the dtypes.
+_DTYPES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16",
+    "float": "float32", "fp32": "float32", "f32": "float32", "double": "float64", "fp64": "float64", "int": "int32",
+}  # fmt: skip
+
+
+def dtypes_named(text: str) -> str:
+    """Return comma-separated dtypes by PyTorch's names; ``bf16``, ``half``, ``float`` and their like are known too."""
+    return ",".join(_DTYPES.get(name.lower(), name) for name in names_in(text))
+
+
+def with_underscores(text: str) -> str:
+    """Return comma-separated names of operations or algorithms; hyphens are taken too, as in ``two-shot``."""
+    return ",".join(name.replace("-", "_") for name in names_in(text))
+
+
+Reduction = Annotated[
+    str, typer.Option("-o", "--op", "--reduction", help="sum, prod, min, max or avg, of operations that reduce.")
+]
 MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="The smallest message, such as 8 or 1K.")]
 MaxBytes = Annotated[str, typer.Option("-e", "--maxbytes", help="The largest message, such as 4M.")]
 StepFactor = Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="The factor between neighbouring sizes.")]
@@ -34,13 +61,23 @@ Check = Annotated[
 WorldSize = Annotated[
     str,
     typer.Option(
-        "--world-size", help="Numbers of ranks, such as 2,4,8. Default: every GPU, or one rank for each core."
+        "-g",
+        "--world-size",
+        help="Numbers of ranks, such as 2,4,8. Default: every GPU, or one rank for each core.",
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="auto takes cuda if there is a GPU.")]
-Dtype = Annotated[str, typer.Option("-d", "--dtype", help="float32, float16 or bfloat16.")]
+Dtype = Annotated[
+    str,
+    typer.Option("-d", "--dtype", callback=dtypes_named, help="float32, bfloat16, int32, ...; also float, half, bf16."),
+]
 Algorithms = Annotated[
-    str, typer.Option("--algorithms", help="Algorithms and baselines, comma-separated. Default: all legal ones.")
+    str,
+    typer.Option(
+        "--algorithms",
+        callback=with_underscores,
+        help="Algorithms and baselines, comma-separated. Default: all legal ones.",
+    ),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Seconds for the timed calls at one point.")]
 Eager = Annotated[bool, typer.Option("--eager", help="CUDA: time single calls, not a captured graph.")]
@@ -49,6 +86,7 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows an
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file (png, svg, pdf).")]
 PlotKind = Annotated[str, typer.Option("--plot-kind", help="latency, speedup-over-ring or summary.")]
 MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")]
+NormOption = Annotated[NormKind, typer.Option("--norm", help="RMSNorm, or LayerNorm with a bias.")]
 Hidden = Annotated[int, typer.Option("--hidden", min=1, help="Elements of a row: the model's hidden size.")]
 Between = Annotated[
     str,
@@ -94,8 +132,9 @@ def ready_to_write(*files: Path | None) -> None:
     for file in files:
         if file is None:
             continue
+        if not file.parent.is_dir():
+            raise ConfigError(f"cannot write {file}: there is no folder {file.parent}; make it first")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             existed = file.exists()
             file.open("a").close()
             if not existed:

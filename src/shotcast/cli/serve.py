@@ -18,6 +18,7 @@ from shotcast.cli.engine_options import (
     MaxModelLen,
     MaxSequences,
     Model,
+    Overlap,
     PipelineParallel,
     Quantization,
     RankTimeout,
@@ -55,6 +56,7 @@ def serve(
     generation_config: GenerationConfig = "auto",
     algorithm: Algorithm = "auto",
     sequence_parallel: SequenceParallel = False,
+    overlap: Overlap = "auto",
     rank_timeout: RankTimeout = 60.0,
     stamp_every: StampEvery = 128,
     max_queue: Annotated[
@@ -96,6 +98,7 @@ def serve(
         generation_config=generation_config,
         algorithm=algorithm,
         sequence_parallel=sequence_parallel,
+        overlap=overlap,
         timeout_s=rank_timeout,
         stamp_every=stamp_every,
     )

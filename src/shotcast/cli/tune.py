@@ -17,10 +17,12 @@ from shotcast.cli.options import (
     MinBytes,
     command_line,
     device_name,
+    dtypes_named,
     names_in,
     new_console,
     ready_to_write,
     sizes_between,
+    with_underscores,
     world_sizes_of,
 )
 from shotcast.errors import ConfigError
@@ -29,9 +31,11 @@ from shotcast.wire import NodeShape
 
 def tune(
     op: Annotated[
-        str, typer.Option("--op", help="Operations, comma-separated.")
+        str, typer.Option("--op", callback=with_underscores, help="Operations, comma-separated.")
     ] = "all_reduce,reduce_scatter,all_gather",
-    dtype: Annotated[str, typer.Option("-d", "--dtype", help="Dtypes, comma-separated.")] = "bfloat16,float16,float32",
+    dtype: Annotated[
+        str, typer.Option("-d", "--dtype", callback=dtypes_named, help="Dtypes, comma-separated.")
+    ] = "bfloat16,float16,float32",
     mode: Annotated[
         str, typer.Option("--mode", help="graph, eager or both. Default: both on CUDA; CPU ranks only have eager.")
     ] = "",
@@ -50,11 +54,19 @@ def tune(
     ] = 4,
     device: DeviceOption = Device.AUTO,
     world_size: Annotated[
-        str, typer.Option("--world-size", help="The number of ranks. Default: every GPU, or one rank for each core.")
+        str,
+        typer.Option("-g", "--world-size", help="The number of ranks. Default: every GPU, or one rank for each core."),
     ] = "",
     seconds: Annotated[
         float, typer.Option("--seconds", min=0.0, help="Seconds for the timed calls of all candidates at one size.")
     ] = 1.0,
+    sms: Annotated[
+        str,
+        typer.Option(
+            "--sms",
+            help="CUDA: tune calls that are given so many SMs (sms=), comma-separated. Default: none are given.",
+        ),
+    ] = "",
     any_bits: Annotated[
         bool, typer.Option("--any-bits", help="Allow algorithms whose sums are rounded in another order (ring, ...).")
     ] = False,
@@ -92,6 +104,7 @@ def tune(
         any_bits=any_bits,
         timeout_s=timeout,
         progress=sys.stderr.isatty(),
+        sms=_numbers_of_sms(sms),
     )
     facts = detect()
     part = facts.gpus[0].name if where == "cuda" else facts.cpu_model
@@ -132,3 +145,11 @@ def _shape(world_size: int) -> NodeShape:
     of_host = local_world_size() if env.job() else world_size
     of_node = env.ranks_per_node() or of_host
     return NodeShape(1, world_size) if world_size % of_node else NodeShape(world_size // of_node, of_node)
+
+
+def _numbers_of_sms(text: str) -> tuple[int, ...]:
+    """Return the numbers of SMs in a comma-separated text; 0, for calls that are given none, where it is empty."""
+    try:
+        return tuple(dict.fromkeys(int(number) for number in names_in(text))) or (0,)
+    except ValueError:
+        raise ConfigError(f"sms are whole numbers, comma-separated, not {text!r}") from None

@@ -1,0 +1,239 @@
+"""``shotcast plan`` and ``shotcast calibrate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shotcast.cli.options import new_console, ready_to_write
+from shotcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shotcast.planner.plan import Plan
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option("-m", "--model", help="A preset such as llama-3.1-70b, or a folder with config.json.")
+    ],
+    gpus: Annotated[int, typer.Option("-g", "--gpus", help="GPUs of the cluster that may be used.")] = 8,
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="A packaged cluster such as dgx-h200, or a YAML file.")
+    ] = "dgx-h200",
+    network: Annotated[
+        Path | None, typer.Option("--network", help="A network file of ASTRA-sim, instead of the cluster's own links.")
+    ] = None,
+    quantization: Annotated[str, typer.Option("--quantization", help="fp8, or none by default.")] = "",
+    prompt: Annotated[int, typer.Option("--input", help="Tokens of a prompt.")] = 2048,
+    output: Annotated[int, typer.Option("--output", help="Tokens of an output.")] = 128,
+    target: Annotated[
+        str, typer.Option("--target", help="latency, throughput, or bounds in ms such as ttft=500,tpot=20.")
+    ] = "throughput",
+    calibration: Annotated[
+        Path | None, typer.Option("--calibration", help="A file of shotcast calibrate. Default: the packaged one.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Simulate requests that arrive at so many a second on average.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", help="How many requests --rate simulates. Default: 200.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Simulate requests of a file: JSON lines of time_s, prompt, output.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all points, with InferenceX's keys.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw tokens/s a GPU over tokens/s a user.")] = None,
+) -> None:
+    """Predict how fast each layout of a model serves on a cluster, and say which one to take."""
+    from shotcast.hardware import cluster as clusters
+    from shotcast.planner import calibration as calibrations
+    from shotcast.planner import picture, report
+    from shotcast.planner.model_name import named_model
+    from shotcast.planner.plan import Job, Target
+    from shotcast.planner.plan import plan as planned
+    from shotcast.simulator import traffic
+
+    found = clusters.load(cluster)
+    if network is not None:
+        text = clusters.read_text(network, "the network")
+        found = clusters.with_astra_sim_network(found, text, str(network))
+    config, name = named_model(model)
+    if rate is not None and trace is not None:
+        raise ConfigError("--rate and --trace both say which requests arrive; give one of them")
+    if requests is not None and rate is None:
+        raise ConfigError("--requests says how many --rate simulates; give --rate")
+    arrivals = None
+    if rate is not None:
+        arrivals = traffic.poisson(rate, 200 if requests is None else requests, prompt, output)
+    elif trace is not None:
+        arrivals = traffic.read_trace(trace)
+    job = Job(config, name, quantization, found, gpus, prompt, output, Target.parse(target))
+    ready_to_write(json_file, plot)
+    if plot is not None:
+        picture.require_format(plot)
+    constants = calibrations.load(_calibrated(found.gpu.name), calibration)
+    result = planned(job, constants)
+    screen = new_console()
+    screen.print(_table(result))
+    screen.print(report.reason(result), soft_wrap=True, markup=False)
+    if not result.calibrated:
+        screen.print(
+            f"The {found.gpu.name} has no calibration: rates are those of the {constants.gpu.name} by the ratio of the "
+            "data sheets, and the error bars do not know how far off that is.",
+            soft_wrap=True,
+        )
+    elif not result.link_calibrated:
+        screen.print(
+            f"The link has no calibration: its bandwidth is that of the {constants.gpu.name}'s by the ratio of the "
+            "figures, and the error bars do not know how far off that is. The kernels are measured.",
+            soft_wrap=True,
+        )
+    if result.refused:
+        example, why = next(iter(result.refused.items()))
+        names, more = list(result.refused), len(result.refused) - _ROWS
+        listed = ", ".join(names[:_ROWS]) + (f" and {more} more" if more > 0 else "")
+        screen.print(f"Refused: {listed}. {example}: {why}.", soft_wrap=True, markup=False)
+    if why := report.obstacle(result):
+        screen.print(why, soft_wrap=True)
+    elif result.best:
+        one = "an engine of it" if result.best.engines > 1 else "it"
+        screen.print(f"To start {one}: {report.command(result)}", soft_wrap=True, markup=False, highlight=False)
+    value = report.as_json(result)
+    if result.best and arrivals is not None:
+        met = traffic.simulate(job, result.best, constants, arrivals)
+        value["simulated"] = met.as_json()
+        screen.print(
+            f"Simulated, {len(arrivals)} requests: first token {met.ttft_ms(50):.4g} ms (99%: {met.ttft_ms(99):.4g}), "
+            f"each later token {met.tpot_ms(50):.4g} ms (99%: {met.tpot_ms(99):.4g}), {met.tokens_per_s:.4g} tokens/s, "
+            f"{met.preemptions} preempted.",
+            soft_wrap=True,
+            highlight=False,
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(value, indent=1) + "\n")
+    if plot is not None:
+        picture.draw(result, plot)
+    if result.best is None:
+        raise typer.Exit(1)
+
+
+def calibrate(
+    results: Annotated[
+        Path | None, typer.Argument(help="The folder with the results of kernels and collectives of a GPU.")
+    ] = None,
+    part: Annotated[
+        str, typer.Option("--part", help="The GPU, as CUDA names it. Default: the one that the results are of.")
+    ] = "",
+    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("calibration.json"),
+    device: Annotated[
+        str, typer.Option("--device", help="cpu to measure this machine; without a folder, it is measured.")
+    ] = "",
+    world_size: Annotated[int, typer.Option("-g", "--world-size", help="CPU ranks that share this machine.")] = 1,
+    cluster: Annotated[
+        Path, typer.Option("--cluster", help="The file to write with the description of this machine.")
+    ] = Path("cluster.yaml"),
+) -> None:
+    """Fit the constants of kernels and collectives, and write them for ``shotcast plan``.
+
+    They are fitted to the results in a folder, or measured on the CPU of this machine.
+    """
+    from rich.table import Table
+
+    from shotcast.planner.calibration import calibrate as fitted
+
+    if device == "cpu":
+        if results is not None or part:
+            raise ConfigError("--device cpu measures this machine; leave out the folder and --part")
+        _calibrate_cpu(world_size, output, cluster)
+        return
+    if device or results is None:
+        raise ConfigError(
+            "give a folder with results of a GPU, or --device cpu to measure this machine"
+            + f", not {device}" * bool(device)
+        )
+    ready_to_write(output)
+    found = fitted(results, part)
+    output.write_text(found.as_json() + "\n")
+    table = Table("kernel", "points", "fixed us", "rate", "second rate", "error", "worst", title=found.part)
+    for kind, known in sorted(found.kinds.items()):
+        cost = known.cost
+        numbers = [f"{cost.fixed_us:.2f}", f"{cost.first_rate:.4g}", f"{cost.second_rate:.4g}"]
+        table.add_row(kind, str(known.points), *numbers, f"{known.residual:.0%}", f"{known.worst:.0%}")
+    screen = new_console()
+    screen.print(table)
+    screen.print(f"collectives: {found.link}, error {found.link_residual:.0%}", soft_wrap=True, highlight=False)
+    screen.print(f"wrote {output}; to use it: shotcast plan --calibration {output} ...", soft_wrap=True)
+
+
+def _calibrate_cpu(ranks: int, output: Path, cluster: Path) -> None:
+    from rich.table import Table
+
+    from shotcast.bench.cpu_calibration import calibrate as measured
+    from shotcast.planner.cpu_rows import residuals
+
+    ready_to_write(output, cluster)
+    machine = measured(ranks)
+    output.write_text(machine.calibration.as_json() + "\n")
+    cluster.write_text(machine.cluster)
+    found = machine.calibration
+    table = Table("kernel", "numbers of rows", "error", title=f"{found.part}, {ranks} ranks")
+    for kind, (count, residual) in residuals(found.kinds).items():
+        table.add_row(kind, str(count), f"{residual:.0%}")
+    screen = new_console()
+    screen.print(table)
+    host = found.host
+    screen.print(
+        f"host: {host.fixed_us:.0f} us a step, {host.per_sequence_us:.1f} a sequence, {host.per_row_us:.2f} a token",
+        highlight=False,
+    )
+    screen.print(
+        f"wrote {output} and {cluster}; to use them: shotcast plan --cluster {cluster} --calibration {output} --gpus "
+        f"{ranks} ...",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _calibrated(gpu: str) -> str:
+    """Return the part of the packaged calibration that is nearest to a GPU of the catalog: its own, or the first."""
+    from shotcast.hardware import catalog
+    from shotcast.planner.calibration import calibrated_parts
+
+    parts = calibrated_parts()
+    return next((part for part in parts if (spec := catalog.find(part)) and spec.name == gpu), parts[0])
+
+
+def _table(result: Plan) -> Table:
+    """Return the best point of each layout."""
+    from rich.table import Table
+
+    from shotcast.planner.report import memory_text
+
+    job = result.job
+    title = f"{job.name} {result.precision} on {job.gpus} x {job.cluster.gpu.name}, "
+    title += f"{job.prompt} tokens in, {job.output} out, for {job.target}"
+    table = Table(title=title, title_justify="left")
+    for name in ("TP x PP", "engines", "sequences", "first token", "each later", "tokens/s", "a GPU", "sums", "memory"):
+        table.add_column(name, justify="left" if name in ("TP x PP", "sums", "memory") else "right")
+    for point in result.best_of_each_layout()[:_ROWS]:
+        table.add_row(
+            str(point.layout),
+            str(point.engines),
+            str(point.sequences),
+            f"{point.ttft_ms:.4g} ms",
+            f"{point.tpot_ms:.4g} ms ±{point.error:.0%}",
+            f"{point.tokens_per_s:.4g}",
+            f"{point.tokens_per_s_per_gpu:.4g}",
+            point.algorithm or "none",
+            memory_text(point),
+        )
+    return table
+
+
+_ROWS = 12
+"""The most layouts that the table shows; the JSON file has all."""
