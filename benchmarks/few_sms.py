@@ -23,8 +23,8 @@ from rich.table import Table
 
 import shotcast
 from shotcast.bench import kernels
+from shotcast.collectives.choice.candidates import launch_shapes
 from shotcast.errors import ConfigError
-from shotcast.transport.triton.layout import PLACES_IN_WINDOW, WINDOW_BYTES
 from shotcast.units import format_size, parse_size
 from shotcast.wire import LaunchShape, Op
 
@@ -41,19 +41,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--launches", action="store_true", help="measure other warps and chunks too")
     parser.add_argument("--json", type=Path, help="the file for the results")
     return parser
-
-
-def shapes(default: LaunchShape, world_size: int) -> list[LaunchShape]:
-    """Return the default launch and others of as many programs that fit into the window."""
-    found = [default]
-    for warps in (8, 16, 32):
-        for tiles in (1, 2, 4):
-            for block in (2048, 4096, 8192):
-                shape = dataclasses.replace(default, num_warps=warps, block_words=block, chunk_bytes=tiles * 4 * block)
-                fits = shape.programs * PLACES_IN_WINDOW * world_size * shape.chunk_bytes <= WINDOW_BYTES
-                if fits and block >= 128 * warps and block * world_size <= 2048 * warps:
-                    found.append(shape)
-    return list(dict.fromkeys(found))
 
 
 def wanted(op: str, xs: list[torch.Tensor], rank: int) -> torch.Tensor:
@@ -112,7 +99,8 @@ def rows_of(
             if name == "vendor" or (name != "few_sms" and sms != SMS[0]):
                 continue
             default = comm.explain(whole, op, name, sms=sms).launch
-            for shape in shapes(default, comm.world_size) if launches and name == "few_sms" else [default]:
+            asked = comm._resolver.problem(Op[op.upper()], whole.dtype, whole.numel(), "sum", 0, (), None, sms)
+            for shape in launch_shapes(asked, name) if launches and name == "few_sms" else [default]:
                 run = functools.partial(comm._run, Op[op.upper()], x, out, algorithm=name, launch=shape, sms=sms)
                 calls.append((name, sms, shape, run))
     # NCCL adds two ranks in the same order, and more in another

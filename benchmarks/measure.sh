@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor faults faults_cpu fuzz hosts stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap overlap_x2 overlap_hosts products_x1 tests_products tests_few_sms few_sms_x2 few_sms_x4"
+parts="x4 slices x2 fused tune_x4 tune_x2 tune_sms_x2 launches_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor tests_operations faults faults_cpu fuzz hosts operations_cpu operations_x2 stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap tests_prefill_overlap prefill_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2 overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 training_x2 overlap_hosts products_x1 tests_products tests_few_sms few_sms_x2 few_sms_x4 tests_fused_products fused_products_x1 fused_products_x2 frameworks_cpu frameworks_x2 process_group_cpu process_group_x2 tests_process_group tests_integrations torch_suite_x2 served_trace"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -35,6 +35,13 @@ engine() {
     shift 5
     bench "$limit" "$name" engine --device cuda --prompt 512 --output 128 --rounds 1 --model "random:llama-3.1-$model" \
         --layouts "$layouts" --batches "$batches" --algorithms "$@"
+}
+
+# seconds, name, arguments of `shotcast bench overlap` on two GPUs
+overlap() {
+    limit=$1 name=$2
+    shift 2
+    bench "$limit" "overlap_$name" overlap --device cuda --world-size 2 --timeout $((limit - 10)) "$@"
 }
 
 # seconds, name, tests
@@ -82,6 +89,13 @@ for part in "$@"; do
         tune 200 "nvidia_h200_x$ranks" --op all_reduce -d bfloat16,float32 --seconds 0.3 --world-size "$ranks"
         tune 200 "nvidia_h200_x$ranks" --op reduce_scatter,all_gather -d bfloat16 --seconds 0.3 --world-size "$ranks"
         ;;
+    tune_sms_x2) # rows of calls that are given a number of SMs
+        tune 580 nvidia_h200_x2 --op all_reduce,reduce_scatter,all_gather -d bfloat16 -b 1M -e 512M --sms 16,24,32 --seconds 0.3 \
+            --world-size 2
+        ;;
+    launches_x2) # every launch of small sums, fused and plain, beside FlashInfer where it is installed
+        script 590 launches_x2 benchmarks/launch_sweep.py --world-size 2 --json "$out/launches_x2.json"
+        ;;
     engine_8b_x1) engine 200 engine_8b_x1 8b 1x1 1,4,16,64 auto ;;
     engine_8b) engine 200 engine_8b 8b 4x1 1,64 auto,nccl ;;
     engine_70b) engine 300 engine_70b 70b 4x1 1,64,256 auto,nccl ;;
@@ -113,6 +127,10 @@ for part in "$@"; do
     tests_vendor) # calls that NCCL serves, with their deadlines
         tests 400 vendor tests/collectives/test_vendor_cuda.py
         ;;
+    tests_operations) # random programs on two streams, and graphs of calls with a root
+        tests 400 operations tests/collectives/test_cuda_operations.py
+        tests 200 uneven tests/collectives/test_uneven.py
+        ;;
     faults) # the fault matrix on two GPUs
         export FAULT_MATRIX_JSON="$out/fault_matrix.json"
         tests 590 faults tests/collectives/test_fault_matrix_cuda.py
@@ -133,7 +151,28 @@ for part in "$@"; do
         bench 900 hosts_8_1ms $over --hosts 8 --delay-us 1000
         bench 900 hosts_8_10ms $over --hosts 8 --delay-us 10000
         bench 600 hosts_4_1ms $over --hosts 4 --delay-us 1000
+        for hosts in 2 4 8; do
+            bench 300 hosts_${hosts}_5ms_2gbit all-reduce -b 4K -e 1M -f 4 --seconds 0.4 --hosts $hosts --delay-us 5000 --bandwidth-gbps 2
+        done
         bench 600 hosts_2x4_1ms $over --hosts 2 --ranks-per-host 4 --delay-us 1000
+        ;;
+    operations_cpu) # every operation between CPU ranks beside Gloo, then other reductions and dtypes
+        for op in all-reduce reduce-scatter all-gather all-to-all broadcast reduce gather scatter; do
+            bench 300 "operations_$op" "$op" --device cpu -g 2,4 -b 64 -e 16M -f 16 --seconds 0.2 --algorithms auto,gloo
+        done
+        for kind in max/float32 prod/float32 sum/bfloat16 sum/float64 sum/int32 max/int8 min/int64; do
+            bench 300 "operations_all-reduce_$(echo "$kind" | tr / _)" all-reduce -o "${kind%/*}" -d "${kind#*/}" --device cpu \
+                -g 2 -b 64 -e 16M -f 16 --seconds 0.2 --algorithms auto,gloo
+        done
+        ;;
+    operations_x2) # the same between two GPUs beside NCCL
+        for op in all-to-all broadcast reduce gather scatter; do
+            bench 100 "operations_$op" "$op" -b 64 -e 256M -f 16 --seconds 0.05 --algorithms auto,nccl
+        done
+        for kind in max/float32 avg/bfloat16 prod/float32 sum/float64 sum/int32 max/int8 min/int64; do
+            bench 100 "operations_all-reduce_$(echo "$kind" | tr / _)" all-reduce -o "${kind%/*}" -d "${kind#*/}" \
+                -b 64 -e 256M -f 16 --seconds 0.05 --algorithms auto,nccl
+        done
         ;;
     stress_x2) # a million calls added to the runs so far; the first minutes compile, so run it twice on one machine
         kept=benchmarks/data/h200/stress.json
@@ -166,13 +205,47 @@ for part in "$@"; do
         ;;
     tests_overlap) # races on one GPU, bits on two
         tests 400 overlap tests/overlap/test_overlap_cuda.py
+        share=""
+        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 2 ] && share=1
+        SHOTCAST_SHARE_GPUS=$share tests 180 overlap_bench tests/bench/test_overlap_bench_cuda.py
         ;;
-    overlap_x2) # balanced chains of each operation, one that computes three times as long, and a skinny product
-        for op in all-reduce reduce-scatter all-gather all-to-all; do
-            bench 250 "overlap_$op" overlap --device cuda --world-size 2 --op "$op" --plot "$out/overlap_$op.png"
+    tests_prefill_overlap) # prompts in halves: on one GPU too
+        share=""
+        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 2 ] && share=1
+        SHOTCAST_SHARE_GPUS=$share tests 400 prefill_overlap tests/engine/test_prefill_overlap_cuda.py
+        ;;
+    prefill_x2) # a prompt of 4K tokens by each form of a 70B-shaped model, beside NCCL
+        script 590 prefill_x2 benchmarks/prefill.py --json "$out/prefill_x2.json"
+        ;;
+    overlap_all_reduce_x2 | overlap_all_gather_x2 | overlap_all_to_all_x2) # balanced chains, with every peer
+        op=${part#overlap_} op=${op%_x2}
+        overlap 590 "$op" --op "$(echo "$op" | tr _ -)" --plot "$out/overlap_$op.png"
+        ;;
+    overlap_reduce_scatter_x2) # the same, alone and followed by the all-gather
+        overlap 290 reduce_scatter --op reduce-scatter --plot "$out/overlap_reduce_scatter.png"
+        overlap 290 reduce_scatter_all_gather --op reduce-scatter-all-gather
+        ;;
+    overlap_bound_x2) # messages of a third of the products' time, and a product that waits for its weights
+        overlap 290 compute_bound --op all-reduce --ratio 0.333
+        overlap 290 memory_bound --op all-reduce --gemm 16x57344x8192 --steps 32
+        ;;
+    overlap_scattered_x2) # messages that are whole matrices of products: projections of a 70B model on two ranks
+        overlap 590 scattered --whole --rounds 3 --seconds 0.05 --op reduce-scatter \
+            --gemm 2048x8192x4096,4096x8192x4096,8192x8192x4096,2048x8192x14336,4096x8192x14336,8192x8192x14336
+        ;;
+    overlap_gathered_x2) # the same of the other projections
+        overlap 590 gathered --whole --rounds 3 --seconds 0.05 --op all-gather \
+            --gemm 2048x5120x8192,4096x5120x8192,8192x5120x8192,2048x28672x8192,4096x28672x8192,8192x28672x8192
+        ;;
+    training_x2) # four layers of an 8B model: gradients in buckets, and divided layers
+        script 590 training_x2 benchmarks/training.py --json "$out/training_x2.json"
+        ;;
+    overlap_published_x2) # the grid of arXiv 2606.09200: small tiles, blocks of an SM, priorities
+        quick="--forms published --size 896M --steps 4 --rounds 3 --seconds 0.05"
+        for op in all-reduce all-to-all; do
+            overlap 140 "published_${op}_square" $quick --op "$op"
+            overlap 150 "published_${op}_wide" $quick --op "$op" --gemm 8192x57344x8192
         done
-        bench 250 overlap_compute_bound overlap --device cuda --world-size 2 --repeat 3 --size 448M
-        bench 250 overlap_memory_bound overlap --device cuda --world-size 2 --gemm 16x57344x8192 --steps 32
         ;;
     tests_few_sms) # calls that keep to a number of SMs: on one GPU too
         share=""
@@ -194,6 +267,49 @@ for part in "$@"; do
         script 300 shaped_products benchmarks/shaped_products.py --set tune --json "$out/shaped_products.json"
         ;;
     tests_products) tests 300 products tests/kernels/test_large_gemm_cuda.py tests/overlap/test_products_cuda.py ;;
+    tests_fused_products) # products whose tiles are sent as they are finished, or whose rows arrive: on one GPU too
+        share=""
+        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 2 ] && share=1
+        SHOTCAST_SHARE_GPUS=$share tests 590 fused_products tests/overlap/test_summed_products_cuda.py -k "2] or 2-"
+        SHOTCAST_SHARE_GPUS=$share tests 400 gathered_products tests/overlap/test_gathered_products_cuda.py \
+            tests/overlap/test_overlap_cuda.py -k "gathered or sequence_parallelism"
+        ;;
+    fused_products_x1) # one rank of two without the other: what sending, adding up and clearing cost
+        script 200 fused_products_x1 benchmarks/fused_products.py --alone --json "$out/fused_products_x1.json"
+        ;;
+    fused_products_x2) # beside product and collective, NCCL and PyTorch's own, with the projections of a 70B model
+        script 590 fused_products_x2 benchmarks/fused_products.py --world-size 2 --json "$out/fused_products_x2.json"
+        ;;
+    frameworks_cpu) # training and generating by the backend of torch.distributed, beside Gloo
+        script 3000 frameworks_cpu benchmarks/frameworks.py --rounds 5 --json "$out/frameworks.json"
+        ;;
+    frameworks_x2) # the same on two GPUs, beside NCCL
+        script 590 frameworks_x2 benchmarks/frameworks.py --device cuda --rounds 3 --json "$out/frameworks_x2.json"
+        ;;
+    process_group_cpu) # calls of torch.distributed by our backend, beside the communicator's and Gloo's
+        script 600 process_group_cpu benchmarks/process_group.py --json "$out/process_group.json"
+        ;;
+    process_group_x2) # the same on two GPUs, eager and captured, beside NCCL's
+        script 590 process_group_x2 benchmarks/process_group.py --device cuda --json "$out/process_group_x2.json"
+        ;;
+    tests_process_group) # calls, messages, graphs and faults of the backend of torch.distributed, and scripts by it
+        tests 590 process_group tests/process_group/test_cuda_group.py
+        tests 590 frameworks tests/process_group/test_frameworks_cuda.py
+        ;;
+    tests_integrations) # plug-ins of vLLM and SGLang, batches of every size, and ranks that see one GPU each
+        tests 590 integrations tests/integrations/test_cuda_plugins.py tests/collectives/test_cuda_visible.py \
+            tests/collectives/test_batch_invariant.py
+        ;;
+    torch_suite_x2) # PyTorch's own suite on two GPUs, by our backend and by NCCL's
+        for backend in shotcast nccl; do
+            script 590 "torch_suite_$backend" tests/process_group/torch_suite.py --device cuda --backend "$backend" \
+                --world-size 2 --out "$out/torch_suite_x2.json"
+        done
+        ;;
+    served_trace) # kernels of a CPU rank alone, then a trace that the engine serves in real time
+        script 600 calibrate_x1 -m shotcast calibrate --device cpu --output "$out/calibration_x1.json" --cluster "$out/cluster_x1.yaml"
+        script 600 served_trace benchmarks/served_trace.py --record "$out/served_trace.json"
+        ;;
     *)
         echo "no part $part; parts: $parts" >&2
         exit 2

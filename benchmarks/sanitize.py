@@ -34,7 +34,10 @@ TOOLS = {
 }
 FOUND = 9
 """The exit status of a rank in which the tool found something."""
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "uneven_all_gather", "all_to_all", "broadcast", "send_recv")
+KINDS = (
+    "all_reduce", "reduce_scatter", "reduce", "all_gather", "uneven_all_gather", "all_to_all", "all_to_all_uneven",
+    "broadcast", "gather", "scatter", "send_recv",
+)  # fmt: skip
 MESSAGES = (("bfloat16", 3, 1), ("bfloat16", 50_000, 0), ("float32", 5_001, 0))
 """Dtype, elements, and the first element, which decides about the alignment."""
 COPIED = (*MESSAGES, ("int8", 4_099, 1))
@@ -47,7 +50,7 @@ def cases() -> Iterator[Case]:
     """Yield the calls: every kind by every algorithm that has a kernel for it."""
     drawn: list[tuple[str, str, int, int, str, str]] = [("barrier", "float32", 0, 0, "auto", "")]
     for kind in KINDS:
-        messages = MESSAGES if kind in ("all_reduce", "reduce_scatter") else COPIED
+        messages = MESSAGES if kind in ("all_reduce", "reduce_scatter", "reduce") else COPIED
         algorithms = [*ALGORITHMS.get(kind, ("auto",)), *(["two_shot_fp8"] if kind == "all_reduce" else [])]
         drawn += [(kind, *message, name, "") for name in dict.fromkeys(algorithms) for message in messages]
     drawn += [("fused", "bfloat16", 50_000, 0, "auto", form) for form in FUSED_FORMS]

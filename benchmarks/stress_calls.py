@@ -36,19 +36,25 @@ FUSED_FORMS = {
     for quantized in (False, True)
 }  # fmt: skip
 """Fused calls by name: whether each rank gets its rows alone, whether norms are gathered, and whether they are FP8."""
+COPIES = (
+    "all_gather", "uneven_all_gather", "all_to_all", "all_to_all_uneven", "broadcast", "gather", "scatter", "send_recv",
+)  # fmt: skip
+"""Kinds of calls that move any dtype."""
 BLOCK = 500
 """Calls between two looks at the results. On a GPU the calls of a block are enqueued without a wait."""
 SMALL_BYTES = 1 << 16
 """``max_bytes`` of the second communicator: messages pass through it in many pieces."""
 WEIGHTS = {
     "all_reduce": 32, "vendor_reduce": 4, "reduce_scatter": 11, "all_gather": 10, "uneven_all_gather": 6,
-    "all_to_all": 8, "broadcast": 8, "send_recv": 8, "barrier": 1, "fused": 9, "graph": 3,
+    "all_to_all": 8, "all_to_all_uneven": 3, "broadcast": 8, "reduce": 4, "gather": 4, "scatter": 4, "send_recv": 8,
+    "barrier": 1, "fused": 9, "graph": 3,
 }  # fmt: skip
 """Kinds of calls, and weights by which they are drawn; graphs on GPUs only."""
 ALGORITHMS = {
     "all_reduce": ("auto", "auto", "one_shot", "two_shot", "two_shot", "ring"),
     "reduce_scatter": ("auto", "one_shot", "ring"),
     "all_gather": ("auto", "one_shot", "ring"),
+    "reduce": ("auto", "one_shot", "two_shot"),
 }
 """Algorithms that are drawn for a kind of calls, and seldom ``two_shot_fp8``; others leave the choice to ``auto``."""
 
@@ -169,7 +175,7 @@ class Stress:
         rng = random.Random(f"{self._plan.seed}/{number}")
         kind = rng.choices(list(self._kinds), list(self._kinds.values()))[0]
         dtype = rng.choice(list(FLOATS))
-        if kind in ("all_gather", "uneven_all_gather", "all_to_all", "broadcast", "send_recv"):
+        if kind in COPIES:
             dtype = rng.choice([*FLOATS, *wire.DTYPES])
         elif kind == "vendor_reduce":
             dtype = rng.choice(["int32", "int64", "uint8", "float64", "float32"])
@@ -186,7 +192,7 @@ class Stress:
     def window(self, case: Case, rank: int) -> torch.Tensor:
         """Return a rank's input: a part of its pool, which no call changes."""
         end = case.start + case.count
-        if case.kind in ("all_reduce", "reduce_scatter", "fused", "graph"):
+        if case.kind in ("all_reduce", "reduce_scatter", "reduce", "fused", "graph"):
             return self._pools[case.dtype][rank][case.start : end]
         if case.kind == "vendor_reduce":  # small whole numbers, whose sum is exact in any order
             return (self._bytes[rank][case.start : end] & 3).to(getattr(torch, case.dtype))
@@ -287,6 +293,34 @@ class Stress:
         xs = self._windows(case._replace(count=case.count // self._size * self._size))
         got = self._communicator(case).all_to_all(xs[self._rank])
         return differing(got, joined([x.view(self._size, -1)[self._rank] for x in xs]))
+
+    def _all_to_all_uneven(self, case: Case) -> torch.Tensor:
+        sizes = [
+            [case.rng.randrange(case.count // self._size + 1) for _ in range(self._size)] for _ in range(self._size)
+        ]
+        xs = [x[: sum(sent)].split(sent) for x, sent in zip(self._windows(case), sizes, strict=True)]
+        received = [sent[self._rank] for sent in sizes]
+        x = joined(xs[self._rank])
+        got = self._comm.all_to_all(x, input_sizes=sizes[self._rank], output_sizes=received)
+        return differing(got, joined([parts[self._rank] for parts in xs]))
+
+    def _reduce(self, case: Case) -> torch.Tensor:
+        xs, root = self._windows(case), case.rng.randrange(self._size)
+        x, out = self._placed(case, xs[self._rank], xs[0].shape)
+        got = self._communicator(case).reduce(x, root, out=out, algorithm=case.algorithm)
+        return differing(got, reference.ordered_sum(xs)) if self._rank == root else differing(x[:0], x[:0])
+
+    def _gather(self, case: Case) -> torch.Tensor:
+        xs, root = self._windows(case._replace(count=case.count // self._size)), case.rng.randrange(self._size)
+        got = self._communicator(case).gather(xs[self._rank], root)
+        wanted = joined(xs)
+        return differing(got, wanted) if self._rank == root else differing(wanted[:0], wanted[:0])
+
+    def _scatter(self, case: Case) -> torch.Tensor:
+        xs = self._windows(case._replace(count=case.count // self._size * self._size))
+        root = case.rng.randrange(self._size)
+        got = self._communicator(case).scatter(xs[self._rank], root)
+        return differing(got, xs[root].view(self._size, -1)[self._rank])
 
     def _broadcast(self, case: Case) -> torch.Tensor:
         root = case.rng.randrange(self._size)

@@ -1,0 +1,242 @@
+"""Forms of training steps: data and tensor parallelism by ours, by DDP and by ``torch.distributed``, each checked."""
+
+# no postponed annotations: DDP reads those of hooks
+
+import contextlib
+import datetime
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from training_model import Begin, Divided, Model, Shape
+
+import shotcast
+from shotcast import overlap
+from shotcast.collectives.reference import ordered_sum
+
+NONE = "no communication"
+OWN, LIBRARY = "own", "library"
+_LARGE_BUCKET_MB = 100
+_GROUP_TIMEOUT = datetime.timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to make a step.
+
+    Attributes:
+        build: returns the step, and what returns how far its gradients are off. Collective.
+    """
+
+    name: str
+    by: str
+    build: Callable[[], tuple[Callable[[], Any], Callable[[], float]]]
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def of_all(comm: shotcast.Communicator, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return ``x`` of each rank."""
+    return list(comm.all_gather(x.contiguous().view(-1)).chunk(comm.world_size))
+
+
+def named_average(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean by the named order: the sum in the order of ranks in float32, rounded, and then divided."""
+    return ordered_sum(xs) / len(xs)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients of all parameters."""
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def distance(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """Return the norm of all differences over the norm of all exact values; 0 where the bits are equal."""
+    if len(found) != len(exact):
+        raise ValueError(f"{len(found)} gradients, where there are {len(exact)}")
+    off = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, exact, strict=True))
+    size = sum(float(b.double().square().sum()) for b in exact)
+    return (off / size) ** 0.5 if off else 0.0
+
+
+def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Return a step: forward and backward, from no gradients."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x).float().square().mean().backward()
+
+    return step
+
+
+@contextlib.contextmanager
+def repeatable() -> Iterator[None]:
+    """Compute attention by products alone: other kernels add in any order."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+# -- data parallel ----------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """The state of our hook, and buckets as they were before they were averaged, where they are to be kept."""
+
+    def __init__(self, comm: shotcast.Communicator):
+        self.state = overlap.GradientBuckets(comm)
+        self.buckets: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+def keep_and_average(kept: Kept, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket by our hook."""
+    if kept.buckets is not None:
+        kept.buckets.append((bucket.buffer().clone(), bucket.buffer()))
+    return overlap.average_gradients(kept.state, bucket)
+
+
+def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) -> Iterator[Form]:
+    """Yield the forms of data parallelism."""
+    seed = torch.Generator(comm.device).manual_seed(comm.rank)
+    x = torch.randn(shape.tokens, shape.hidden, generator=seed, device=comm.device).to(dtype)
+
+    @functools.cache
+    def averaged() -> list[torch.Tensor]:
+        model = Model(shape, dtype, comm.device)
+        with repeatable():
+            step_of(model, x)()
+        return [named_average(of_all(comm, one)).view(one.shape) for one in gradients(model)]
+
+    def ddp(group: dist.ProcessGroup, kept: Kept | None = None, **settings: Any) -> Any:
+        model: nn.Module = Model(shape, dtype, comm.device)
+        ids = [comm.device.index] if comm.device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=ids, process_group=group, **settings)
+        if kept is not None:
+            model.register_comm_hook(kept, keep_and_average)
+        step = step_of(model, x)
+
+        def off() -> float:
+            if kept is not None:
+                kept.buckets = []
+            with repeatable():
+                step()
+            if kept is not None:
+                for own, found in kept.buckets or ():
+                    if not torch.equal(found, named_average(of_all(comm, own))):
+                        raise ArithmeticError("a bucket has not the bits of the named order")
+                kept.buckets = None
+            return distance(gradients(model), averaged())
+
+        return step, off
+
+    def alone() -> Any:
+        return step_of(Model(shape, dtype, comm.device), x), lambda: 0.0
+
+    yield Form(NONE, "", alone)
+    yield Form("DDP", LIBRARY, lambda: ddp(group_of(comm)))
+    large = {"bucket_cap_mb": _LARGE_BUCKET_MB}
+    yield Form(f"DDP, {_LARGE_BUCKET_MB} MB", LIBRARY, lambda: ddp(group_of(comm), **large))
+    if comm.device.type == "cuda":
+        yield Form("DDP, priority", LIBRARY, lambda: ddp(group_of(comm, priority=True)))
+        yield Form("DDP, priority, large", LIBRARY, lambda: ddp(group_of(comm, priority=True), **large))
+        for ctas in (8, 16):
+            yield Form(
+                f"DDP, priority, at most {ctas} CTAs",
+                LIBRARY,
+                lambda ctas=ctas: ddp(group_of(comm, priority=True, max_ctas=ctas)),
+            )
+    yield Form("ours", OWN, lambda: ddp(any_group(comm), Kept(comm)))
+    yield Form(f"ours, {_LARGE_BUCKET_MB} MB", OWN, lambda: ddp(any_group(comm), Kept(comm), **large))
+
+
+@functools.cache
+def group_of(comm: shotcast.Communicator, priority: bool = False, max_ctas: int = 0) -> dist.ProcessGroup:
+    """Return a group of NCCL with these options; of Gloo on CPU ranks."""
+    if comm.device.type == "cpu":
+        return dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+    settings = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
+    if max_ctas:
+        settings.config.max_ctas = max_ctas
+    return dist.new_group(backend="nccl", timeout=_GROUP_TIMEOUT, pg_options=settings)
+
+
+@functools.cache
+def any_group(comm: shotcast.Communicator) -> dist.ProcessGroup:
+    """Return a group for what DDP does besides averaging: of Gloo, which serves ranks that share a GPU too."""
+    return dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
+
+
+# -- tensor parallel --------------------------------------------------------------------------------------------------
+
+
+def tensor_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) -> Iterator[Form]:
+    """Yield the forms of tensor parallelism."""
+    seed = torch.Generator(comm.device).manual_seed(0)  # all ranks have the same tokens
+    x = torch.randn(shape.tokens, shape.hidden, generator=seed, device=comm.device).to(dtype)
+
+    def divided(begin: Begin) -> nn.Module:
+        def part(by_columns: bool) -> Callable[[nn.Linear], nn.Module]:
+            return lambda linear: Divided(linear, comm.rank, comm.world_size, by_columns, begin)
+
+        return Model(shape, dtype, comm.device, part(True), part(False))
+
+    def in_order(x: torch.Tensor) -> Callable[[], None]:
+        x.copy_(ordered_sum(of_all(comm, x)).view(x.shape))
+        return lambda: None
+
+    def by_library(x: torch.Tensor) -> Any:
+        return dist.all_reduce(x, group=group_of(comm), async_op=True).wait
+
+    def at_once(x: torch.Tensor) -> Any:
+        by_library(x)()
+        return lambda: None
+
+    @functools.cache
+    def summed() -> list[torch.Tensor]:
+        model = divided(in_order)
+        with repeatable():
+            step_of(model, x)()
+        return gradients(model)
+
+    def compared(model: nn.Module, exact: bool = False) -> Any:
+        step = step_of(model, x)
+
+        def off() -> float:
+            with repeatable():
+                step()
+            found = distance(gradients(model), summed())
+            if exact and found:
+                raise ArithmeticError(f"gradients are off by {found:.2g} of their size, and should have the same bits")
+            return found
+
+        return step, off
+
+    def ours(way: str) -> Any:
+        lanes = overlap.lanes_of(comm)
+
+        def column(linear: nn.Linear) -> nn.Module:
+            return overlap.ColumnParallelLinear(lanes, linear, way)
+
+        def row(linear: nn.Linear) -> nn.Module:
+            return overlap.RowParallelLinear(lanes, linear, way)
+
+        return compared(Model(shape, dtype, comm.device, column, row), exact=way == "sequential")
+
+    def alone() -> Any:
+        return step_of(divided(lambda x: lambda: None), x), lambda: 0.0
+
+    def library(begin: Begin) -> Any:
+        by_library(torch.ones(1, device=comm.device))()
+        return compared(divided(begin))
+
+    yield Form(NONE, "", alone)
+    yield Form("library, sequential", LIBRARY, lambda: library(at_once))
+    yield Form("library, overlapped", LIBRARY, lambda: library(by_library))
+    yield Form("ours, sequential", OWN, lambda: ours("sequential"))
+    yield Form("ours", OWN, lambda: ours("auto"))
