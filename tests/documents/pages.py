@@ -34,6 +34,7 @@ MARKS = {
         "server": "it needs a running server",
         "gpu": "it needs GPUs",
     },
+    "yaml": {"": "a test reads it as the description of a cluster"},
     "text": {"": "it is no command"},
     "": {"": "it is no command"},
 }

@@ -1,4 +1,4 @@
-"""Every piece of Python that a document shows runs, or compiles where it needs more than a test has."""
+"""Every piece of Python that a document shows runs, or compiles where it needs more than a test has; YAML is read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from pages import Fence, fences
 from snippet_targets import run_with_comm
 
+import entry_points
+from shotcast.hardware import cluster
 from shotcast.launcher.spawn import spawn
 
 CODE = fences("python")
@@ -28,14 +30,20 @@ def test_it_is_python(fence: Fence) -> None:
 @pytest.mark.parametrize(
     "fence",
     [
-        pytest.param(fence, marks=[pytest.mark.full] if fence.page.name == "engine.md" else [], id=fence.where)
+        pytest.param(
+            fence,
+            marks=[pytest.mark.full] if fence.page.name in ("engine.md", "ray.md") or "LLM(" in fence.body else [],
+            id=fence.where,
+        )
         for fence in SCRIPTS
     ],
 )
 def test_scripts_run(fence: Fence, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(fence.body)
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    environment = entry_points.environment(tmp_path)
+    command = [sys.executable, script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     for part, printed in PRINTED.items():
         if part in fence.body:
@@ -48,3 +56,8 @@ def test_parts_run_on_ranks() -> None:
     assert RANKS
     printed = spawn(run_with_comm, 2, [(fence.where, fence.body) for fence in RANKS], timeout_s=100)
     assert "one_shot" in printed[0]
+
+
+@pytest.mark.parametrize("fence", fences("yaml"), ids=lambda fence: fence.where)
+def test_descriptions_of_clusters_are_read(fence: Fence) -> None:
+    assert cluster.parse(fence.body, fence.where).network is not None
