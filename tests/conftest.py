@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Generator
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -13,3 +17,15 @@ settings.load_profile("shared")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files marked ``long`` first: a worker that began one of them last would keep the others waiting."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keep modules and tests, a million objects, out of garbage collections: now and while the tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+        gc.enable()

@@ -11,30 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shotcast.device.triton import tiles
 from shotcast.hardware.nodes import folded
-from shotcast.kernels.triton.norm import NORM_ADDRESSES, add_rms_norm
+from shotcast.kernels.triton.norm import NORM_ADDRESSES, norm_rows
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT
 from shotcast.transport.triton.few_sms import few_sms
-from shotcast.transport.triton.fused_nvrar import nvrar_rms_norm
-from shotcast.transport.triton.fused_one_shot import one_shot_rms_norm
-from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_rms_norm
-from shotcast.transport.triton.fused_two_shot import two_shot_rms_norm
+from shotcast.transport.triton.fused_nvrar import nvrar_norm
+from shotcast.transport.triton.fused_one_shot import one_shot_norm
+from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_norm
+from shotcast.transport.triton.fused_two_shot import two_shot_norm
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.transport.triton.nvrar import nvrar_all_reduce
 from shotcast.transport.triton.one_shot import one_shot_reduce
+from shotcast.transport.triton.reductions import dtype_of, reduction_of
 from shotcast.transport.triton.ring import ring
+from shotcast.transport.triton.rooted import rooted_copy
 from shotcast.transport.triton.send_recv import send_recv
 from shotcast.transport.triton.two_shot import two_shot_all_reduce
 from shotcast.transport.triton.two_shot_fp8 import compile_options, two_shot_fp8_all_reduce
-from shotcast.wire import QUANTIZATIONS
+from shotcast.transport.triton.uneven import exchange_parts
+from shotcast.wire import NORM_KINDS, QUANTIZATIONS, REDUCED, REDUCIBLE, RMS
 
 ADDRESSES = (
     "x",
@@ -47,10 +49,12 @@ ADDRESSES = (
     "header_size",
     "header_call",
     "sum_cells",
+    "mean_cells",
     "amax_cells",
+    "arrivals",
     *NORM_ADDRESSES[:-1],
 )
-DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16, "int32": tl.int32}
+DTYPES = {name: dtype_of(name) for name in REDUCED}
 MULTICASTS = ("two_shot_multicast", "multimem", "gather_multicast", "broadcast_multicast")
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one_shot": (one_shot_reduce, {"CLEAR_AFTER_READ": False, "SCATTER": False}),
@@ -77,6 +81,9 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"CLEAR_AFTER_READ": False, "KIND": BROADCAST.value, "CELLS": False, "MULTICAST": True},
     ),
     "broadcast_cells": (copy, {"CLEAR_AFTER_READ": False, "KIND": BROADCAST.value, "CELLS": True, "MULTICAST": False}),
+    "to_root": (rooted_copy, {"CLEAR_AFTER_READ": False, "SCATTER": False, "CELLS": False}),
+    "to_root_cells": (rooted_copy, {"CLEAR_AFTER_READ": False, "SCATTER": False, "CELLS": True}),
+    "from_root_clears": (rooted_copy, {"CLEAR_AFTER_READ": True, "SCATTER": True, "CELLS": False}),
     "barrier": (barrier, {"PUTS": False}),
     "send": (send_recv, {"SENDING": True}),
     "recv": (send_recv, {"SENDING": False}),
@@ -84,12 +91,12 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 FP8 = ("two_shot_fp8", "two_shot_fp8_clears")
 """Kernels that send FP8."""
 FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "norm": (add_rms_norm, {}),
-    "fused_one_shot": (one_shot_rms_norm, {}),
-    "fused_two_shot": (two_shot_rms_norm, {"CLEAR_AFTER_READ": False}),
-    "fused_two_shot_clears": (two_shot_rms_norm, {"CLEAR_AFTER_READ": True}),
-    "fused_scatter": (scatter_rms_norm, {"GATHER": False}),
-    "fused_gather": (scatter_rms_norm, {"GATHER": True}),
+    "norm": (norm_rows, {}),
+    "fused_one_shot": (one_shot_norm, {}),
+    "fused_two_shot": (two_shot_norm, {"CLEAR_AFTER_READ": False}),
+    "fused_two_shot_clears": (two_shot_norm, {"CLEAR_AFTER_READ": True}),
+    "fused_scatter": (scatter_norm, {"GATHER": False}),
+    "fused_gather": (scatter_norm, {"GATHER": True}),
 }
 
 
@@ -102,10 +109,13 @@ def compiled(
     block: int = 128,
     warps: int = 1,
     capability: int = 90,
+    reduction: str = "sum",
 ) -> Any:
     """Return the compiled kernel; its ``.asm`` has ``ttir``, ``ptx`` and ``cubin``."""
     kernel, fixed = KERNELS[name]
     values = {
+        "CELLS": dtype not in REDUCIBLE,
+        "REDUCTION": reduction_of(dtype, reduction),
         **fixed,
         "DTYPE": DTYPES[dtype],
         "UNIT": unit,
@@ -145,12 +155,14 @@ def compiled_nodes(
     capability: int = 90,
     hidden: int = 0,
     puts: bool = False,
+    weight: str = "",
+    kind: str = RMS,
 ) -> Any:
     """Return the compiled kernel of an all-reduce over nodes; with ``hidden``, of one that norms rows of so many.
 
     With ``puts``, nodes put to each other by NVSHMEM.
     """
-    kernel = nvrar_rms_norm if hidden else nvrar_all_reduce
+    kernel = nvrar_norm if hidden else nvrar_all_reduce
     values = {
         "PUTS": puts,
         "EXCHANGE": EXCHANGES[exchange],
@@ -161,6 +173,8 @@ def compiled_nodes(
         "HIDDEN": hidden,
         "QUANTIZE": QUANTIZATIONS.index("dynamic"),
         "KEEPS_NORMED": True,
+        "WEIGHT": DTYPES[weight or dtype],
+        "KIND": NORM_KINDS.index(kind),
         "DTYPE": DTYPES[dtype],
         "UNIT": unit,
         "WORLD": nodes * local,
@@ -178,7 +192,15 @@ def compiled_nodes(
 
 @functools.lru_cache(maxsize=256)
 def compiled_few_sms(
-    kind: int, dtype: str, unit: int, world_size: int, block: int, warps: int, capability: int = 90, registers: int = 0
+    kind: int,
+    dtype: str,
+    unit: int,
+    world_size: int,
+    block: int,
+    warps: int,
+    capability: int = 90,
+    registers: int = 0,
+    announces: bool = False,
 ) -> Any:
     """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's.
 
@@ -186,6 +208,7 @@ def compiled_few_sms(
     """
     values = {
         "KIND": kind,
+        "ANNOUNCES": announces,
         "DTYPE": DTYPES[dtype],
         "UNIT": unit,
         "WORLD": world_size,
@@ -201,6 +224,24 @@ def compiled_few_sms(
 
 
 @functools.lru_cache(maxsize=256)
+def compiled_uneven(dtype: str, unit: int, world_size: int, block: int, warps: int, capability: int = 90) -> Any:
+    """Return the compiled kernel of an all_to_all of parts of any sizes."""
+    values = {
+        "DTYPE": DTYPES[dtype],
+        "UNIT": unit,
+        "WORLD": world_size,
+        "HEAD_BLOCK": 32 * warps,
+        "BLOCK": block,
+        "WARPS": warps,
+        "PDL": capability >= 90,
+    }
+    declared = {name: "i64" for name, kind in exchange_parts.fn.__annotations__.items() if kind == "tl.int64"}
+    kinds = dict.fromkeys(ADDRESSES, "i64") | declared | dict.fromkeys(values, "constexpr")
+    signature = {key: kinds.get(key, "i32") for key in exchange_parts.arg_names}
+    return build(exchange_parts, signature, values, warps, capability)
+
+
+@functools.lru_cache(maxsize=256)
 def compiled_fused(
     name: str,
     dtype: str = "bfloat16",
@@ -210,6 +251,9 @@ def compiled_fused(
     world_size: int = 4,
     capability: int = 90,
     multicast: bool = False,
+    weight: str = "",
+    kind: str = RMS,
+    each: int = 1,
 ) -> Any:
     """Return a compiled kernel that norms rows, as the executor launches it."""
     kernel, fixed = FUSED[name]
@@ -222,6 +266,8 @@ def compiled_fused(
         "HIDDEN": hidden,
         "QUANTIZE": QUANTIZATIONS.index(quantize),
         "KEEPS_NORMED": keeps_normed,
+        "WEIGHT": DTYPES[weight or dtype],
+        "KIND": NORM_KINDS.index(kind),
         "MULTICAST": multicast,
         "DTYPE": DTYPES[dtype],
         "UNIT": 16,
@@ -229,6 +275,7 @@ def compiled_fused(
         "BLOCK": 128 * warps,
         "ROW_BLOCK": block,
         "ROW_TILES": -(-words // 128),
+        "EACH": each,
         "GROUP": min(world_size, tiles.slots_at_once(block, warps)),
         "WARPS": warps,
         "PDL": capability >= 90,
@@ -237,7 +284,7 @@ def compiled_fused(
     kinds = dict.fromkeys(ADDRESSES, "i64") | dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
     signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
     return build(
-        kernel, signature, constants, warps, capability, options=COMPILE_OPTIONS if kernel is scatter_rms_norm else {}
+        kernel, signature, constants, warps, capability, options=COMPILE_OPTIONS if kernel is scatter_norm else {}
     )
 
 

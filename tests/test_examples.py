@@ -51,8 +51,8 @@ UNDER_TORCHRUN = {
 }
 """Number of ranks, and what all of them together print, how often. Lines of processes may mix."""
 
-BY_TORCHRUN = ("01_all_reduce.py", "04_killed_rank.py")
-"""Examples that the default tests start by torchrun itself; it takes each rank seconds to import torch."""
+LONG = ("03_choose_an_algorithm.py", "05_compile.py", "06_own_algorithm.py", "07_train.py")
+"""Examples that only the full tests run by themselves; of the first and the third the default tests run ranks."""
 KILLED = "04_killed_rank.py"
 """The ranks that go on must come in time, or they are named too."""
 IN_PLACE = ("02_explain.py", "03_choose_an_algorithm.py", "06_own_algorithm.py")
@@ -64,7 +64,7 @@ def test_all_examples_are_known() -> None:
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.timing] if name == KILLED else []
+    return [pytest.mark.timing] if name == KILLED else [pytest.mark.full] if name in LONG else []
 
 
 @pytest.mark.parametrize("file", [pytest.param(file, marks=marks_of(file.name), id=file.stem) for file in EXAMPLES])
@@ -79,11 +79,7 @@ def test_runs(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=marks_of(name) + ([] if name in BY_TORCHRUN else [pytest.mark.full]))
-        for name in UNDER_TORCHRUN
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.full, *marks_of(name)]) for name in UNDER_TORCHRUN]
 )
 def test_runs_under_torchrun(name: str) -> None:
     ranks, expected, times = UNDER_TORCHRUN[name]

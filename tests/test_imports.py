@@ -7,6 +7,7 @@ import graphlib
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import shotcast
 
 SOURCE = Path(__file__).parent.parent / "src" / "shotcast"
+PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 
 LAYERS = (
     ("errors",),
@@ -30,8 +32,11 @@ LAYERS = (
     ("overlap",),
     ("functional", "layers"),
     ("models",),
+    ("planner",),
     ("engine",),
-    ("bench", "server"),
+    ("simulator",),
+    ("bench", "process_group", "server"),
+    ("integrations",),
     ("cli",),
 )
 """The layers from low to high. Parts of one layer do not import each other."""
@@ -227,9 +232,21 @@ def run(code: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["shotcast", "shotcast.cli", "shotcast.hardware.detect", "shotcast.wire"])
+ENTRY_POINTS = [point.split(":")[0] for points in PROJECT["entry-points"].values() for point in points.values()]
+"""Modules that other programs import when they start, whether or not they are to use this package."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("shotcast", "shotcast.cli", "shotcast.hardware.detect", "shotcast.wire", "shotcast.integrations.status"),
+        *ENTRY_POINTS,
+        "shotcast.integrations.ray",
+    ],
+)
 def test_heavy_libraries_are_not_imported(module: str) -> None:
-    heavy = ("torch", "numpy", "triton", "numba", "matplotlib")
+    heavy = ("torch", "numpy", "triton", "numba", "matplotlib", "ray", "vllm", "sglang", "transformers")
+    heavy += () if module == "shotcast.cli" else ("rich", "typer")
     assert run(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]"
 
 
