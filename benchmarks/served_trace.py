@@ -194,7 +194,7 @@ def table(json_file: Path, calibration: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     data = Path(__file__).parent / "data" / "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path, help="serve the trace, and write what was recorded")
@@ -204,21 +204,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=data / "served_trace.json", help="what was recorded")
     parser.add_argument("--calibration", type=Path, default=data / "calibration_x1.json")
     parser.add_argument("--fill", type=Path, help="the document")
-    options = parser.parse_args()
-    if options.record is None:
-        found = table(options.json, options.calibration)
-        if options.fill is None:
+    return parser
+
+
+def main() -> None:
+    asked = options().parse_args()
+    if asked.record is None:
+        found = table(asked.json, asked.calibration)
+        if asked.fill is None:
             print(found, end="")
         else:
-            options.fill.write_text(filled(options.fill.read_text(), found, BEGIN, END))
+            asked.fill.write_text(filled(asked.fill.read_text(), found, BEGIN, END))
         return
-    arrivals = trace(options.requests, PROMPTS, OUTPUTS, options.seed)
-    layouts = [Layout.parse(text) for text in options.layouts.split(",")]
-    runs = [run for layout in layouts for run in record(layout, arrivals, LOADS, options.seed)]
+    arrivals = trace(asked.requests, PROMPTS, OUTPUTS, asked.seed)
+    layouts = [Layout.parse(text) for text in asked.layouts.split(",")]
+    runs = [run for layout in layouts for run in record(layout, arrivals, LOADS, asked.seed)]
     document = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": f"python benchmarks/served_trace.py --layouts {options.layouts} --requests {options.requests} "
-        f"--seed {options.seed} --record {options.record.name}",
+        "command": f"python benchmarks/served_trace.py --layouts {asked.layouts} --requests {asked.requests} "
+        f"--seed {asked.seed} --record {asked.record.name}",
         "environment": detect().as_json(),
         "kernels": kernels.of_layout("cpu", max(layout.ranks for layout in layouts)),
         "model": MODEL,
@@ -228,7 +232,7 @@ def main() -> None:
     }
     text = json.dumps(document, indent=1)
     # a request or a step is a line
-    options.record.write_text(re.sub(r"\[[-\d.,\s]*\]", lambda row: " ".join(row[0].split()), text) + "\n")
+    asked.record.write_text(re.sub(r"\[[-\d.,\s]*\]", lambda row: " ".join(row[0].split()), text) + "\n")
 
 
 if __name__ == "__main__":
