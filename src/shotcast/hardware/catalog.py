@@ -1,4 +1,8 @@
-"""Known GPUs. Each figure names its source; throughput is dense, and link bandwidth is for one direction."""
+"""Known GPUs. Each figure names its source; throughput is dense, and link bandwidth is for one direction.
+
+The gigabytes of memory that data sheets name are of 2^30 bytes: an H200 of 141 GB has 150.1e9 that CUDA can use, where
+141 GiB are 151.4e9. Bandwidths and throughputs are decimal.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ CATALOG = (
         name="A100 SXM 80 GB",
         pattern=r"A100-SXM.*80GB",
         compute_capability=(8, 0),
-        memory_bytes=80 * 10**9,
+        memory_bytes=80 << 30,
         memory_bw_gbps=2039.0,
         bf16_tflops=312.0,
         fp8_tflops=None,
@@ -31,7 +35,7 @@ CATALOG = (
         # The PCIe card and the NVL pair have other memory and links.
         pattern=r"H100 80GB HBM3|H100 SXM",
         compute_capability=(9, 0),
-        memory_bytes=80 * 10**9,
+        memory_bytes=85_017_493_504,  # as CUDA reports it (benchmarks/data/h100)
         memory_bw_gbps=3350.0,
         bf16_tflops=989.5,  # 1,979 with sparsity
         fp8_tflops=1979.0,  # 3,958 with sparsity
@@ -43,7 +47,7 @@ CATALOG = (
         name="H200 SXM",
         pattern=r"H200(?! NVL)",
         compute_capability=(9, 0),
-        memory_bytes=141 * 10**9,
+        memory_bytes=150_109_880_320,  # as CUDA reports it (benchmarks/data/h200)
         memory_bw_gbps=4800.0,
         bf16_tflops=989.5,  # 1,979 with sparsity
         fp8_tflops=1979.0,  # 3,958 with sparsity
@@ -55,7 +59,7 @@ CATALOG = (
         name="B200",
         pattern=r"(?<!G)B200",
         compute_capability=(10, 0),
-        memory_bytes=180 * 10**9,
+        memory_bytes=180 << 30,
         memory_bw_gbps=8000.0,
         bf16_tflops=2250.0,
         fp8_tflops=4500.0,

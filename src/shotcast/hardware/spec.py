@@ -32,7 +32,7 @@ class GpuSpec:
 
     Attributes:
         pattern: a regular expression that matches the name reported by CUDA.
-        memory_bytes: as sold, in decimal gigabytes; CUDA reports slightly less as usable.
+        memory_bytes: as CUDA reports it; where that was not seen, as sold, of which CUDA reports about 1% less.
         memory_bw_gbps: GB/s of device memory.
         bf16_tflops: dense bfloat16 tensor-core throughput, without sparsity.
         fp8_tflops: the same of FP8; None where the GPU has no such units.
