@@ -17,7 +17,15 @@ prompt attention   operations of scores and values, c          keys that the las
 pass over rows     bytes read and written, b                   0
 =================  ==========================================  ==================================================
 
-Products have three sets of constants, as they have three kernels: of one row, of few, and of many.
+Products have three sets of constants, as they have three kernels: of one row, of few, and of many. Products of many
+rows have another set for products in a row (:func:`sustained_kind`). Arithmetic at the full clock takes more power than
+a GPU may take on average, so where it goes on, the clock goes down until power is at the limit. Until then a GPU that
+has rested saves, of the time that its products take in a row, up to s (:data:`FULL_CLOCK_US`):
+
+.. math:: T = T_{row} - \min(T_{row} - T_{rested},\; s_{left})
+
+What is saved uses up s, and idle time restores it: at the limit energy is proportional to time, so what is drawn beyond
+the limit is proportional to the time that is saved, and a GPU that idles draws almost nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +38,12 @@ ORDER = 4
 """The order of the norm that joins two bounds: 1 would add them up, infinity take the larger."""
 FEW_ROWS = 64
 """The most rows of a product that the engine's own kernels for GPUs compute; the library computes those of more."""
+FULL_CLOCK_US = 12_700.0
+"""The microseconds that a GPU which has rested saves at its full clock, before the clock goes down.
+
+Measured on an H200 (``benchmarks/data/h200/exploration/large_batches.txt``, section 6): a step of 2048 tokens takes
+100.4 ms alone, all of it at the full clock, and 113.1 ms in a row.
+"""
 MOST_SPLITS = 64
 _SPLIT_PROGRAMS = 256
 """Decode attention divides contexts, at most by 64, while it has fewer programs than this."""
@@ -100,6 +114,28 @@ def product_kind(rows: int, fp8: bool, few_rows: int = FEW_ROWS) -> str:
     """
     rows_kind = "one_row" if rows == 1 else "few_rows" if rows <= few_rows else "many_rows"
     return f"product_{rows_kind}{'_fp8' if fp8 else ''}"
+
+
+def sustained_kind(fp8: bool) -> str:
+    """Return the kind of products of many rows that run in a row, at the clock that the GPU can keep up."""
+    return f"sustained_product{'_fp8' if fp8 else ''}"
+
+
+class FullClock:
+    """Follows how much a GPU can still save at its full clock, by the second equation above."""
+
+    def __init__(self) -> None:
+        self._left_us = FULL_CLOCK_US
+
+    def rest(self, idle_us: float) -> None:
+        """Restore what idle time restores."""
+        self._left_us = min(FULL_CLOCK_US, self._left_us + idle_us)
+
+    def take(self, saved_us: float) -> float:
+        """Return the microseconds that work saves which at the full clock saves ``saved_us``, and use them up."""
+        taken_us = min(saved_us, self._left_us)
+        self._left_us -= taken_us
+        return taken_us
 
 
 def product(rows: int, outputs: int, inputs: int, weight_bytes: int) -> KernelWork:

@@ -44,7 +44,7 @@ from shotcast.planner.calibration import LINK, Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.expert_model import ExpertModel
 from shotcast.planner.latent_attention import latent_bytes
-from shotcast.planner.priced import Priced, one_after_another
+from shotcast.planner.priced import Priced, in_a_row, one_after_another
 
 STAND_IN, STAND_IN_OF_GROUPS = 0.25, 0.5
 """The error of dense products in place of grouped ones, a part of routed experts' time: without and with groups.
@@ -235,13 +235,14 @@ class ExpertLayer:
         """
         few_rows = self._calibration.few_rows
         weights = outputs * inputs * (1 if self._fp8 else self._item) * work.experts / 1e9
-        prices = []
-        for kind_rows, most_rows in ((few_rows, few_rows), (few_rows + 1, math.inf)):
-            if kind_rows == few_rows or work.rows_of_expert > few_rows:
-                operations = 2 * min(work.rows, most_rows * work.experts) * outputs * inputs / 1e9
-                kind = product_kind(kind_rows, self._fp8, few_rows)
-                prices.append(self._kernel(kind, KernelWork(weights, operations)))
-        return max(prices)
+        operations = 2 * outputs * inputs / 1e9
+        few = KernelWork(weights, min(work.rows, few_rows * work.experts) * operations)
+        price = self._kernel(product_kind(few_rows, self._fp8, few_rows), few)
+        if work.rows_of_expert <= few_rows:
+            return price
+        many = KernelWork(weights, work.rows * operations)
+        price = max(price, self._kernel(product_kind(few_rows + 1, self._fp8, few_rows), many))
+        return in_a_row(price, self._calibration, many, self._fp8)
 
 
 def layer_bytes(model: ExpertModel, sharing: ExpertSharing, item: int, quantization: str) -> int:

@@ -11,18 +11,19 @@ sequences get O tokens each, C prompts are computed, so
 
 .. math:: \text{tokens/s} = \frac{C\,O}{O\,T_d + C\,t_p}, \quad T_{TPOT} = T_d + \frac{(C - 1)\,t_p}{O}
 
-The first token comes when the prompt has passed all stages and its token is back at the first. The consequence: with
-few sequences :math:`T_d` is reading weights, once for each of the m shares of a pipeline; with many it is arithmetic,
-and what tensor parallel adds is the sums.
+The first token comes when the host has planned the step, the prompt has passed all stages, whose GPUs have rested, and
+its token is back at the first. The consequence: with few sequences :math:`T_d` is reading weights, once for each of the
+m shares of a pipeline; with many it is arithmetic, and what tensor parallel adds is the sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shotcast.collectives.registry import registered
+from shotcast.cost.inference import FullClock
 from shotcast.errors import ConfigError
 from shotcast.hardware.cluster import Cluster
 from shotcast.models.config import ModelConfig
@@ -459,13 +460,23 @@ def _prompt_us(job: Job, model: StepModel) -> tuple[float, float]:
     ]
     times = [[stage.time_us for stage in model.stages(chunk)] for chunk in chunks]
     # chunks follow each other through the stages: all of the first, then the slowest stage of each other
-    latency_us = sum(times[0]) + sum(max(each) for each in times[1:])
+    rested = _rested(model, chunks)
+    latency_us = sum(rested[0]) + sum(max(each) for each in rested[1:]) + model.host_us(chunks[0])
     latency_us += sum(model.transfers_us(chunks[0])[:-1]) + model.transfers_us(chunks[-1])[-1]
     together = max(1, most // job.prompt)
     if together == 1:
         return latency_us, sum(max(each) for each in times)
     full = model.stages(StepWork(0, 0.0, ((job.prompt, 0),) * together, together))
     return latency_us, max(stage.time_us for stage in full) / together
+
+
+def _rested(model: StepModel, chunks: Sequence[StepWork]) -> list[list[float]]:
+    """Return the microseconds of each stage for chunks one after the other, which begin after a rest."""
+    clocks = [FullClock() for _ in range(model.layout.pipeline_parallel)]
+    return [
+        [stage.time_us - clock.take(stage.saved_us) for stage, clock in zip(model.stages(chunk), clocks, strict=True)]
+        for chunk in chunks
+    ]
 
 
 def _point(

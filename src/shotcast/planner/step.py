@@ -39,7 +39,7 @@ from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.expert_model import ExpertModel
 from shotcast.planner.experts import ExpertLayer, ExpertSharing, require_sharing
 from shotcast.planner.latent_attention import LatentLayer
-from shotcast.planner.priced import Priced
+from shotcast.planner.priced import Priced, in_a_row
 
 _TOKEN_BYTES = 8
 
@@ -126,14 +126,16 @@ class Estimate:
         parts: microseconds by name.
         variance: the sum of the squares of each part's time times its residual. The same kernel is off alike in all
             layers, and different kernels are off independently.
+        saved_us: the microseconds less that it takes at the full clock of a GPU, which it has after a rest.
     """
 
     parts: dict[str, float] = field(default_factory=dict)
     variance: float = 0.0
+    saved_us: float = 0.0
 
     @property
     def time_us(self) -> float:
-        """The predicted microseconds."""
+        """The predicted microseconds, among steps in a row."""
         return sum(self.parts.values())
 
     @property
@@ -141,10 +143,11 @@ class Estimate:
         """One standard deviation, by the residuals of the calibration."""
         return math.sqrt(self.variance)
 
-    def add(self, name: str, time_us: float, residual: float) -> None:
+    def add(self, name: str, time_us: float, residual: float, saved_us: float = 0.0) -> None:
         """Add a part."""
         self.parts[name] = self.parts.get(name, 0.0) + time_us
         self.variance += (time_us * residual) ** 2
+        self.saved_us += saved_us
 
 
 class RankShare(NamedTuple):
@@ -268,8 +271,8 @@ class StepModel:
         for number, layers in enumerate(self._layers):
             stage = Estimate()
             for count, parts in zip((sum(layers), *layers), (mixer, *networks), strict=True):
-                for name, (time_us, residual) in parts.items() if count else ():
-                    stage.add(name, count * time_us, residual)
+                for name, price in parts.items() if count else ():
+                    stage.add(name, count * price.time_us, price.residual, count * price.saved_us)
             if number == 0:
                 self._embed(stage, work)
             if number == len(self._layers) - 1 and work.sampled:
@@ -289,10 +292,13 @@ class StepModel:
         few_rows = self._calibration.few_rows
         ends = [end for end in (1, few_rows) if end < rows]
         item = 1 if fp8 else self.itemsize
-        return max(
+        rested = max(
             self._kernel(product_kind(each, fp8, few_rows), product(each, outputs, inputs, item))
             for each in (*ends, rows)
         )
+        if rows <= few_rows:
+            return rested
+        return in_a_row(rested, self._calibration, product(rows, outputs, inputs, item), fp8)
 
     def _mixer(self, work: StepWork) -> Mapping[str, Priced]:
         """Return the time and the residual of each part of a layer but its network: attention, sums and norms."""
@@ -301,8 +307,8 @@ class StepModel:
             if self._latent
             else self._heads(work)
         )
-        for name, (time_us, residual) in self._sum_and_norm(work.rows).items():
-            parts[name] = Priced(2 * time_us, residual)
+        for name, price in self._sum_and_norm(work.rows).items():
+            parts[name] = price._replace(time_us=2 * price.time_us)
         return parts
 
     def _heads(self, work: StepWork) -> Mapping[str, Priced]:
@@ -329,7 +335,8 @@ class StepModel:
         }
         if self._calibration.device == "cpu" or rows > self._calibration.few_rows:
             # the engine's products of fewer rows have the activation in them
-            parts["activation"] = self._kernel("rows_pass", rows_pass(rows * 3 * columns * self.itemsize))
+            nbytes = rows * columns * (2 * self.itemsize + (1 if self._fp8 else self.itemsize))
+            parts["activation"] = self._kernel("rows_pass", rows_pass(nbytes))
         return parts
 
     def _attention(self, work: StepWork) -> Priced:
@@ -340,10 +347,10 @@ class StepModel:
         if not work.prompts:
             return self._kernel("decode_attention", decoding)
         parts = [(tokens, int(min(before, window))) for tokens, before in work.prompts]
-        time_us, residual = self._kernel("prompt_attention", prompt_attention(parts, share.heads, model.head_dim))
+        prompts = self._kernel("prompt_attention", prompt_attention(parts, share.heads, model.head_dim))
         # in the same kernel, keys and values of those that decode are read besides
         read_us = 1e6 * decoding.first / self._calibration.kinds["decode_attention"].cost.first_rate
-        return Priced(time_us + read_us, residual)
+        return prompts._replace(time_us=prompts.time_us + read_us)
 
     def _sum_and_norm(self, rows: int) -> dict[str, Priced]:
         nbytes = rows * self.model.hidden * self.itemsize

@@ -30,6 +30,11 @@ class PricedSteps:
 
     def __call__(self, plan: StepPlan) -> StepTimes:
         work = work_of(plan)
-        stages = [stage.time_us / 1e6 for stage in self._model.stages(work)]
-        transfers = [transfer / 1e6 for transfer in self._model.transfers_us(work)]
-        return StepTimes(stages, transfers, self._model.host_us(work) / 1e6, not self._model.hides_host)
+        stages = self._model.stages(work)
+        return StepTimes(
+            [stage.time_us / 1e6 for stage in stages],
+            [transfer / 1e6 for transfer in self._model.transfers_us(work)],
+            self._model.host_us(work) / 1e6,
+            not self._model.hides_host,
+            [stage.saved_us / 1e6 for stage in stages],
+        )

@@ -4,18 +4,21 @@
 simulated. Requests arrive while it waits, and are noticed when the loop looks for them: between steps. A step first
 takes the host's own time. Then stages work on plans in their order, each as soon as it is free and the rows of the
 stage before it have arrived. Tokens are there when they are back at the first stage; a plan with a token that is still
-being sampled waits for it. GPUs compute while the loop goes on; a CPU rank computes in the loop itself, which goes on
-when the first stage is done.
+being sampled waits for it. A GPU that has rested computes at its full clock for a while
+(:mod:`shotcast.cost.inference`). GPUs compute while the loop goes on; a CPU rank computes in the loop itself, which
+goes on when the first stage is done.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from shotcast.cost.inference import FullClock
 from shotcast.engine.engine_core import EngineCore
 from shotcast.engine.messages import EngineCoreOutputs, RejectedRequest
 from shotcast.engine.outputs import EngineCoreOutput, ModelRunnerOutput
@@ -38,16 +41,18 @@ class StepTimes(NamedTuple):
     """The time of a step in seconds.
 
     Attributes:
-        stages_s: each stage.
+        stages_s: each stage, among steps in a row.
         transfers_s: for each stage the way to the next, of the last one to the first.
         host_s: rank 0 before its stage begins: it plans, and builds and enqueues the inputs.
         in_loop: rank 0 computes the first stage itself, as on a CPU, and does nothing else meanwhile.
+        saved_s: what each stage takes less at the full clock of its GPUs, which they have after a rest; () for nothing.
     """
 
     stages_s: Sequence[float]
     transfers_s: Sequence[float]
     host_s: float = 0.0
     in_loop: bool = False
+    saved_s: Sequence[float] = ()
 
 
 class StepTimer(Protocol):
@@ -200,6 +205,7 @@ class _Ranks:
     def __init__(self, stages: int, times_of: StepTimer, clock: _Clock):
         self._times_of, self._clock = times_of, clock
         self._free_s = [0.0] * stages
+        self._full_clocks = [FullClock() for _ in range(stages)]
         self._sampled_s: dict[int, float] = {}  # by slot, when the last token that it samples is there
         self.busy_s = [0.0] * stages
 
@@ -217,8 +223,11 @@ class _Ranks:
         for sequence in plan.sequences:
             if sequence.tokens == (PENDING_TOKEN,):
                 ready = max(ready, self._sampled_s[sequence.slot])
-        for stage, seconds in enumerate(times.stages_s):
-            done = max(ready, self._free_s[stage]) + seconds
+        for stage, (seconds, saved_s) in enumerate(itertools.zip_longest(times.stages_s, times.saved_s, fillvalue=0.0)):
+            begin = max(ready, self._free_s[stage])
+            self._full_clocks[stage].rest((begin - self._free_s[stage]) * 1e6)
+            seconds -= self._full_clocks[stage].take(saved_s * 1e6) / 1e6
+            done = begin + seconds
             self._free_s[stage] = done
             self.busy_s[stage] += seconds
             if times.in_loop and stage == 0:
