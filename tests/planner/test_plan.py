@@ -361,3 +361,26 @@ def test_sums_of_several_leaves_are_priced_as_those_between_them() -> None:
     assert leaves.all_reduce(1 << 20, 32, 2).time_us > plain.all_reduce(1 << 20, 32, 2).time_us
     assert leaves.all_gather(1 << 20, 32) > plain.all_gather(1 << 20, 32)
     assert leaves.all_to_all(1 << 20, 32) > plain.all_to_all(1 << 20, 32)
+
+
+def test_sums_by_the_library_are_planned_where_own_kernels_end() -> None:
+    """With NCCL one sequence takes longer, and stages of 32 GPUs are served that our kernels do not."""
+    arguments = ["plan", "-m", "llama-3.1-70b", "-g", "8", "--target", "latency"]
+    own, library = run(*arguments), run(*arguments, "--algorithm", "vendor")
+    assert "sums between ranks (vendor)" in library
+    assert "--algorithm vendor" in library
+    assert "--algorithm" not in own
+    job = Job(preset("llama-3.1-70b"), "x", "", cluster.load("dgx-h200"), 32, 512, 64)
+    by_nccl = replace(job, limits=Limits(algorithm="vendor"))
+    layouts = [{point.layout for point in plan(each, load("NVIDIA H200")).points} for each in (job, by_nccl)]
+    assert Layout(32, 1) in layouts[1] - layouts[0]
+    best = [
+        min(point.tpot_ms for point in plan(replace(each, gpus=8), load("NVIDIA H200")).points if point.sequences == 1)
+        for each in (job, by_nccl)
+    ]
+    assert 1.05 * best[0] < best[1] < 2 * best[0]
+    for name in ("nvls", "multimem", "two_shot_fp8"):
+        with pytest.raises(
+            ConfigError, match=f"there is no model of '{name}'; choose from auto, one_shot, two_shot, ring"
+        ):
+            replace(job, limits=Limits(algorithm=name))

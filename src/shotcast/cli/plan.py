@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shotcast.cli.options import new_console, ready_to_write
+from shotcast.cli.options import new_console, ready_to_write, with_underscores
 from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ def plan(
     target: Annotated[
         str, typer.Option("--target", help="latency, throughput, or bounds in ms such as ttft=500,tpot=20.")
     ] = "throughput",
+    algorithm: Annotated[
+        str,
+        typer.Option("--algorithm", callback=with_underscores, help="The sums: auto, vendor (NCCL), or one of ours."),
+    ] = "auto",
     calibration: Annotated[
         Path | None, typer.Option("--calibration", help="A file of shotcast calibrate. Default: the packaged one.")
     ] = None,
@@ -54,7 +58,7 @@ def plan(
     from shotcast.planner import calibration as calibrations
     from shotcast.planner import picture, report
     from shotcast.planner.model_name import named_model
-    from shotcast.planner.plan import Job, Target
+    from shotcast.planner.plan import Job, Limits, Target
     from shotcast.planner.plan import plan as planned
     from shotcast.simulator import traffic
 
@@ -72,7 +76,8 @@ def plan(
         arrivals = traffic.poisson(rate, 200 if requests is None else requests, prompt, output)
     elif trace is not None:
         arrivals = traffic.read_trace(trace)
-    job = Job(config, name, quantization, found, gpus, prompt, output, Target.parse(target))
+    limits = Limits(algorithm=algorithm)
+    job = Job(config, name, quantization, found, gpus, prompt, output, Target.parse(target), limits)
     ready_to_write(json_file, plot)
     if plot is not None:
         picture.require_format(plot)

@@ -82,6 +82,14 @@ _BLACKWELL = _Generation(
     (42.8, 24.0),
     (0.12, 0.24, 1.2, 2.4, 3, 6, 12, 15, 17.5, 20, 22, 24, 30, 40, 42, 45.1, 48, 80, 86, 96),
 )
+NVLINK_RINGS = LinkCost(4.361, 0.7379, 280.6)
+"""NCCL's rings on one node of H200 (NVLink 4, 450 GB/s a GPU in each direction), by :func:`fit_rings` of the measured
+ones on 2 and 4 GPUs (``nccl_ring`` in ``benchmarks/data/h200/all_reduce_bf16_x2.json`` and ``_x4.json``)."""
+NVLINK_RINGS_GBPS = 450.0
+RING_RESIDUAL = 0.15
+"""The root mean square of the relative errors of these rings."""
+NETWORK_RESIDUAL = 0.32
+"""The same of the model between nodes, beside the published measurements of ``benchmarks/published_nccl.py``."""
 _SPLIT_GBPS = 25.0
 """Channels from this speed on are split into two of half of it."""
 

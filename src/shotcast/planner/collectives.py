@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shotcast.collectives.algorithm import Algorithm
+from shotcast.collectives.algorithm import LIBRARY, Algorithm
 from shotcast.collectives.registry import registered
+from shotcast.cost import nccl
 from shotcast.cost.collective import NO_NETWORK, LinkCost, NetworkCost, time_us
 from shotcast.errors import ConfigError
 from shotcast.hardware.cluster import Cluster, NetworkSpec
@@ -15,10 +16,17 @@ from shotcast.wire import NodeShape, Op
 
 
 class CollectiveTime(NamedTuple):
-    """The time of a call in microseconds, and the algorithm that takes it."""
+    """The time of a call.
+
+    Attributes:
+        time_us: in microseconds.
+        algorithm: the one that takes it.
+        residual: of the model, as a part of the time; None for that of the calibrated link.
+    """
 
     time_us: float
     algorithm: str
+    residual: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +39,31 @@ class CollectiveCosts:
         gpus_per_node: ranks beyond this number are on several nodes.
         wires: the description of the network; where ranks fill several leaves of switches, all their messages between
             nodes are priced as those of another leaf. None for one network of all nodes.
+        rings: constants of NCCL's rings within a node.
+        host: what NCCL's model of several nodes takes besides.
     """
 
     link: LinkCost
     network: NetworkCost
     gpus_per_node: int
     wires: NetworkSpec | None = field(default=None, kw_only=True)
+    rings: LinkCost = field(default=nccl.NVLINK_RINGS, kw_only=True)
+    host: nccl.Host = field(default=nccl.HOPPER, kw_only=True)
 
     @classmethod
     def on(cls, cluster: Cluster, link: LinkCost) -> CollectiveCosts:
-        """Return the constants of a cluster whose link was calibrated; its own latency of a step goes before."""
+        """Return the constants of a cluster whose link was calibrated; its own latency of a step goes before.
+
+        NCCL's measured bandwidth is scaled by the ratio of the links' data sheets.
+        """
         wires = cluster.network
         network = NO_NETWORK if wires is None else NetworkCost(wires.latency_us, wires.bw_gbps / 2)
         if cluster.link_latency_us is not None:
             link = replace(link, step_us=cluster.link_latency_us)
-        return cls(link, network, cluster.gpus_per_node, wires=wires)
+        bw_gbps = nccl.NVLINK_RINGS.bw_gbps * cluster.gpu.link.paper_bw_gbps / nccl.NVLINK_RINGS_GBPS
+        rings = replace(nccl.NVLINK_RINGS, bw_gbps=bw_gbps)
+        host = nccl.Host(cluster.gpu.compute_capability, cluster.cpu_vendor)
+        return cls(link, network, cluster.gpus_per_node, wires=wires, rings=rings, host=host)
 
     def network_over(self, nodes: int) -> NetworkCost:
         """Return the constants between so many consecutive nodes."""
@@ -69,14 +87,22 @@ class CollectiveCosts:
     def all_reduce(self, nbytes: int, ranks: int, itemsize: int, algorithm: str = "auto") -> CollectiveTime:
         """Return the time of a sum by the fastest algorithm that ``auto`` may take, or by the one that is named.
 
+        ``vendor`` is NCCL, by :mod:`shotcast.cost.nccl`.
+
         Raises:
             ConfigError: the one that is named does not serve such ranks.
         """
         shape = self.shape(ranks)
+        if algorithm == LIBRARY:
+            # what own cells take of the wire, half, is not NCCL's
+            cells = self.network_over(shape.nodes)
+            wires = NetworkCost(cells.step_us, 2 * cells.bw_gbps)
+            time = nccl.all_reduce_us(nbytes, shape, self.rings, wires, self.host)
+            return CollectiveTime(time, LIBRARY, nccl.RING_RESIDUAL if shape.nodes == 1 else nccl.NETWORK_RESIDUAL)
         serving = [one for one in registered().values() if one.name == algorithm or may_be_chosen(one, shape)]
         if algorithm != "auto":
             serving = [one for one in serving if one.name == algorithm and Op.ALL_REDUCE in one.forms]
-            if not serving or serving[0].library or serving[0].between_nodes != (shape.nodes > 1):
+            if not serving or serving[0].between_nodes != (shape.nodes > 1):
                 raise ConfigError(f"there is no model of {algorithm} for {shape} ranks")
         times = {one.name: self._time_us(one, nbytes, shape, itemsize) for one in serving}
         best = min(times, key=times.__getitem__)
@@ -106,6 +132,13 @@ class CollectiveCosts:
     def _time_us(self, algorithm: Algorithm, nbytes: int, shape: NodeShape, itemsize: int) -> float:
         work = algorithm.forms[Op.ALL_REDUCE].work(nbytes, shape, itemsize)
         return time_us(work, self.link, self.network_over(shape.nodes))
+
+
+def modelled_algorithms() -> tuple[str, ...]:
+    """Return the names by which sums can be priced: ``auto``, our algorithms for GPUs, and the library's."""
+    own = (one for one in registered().values() if Op.ALL_REDUCE in one.forms and not one.library)
+    named = [one.name for one in own if one.forms[Op.ALL_REDUCE].triton and not (one.lossy or one.multicast)]
+    return ("auto", *(name for name in named if not registered()[name].forms[Op.ALL_REDUCE].keeps_to_sms), LIBRARY)
 
 
 def may_be_chosen(algorithm: Algorithm, shape: NodeShape) -> bool:

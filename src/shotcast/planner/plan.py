@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.registry import registered
 from shotcast.cost.inference import FullClock
 from shotcast.errors import ConfigError
@@ -29,7 +30,7 @@ from shotcast.hardware.cluster import Cluster
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
 from shotcast.planner.calibration import Calibration
-from shotcast.planner.collectives import CollectiveCosts
+from shotcast.planner.collectives import CollectiveCosts, modelled_algorithms
 from shotcast.planner.cpu_rows import step_model
 from shotcast.planner.expert_model import ExpertModel
 from shotcast.planner.experts import expert_weight_bytes, row_width
@@ -97,7 +98,7 @@ class Limits:
         sequences: those that are computed together, at most.
         batch_tokens: tokens of a step at most.
         utilization: the part of a GPU's memory that an engine may use.
-        algorithm: of the sums; ``auto`` for the fastest.
+        algorithm: of the sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL.
         kv_item: bytes of a key or value, where they are not those of an activation, as they are in the engine: 1 asks
             what FP8 would give.
     """
@@ -156,6 +157,10 @@ class Job:
             raise ConfigError(
                 f"{self.name} takes {self.model.max_position} tokens of a sequence, and {self.prompt} + {self.output} "
                 "are asked for"
+            )
+        if self.limits.algorithm not in modelled_algorithms():
+            raise ConfigError(
+                f"there is no model of {self.limits.algorithm!r}; choose from {', '.join(modelled_algorithms())}"
             )
         if self.quantization not in ("", "fp8"):
             raise ConfigError(f'quantization must be "" (none) or fp8, not {self.quantization!r}')
@@ -315,6 +320,8 @@ def plan(job: Job, calibration: Calibration, candidates: Iterable[tuple[Layout, 
         calibration: of any GPU; it is scaled to that of the cluster by the data sheets.
         candidates: layouts, and how many engines of each; all :func:`layouts` by default.
     """
+    if calibration.device == "cpu" and job.limits.algorithm == LIBRARY:
+        raise ConfigError("the model of the library's sums is NCCL's, and CPU ranks have Gloo; leave the algorithm out")
     constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
     collectives = CollectiveCosts.on(job.cluster, constants.link)
     points: list[Point] = []
@@ -323,7 +330,8 @@ def plan(job: Job, calibration: Calibration, candidates: Iterable[tuple[Layout, 
         name = f"{layout}" if engines == 1 else f"{layout} x {engines}"
         try:
             _require_place(job, layout)
-            _require_served(layout, collectives)
+            if job.limits.algorithm != LIBRARY:
+                _require_served(layout, collectives)
             points += _points(job, layout, engines, constants, collectives)
         except ConfigError as error:
             refused[name] = str(error)

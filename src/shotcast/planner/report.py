@@ -111,6 +111,7 @@ def command(plan: Plan) -> str | None:
     ]
     serve += ["--pipeline-parallel", str(best.layout.pipeline_parallel)]
     serve += ["--quantization", job.quantization] if job.quantization else []
+    serve += ["--algorithm", job.limits.algorithm] if job.limits.algorithm != "auto" else []
     serve += ["--max-model-len", str(job.prompt + job.output), "--max-sequences", str(best.sequences)]
     serve += ["--max-batch-tokens", str(tokens)] if tokens > BATCH_TOKENS else []
     per_node = job.cluster.gpus_per_node

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shotcast.collectives.algorithm import LIBRARY
 from shotcast.cost.inference import (
     KernelWork,
     decode_attention,
@@ -195,7 +196,7 @@ class StepModel:
         calibration: constants of the kernels.
         collectives: constants of link and network.
         quantization: ``fp8`` for products of layers in FP8; "" for bfloat16.
-        algorithm: of sums; ``auto`` for the fastest.
+        algorithm: of sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL.
         kv_item: bytes of a key or value, if they are not those of an activation.
 
     Raises:
@@ -356,18 +357,23 @@ class StepModel:
         nbytes = rows * self.model.hidden * self.itemsize
         if self.layout.sharing == 1:
             return {"norm": self._kernel("rows_pass", rows_pass(4 * nbytes))}
+        # the library's sums are followed by a norm of one rank
+        alone = self._algorithm == LIBRARY
+        norm = (
+            self._kernel("rows_pass", rows_pass(4 * nbytes)) if alone else self._kernel(FUSED_NORM, rows_pass(nbytes))
+        )
+        return {"all_reduce": self._summed(nbytes), "norm": norm}
+
+    def _summed(self, nbytes: int) -> Priced:
         summed = self._collectives.all_reduce(nbytes, self.layout.sharing, self.itemsize, self._algorithm)
-        return {
-            "all_reduce": Priced(summed.time_us, self._calibration.residual(LINK)),
-            "norm": self._kernel(FUSED_NORM, rows_pass(nbytes)),
-        }
+        residual = self._calibration.residual(LINK) if summed.residual is None else summed.residual
+        return Priced(summed.time_us, residual)
 
     def _embed(self, stage: Estimate, work: StepWork) -> None:
         nbytes = work.rows * self.model.hidden * self.itemsize
         stage.add("embedding", *self._kernel("rows_pass", rows_pass(2 * nbytes)))
         if self.layout.sharing > 1:
-            summed = self._collectives.all_reduce(nbytes, self.layout.sharing, self.itemsize, self._algorithm)
-            stage.add("embedding", summed.time_us, self._calibration.residual(LINK))
+            stage.add("embedding", *self._summed(nbytes))
 
     def _sample(self, stage: Estimate, work: StepWork) -> None:
         rows, ranks = work.sampled, self.layout.sharing
