@@ -1,7 +1,8 @@
-"""The exceptions that shotcast raises deliberately."""
+"""The exceptions that shotcast raises deliberately, and how their messages show a value."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 
 
@@ -144,3 +145,10 @@ class EngineDead(ShotcastError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.reason,)
+
+
+def shorten(value: object) -> str:
+    """Return a representation of any value that fits on a line."""
+    if isinstance(value, int) and value.bit_length() > 1 << 10:
+        return f"one of {value.bit_length()} bits"  # Python refuses to write out very long integers
+    return reprlib.repr(value)

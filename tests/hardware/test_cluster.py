@@ -60,6 +60,8 @@ npus_count: [ 4, 16 ]
 bandwidth: [ 400.0, 50.0 ]
 latency: [ 936.25, 5000.0 ]
 """
+BOMB = ", ".join(f"&a{number + 1} [*a{number}, *a{number}]" for number in range(40))
+"""Lists in lists, of which the last one has 2^40 entries when it is written out."""
 
 
 @pytest.mark.parametrize("name", cluster.packaged())
@@ -96,6 +98,16 @@ def test_racks_of_aiconfigurator() -> None:
     assert (found.gpus_per_node, found.network and found.network.switch) == (64, None)
     assert found.network is not None
     assert (found.network.bw_gbps, found.network.latency_us) == (12.5, 11)
+    assert found.gpus_per_host == 8
+    # adapters are of a node, also where the link joins the nodes of a rack
+    shared = cluster.parse(text.replace("  pcie_bw", "  num_nics_per_node: 4\n  pcie_bw"), "x.yaml").network
+    assert shared is not None
+    assert shared.gpus_per_nic == 2
+    # the link of a GPU of the catalog counts as well
+    named = "gpu: B200\nnode: {num_gpus_per_node: 4, inter_node_bw: 900.0e+9, p2p_latency: 1.0e-6, "
+    named += "num_gpus_per_rack: 72, inter_rack_bw: 50.0e+9, inter_rack_latency: 5.0e-6}"
+    found = cluster.parse(named, "x.yaml")
+    assert (found.gpus_per_node, found.gpus_per_host) == (72, 4)
     other = AICONFIGURATOR.replace("  int8_tc_flops", "  float32_tc_flops: 12280000000000\n  int8_tc_flops")
     assert cluster.parse(other.replace("  sm_version: 90\n", ""), "x.yaml").gpu.compute_capability == (0, 0)
 
@@ -115,7 +127,7 @@ def test_switches_and_adapters() -> None:
 
 def test_a_network_of_astra_sim() -> None:
     found = cluster.with_astra_sim_network(cluster.load("dgx-h200"), ASTRA_SIM, "network.yml")
-    assert found.gpus_per_node == 4
+    assert (found.name, found.gpus_per_node) == ("dgx-h200 with network.yml", 4)
     # its GB are 2^30 bytes, and a message passes a link to the switch and one from it
     assert found.gpu.link.usable_bw_gbps == 400 * 2**30 / 1e9
     assert found.network is not None
@@ -158,12 +170,12 @@ def test_a_file_and_one_node(tmp_path: Path) -> None:
         ("gpu: H200 SXM", "node must be a mapping"),
         ("gpu: H200\nnode: {num_gpus_per_node: 8}", "no GPU 'H200' in the catalog; accepted: A100"),
         ("gpu: H200 SXM\nnode: {num_gpus_per_node: 8, intra_node_bw: 1}", "leave it out"),
-        ("gpu: H200 SXM\nnode: {num_gpus_per_node: 8, inter_node_bw: 1}", "lacks p2p_latency"),
+        ("gpu: H200 SXM\nnode: {num_gpus_per_node: 8, inter_node_bw: 50.0e+9}", "lacks p2p_latency"),
         ("gpu: H200 SXM\nnode: {num_gpus_per_node: 2.5}", "whole number"),
         ("gpu: H200 SXM\nnode: {num_gpus_per_node: -8}", "above 0"),
         ("gpu: H200 SXM\nnode: {num_gpus_per_node: true}", "above 0"),
         ("gpu: H200 SXM\nnode: {gpus: 8}", "unknown field 'gpus'; accepted: "),
-        ("gpu: {mem_bw: 1}\nnode: {num_gpus_per_node: 8, intra_node_bw: 1}", "gpu lacks mem_capacity"),
+        ("gpu: {mem_bw: 1}\nnode: {num_gpus_per_node: 8, intra_node_bw: 450.0e+9}", "gpu lacks mem_capacity"),
         ("gpu: {tflops: 1}\nnode: {num_gpus_per_node: 8}", "unknown field 'tflops'"),
         ("colour: red", "unknown field 'colour'"),
         (SWITCHES.replace("num_nics_per_node: 4", "num_nics_per_node: 3"), "3 adapters evenly"),
@@ -177,6 +189,29 @@ def test_a_file_and_one_node(tmp_path: Path) -> None:
         (RACKS.replace("rack: 64", "rack: 60"), "60 GPUs is no whole number of nodes of 8"),
         (RACKS.replace("rack_bw: 12", "rack_bw: 32"), "accepted: 1 or more"),
         (RACKS + "switch: {}", "both say what joins nodes"),
+        # figures of another unit: GB, TB/s, TFLOPS, microseconds
+        (AICONFIGURATOR.replace("100000000000", "80"), r"mem_capacity must be from 1e\+08 to 1e\+15 bytes, not 80"),
+        (AICONFIGURATOR.replace("4000000000000", "4.8"), r"mem_bw must be from 1e\+06 to 1e\+15 bytes/s, not 4\.8"),
+        (
+            AICONFIGURATOR.replace("float16_tc_flops: 800000000000000", "float16_tc_flops: 989"),
+            "1e.19 operations/s, not",
+        ),
+        (AICONFIGURATOR.replace("0.00001", "5"), "p2p_latency must be from 1e-09 to 1 seconds, not 5"),
+        (AICONFIGURATOR.replace("num_gpus_per_node: 8", "num_gpus_per_node: 1e30"), "to 1.04858e.06, not 1e.30"),
+        (AICONFIGURATOR.replace("num_gpus_per_node: 8", "num_gpus_per_node: 0x" + "f" * 5000), "one of 20000 bits"),
+        # a field that is there twice, of which YAML would take the last
+        (SWITCHES.replace("gpu: H100 SXM", "gpu: H100 SXM\ngpu: B200"), "x.yaml, line 3: 'gpu' is there twice"),
+        (SWITCHES.replace("cpu_vendor: amd", "num_gpus_per_node: 4"), "line 6: 'num_gpus_per_node' is there twice"),
+        # values that YAML's loader ends on
+        (SWITCHES + "name: 2026-13-45", "is not YAML: month must be in"),
+        (SWITCHES + "name: " + "1" * 5000, "is not YAML: Exceeds the limit"),
+        ("[" * 3000, "is not YAML: maximum recursion depth"),
+        # values of another type
+        (SWITCHES + "name: [a, b]", r"name must be text, not \['a', 'b'\]"),
+        (SWITCHES + "name:", "name must be text, not None"),
+        (SWITCHES.replace("made up", "3"), "inter_node_source must be text, not 3"),
+        (AICONFIGURATOR.replace("pcie_bw: 64000000000", "multicast: 'false'"), "multicast must be true or false"),
+        (f"misc: [&a0 [x], {BOMB}]\nnode: *a40\ngpu: H200 SXM", "node must be a mapping of figures, not "),
     ],
 )
 def test_what_is_wrong_is_said(text: str, message: str) -> None:
@@ -200,7 +235,17 @@ def test_what_is_wrong_is_said(text: str, message: str) -> None:
         ),
         ("topology: [Ring]\nnpus_count: [2.5]\nbandwidth: [1]\nlatency: [1]", "must be a whole number, not 2.5"),
         ("topology: [Ring]\nnpus_count: [0]\nbandwidth: [1]\nlatency: [1]", "above 0, not 0"),
-        (f"topology: [Ring]\nnpus_count: [{10**400}]\nbandwidth: [1]\nlatency: [1]", "above 0, not 1000"),
+        (f"topology: [Ring]\nnpus_count: [{10**400}]\nbandwidth: [1]\nlatency: [1]", "above 0, not one of 1329 bits"),
+        (
+            "topology: [Ring]\nnpus_count: [4]\nbandwidth: [4.5e+11]\nlatency: [1]",
+            r"from 0\.001 to 1e\+06 GB/s, not 4\.5e",
+        ),
+        (
+            "topology: [Ring]\nnpus_count: [4]\nbandwidth: [1]\nlatency: [false]",
+            "latency must be a number above 0, not False",
+        ),
+        ("topology: [{}]\nnpus_count: [4]\nbandwidth: [1]\nlatency: [1]", "unknown topology {}; accepted: Ring"),
+        ("", "is not a network: it must be a mapping with topology and npus_count"),
     ],
 )
 def test_what_is_wrong_with_a_network_is_said(text: str, message: str) -> None:

@@ -215,9 +215,10 @@ def test_what_is_looked_for_is_said(one: Path) -> None:
     save_file({"a": torch.zeros(1)}, one / SINGLE)
     with pytest.raises(ConfigError, match=r"config.json holds no JSON object"):
         SafetensorsFolder(one)
-    (one / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config.json cannot be read as JSON"):
-        SafetensorsFolder(one)
+    for text in ("{", "[" * 100_000):
+        (one / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"config.json cannot be read as JSON"):
+            SafetensorsFolder(one)
     (one / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"is not a checkpoint: it has no config.json"):
         SafetensorsFolder(one)

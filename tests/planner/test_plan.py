@@ -201,6 +201,20 @@ def test_a_thousand_gpus_take_a_minute_at_most() -> None:
     assert {point.layout.tensor_parallel for point in found.points} == {4, 8, 16, 2, 1}
 
 
+def test_a_rack_of_one_link_has_several_hosts() -> None:
+    """The plan joins its GPUs by their link; a command for one host of 72 GPUs would be for no machine there is."""
+    text = "gpu: B200\nnode: {num_gpus_per_node: 4, inter_node_bw: 900.0e+9, p2p_latency: 1.0e-6, "
+    text += "num_gpus_per_rack: 72, inter_rack_bw: 50.0e+9}"
+    rack = cluster.parse(text, "rack.yaml")
+    model = preset("llama-3.1-405b")
+    for gpus, within in ((4, True), (8, False)):
+        found = plan(Job(model, "405b", "fp8", rack, gpus, 2048, 128, Target("latency")), load("NVIDIA H200"))
+        assert found.best is not None
+        assert found.best.layout == Layout(gpus, 1)
+        assert (report.command(found) is not None) == within
+        assert ("has several hosts of 4 GPUs" in report.obstacle(found)) != within
+
+
 def test_engines_do_not_lie_across_nodes() -> None:
     found = planned("llama-3.1-70b", gpus=24)
     assert found.refused["3x8"] == "a stage of 3 ranks lies across nodes of 8 GPUs"

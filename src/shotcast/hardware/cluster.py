@@ -7,6 +7,11 @@ files have no fields for are ours: ``num_nics_per_node`` of ``node``, where GPUs
 with ``num_nodes_per_leaf``, ``oversubscription`` and ``hop_latency``. Network files of ASTRA-sim (``topology``,
 ``npus_count``, ``bandwidth``, ``latency``) describe links alone, and load together with the name of a GPU
 (:func:`with_astra_sim_network`).
+
+Some fields of AIConfigurator's files are read past: how near kernels come to the figures of a data sheet is a
+calibration's to say, not ``mem_bw_empirical_scaling_factor``'s or ``mem_empirical_constant_latency``'s, what libraries
+take of the memory (``misc``) is estimated otherwise, and nothing is priced by ``power``, ``pcie_bw``, ``data_dir`` or
+the throughputs of other types.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, shorten
 from shotcast.hardware import catalog
 from shotcast.hardware.spec import GpuSpec, LinkSpec
 
@@ -64,6 +69,33 @@ _ASTRA_GIGA = 1 << 30
 _ASTRA_LINKS = {"Ring": 1, "FullyConnected": 1, "Switch": 2}
 """Links that a message passes in a dimension, each with its latency; of a ring, to the neighbour."""
 CPU_VENDORS = ("intel", "amd")
+_BYTES_PER_S = ("bytes/s", 1e6, 1e15)
+_FLOPS = ("operations/s", 1e9, 1e19)
+_SECONDS = ("seconds", 1e-9, 1.0)
+_COUNT = ("", 1, 1 << 20)
+_RANGES: Mapping[str, tuple[str, float, float]] = {
+    "mem_bw": _BYTES_PER_S,
+    "intra_node_bw": _BYTES_PER_S,
+    "inter_node_bw": _BYTES_PER_S,
+    "inter_rack_bw": _BYTES_PER_S,
+    "mem_capacity": ("bytes", 1e8, 1e15),
+    "bfloat16_tc_flops": _FLOPS,
+    "float16_tc_flops": _FLOPS,
+    "fp8_tc_flops": _FLOPS,
+    "p2p_latency": _SECONDS,
+    "inter_rack_latency": _SECONDS,
+    "hop_latency": _SECONDS,
+    "oversubscription": ("", 1e-3, 1e3),
+    "sm_version": ("", 1, 1000),
+    "num_gpus_per_node": _COUNT,
+    "num_gpus_per_rack": _COUNT,
+    "num_nics_per_node": _COUNT,
+    "num_nodes_per_leaf": _COUNT,
+    "npus_count": _COUNT,
+    "bandwidth": ("GB/s", 1e-3, 1e6),
+    "latency": ("ns", 1e-3, 1e9),
+}
+"""The unit of each figure, and the least and the most of it. They are wide: what lies outside is of another unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +155,7 @@ class Cluster:
 
     Attributes:
         gpus_per_node: GPUs that the link of ``gpu`` joins.
+        gpus_per_host: those of one host; fewer where the link joins several hosts of a rack. None for all of a node.
         network: what joins nodes; None where there is one node.
         nodes: how many there are; None for as many as are asked for.
         link_latency_us: microseconds of a step within a node; None for those of the calibration.
@@ -136,6 +169,7 @@ class Cluster:
     nodes: int | None = None
     link_latency_us: float | None = None
     cpu_vendor: str = "intel"
+    gpus_per_host: int | None = None
 
 
 def packaged() -> tuple[str, ...]:
@@ -174,7 +208,7 @@ def read_text(path: Path, what: str) -> str:
 
 def parse(text: str, origin: str) -> Cluster:
     """Return the cluster that a description in YAML says. Raises ConfigError as :func:`load` does."""
-    fields = _Fields(_yaml(text, origin), origin)
+    fields = _Fields(_yaml(text, origin, "a description: it must be a mapping with gpu and node"), origin)
     if set(fields.values) >= _ASTRA_FIELDS:
         raise ConfigError(
             f"{origin} is a network of ASTRA-sim, which says nothing of GPUs; give it as --network with a cluster"
@@ -182,25 +216,23 @@ def parse(text: str, origin: str) -> Cluster:
     fields.only(_TOP_FIELDS)
     node = fields.part("node", _NODE_FIELDS)
     gpu = _gpu(fields, node)
-    gpus_per_node = node.count("num_gpus_per_node")
-    network = _network(fields, node)
-    if network is not None and _is_rack(node):
-        gpus_per_node = node.count("num_gpus_per_rack")
-    vendor = node.values.get("cpu_vendor", "intel")
+    gpus_per_node, gpus_per_host = node.count("num_gpus_per_node"), None
+    network = _network(fields, node, gpu.link)
+    if network is not None and _is_rack(node, gpu.link):
+        gpus_per_node, gpus_per_host = node.count("num_gpus_per_rack"), gpus_per_node
+    vendor = node.text("cpu_vendor", "intel")
     if vendor not in CPU_VENDORS:
-        raise ConfigError(f"{node.origin}: cpu_vendor must be one of {', '.join(CPU_VENDORS)}, not {vendor!r}")
-    name = str(fields.values.get("name", Path(origin).stem))
-    return Cluster(name, gpu, gpus_per_node, network, cpu_vendor=vendor)
+        raise ConfigError(f"{node.origin}: cpu_vendor must be one of {', '.join(CPU_VENDORS)}, not {shorten(vendor)}")
+    name = fields.text("name", Path(origin).stem)
+    return Cluster(name, gpu, gpus_per_node, network, cpu_vendor=vendor, gpus_per_host=gpus_per_host)
 
 
-def _is_rack(node: _Fields) -> bool:
+def _is_rack(node: _Fields, link: LinkSpec) -> bool:
     """Return whether the GPUs of a rack have the link of those of a node, which makes the rack one node of ours."""
-    if "num_gpus_per_rack" not in node.values or "intra_node_bw" not in node.values:
-        return False
-    return node.number("inter_node_bw") >= node.number("intra_node_bw")
+    return "num_gpus_per_rack" in node.values and node.number("inter_node_bw") / _GIGA >= link.paper_bw_gbps
 
 
-def _network(fields: _Fields, node: _Fields) -> NetworkSpec | None:
+def _network(fields: _Fields, node: _Fields, link: LinkSpec) -> NetworkSpec | None:
     """Return what joins nodes; of AIConfigurator's racks, what joins racks, or a leaf of switches for each rack."""
     if "inter_node_bw" not in node.values:
         for name in ("num_nics_per_node", "num_gpus_per_rack", "inter_rack_bw", "inter_rack_latency"):
@@ -209,8 +241,8 @@ def _network(fields: _Fields, node: _Fields) -> NetworkSpec | None:
         if "switch" in fields.values:
             raise ConfigError(f"{fields.origin}: switch is of a network, and node has no inter_node_bw")
         return None
-    name = str(node.values.get("inter_node_name", "network"))
-    source = str(node.values.get("inter_node_source") or node.values.get("source") or fields.origin)
+    name = node.text("inter_node_name", "network")
+    source = node.text("inter_node_source", node.text("source", fields.origin))
     gpus, bw_gbps, latency_us = (
         node.count("num_gpus_per_node"),
         node.number("inter_node_bw") / _GIGA,
@@ -225,15 +257,15 @@ def _network(fields: _Fields, node: _Fields) -> NetworkSpec | None:
             raise ConfigError(f"{node.origin}: a rack of {rack} GPUs is no whole number of nodes of {gpus}")
         rack_gbps = node.number("inter_rack_bw") / _GIGA
         rack_us = node.number("inter_rack_latency") * 1e6 if "inter_rack_latency" in node.values else latency_us
-        if _is_rack(node):
-            gpus, bw_gbps, latency_us = rack, rack_gbps, rack_us
+        if _is_rack(node, link):
+            bw_gbps, latency_us = rack_gbps, rack_us
         else:
             hop_us = max(0.0, rack_us - latency_us) / 2
             switch = _switch(node, rack // gpus, bw_gbps / rack_gbps, hop_us, source)
     elif "switch" in fields.values:
         part = fields.part("switch", _SWITCH_FIELDS)
-        hop_us = part.not_negative("hop_latency") * 1e6
-        said = str(part.values.get("source", fields.origin))
+        hop_us = part.not_negative("hop_latency", part.value("hop_latency")) * 1e6
+        said = part.text("source", fields.origin)
         switch = _switch(part, part.count("num_nodes_per_leaf"), part.number("oversubscription"), hop_us, said)
     gpus_per_nic = 1
     if "num_nics_per_node" in node.values:
@@ -258,31 +290,30 @@ def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
 
     The first dimension is that of GPUs of a node, the second joins nodes; without it there is one node. A third one
     joins leaves of as many nodes as the second has. A message passes one link, or two where there is a switch, each
-    with the latency; on a ring that is the way to the neighbour.
+    with the latency; on a ring that is the way to the neighbour. The bandwidth counts as that of a GPU to all others
+    together, which is too little where a GPU has several links.
 
     Raises:
         ConfigError: it is no such file, has more dimensions than that, or a number that makes no sense.
     """
-    fields = _Fields(_yaml(text, origin), origin)
+    fields = _Fields(_yaml(text, origin, "a network: it must be a mapping with topology and npus_count"), origin)
     fields.only(_ASTRA_FIELDS)
     columns: dict[str, list[Any]] = {}
     for name in sorted(_ASTRA_FIELDS):
         column = fields.values.get(name)
         if not isinstance(column, list) or len(column) not in (1, 2, 3):
-            raise ConfigError(f"{origin}: {name} must be a list of one, two or three dimensions, not {column!r}")
+            raise ConfigError(f"{origin}: {name} must be a list of one, two or three dimensions, not {shorten(column)}")
         columns[name] = column
     if len({len(column) for column in columns.values()}) != 1:
         raise ConfigError(f"{origin}: topology, npus_count, bandwidth and latency must have equally many dimensions")
-    names = [str(value) for value in columns["topology"]]
-    if unknown := [name for name in names if name not in _ASTRA_LINKS]:
-        raise ConfigError(f"{origin}: unknown topology {unknown[0]!r}; accepted: {', '.join(_ASTRA_LINKS)}")
-    counts = [fields.whole(f"npus_count[{i}]", value) for i, value in enumerate(columns["npus_count"])]
-    rates = [
-        fields.positive(f"bandwidth[{i}]", value) * _ASTRA_GIGA / _GIGA for i, value in enumerate(columns["bandwidth"])
-    ]
+    names: list[str] = columns["topology"]
+    if unknown := [name for name in names if not isinstance(name, str) or name not in _ASTRA_LINKS]:
+        raise ConfigError(f"{origin}: unknown topology {shorten(unknown[0])}; accepted: {', '.join(_ASTRA_LINKS)}")
+    counts = [fields.whole("npus_count", value) for value in columns["npus_count"]]
+    rates = [fields.positive("bandwidth", value) * _ASTRA_GIGA / _GIGA for value in columns["bandwidth"]]
     latencies = [
-        (0.0 if value == 0 else fields.positive(f"latency[{i}]", value)) * _ASTRA_LINKS[names[i]] / 1e3
-        for i, value in enumerate(columns["latency"])
+        fields.not_negative("latency", value) * _ASTRA_LINKS[name] / 1e3
+        for name, value in zip(names, columns["latency"], strict=True)
     ]
     network = switch = None
     if len(names) == 3:
@@ -292,11 +323,13 @@ def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
         network = NetworkSpec(names[1], rates[1], latencies[1], origin, switch=switch)
     return replace(
         cluster,
+        name=f"{cluster.name} with {Path(origin).name}",
         gpu=replace(cluster.gpu, link=LinkSpec(names[0], rates[0], None, origin)),
         gpus_per_node=counts[0],
         network=network,
         nodes=math.prod(counts[1:]),
         link_latency_us=latencies[0],
+        gpus_per_host=None,
     )
 
 
@@ -313,17 +346,14 @@ def _gpu(fields: _Fields, node: _Fields) -> GpuSpec:
             raise ConfigError(f"{fields.origin}: intra_node_bw is that of the catalog for {value}; leave it out")
         return spec
     gpu = fields.part("gpu", _GPU_FIELDS)
-    source = str(gpu.values.get("source", fields.origin))
+    source = gpu.text("source", fields.origin)
     flops = "bfloat16_tc_flops" if "bfloat16_tc_flops" in gpu.values else "float16_tc_flops"
     link = LinkSpec(
-        str(node.values.get("name", "link")),
-        node.number("intra_node_bw") / _GIGA,
-        None,
-        str(node.values.get("source", fields.origin)),
+        node.text("name", "link"), node.number("intra_node_bw") / _GIGA, None, node.text("source", fields.origin)
     )
     version = gpu.count("sm_version") if "sm_version" in gpu.values else 0
     return GpuSpec(
-        name=str(gpu.values.get("name", Path(fields.origin).stem)),
+        name=gpu.text("name", Path(fields.origin).stem),
         pattern="$^",  # a description is not what CUDA calls a device
         compute_capability=(version // 10, version % 10),
         memory_bytes=gpu.count("mem_capacity"),
@@ -331,7 +361,7 @@ def _gpu(fields: _Fields, node: _Fields) -> GpuSpec:
         bf16_tflops=gpu.number(flops) / _TERA,
         fp8_tflops=gpu.number("fp8_tc_flops") / _TERA if gpu.values.get("fp8_tc_flops") else None,
         link=link,
-        multicast=bool(node.values.get("multicast", False)),
+        multicast=node.flag("multicast"),
         source=source,
     )
 
@@ -350,15 +380,25 @@ class _Fields:
     def part(self, name: str, known: set[str]) -> _Fields:
         value = self.values.get(name)
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{self.origin}: {name} must be a mapping of figures, not {value!r}")
+            raise ConfigError(f"{self.origin}: {name} must be a mapping of figures, not {shorten(value)}")
         part = _Fields(value, f"{self.origin}: {name}")
         part.only(known)
         return part
 
+    def text(self, name: str, default: str) -> str:
+        value = self.values.get(name, default)
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"{self.origin}: {name} must be text, not {shorten(value)}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.origin}: {name} must be true or false, not {shorten(value)}")
+        return value
+
     def number(self, name: str) -> float:
-        if name not in self.values:
-            raise ConfigError(f"{self.origin} lacks {name}")
-        return self.positive(name, self.values[name])
+        return self.positive(name, self.value(name))
 
     def positive(self, name: str, value: Any) -> float:
         # YAML 1.1 reads 1e12 as text
@@ -366,16 +406,19 @@ class _Fields:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
+        unit, least, most = _RANGES[name]
         if not 0 < number < math.inf:
-            raise ConfigError(f"{self.origin}: {name} must be a number above 0, not {value!r}")
+            raise ConfigError(f"{self.origin}: {name} must be a number above 0, not {shorten(value)}")
+        if not least <= number <= most:
+            unit = f" {unit}" * bool(unit)
+            raise ConfigError(f"{self.origin}: {name} must be from {least:g} to {most:g}{unit}, not {number:g}")
         return number
 
-    def not_negative(self, name: str) -> float:
-        value = self.values.get(name)
-        return 0.0 if not isinstance(value, bool) and value == 0 else self.number(name)
+    def not_negative(self, name: str, value: Any) -> float:
+        return 0.0 if not isinstance(value, bool) and value == 0 else self.positive(name, value)
 
     def count(self, name: str) -> int:
-        return self.whole(name, self.number(name))
+        return self.whole(name, self.value(name))
 
     def whole(self, name: str, value: Any) -> int:
         number = self.positive(name, value)
@@ -383,14 +426,32 @@ class _Fields:
             raise ConfigError(f"{self.origin}: {name} must be a whole number, not {number}")
         return int(number)
 
+    def value(self, name: str) -> Any:
+        if name not in self.values:
+            raise ConfigError(f"{self.origin} lacks {name}")
+        return self.values[name]
 
-def _yaml(text: str, origin: str) -> Mapping[str, Any]:
+
+def _yaml(text: str, origin: str, wanted: str) -> Mapping[str, Any]:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a field that is there twice, of which YAML's loader takes the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise ConfigError(f"{origin}, line {key.start_mark.line + 1}: {shorten(key.value)} is there twice")
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{origin} is not a description: it must be a mapping with gpu and node")
+        raise ConfigError(f"{origin} is not {wanted}")
     return value

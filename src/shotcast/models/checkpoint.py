@@ -116,7 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read an object from a file. Raise ConfigError, which names the file, if that fails."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no JSON object")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.errors import ConfigError, UnsupportedError, shorten
 from shotcast.layers.rope import Rope
-from shotcast.models.config_fields import MAX_COUNT, shorten
+from shotcast.models.config_fields import MAX_COUNT
 from shotcast.models.weight_names import HF_LLAMA, WeightNames
 
 DTYPES = ("float32", "bfloat16", "float16")

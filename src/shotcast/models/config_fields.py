@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, shorten
 
 Fields = Mapping[str, Any]
 """The object of a ``config.json``, or one within it."""
@@ -74,10 +73,3 @@ def token_ids(config: Fields, key: str) -> tuple[int, ...]:
         raise ConfigError(f"{key} in config.json must be a token id or a list of them, not {wrong[0]!r}")
     # some checkpoints write -1 for "none"
     return tuple(token for token in ids if token >= 0)
-
-
-def shorten(value: object) -> str:
-    """Return a representation of any value that fits on a line."""
-    if isinstance(value, int) and value.bit_length() > 1 << 10:
-        return f"one of {value.bit_length()} bits"  # Python refuses to write out very long integers
-    return reprlib.repr(value)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.errors import ConfigError, UnsupportedError, shorten
 from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
-from shotcast.models.config_fields import MAX_COUNT, Fields, count, shorten, strings
+from shotcast.models.config_fields import MAX_COUNT, Fields, count, strings
 from shotcast.models.families.qwen import QWEN2, QWEN3
 from shotcast.models.family import ModelFamily
 from shotcast.models.hf_config import read_hf_config, read_of_family

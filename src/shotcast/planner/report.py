@@ -87,6 +87,12 @@ def obstacle(plan: Plan) -> str:
             "This engine runs no Mixture of Experts: it has neither a router nor grouped products. The plan is for one "
             "that has them beside the same attention and collectives, and no command starts it."
         )
+    cluster, best = plan.job.cluster, plan.best
+    if best is not None and cluster.gpus_per_host is not None and best.layout.ranks > cluster.gpus_per_host:
+        return (
+            f"An engine of {best.layout.ranks} ranks has several hosts of {cluster.gpus_per_host} GPUs, which the plan "
+            "joins by the link of their GPUs. This engine takes the network between hosts, so no command starts it."
+        )
     return ""
 
 
