@@ -293,7 +293,7 @@ class TestKeptResults:
             (["table", KEPT[0], "--sizes", "8X"], "not a size: '8X'"),
             (["table", KEPT[0], "--world-size", "8"], "no rows"),
             (["plot", "a.png", KEPT[0], "--kind", "pie"], "no picture 'pie'"),
-            (["plot", "a.docx", KEPT[0]], "does not write .docx"),
+            (["plot", "a.docx", KEPT[0]], "accepted: .png, .svg, .pdf"),
             (["plot", "a.png", KEPT[0], "--world-size", "8"], "nothing to plot"),
         ],
     )
@@ -479,7 +479,7 @@ class TestErrors:
             (["--between", "gemm", "--host"], "host time is measured without work between"),
             (["--host", "--eager"], "already measures eager calls"),
             (["--plot-kind", "pie"], "no picture 'pie'"),
-            (["--plot", "picture.docx"], "matplotlib does not write .docx: picture.docx"),
+            (["--plot", "picture.docx"], "picture.docx has the suffix .docx"),
             (["--json", "/"], "cannot write /: Is a directory"),
             (["--markdown", "/proc/t.md"], "cannot write /proc/t.md: "),
             (["--json", "/nowhere/t.json"], "cannot write /nowhere/t.json: there is no folder /nowhere; make it first"),

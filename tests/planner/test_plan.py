@@ -215,6 +215,17 @@ def test_a_rack_of_one_link_has_several_hosts() -> None:
         assert ("has several hosts of 4 GPUs" in report.obstacle(found)) != within
 
 
+def test_each_kind_of_refusal_is_said_once() -> None:
+    lines = report.refusals(planned(quantization="", gpus=128), 3)
+    assert lines == [
+        "Refused: 1x1 x 128, 1x2 x 64, 1x4 x 32 and 3 more. 1x1 x 128: weights take 756 GiB of 126 GiB on a rank, "
+        "steps about 3.74 GiB, so a sequence of 2176 tokens has no room.",
+        "Refused: 1x128: 126 layers cannot be divided between 128 stages.",
+        "Refused: 32x1 x 4, 32x2 x 2, 32x4 and 3 more. 32x1 x 4: sums of 32 GPUs: own kernels serve up to 16 of them "
+        "on several nodes.",
+    ]
+
+
 def test_engines_do_not_lie_across_nodes() -> None:
     found = planned("llama-3.1-70b", gpus=24)
     assert found.refused["3x8"] == "a stage of 3 ranks lies across nodes of 8 GPUs"
@@ -247,6 +258,10 @@ def test_a_model_that_does_not_fit() -> None:
     found = planned(gpus=1)
     assert found.best is None
     assert "weights take 382 GiB of 126 GiB on a rank" in report.reason(found)
+    # the reason that is given is of the layout that is named, the one that divides the model most
+    found = planned(gpus=2, quantization="")
+    assert "whatever the layout; 2x1: weights take 378 GiB of" in report.reason(found)
+    assert "tokens/s" not in run("plan", "-m", "llama-3.1-405b", "-g", "1", code=1), "no empty table"
     assert memory_of(found.job, Layout(1, 1)).cache(1) < 0
 
 
@@ -269,6 +284,11 @@ def test_from_a_config_to_a_command(tmp_path: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.yaml").write_text("gpu: H200 SXM\nnode: {num_gpus_per_node: 4}\n")
+    # a name that rich would take for markup
+    marked = tmp_path / "[" / "b] my model"
+    marked.mkdir(parents=True)
+    (marked / "config.json").write_text(json.dumps(config))
+    assert f"--model '{marked}' --device" in run("plan", "-m", str(marked))
     files = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.svg")]
     text = run(
         "plan", "-m", str(folder), "--cluster", str(tmp_path / "mine.yaml"), "-g", "4", "--target=latency", *files
@@ -291,8 +311,13 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "no cluster 'dgx-h20'" in run("plan", "-m", "llama-3.1-8b", "--cluster", "dgx-h20", code=2)
     assert "cannot read the network" in run("plan", "-m", "llama-3.1-8b", "--network", str(tmp_path / "x.yml"), code=2)
     refused = run("plan", "-m", "llama-3.1-8b", "--plot", str(tmp_path / "x.xyz"), code=2)
-    assert "does not write .xyz" in refused
+    assert "accepted: .png, .svg, .pdf" in refused
     assert "tokens in" not in refused, "refused before the plan is made"
+    for name in ("a" * 300, "~nobody-has-this-name/model"):
+        assert "there is no model" in run("plan", "-m", name, code=2)
+    assert "there is no cluster" in run("plan", "-m", "llama-3.1-8b", "--cluster", "a" * 300, code=2)
+    (tmp_path / "other.json").write_text("{}")
+    assert "a file that is called config.json" in run("plan", "-m", str(tmp_path / "other.json"), code=2)
     assert "--model is empty" in run("plan", "-m", "", code=2)
     assert "give --rate" in run("plan", "-m", "llama-3.1-8b", "--requests", "5", code=2)
     binary = tmp_path / "binary"
@@ -301,6 +326,37 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         assert "no text in UTF-8" in run("plan", "-m", "llama-3.1-8b", option, str(binary), code=2)
     assert "No layout has" in run("plan", "-m", "llama-3.1-8b", "--target", "ttft=0.001", code=1)
     assert "no results to calibrate by" in run("calibrate", str(tmp_path), "-o", str(tmp_path / "c.json"), code=2)
+
+
+def test_files_are_not_lost(tmp_path: Path) -> None:
+    """No output overwrites an input or another output, and a plan outlives the simulation that follows it."""
+    question = ["plan", "-m", "llama-3.1-8b", "-g", "1"]
+    trace, both, result = tmp_path / "trace.jsonl", tmp_path / "both.png", tmp_path / "plan.json"
+    text = '{"time_s": 0, "prompt": 90000, "output": 20}\n'
+    trace.write_text(text)
+    assert "a file of its own" in run(*question, "--trace", str(trace), "--json", str(trace), code=2)
+    assert trace.read_text() == text
+    assert "a file of its own" in run(*question, "--json", str(both), "--plot", str(both), code=2)
+    assert not both.exists()
+    assert "cannot write /dev/full: No space left" in run(*question, "--json", "/dev/full", code=2)
+    small = tmp_path / "small.yaml"
+    small.write_text(
+        "gpu: {mem_bw: 4.8e+12, mem_capacity: 25.0e+9, float16_tc_flops: 1.0e+15}\n"
+        "node: {num_gpus_per_node: 1, intra_node_bw: 450.0e+9}\n"
+    )
+    crowded = [*question, "--cluster", str(small), "--trace", str(trace), "--json", str(result)]
+    assert "To start it" in run(*crowded, code=2), "the request is longer than the cache"
+    assert json.loads(result.read_text())["best"]["tp"] == 1
+    result.unlink()
+    trace.write_text(text.replace("90000", "200000"))
+    assert "one has 200020" in run(*crowded, code=2)
+    assert not result.exists(), "refused before the plan is made"
+
+
+def test_pictures_have_formats(tmp_path: Path) -> None:
+    for name in ("plan.PNG", "plan.pdf"):
+        run("plan", "-m", "llama-3.1-8b", "-g", "1", "--plot", str(tmp_path / name))
+        assert (tmp_path / name).stat().st_size > 1000
 
 
 def test_a_gpu_without_calibration_is_said(tmp_path: Path) -> None:

@@ -79,12 +79,17 @@ def test_percentiles() -> None:
         ('{"time_s": 0, "prompt": 5}', "line 1: a request is"),
         ('{"time_s": 0, "prompt": 5, "output": 1}\n[]', "line 2: a request is"),
         ('{"time_s": -1, "prompt": 5, "output": 1}', "time_s must be at least 0"),
-        ('{"time_s": 0, "prompt": 0, "output": 1}', "prompt and output at"),
+        ('{"time_s": 0, "prompt": 0, "output": 1}', "prompt and output must be at least 1, not 0"),
         ('{"time_s": 0, "prompt": Infinity, "output": 1}', "line 1: a request is"),
         ('{"time_s": 0, "prompt": 1.5, "output": 1}', "line 1: a request is"),
         ('{"time_s": true, "prompt": 1, "output": 1}', "line 1: a request is"),
         ('{"time_s": NaN, "prompt": 1, "output": 1}', "time_s must be at least 0 and at most"),
         ('{"time_s": 1e300, "prompt": 1, "output": 1}', "time_s must be at least 0 and at most"),
+        ('{"time_s": 0, "prompt": 5, "output": 1}\n\n\n[]', "line 4: a request is"),
+        ('{"time_s": 0, "prompt": 5, "prompt": 6, "output": 1}', "each once"),
+        ('{"time_s": 0, "prompt": 5, "output": 1, "prefix": 2}', "each once"),
+        ('[["time_s", 0], ["prompt", 5], ["output", 1]]', "each once"),
+        ("[" * 100_000, "line 1: a request is"),
     ],
 )
 def test_what_is_no_trace(tmp_path: Path, text: str, message: str) -> None:
@@ -116,9 +121,21 @@ def test_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*question, "--trace", str(trace), "--json", str(result)])
     assert done.exit_code == 0, done.output
     assert "Simulated, 30 requests: first token " in done.output
+    assert "--max-model-len 2176 " in done.output
     simulated = json.loads(result.read_text())["simulated"]
     assert simulated["requests"] == 30
     assert simulated["p99_ttft"] >= simulated["median_ttft"] > 0
+    # the server has to take the longest request; one token has none after it
+    trace.write_text('{"time_s": 0, "prompt": 5000, "output": 1}')
+    done = CliRunner().invoke(app, [*question, "--trace", str(trace), "--json", str(result)])
+    assert "--max-model-len 5001 " in done.output
+    assert "Simulated, 1 request: " in done.output
+    assert ", no later tokens, " in done.output
+    value = json.loads(result.read_text())
+    assert "--max-model-len 5001 " in value["command"]
+    assert value["simulated"]["median_tpot"] is None
+    done = CliRunner().invoke(app, [*question[:-1], "tpot=0.001", "--rate", "1"])
+    assert (done.exit_code, "No request was simulated" in done.output) == (1, True)
     both = CliRunner().invoke(app, [*question, "--trace", str(trace), "--rate", "1"])
     assert both.exit_code == 2
     assert "give one of them" in both.output + (both.stderr if both.stderr_bytes else "")

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
-from shotcast.bench.plot import check_format
 from shotcast.errors import ConfigError
+from shotcast.planner.picture import check_format
 
 TRANSFORMERS = "transformers"
 """The algorithm named in rows that were measured with ``generate`` of Hugging Face Transformers."""
@@ -145,7 +145,7 @@ def plot(rows: Sequence[EngineRow], path: Path) -> None:
     """Plot the time per output token against throughput: a curve for each layout and way, a point for each batch.
 
     Raises:
-        ConfigError: the rows are of several models, devices or lengths, or matplotlib does not write this suffix.
+        ConfigError: the rows are of several models, devices or lengths, or pictures have no such suffix.
     """
     import matplotlib.figure
 

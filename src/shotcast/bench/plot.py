@@ -14,6 +14,7 @@ from shotcast.bench.implementations import PLAIN_OPS, algorithms, is_own
 from shotcast.bench.markdown import require_same
 from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
+from shotcast.planner.picture import check_format
 
 KINDS = ("latency", "speedup-over-ring", "summary")
 
@@ -59,14 +60,6 @@ def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]
         if row.time_us is not None and row.nbytes in base:
             result.setdefault(row.algorithm, []).append((row.nbytes, base[row.nbytes] / row.time_us))
     return {name: sorted(points) for name, points in result.items()}
-
-
-def check_format(path: Path) -> None:
-    """Raise ConfigError if matplotlib does not write the format that the suffix of ``path`` names."""
-    import matplotlib.figure
-
-    if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
-        raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
 
 
 def plot(rows: Sequence[Row], path: Path, kind: str = "latency", caption: str = "") -> None:

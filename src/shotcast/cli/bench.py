@@ -215,7 +215,8 @@ class _Outputs:
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: HostsConfig | None = None) -> None:
     from shotcast.bench import harness, headline, implementations, kernels, markdown, report
-    from shotcast.bench.plot import KINDS, check_format, plot
+    from shotcast.bench.plot import KINDS, plot
+    from shotcast.planner.picture import check_format
 
     # checked before minutes of measuring
     if outputs.plot_kind not in KINDS:
@@ -317,8 +318,8 @@ def _engine_command(
 ) -> None:
     """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
     from shotcast.bench import engine_bench, engine_report, kernels
-    from shotcast.bench.plot import check_format
     from shotcast.hardware.detect import detect
+    from shotcast.planner.picture import check_format
 
     config = engine_bench.EngineBenchConfig(
         model,
@@ -414,8 +415,8 @@ def _overlap_command(
     from shotcast.bench.overlap import config as settings
     from shotcast.bench.overlap import measure, result
     from shotcast.bench.overlap import report as overlap_report
-    from shotcast.bench.plot import check_format
     from shotcast.hardware.detect import detect
+    from shotcast.planner.picture import check_format
 
     simulated = _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps)
     name = device_name(Device.CPU if hosts and device is Device.AUTO else device)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shotcast.planner.plan import Plan
+    from shotcast.simulator.traffic import Traffic
 
 
 def plan(
@@ -71,60 +75,96 @@ def plan(
         raise ConfigError("--rate and --trace both say which requests arrive; give one of them")
     if requests is not None and rate is None:
         raise ConfigError("--requests says how many --rate simulates; give --rate")
-    arrivals = None
+    arrivals: list[traffic.Arrival] = []
     if rate is not None:
         arrivals = traffic.poisson(rate, 200 if requests is None else requests, prompt, output)
     elif trace is not None:
         arrivals = traffic.read_trace(trace)
     limits = Limits(algorithm=algorithm)
     job = Job(config, name, quantization, found, gpus, prompt, output, Target.parse(target), limits)
-    ready_to_write(json_file, plot)
+    longest = traffic.longest(job, arrivals) if arrivals else 0
     if plot is not None:
-        picture.require_format(plot)
+        picture.check_format(plot)
+    read = [Path(model), Path(model, "config.json"), Path(cluster), network, calibration, trace]
+    _require_apart([json_file, plot], read)
+    ready_to_write(json_file, plot)
     constants = calibrations.load(_calibrated(found.gpu.name), calibration)
     result = planned(job, constants)
     screen = new_console()
-    screen.print(_table(result))
+    if result.points:
+        screen.print(_table(result))
     screen.print(report.reason(result), soft_wrap=True, markup=False)
     if not result.calibrated:
         screen.print(
             f"The {found.gpu.name} has no calibration: rates are those of the {constants.gpu.name} by the ratio of the "
             "data sheets, and the error bars do not know how far off that is.",
             soft_wrap=True,
+            markup=False,
         )
     elif not result.link_calibrated:
         screen.print(
             f"The link has no calibration: its bandwidth is that of the {constants.gpu.name}'s by the ratio of the "
             "figures, and the error bars do not know how far off that is. The kernels are measured.",
             soft_wrap=True,
+            markup=False,
         )
-    if result.refused:
-        example, why = next(iter(result.refused.items()))
-        names, more = list(result.refused), len(result.refused) - _ROWS
-        listed = ", ".join(names[:_ROWS]) + (f" and {more} more" if more > 0 else "")
-        screen.print(f"Refused: {listed}. {example}: {why}.", soft_wrap=True, markup=False)
+    for line in report.refusals(result, _ROWS):
+        screen.print(line, soft_wrap=True, markup=False)
     if why := report.obstacle(result):
         screen.print(why, soft_wrap=True)
     elif result.best:
         one = "an engine of it" if result.best.engines > 1 else "it"
-        screen.print(f"To start {one}: {report.command(result)}", soft_wrap=True, markup=False, highlight=False)
-    value = report.as_json(result)
-    if result.best and arrivals is not None:
-        met = traffic.simulate(job, result.best, constants, arrivals)
-        value["simulated"] = met.as_json()
         screen.print(
-            f"Simulated, {len(arrivals)} requests: first token {met.ttft_ms(50):.4g} ms (99%: {met.ttft_ms(99):.4g}), "
-            f"each later token {met.tpot_ms(50):.4g} ms (99%: {met.tpot_ms(99):.4g}), {met.tokens_per_s:.4g} tokens/s, "
-            f"{met.preemptions} preempted.",
-            soft_wrap=True,
-            highlight=False,
+            f"To start {one}: {report.command(result, longest)}", soft_wrap=True, markup=False, highlight=False
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps(value, indent=1) + "\n")
-    if plot is not None:
-        picture.draw(result, plot)
+    value = report.as_json(result, longest)
+    try:
+        if arrivals and result.best:
+            met = traffic.simulate(job, result.best, constants, arrivals)
+            value["simulated"] = met.as_json()
+            screen.print(_met(met, len(arrivals)), soft_wrap=True, highlight=False)
+        elif arrivals:
+            screen.print("No request was simulated, since there is no point to serve them at.", soft_wrap=True)
+    finally:
+        # the plan is not lost with a simulation that cannot be
+        if json_file is not None:
+            with _writing(json_file):
+                json_file.write_text(json.dumps(value, indent=1) + "\n")
+        if plot is not None:
+            with _writing(plot):
+                picture.draw(result, plot)
     if result.best is None:
         raise typer.Exit(1)
+
+
+def _met(traffic: Traffic, requests: int) -> str:
+    """Return what requests met, in a sentence."""
+    median_ms, most_ms = traffic.tpot_ms(50), traffic.tpot_ms(99)
+    later = "no later tokens"
+    if median_ms is not None and most_ms is not None:
+        later = f"each later token {median_ms:.4g} ms (99%: {most_ms:.4g})"
+    return (
+        f"Simulated, {requests} request{'s' * (requests > 1)}: first token {traffic.ttft_ms(50):.4g} ms (99%: "
+        f"{traffic.ttft_ms(99):.4g}), {later}, {traffic.tokens_per_s:.4g} tokens/s, {traffic.preemptions} preempted."
+    )
+
+
+def _require_apart(written: list[Path | None], read: list[Path | None]) -> None:
+    """Raise ConfigError if a file to write is another one, or one that was read."""
+    seen = {os.path.realpath(os.path.expanduser(file)) for file in read if file is not None}
+    for file in (file for file in written if file is not None):
+        if os.path.realpath(file) in seen:
+            raise ConfigError(f"{file} is read, or written by another option; give each output a file of its own")
+        seen.add(os.path.realpath(file))
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """Raise ConfigError if a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def calibrate(
@@ -216,16 +256,19 @@ def _calibrated(gpu: str) -> str:
 def _table(result: Plan) -> Table:
     """Return the best point of each layout."""
     from rich.table import Table
+    from rich.text import Text
 
     from shotcast.planner.report import memory_text
 
     job = result.job
     title = f"{job.name} {result.precision} on {job.gpus} x {job.cluster.gpu.name}, "
     title += f"{job.prompt} tokens in, {job.output} out, for {job.target}"
-    table = Table(title=title, title_justify="left")
+    points = result.best_of_each_layout()
+    more = f"{len(points) - _ROWS} more layouts are in the file of --json" if len(points) > _ROWS else None
+    table = Table(title=Text(title), title_justify="left", caption=more, caption_justify="left")
     for name in ("TP x PP", "engines", "sequences", "first token", "each later", "tokens/s", "a GPU", "sums", "memory"):
         table.add_column(name, justify="left" if name in ("TP x PP", "sums", "memory") else "right")
-    for point in result.best_of_each_layout()[:_ROWS]:
+    for point in points[:_ROWS]:
         table.add_row(
             str(point.layout),
             str(point.engines),

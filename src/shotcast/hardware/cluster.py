@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -185,7 +186,7 @@ def load(name: str) -> Cluster:
         ConfigError: there is no such description, or it lacks a field, has an unknown one, or one that makes no sense.
     """
     path = Path(name)
-    if name.endswith((".yaml", ".yml")) or path.is_file():
+    if name.endswith((".yaml", ".yml")) or os.path.isfile(path):
         return parse(read_text(path, "the cluster"), name)
     known = packaged()
     if name not in known:

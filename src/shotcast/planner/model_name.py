@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from shotcast.models.presets import PRESETS, preset
 from shotcast.models.source import PACKAGED, PACKAGED_PRESET, RANDOM
 from shotcast.planner.expert_model import EXPERT_PRESETS, ExpertModel, read_planned_config
 
+_CONFIG = "config.json"
 _PRESETS: Mapping[str, ModelConfig] = {**PRESETS, **EXPERT_PRESETS}
 
 
@@ -33,19 +35,22 @@ def named_model(model: str) -> NamedModel:
     """
     if not model.strip():
         raise ConfigError("--model is empty; give a preset, or a folder with config.json")
-    if model in PACKAGED:
+    if model.lower() in PACKAGED:
         return NamedModel(preset(PACKAGED_PRESET), model)
     name = model.removeprefix(RANDOM)
     if name.partition(":")[0] in _PRESETS:
         found = preset(name, _PRESETS)
         # no other command takes a model with experts
         return NamedModel(found, name if isinstance(found, ExpertModel) else RANDOM + name)
-    path = Path(model).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if file.suffix == ".json" and file.is_file():
+    path = Path(os.path.expanduser(model))  # like the checks below, it raises no error for names that cannot be
+    is_folder = os.path.isdir(path)
+    file = path / _CONFIG if is_folder else path
+    if file.name == _CONFIG and os.path.isfile(file):
         return NamedModel(read_planned_config(read_json(file)), str(file.parent))
-    if path.is_dir():
-        raise ConfigError(f"{model} has no config.json, which says what the model is")
+    if is_folder:
+        raise ConfigError(f"{model} has no {_CONFIG}, which says what the model is")
+    if os.path.isfile(path):
+        raise ConfigError(f"plans read a file that is called {_CONFIG}, as the engine does, not {path.name}")
     similar = difflib.get_close_matches(name.lower().rsplit("/")[-1], _PRESETS, 3, 0.5)
     hint = f"similar presets: {', '.join(similar)}; " if similar else ""
     raise ConfigError(

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shotcast.errors import ConfigError
-from shotcast.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from shotcast.planner.plan import Plan
+
+FORMATS = (".png", ".svg", ".pdf")
 
 
-def require_format(path: Path) -> None:
-    """Raise ConfigError if matplotlib writes no file of such a name."""
-    import matplotlib.figure
-
-    if path.suffix.lstrip(".") not in matplotlib.figure.Figure().canvas.get_supported_filetypes():
-        raise ConfigError(f"matplotlib does not write {path.suffix or 'files without a suffix'}: {path}")
+def check_format(path: Path) -> None:
+    """Raise ConfigError unless the suffix of ``path`` names a format that pictures are written in."""
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(
+            f"{path} has {f'the suffix {path.suffix}' if path.suffix else 'no suffix'}, and that of a picture says its "
+            f"format; accepted: {', '.join(FORMATS)}"
+        )
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the points of a plan in a file of a format that matplotlib writes.
+    """Draw the points of a plan in a file, whose suffix says its format.
 
     Raises:
-        ConfigError: matplotlib does not write such a file.
+        ConfigError: it is none of :data:`FORMATS`.
     """
     import matplotlib.figure
 
-    require_format(path)
+    check_format(path)
     figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     front = plan.pareto()
@@ -61,4 +66,4 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_title(f"{job.name} {plan.precision}, {job.gpus} x {job.cluster.gpu.name}, predicted")
     axes.legend(fontsize=7, ncols=2)
     axes.grid(alpha=0.3)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from typing import Any
 
@@ -56,14 +57,32 @@ def _compared(best: Point, other: Point, job: Job) -> str:
 
 def _no_best(plan: Plan) -> str:
     if not plan.points:
-        why = next(iter(plan.refused.values()), "there is no layout")
-        return f"Nothing fits, whatever the layout; {list(plan.refused)[-1] if plan.refused else ''}: {why}"
+        short = [each for each in plan.refused.items() if "has no room" in each[1]]
+        # the last one divides the model most
+        name, why = (short or list(plan.refused.items()))[-1]
+        return f"Nothing fits, whatever the layout; {name}: {why}."
     nearest = min(plan.points, key=lambda point: _excess(plan, point))
     return (
         f"No layout has {plan.job.target}. The nearest is {_layout(nearest)} with "
         f"{_count(nearest.sequences, 'sequence')}: first token {nearest.ttft_ms:.4g} ms, each later token "
         f"{nearest.tpot_ms:.4g} ms."
     )
+
+
+def refusals(plan: Plan, names: int) -> list[str]:
+    """Return a line for each kind of reason why layouts cannot be: at most so many ``names``, and the first's reason.
+
+    Reasons are of one kind that differ in their numbers alone.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name, why in plan.refused.items():
+        kinds.setdefault(re.sub(r"[\d.]+( [KMG]?i?B)?", "", why), []).append(name)
+    lines = []
+    for members in kinds.values():
+        more = f" and {len(members) - names} more" if len(members) > names else ""
+        first = f". {members[0]}" * (len(members) > 1)
+        lines.append(f"Refused: {', '.join(members[:names])}{more}{first}: {plan.refused[members[0]]}.")
+    return lines
 
 
 def _excess(plan: Plan, point: Point) -> float:
@@ -96,10 +115,14 @@ def obstacle(plan: Plan) -> str:
     return ""
 
 
-def command(plan: Plan) -> str | None:
+def command(plan: Plan, longest: int = 0) -> str | None:
     """Return the command that starts one engine of the best point; by torchrun on each node if there are several.
 
     None if there is no best point, or the engine does not run the model.
+
+    Args:
+        plan: the answer.
+        longest: tokens of the longest request that the engine is to take, if it is longer than those of the job.
     """
     best, job = plan.best, plan.job
     if best is None or obstacle(plan):
@@ -118,7 +141,7 @@ def command(plan: Plan) -> str | None:
     serve += ["--pipeline-parallel", str(best.layout.pipeline_parallel)]
     serve += ["--quantization", job.quantization] if job.quantization else []
     serve += ["--algorithm", job.limits.algorithm] if job.limits.algorithm != "auto" else []
-    serve += ["--max-model-len", str(job.prompt + job.output), "--max-sequences", str(best.sequences)]
+    serve += ["--max-model-len", str(max(longest, job.prompt + job.output)), "--max-sequences", str(best.sequences)]
     serve += ["--max-batch-tokens", str(tokens)] if tokens > BATCH_TOKENS else []
     per_node = job.cluster.gpus_per_node
     if best.layout.ranks <= per_node:
@@ -128,8 +151,11 @@ def command(plan: Plan) -> str | None:
     return shlex.join([*launch, *serve])
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON: each point with InferenceX's keys (seconds, tokens a second, counts) and our own."""
+def as_json(plan: Plan, longest: int = 0) -> dict[str, Any]:
+    """Return a plan as JSON: each point with InferenceX's keys (seconds, tokens a second, counts) and our own.
+
+    The arguments are those of :func:`command`.
+    """
     return {
         "target": str(plan.job.target),
         "gpu": plan.job.cluster.gpu.name,
@@ -137,7 +163,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "calibrated": plan.calibrated,
         "link_calibrated": plan.link_calibrated,
         "reason": reason(plan),
-        "command": command(plan),
+        "command": command(plan, longest),
         "best": _row(plan, plan.best) if plan.best else None,
         "pareto": [_row(plan, point) for point in plan.pareto()],
         "points": [_row(plan, point) for point in plan.points],

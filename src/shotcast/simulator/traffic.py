@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shotcast.engine.scheduler import SchedulerConfig
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, shorten
+from shotcast.hardware.cluster import read_text
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.cpu_rows import step_model
@@ -38,10 +39,10 @@ class Traffic:
         """Return a percentile of the time to the first token."""
         return percentile([request.ttft_s * 1e3 for one in self.services for request in one.requests], percent)
 
-    def tpot_ms(self, percent: float) -> float:
-        """Return a percentile of the time of a later token; 0 where requests have none."""
+    def tpot_ms(self, percent: float) -> float | None:
+        """Return a percentile of the time of a later token; None where requests have none."""
         times = [request.tpot_s * 1e3 for one in self.services for request in one.requests if len(request.times_s) > 1]
-        return percentile(times, percent) if times else 0.0
+        return percentile(times, percent) if times else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,15 +56,16 @@ class Traffic:
         """Sequences that lost their blocks of the cache."""
         return sum(one.preemptions for one in self.services)
 
-    def as_json(self) -> dict[str, float]:
+    def as_json(self) -> dict[str, float | None]:
         """Return the figures by InferenceX's names, in seconds and tokens a second."""
+        median_ms, most_ms = self.tpot_ms(50), self.tpot_ms(99)
         return {
             "requests": sum(len(one.requests) for one in self.services),
             "output_tput": self.tokens_per_s,
             "median_ttft": self.ttft_ms(50) / 1e3,
             "p99_ttft": self.ttft_ms(99) / 1e3,
-            "median_tpot": self.tpot_ms(50) / 1e3,
-            "p99_tpot": self.tpot_ms(99) / 1e3,
+            "median_tpot": None if median_ms is None else median_ms / 1e3,
+            "p99_tpot": None if most_ms is None else most_ms / 1e3,
             "preemptions": self.preemptions,
         }
 
@@ -93,30 +95,43 @@ def read_trace(path: Path) -> list[Arrival]:
     Raises:
         ConfigError: it cannot be read, has no requests or too many, or a line is no request.
     """
-    try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+    lines = [(number, line) for number, line in enumerate(read_text(path, "the trace").split("\n"), 1) if line.strip()]
     if not 1 <= len(lines) <= MOST_REQUESTS:
         raise ConfigError(f"a trace has 1 to {MOST_REQUESTS} requests, and {path} has {len(lines)}")
-    arrivals = []
-    for number, line in enumerate(lines, 1):
-        try:
-            value = json.loads(line)
-            time_s, prompt, output = (value[name] for name in ("time_s", "prompt", "output"))
-            if {type(prompt), type(output)} != {int} or type(time_s) not in (int, float):
-                raise ValueError("prompt and output are whole numbers, and time_s is a number")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(
-                f'{path}, line {number}: a request is {{"time_s": 0.5, "prompt": 100, "output": 20}}, not {line[:80]}'
-            ) from error
-        if not 0 <= time_s <= MOST_SECONDS or prompt < 1 or output < 1:
-            raise ConfigError(
-                f"{path}, line {number}: time_s must be at least 0 and at most {MOST_SECONDS:g}, prompt and output at "
-                "least 1"
-            )
-        arrivals.append(Arrival(float(time_s), prompt, output))
-    return arrivals
+    return [_arrival(line, f"{path}, line {number}") for number, line in lines]
+
+
+def _arrival(line: str, origin: str) -> Arrival:
+    """Return the request in a line. Raises ConfigError, which names ``origin``, if it is none."""
+    try:
+        fields = json.loads(line, object_pairs_hook=tuple)
+        if not isinstance(fields, tuple) or sorted(name for name, _ in fields) != ["output", "prompt", "time_s"]:
+            raise ValueError("its fields are time_s, prompt and output, each once")
+        value = dict(fields)
+        time_s, prompt, output = (value[name] for name in ("time_s", "prompt", "output"))
+        if {type(prompt), type(output)} != {int} or type(time_s) not in (int, float):
+            raise ValueError("prompt and output are whole numbers, and time_s is a number")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f'{origin}: a request is {{"time_s": 0.5, "prompt": 100, "output": 20}}, not {line.strip()[:80]} ({error})'
+        ) from error
+    if not 0 <= time_s <= MOST_SECONDS:
+        raise ConfigError(f"{origin}: time_s must be at least 0 and at most {MOST_SECONDS:g}, not {shorten(time_s)}")
+    if min(prompt, output) < 1:
+        raise ConfigError(f"{origin}: prompt and output must be at least 1, not {shorten(min(prompt, output))}")
+    return Arrival(float(time_s), prompt, output)
+
+
+def longest(job: Job, arrivals: Sequence[Arrival]) -> int:
+    """Return the tokens of the longest request.
+
+    Raises:
+        ConfigError: it is too long for the model.
+    """
+    tokens = max(arrival.prompt + arrival.output for arrival in arrivals)
+    if tokens > job.model.max_position:
+        raise ConfigError(f"{job.name} takes {job.model.max_position} tokens of a sequence, and one has {tokens}")
+    return tokens
 
 
 def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequence[Arrival]) -> Traffic:
@@ -127,9 +142,6 @@ def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequenc
     Raises:
         ConfigError: a request is too long for the model or for the cache.
     """
-    longest = max(arrival.prompt + arrival.output for arrival in arrivals)
-    if longest > job.model.max_position:
-        raise ConfigError(f"{job.name} takes {job.model.max_position} tokens of a sequence, and one has {longest}")
     constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
     collectives = CollectiveCosts.on(job.cluster, constants.link)
     limits = job.limits
@@ -141,7 +153,7 @@ def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequenc
         max_batch_tokens=max(limits.batch_tokens, point.sequences),
         block_size=_BLOCK,
         num_blocks=point.memory.cache(point.sequences) // (point.memory.per_token * _BLOCK),
-        max_model_len=max(longest, 2),
+        max_model_len=max(longest(job, arrivals), 2),
         prefix_caching=False,
         lookahead=int(model.hides_host),
         pipeline=point.layout.pipeline_parallel,

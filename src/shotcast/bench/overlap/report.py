@@ -10,10 +10,10 @@ from rich.table import Table
 
 from shotcast.bench.overlap.config import COMMUNICATION, COMPUTE, LIBRARY, LIBRARY_COMMUNICATION
 from shotcast.bench.overlap.result import Measured, OverlapRow, verdicts
-from shotcast.bench.plot import check_format
 from shotcast.errors import ConfigError
 from shotcast.overlap.policy import SEQUENTIAL
 from shotcast.overlap.schedule import COMPUTE_LANE
+from shotcast.planner.picture import check_format
 from shotcast.units import format_size
 
 _COLORS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73")
@@ -86,7 +86,7 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
     """Draw the timelines of the ways of each configuration: computation and communication, from the times of steps.
 
     Raises:
-        ConfigError: there is no timeline, or matplotlib does not write this suffix.
+        ConfigError: there is no timeline, or pictures have no such suffix.
     """
     import matplotlib.figure
 
