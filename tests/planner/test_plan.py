@@ -145,9 +145,14 @@ def test_one_sequence_on_stages_of_two_nodes(layout: Layout) -> None:
     found = metrics(serve([Arrival(0.0, 512, 64)], config, PricedSteps(model)))
     assert point.tpot_ms == pytest.approx(found["tpot_ms"], rel=0.01)
     assert point.ttft_ms == pytest.approx(found["ttft_ms"], rel=0.01)
-    # the two hops between nodes, of 1 ms each
+    # the two hops between nodes, of 1 ms each, which are among the parts of the step
     steps_ms = sum(stage.time_us for stage in model.stages(StepWork(1, 544.0, (), 1))) / 1e3
     assert 2 < point.tpot_ms - steps_ms < 2.2
+    assert sum(point.parts.values()) / 1e3 == pytest.approx(point.tpot_ms)
+    share = point.parts["transfer"] / sum(point.parts.values())
+    only = plan(job, calibration, [(layout, 1)])
+    assert only.best is not None
+    assert f"transfers between stages {share:.0%}" in report.reason(replace(only, best=point))
 
 
 def test_sequences_bring_their_logits() -> None:
@@ -213,6 +218,15 @@ def test_a_rack_of_one_link_has_several_hosts() -> None:
         assert found.best.layout == Layout(gpus, 1)
         assert (report.command(found) is not None) == within
         assert ("has several hosts of 4 GPUs" in report.obstacle(found)) != within
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-70b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_the_reason_leaves_no_part_out(model: str) -> None:
+    config, name = named_model(model)
+    job = Job(config, name, "fp8", cluster.load("dgx-h200"), 16, 512, 64)
+    named = {part for parts in report.KINDS.values() for part in parts}
+    for point in plan(job, load("NVIDIA H200")).points:
+        assert point.parts.keys() <= named
 
 
 def test_each_kind_of_refusal_is_said_once() -> None:

@@ -521,14 +521,14 @@ def _point(
         engines * layout.replicas * sequences * job.output / all_us * 1e6,
         sum(stage.error_us for stage in stages) / sum(times),
         algorithm,
-        _parts(stages),
+        _parts(stages, sum(model.transfers_us(work))),
         (max(times), min(times)),
         memory,
     )
 
 
-def _parts(stages: list[Estimate]) -> dict[str, float]:
-    parts: dict[str, float] = {}
+def _parts(stages: list[Estimate], transfers_us: float) -> dict[str, float]:
+    parts = {"transfer": transfers_us} if transfers_us else {}
     for stage in stages:
         for name, time_us in stage.parts.items():
             parts[name] = parts.get(name, 0.0) + time_us

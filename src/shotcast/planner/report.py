@@ -11,14 +11,16 @@ from shotcast.planner.expert_model import ExpertModel
 from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Job, Plan, Point
 from shotcast.units import about_size
 
-_KINDS = {
+KINDS = {
     "products": ("qkv", "output", "gate_up", "down", "shared", "head"),
     "experts": ("experts", "router"),
     "attention": ("attention", "rotation"),
     "sums between ranks": ("all_reduce",),
     "all-to-all of experts": ("all_to_all",),
+    "transfers between stages": ("transfer",),
     "the rest": ("norm", "activation", "embedding", "sampling"),
 }
+"""The parts of a step by what they are called in a sentence."""
 
 
 def reason(plan: Plan) -> str:
@@ -29,7 +31,7 @@ def reason(plan: Plan) -> str:
     of = " a rank" if best.layout.dp_attention else " an engine" * (best.engines > 1)
     sentences = [f"{_layout(best)} with {_count(best.sequences, 'sequence')}{of}."]
     total = sum(best.parts.values())
-    shares = {kind: sum(best.parts.get(name, 0.0) for name in names) / total for kind, names in _KINDS.items()}
+    shares = {kind: sum(best.parts.get(name, 0.0) for name in names) / total for kind, names in KINDS.items()}
     named = {"sums between ranks": f"sums between ranks ({best.algorithm})"}
     listed = ", ".join(f"{named.get(kind, kind)} {share:.0%}" for kind, share in shares.items() if share >= 0.005)
     sentences.append(f"A step that decodes is {listed}.")
