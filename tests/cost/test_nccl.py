@@ -93,6 +93,11 @@ def test_any_network_has_a_time(nbytes: int, nodes: int, local: int, gbps: float
     assert nccl.between_nodes(nbytes, shape, slower).time_us >= found.time_us
 
 
+def test_one_node_is_not_several() -> None:
+    with pytest.raises(ConfigError, match="not of 1x8 ranks"):
+        nccl.choices(1024, NodeShape(1, 8), NetworkCost(5.0, 50.0))
+
+
 def test_constants_of_rings_are_found() -> None:
     points = [(ranks, nbytes, nccl.ring_us(nbytes, ranks, LINK)) for ranks in (2, 4) for nbytes in (1 << 10, 1 << 28)]
     found = nccl.fit_rings(points)

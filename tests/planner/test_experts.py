@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from shotcast.cli import app
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
-from shotcast.models.memory_estimate import weight_bytes
 from shotcast.models.presets import preset
 from shotcast.planner import picture, report
 from shotcast.planner.calibration import load
@@ -248,13 +247,6 @@ def test_expert_parallel_divides_the_memory_of_experts(name: str, quantization: 
         apart = held(ranks, 1, ranks, dp=True)
         assert held(1, 1) - apart == pytest.approx(routed * (1 - 1 / ranks), rel=0.01), "all but experts are whole"
     assert held(1, 4) == pytest.approx(held(1, 1) / 4, rel=0.1)
-
-
-def test_memory_of_a_dense_model_is_as_before() -> None:
-    """The same layers with one expert's width of dense network weigh as much as the reference says."""
-    dense = preset("qwen3-8b")
-    job = Job(dense, "x", "", DGX, 8, 512, 128)
-    assert memory_of(job, Layout(4, 2)).weights == weight_bytes(dense, 2, 4, 2)
 
 
 def test_all_layouts_are_tried() -> None:

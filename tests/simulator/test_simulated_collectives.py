@@ -351,10 +351,22 @@ def test_what_cannot_be_simulated(name: str, shape: NodeShape, message: str) -> 
 
 def test_bad_input() -> None:
     call = CollectiveCall.all_reduce("ring", 1024, NodeShape(1, 4))
-    with pytest.raises(ConfigError, match="4 ranks have 4 beginnings, not 3"):
-        end_times(call, FABRIC, [0.0] * 3)
-    with pytest.raises(ConfigError, match="oversubscription is at least 1"):
-        Fabric(NVLINK4, oversubscription=0.5)
+    for ends in (end_times, events.end_times):
+        with pytest.raises(ConfigError, match="4 ranks have 4 beginnings, not 3"):
+            ends(call, FABRIC, [0.0] * 3)
+        with pytest.raises(ConfigError, match="begin at finite times"):
+            ends(call, FABRIC, [0.0, math.nan, 0.0, 0.0])
+    for oversubscription in (0.5, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="oversubscription is at least 1"):
+            Fabric(NVLINK4, oversubscription=oversubscription)
+    with pytest.raises(ConfigError, match=r"at least 0, not 1, 0, 1\.0 and nan"):
+        Fabric(NVLINK4, hop_us=math.nan)
+    for mean_us in (-1.0, math.nan):
+        with pytest.raises(ConfigError, match="jitter must be at least 0 microseconds"):
+            exponential_jitter(mean_us, 0)
+    for nbytes, itemsize in ((-8, 2), (8, 0)):
+        with pytest.raises(ConfigError, match=f"not {nbytes} and {itemsize}"):
+            CollectiveCall.all_reduce("ring", nbytes, NodeShape(1, 4), itemsize)
 
 
 def test_every_described_form_is_simulated_here() -> None:

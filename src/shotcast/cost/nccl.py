@@ -148,7 +148,12 @@ def choices(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HO
 
     The constants are those of InfiniBand. What a step of the network takes longer than that of InfiniBand here is added
     to theirs, as NCCL does with the latency that a network names (``latencyInter``).
+
+    Raises:
+        ConfigError: there is one node.
     """
+    if shape.nodes < 2:
+        raise ConfigError(f"this is the model of NCCL over several nodes, not of {shape} ranks")
     return tuple(
         Choice(_time_us(algorithm, protocol, nbytes, shape, network, host), algorithm, PROTOCOLS[protocol])
         for algorithm, protocol in itertools.product(ALGORITHMS, range(len(PROTOCOLS)))

@@ -74,7 +74,8 @@ class Fabric:
     hop_us: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.ranks_per_adapter < 1 or self.nodes_per_leaf < 0 or self.oversubscription < 1 or self.hop_us < 0:
+        fitting = self.ranks_per_adapter >= 1 and self.nodes_per_leaf >= 0
+        if not fitting or not 1 <= self.oversubscription < math.inf or not 0 <= self.hop_us < math.inf:
             raise ConfigError(
                 "an adapter has at least one rank, a leaf at least no node, an oversubscription is at least 1 and the "
                 f"time of a switch at least 0, not {self.ranks_per_adapter}, {self.nodes_per_leaf}, "
@@ -175,7 +176,13 @@ Jitter = Callable[[int, int], Array]
 
 
 def exponential_jitter(mean_us: float, seed: int) -> Jitter:
-    """Return jitter that is drawn for each rank and round from an exponential distribution."""
+    """Return jitter that is drawn for each rank and round from an exponential distribution.
+
+    Raises:
+        ConfigError: the mean is below 0, or not finite.
+    """
+    if not 0 <= mean_us < math.inf:
+        raise ConfigError(f"the mean of jitter must be at least 0 microseconds, not {mean_us}")
 
     def draw(number: int, ranks: int) -> Array:
         return np.random.default_rng((seed, number)).exponential(mean_us, ranks)
@@ -202,8 +209,10 @@ class CollectiveCall:
         """Return the all-reduce of a registered algorithm.
 
         Raises:
-            ConfigError: it has none whose rounds are described, or not for such nodes.
+            ConfigError: it has none whose rounds are described, or not for such nodes; or a size makes no sense.
         """
+        if nbytes < 0 or itemsize < 1:
+            raise ConfigError(f"a message has at least 0 bytes, in items of at least 1, not {nbytes} and {itemsize}")
         known = registered()
         described = [name for name, one in known.items() if (form := one.forms.get(Op.ALL_REDUCE)) and form.rounds]
         if algorithm not in described:
@@ -222,6 +231,21 @@ class CollectiveCall:
         """Return the microseconds in which a rank takes in and converts what has arrived."""
         only = Work(0, 0.0, self.work.taken, self.work.converted)
         return time_us(only, link) - link.fixed_us
+
+
+def beginnings(call: CollectiveCall, begin_us: Sequence[float] | None) -> Array:
+    """Return when each rank begins a call, in microseconds: ``begin_us``, or 0 for all.
+
+    Raises:
+        ConfigError: there is not one beginning for each rank, or one is not finite.
+    """
+    ranks = call.shape.world_size
+    begin = np.zeros(ranks) if begin_us is None else np.asarray(begin_us, dtype=float)
+    if begin.shape != (ranks,):
+        raise ConfigError(f"{ranks} ranks have {ranks} beginnings, not {begin.size}")
+    if not np.isfinite(begin).all():
+        raise ConfigError("ranks begin at finite times")
+    return begin
 
 
 class Followed(NamedTuple):
@@ -253,13 +277,10 @@ def follow(
         jitter: of what arrives; None for none.
 
     Raises:
-        ConfigError: there is not one beginning for each rank.
+        ConfigError: there is not one beginning for each rank, or one is not finite.
     """
     shape, ranks = call.shape, call.shape.world_size
-    now = np.zeros(ranks) if begin_us is None else np.asarray(begin_us, dtype=float)
-    if now.shape != (ranks,):
-        raise ConfigError(f"{ranks} ranks have {ranks} beginnings, not {now.size}")
-    now = now + fabric.link.fixed_us
+    now = beginnings(call, begin_us) + fabric.link.fixed_us
     queues = _Queues.of(fabric, shape)
     ways: dict[int, _Pairs] = {}  # by identity: rounds of a ring have one tuple, which takes long to hash
     for number, each in enumerate(call.rounds):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shotcast.collectives.rounds import Reach, Round
-from shotcast.simulator.collectives import Array, CollectiveCall, Fabric, Jitter, follow
+from shotcast.simulator.collectives import Array, CollectiveCall, Fabric, Jitter, beginnings, follow
 
 
 class Service(enum.Enum):
@@ -112,8 +112,7 @@ class _Run:
         self._order = 0
 
     def run(self, begin_us: Sequence[float] | None) -> list[float]:
-        for rank in range(self._ranks):
-            begin = 0.0 if begin_us is None else begin_us[rank]
+        for rank, begin in enumerate(beginnings(self._call, begin_us).tolist()):
             self._add(begin + self._fabric.link.fixed_us, _BEGIN, 0, rank)
         while self._events:
             time_us, kind, number, rank, _, message = heapq.heappop(self._events)
