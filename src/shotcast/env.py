@@ -53,6 +53,11 @@ def table_paths() -> tuple[str, ...]:
     return tuple(path for path in os.environ.get("SHOTCAST_TABLE", "").split(os.pathsep) if path)
 
 
+def calibration() -> str:
+    """SHOTCAST_CALIBRATION: a calibration (JSON) of this machine, which plans take before the packaged ones."""
+    return os.environ.get("SHOTCAST_CALIBRATION", "")
+
+
 def cpu_kernels() -> str:
     """SHOTCAST_CPU_KERNELS: ``compiled`` host code, or the GPU kernels in Triton's ``interpreter`` (slow)."""
     return _read("SHOTCAST_CPU_KERNELS", _choice("compiled", "interpreter"), "compiled", "compiled or interpreter")

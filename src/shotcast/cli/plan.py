@@ -27,7 +27,10 @@ def plan(
     ],
     gpus: Annotated[int, typer.Option("-g", "--gpus", help="GPUs of the cluster that may be used.")] = 8,
     cluster: Annotated[
-        str, typer.Option("--cluster", help="A packaged cluster such as dgx-h200, or a YAML file.")
+        str,
+        typer.Option(
+            "--cluster", help="A packaged cluster such as dgx-h200, a YAML file, or here for the GPUs of this machine."
+        ),
     ] = "dgx-h200",
     network: Annotated[
         Path | None, typer.Option("--network", help="A network file of ASTRA-sim, instead of the cluster's own links.")
@@ -42,8 +45,18 @@ def plan(
         str,
         typer.Option("--algorithm", callback=with_underscores, help="The sums: auto, vendor (NCCL), or one of ours."),
     ] = "auto",
+    engines: Annotated[
+        int | None, typer.Option("--engines", min=1, help="Equal engines; 1 as --layout auto. Default: any number.")
+    ] = None,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option("--max-sequences", min=1, help="The most sequences of an engine. Default: what memory allows."),
+    ] = None,
     calibration: Annotated[
-        Path | None, typer.Option("--calibration", help="A file of shotcast calibrate. Default: the packaged one.")
+        Path | None,
+        typer.Option(
+            "--calibration", help="A file of shotcast calibrate. Default: SHOTCAST_CALIBRATION, or the packaged one."
+        ),
     ] = None,
     rate: Annotated[
         float | None, typer.Option("--rate", help="Simulate requests that arrive at so many a second on average.")
@@ -59,14 +72,13 @@ def plan(
 ) -> None:
     """Predict how fast each layout of a model serves on a cluster, and say which one to take."""
     from shotcast.hardware import cluster as clusters
-    from shotcast.planner import calibration as calibrations
-    from shotcast.planner import picture, report
+    from shotcast.planner import machine, picture, report
     from shotcast.planner.model_name import named_model
-    from shotcast.planner.plan import Job, Limits, Target
+    from shotcast.planner.plan import MOST_SEQUENCES, Job, Limits, Target, layouts
     from shotcast.planner.plan import plan as planned
     from shotcast.simulator import traffic
 
-    found = clusters.load(cluster)
+    found = machine.this_machine() if cluster == "here" else clusters.load(cluster)
     if network is not None:
         text = clusters.read_text(network, "the network")
         found = clusters.with_astra_sim_network(found, text, str(network))
@@ -80,16 +92,19 @@ def plan(
         arrivals = traffic.poisson(rate, 200 if requests is None else requests, prompt, output)
     elif trace is not None:
         arrivals = traffic.read_trace(trace)
-    limits = Limits(algorithm=algorithm)
+    limits = Limits(max_sequences or MOST_SEQUENCES, algorithm=algorithm)
     job = Job(config, name, quantization, found, gpus, prompt, output, Target.parse(target), limits)
+    asked = [each for each in layouts(job) if engines in (None, each[1])]
+    if not asked:
+        raise ConfigError(f"{gpus} GPUs are no {engines} equal engines; accepted: a divisor")
     longest = traffic.longest(job, arrivals) if arrivals else 0
     if plot is not None:
         picture.check_format(plot)
     read = [Path(model), Path(model, "config.json"), Path(cluster), network, calibration, trace]
     _require_apart([json_file, plot], read)
     ready_to_write(json_file, plot)
-    constants = calibrations.load(_calibrated(found.gpu.name), calibration)
-    result = planned(job, constants)
+    constants = machine.calibration_of(found.gpu, calibration)
+    result = planned(job, constants, asked)
     screen = new_console()
     if result.points:
         screen.print(_table(result))
@@ -242,15 +257,6 @@ def _calibrate_cpu(ranks: int, output: Path, cluster: Path) -> None:
         soft_wrap=True,
         highlight=False,
     )
-
-
-def _calibrated(gpu: str) -> str:
-    """Return the part of the packaged calibration that is nearest to a GPU of the catalog: its own, or the first."""
-    from shotcast.hardware import catalog
-    from shotcast.planner.calibration import calibrated_parts
-
-    parts = calibrated_parts()
-    return next((part for part in parts if (spec := catalog.find(part)) and spec.name == gpu), parts[0])
 
 
 def _table(result: Plan) -> Table:

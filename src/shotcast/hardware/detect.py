@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shotcast import env
+from shotcast.errors import ConfigError
 
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
 
@@ -192,30 +193,49 @@ def _versions(torch: Any) -> dict[str, str]:
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
+def visible_gpus() -> tuple[GpuFacts, ...]:
+    """Return the GPUs that this process sees. Initialises CUDA in this process, and allocates nothing on them.
+
+    Raises:
+        ConfigError: they cannot be asked: the driver is too old, or a GPU is in a bad state.
+    """
+    import torch
+
+    try:
+        return _facts_of_gpus(torch)
+    except RuntimeError as error:
+        raise ConfigError(f"the GPUs cannot be asked what they are: {str(error).splitlines()[0]}") from error
+
+
+def _facts_of_gpus(torch: Any) -> tuple[GpuFacts, ...]:
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            GpuFacts(
+                index=index,
+                name=properties.name,
+                memory_bytes=properties.total_memory,
+                compute_capability=(properties.major, properties.minor),
+                sm_count=properties.multi_processor_count,
+                multicast=_device_attribute(index, _MULTICAST_SUPPORTED),
+            )
+        )
+    return tuple(gpus)
+
+
 def _gpus(torch: Any) -> tuple[tuple[GpuFacts, ...], tuple[tuple[bool, ...], ...], str]:
     if not torch.backends.cuda.is_built():
         return (), (), ""
     try:
-        count = torch.cuda.device_count()
-        gpus = []
-        for index in range(count):
-            properties = torch.cuda.get_device_properties(index)
-            gpus.append(
-                GpuFacts(
-                    index=index,
-                    name=properties.name,
-                    memory_bytes=properties.total_memory,
-                    compute_capability=(properties.major, properties.minor),
-                    sm_count=properties.multi_processor_count,
-                    multicast=_device_attribute(index, _MULTICAST_SUPPORTED),
-                )
-            )
+        gpus = _facts_of_gpus(torch)
+        count = len(gpus)
         peers = tuple(
             tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
         )
     except RuntimeError as error:  # a driver that is too old, or a GPU in a bad state
         return (), (), str(error).splitlines()[0]
-    return tuple(gpus), peers, ""
+    return gpus, peers, ""
 
 
 def multicast_disabled_by() -> str:
