@@ -250,6 +250,12 @@ def test_heavy_libraries_are_not_imported(module: str) -> None:
     assert run(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]"
 
 
+def test_an_engine_imports_no_planner() -> None:
+    """Only an engine that is to plan its layout does."""
+    code = "import sys, shotcast; shotcast.LLM; print([name for name in sys.modules if 'shotcast.planner' in name])"
+    assert run(code) == "[]"
+
+
 def test_communicator_needs_no_triton_and_no_gpu() -> None:
     """CPU ranks work where Triton is not installed."""
     code = """

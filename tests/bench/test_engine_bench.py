@@ -17,6 +17,8 @@ from shotcast.bench import engine_bench, engine_report
 from shotcast.bench.hosts.measure import HostsConfig
 from shotcast.cli import app
 from shotcast.errors import ConfigError
+from shotcast.hardware import detect
+from shotcast.hardware.detect import GpuFacts
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +69,17 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     assert f"| {rows[-1].tpot_ms:.2f} |" in lines[-1]
 
 
-def test_ways_of_long_prompts_beside_each_other(folder: Path, tmp_path: Path) -> None:
+def test_ways_of_long_prompts_beside_each_other(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a layout that a plan chooses, which is one rank where nothing was measured of the machine."""
+    monkeypatch.delenv("SHOTCAST_CALIBRATION", raising=False)
     stored, picture = tmp_path / "a.json", tmp_path / "a.png"
-    options = ["--layouts", "1x1,2x1", "--batches", "1", "--prompt", "8", "--output", "2", "--rounds", "1"]
-    ways = ["--overlap", "off,auto", "--json", str(stored), "--plot", str(picture)]
+    options = ["--layouts", "auto,2x1", "--batches", "1", "--prompt", "8", "--output", "2", "--rounds", "1"]
+    ways = ["--device", "cpu", "--overlap", "off,auto", "--json", str(stored), "--plot", str(picture)]
     result = CliRunner().invoke(app, ["bench", "engine", "-m", str(folder), *options, *ways])
     assert result.exit_code == 0, result.output
     rows = engine_report.read(stored)
     assert [(row.layout, row.overlap) for row in rows] == [("1x1", "off"), ("2x1", "off"), ("2x1", "auto")]
+    assert result.stderr.startswith("layout 1x1: one CPU rank")
     lines = engine_report.markdown(rows).splitlines()
     assert lines[0].startswith("| layout | algorithm | overlap | batch |")
     assert [line.split("|")[3].strip() for line in lines[2:]] == ["-", "off", "auto"]
@@ -107,6 +112,21 @@ def test_simulated_hosts_beside_gloo(folder: Path, tmp_path: Path) -> None:
     assert rows["4x1", "auto"].tpot_ms > 5 * 2.0
     assert rows["4x1", "gloo"].tpot_ms > rows["4x1", "auto"].tpot_ms
     assert result.output.split()[:2] == ["hosts", "one"]
+
+
+def test_a_planned_layout_is_for_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(GpuFacts(index, "NVIDIA H200", 150109880320, (9, 0), 132, None) for index in range(4))
+    monkeypatch.setattr(detect, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = engine_bench.EngineBenchConfig("random:llama-3.1-8b", (), (1, 32), ("auto",), 500, 100, 1, "auto")
+    said: list[str] = []
+    found = engine_bench.with_layouts(config, ["auto:2", "1x1", "auto"], said.append)
+    assert [layout.ranks for layout in found.layouts] == [2, 1, 4]
+    assert "for throughput of 500+100 tokens on 2 NVIDIA H200" in said[0]
+    assert "with 32 sequences" in said[0]
+    with pytest.raises(ConfigError, match="give TxP"):
+        engine_bench.with_layouts(replace(config, device="cpu", hosts=HostsConfig(2)), ["auto"])
 
 
 @pytest.mark.parametrize("text", ["4", "4x", "0x1", "ax1", "1x1x1"])

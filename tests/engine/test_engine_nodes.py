@@ -52,14 +52,29 @@ def codes(others: RankGroup) -> list[Any]:
     return [rank.value if rank.succeeded else rank.process.exitcode for rank in others.ranks]
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("tensor", "stages", "planned"),
+    [(2, 2, False), (2, 2, True), pytest.param(4, 1, False, marks=pytest.mark.full)],
+    ids=["2x2", "auto", "4x1"],
+)
 def test_outputs_are_those_of_one_host(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], model: str, tensor: int, stages: int
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    model: str,
+    tensor: int,
+    stages: int,
+    planned: bool,
 ) -> None:
-    with LLM(model, **options(tensor, stages)) as llm:
+    """The layout is given, or rank 0 plans it and tells the others."""
+    monkeypatch.delenv("SHOTCAST_CALIBRATION", raising=False)
+    given = options(tensor, stages)
+    with LLM(model, **given) as llm:
         expected = [output.tokens for output in llm.generate(PROMPTS, greedy(12))]
-    with other_ranks(monkeypatch, 4, 2, targets.member, model, options(tensor, stages)) as others:
-        with LLM(model, **options(tensor, stages)) as llm:
+    if planned:
+        given = {name: value for name, value in given.items() if "parallel" not in name} | {"layout": "auto"}
+    with other_ranks(monkeypatch, 4, 2, targets.member, model, given) as others:
+        with LLM(model, **given) as llm:
+            assert (llm.config.tensor_parallel, llm.config.pipeline_parallel) == (tensor, stages)
             assert [output.tokens for output in llm.generate(PROMPTS, greedy(12))] == expected
             assert len(llm.pids) == 1  # the others are processes of the job
             assert os.getpgid(llm.pids[0]) != os.getpgid(0)  # signals to the group of this process do not reach it

@@ -124,6 +124,21 @@ def test_completion_chat_and_stream_agree(served: Served) -> None:
     assert complete(client, PROMPTS[1], stop=["8"]).endswith("7, ")
 
 
+@pytest.mark.full
+def test_a_layout_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOTCAST_CALIBRATION", raising=False)
+    server = Served("--layout", "auto:2", "--device", "cpu")
+    try:
+        assert complete(server.client(), PROMPTS[0]).startswith(" Paris")
+        assert len(server.ranks()) == 2
+        assert "layout 2x1: as many of 2 CPU ranks a stage as a host has, since nothing was measured" in "".join(
+            server.log
+        )
+        assert server.stop() == 0
+    finally:
+        server.end()
+
+
 def test_errors_name_the_problem(served: Served) -> None:
     client = served.client()
     with pytest.raises(openai.NotFoundError, match="gpt-4"):

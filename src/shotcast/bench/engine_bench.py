@@ -19,9 +19,10 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -31,8 +32,9 @@ from shotcast.bench.hosts.measure import HostsConfig
 from shotcast.bench.hosts.network import SimulatedHosts
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
-from shotcast.engine.config import OVERLAP, EngineConfig, algorithm_names
+from shotcast.engine.config import OVERLAP, EngineConfig, algorithm_names, parse_layout
 from shotcast.engine.device_selection import select_device
+from shotcast.engine.layout_choice import choose_layout
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
@@ -70,15 +72,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Parse ``TxP``, such as 4x1 or 2x2."""
-        try:
-            tensor, pipeline = map(int, text.split("x"))
-            if min(tensor, pipeline) < 1:
-                raise ValueError(text)
-        except ValueError:
-            raise ConfigError(
-                f"a layout must be TxP (tensor by pipeline parallel) such as 4x1 or 2x2, not {text!r}"
-            ) from None
-        return cls(tensor, pipeline)
+        return cls(*parse_layout(text))
 
     @property
     def ranks(self) -> int:
@@ -133,6 +127,31 @@ class EngineBenchConfig:
             )
 
 
+def with_layouts(
+    config: EngineBenchConfig, names: Sequence[str], say: Callable[[str], None] = lambda text: None
+) -> EngineBenchConfig:
+    """Return a configuration with layouts by their names: ``TxP``, and ``auto`` or ``auto:N``, which a plan chooses.
+
+    The plan is for the largest batch, with prompts and outputs of the configuration.
+
+    Args:
+        say: is told what a plan has chosen, and why.
+    """
+    layouts = []
+    for name in names:
+        if not name.startswith("auto"):
+            layouts.append(Layout.parse(name))
+            continue
+        if config.hosts is not None:
+            raise ConfigError("simulated hosts share the cores of this machine, which plans do not describe; give TxP")
+        engine = _engine_options(config) | {"layout": name, "workload": f"{config.prompt}+{config.output}"}
+        with contextlib.closing(open_checkpoint(config.model)) as checkpoint:
+            choice = choose_layout(select_device(EngineConfig(config.model, **engine)), checkpoint.config)
+        say(str(choice))
+        layouts.append(Layout(choice.layout.tensor_parallel, choice.layout.pipeline_parallel))
+    return replace(config, layouts=tuple(layouts))
+
+
 def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
     """Measure all points of a configuration, with one engine for each layout and algorithm."""
     if config.hosts is not None:
@@ -164,19 +183,25 @@ def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda w
 def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str) -> LLM:
     return LLM(
         config.model,
-        tensor_parallel=layout.tensor_parallel,
-        pipeline_parallel=layout.pipeline_parallel,
-        device=config.device,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        max_model_len=config.prompt + config.output,
-        max_sequences=max(config.batches),
+        **_engine_options(config),
+        layout=str(layout),
         prefix_caching=False,
         algorithm=benchmark_algorithms(config.hosts is not None)[algorithm],
         overlap=overlap,
         # graphs with timestamps are captured when the model is loaded, not in the round that uses them
         stamp_every=int(config.device == "cuda"),
     )
+
+
+def _engine_options(config: EngineBenchConfig) -> dict[str, Any]:
+    """Return the options of every engine that is measured."""
+    return {
+        "device": config.device,
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "max_model_len": config.prompt + config.output,
+        "max_sequences": max(config.batches),
+    }
 
 
 def _measure_on_hosts(

@@ -16,6 +16,7 @@ from rich.console import Console
 from shotcast import env
 from shotcast.cli import bench_results
 from shotcast.cli.engine_options import Dtype as EngineDtype
+from shotcast.cli.engine_options import say
 from shotcast.cli.options import (
     Algorithms,
     BandwidthGbps,
@@ -286,7 +287,9 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
 @app.command("engine")
 def _engine_command(
     model: Annotated[str, typer.Option("-m", "--model", help="A model, as for shotcast generate.")] = "smollm2",
-    layouts: Annotated[str, typer.Option("--layouts", help="Layouts TxP: tensor by pipeline parallel.")] = "1x1,2x1",
+    layouts: Annotated[
+        str, typer.Option("--layouts", help="Layouts TxP: tensor by pipeline parallel; or auto, as for shotcast serve.")
+    ] = "1x1,2x1",
     batches: Annotated[str, typer.Option("--batches", help="Numbers of concurrent requests.")] = "1,4,16",
     algorithms: Annotated[
         str,
@@ -323,7 +326,7 @@ def _engine_command(
 
     config = engine_bench.EngineBenchConfig(
         model,
-        tuple(engine_bench.Layout.parse(layout) for layout in names_in(layouts)),
+        (),
         tuple(numbers_in(batches, "--batches")),
         names_in(algorithms),
         prompt,
@@ -336,6 +339,7 @@ def _engine_command(
         _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps),
         names_in(overlap),
     )
+    config = engine_bench.with_layouts(config, names_in(layouts), say)
     screen = new_console()
     environment, command = detect().as_json(), command_line()
     if plot_file is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shotcast.cli.options import Device, dtypes_named, with_underscores
+
+if TYPE_CHECKING:
+    from shotcast.engine.config import EngineConfig
 
 Model = Annotated[
     str,
@@ -16,9 +19,30 @@ Model = Annotated[
         "-m", "--model", help="A Hugging Face folder, a GGUF file, smollm2, random:PRESET or random:PRESET:LAYERS."
     ),
 ]
-TensorParallel = Annotated[int, typer.Option("-t", "--tensor-parallel", help="Ranks that each layer is divided among.")]
+TensorParallel = Annotated[
+    int | None, typer.Option("-t", "--tensor-parallel", help="Ranks that each layer is divided among. Default: 1.")
+]
 PipelineParallel = Annotated[
-    int, typer.Option("-p", "--pipeline-parallel", help="Pipeline stages that the layers are divided into.")
+    int | None,
+    typer.Option("-p", "--pipeline-parallel", help="Pipeline stages that the layers are divided into. Default: 1."),
+]
+Layout = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="Both as TxP, such as 4x2; or auto, which plans for all GPUs (auto:4 for 4 ranks) and takes the best.",
+    ),
+]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        help="What --layout auto plans for: throughput, latency, or bounds in ms such as ttft=500,tpot=20.",
+    ),
+]
+Workload = Annotated[
+    str,
+    typer.Option("--workload", help="Tokens in and out that --layout auto plans for. Default: 2048+128, or what fits."),
 ]
 Dtype = Annotated[
     str,
@@ -86,24 +110,33 @@ Seed = Annotated[int | None, typer.Option("--seed", help="The seed, which makes 
 def engine_options(
     model: str,
     device: Device,
-    tensor_parallel: int,
-    pipeline_parallel: int,
+    tensor_parallel: int | None,
+    pipeline_parallel: int | None,
+    layout: str,
     dtype: str,
     quantization: str,
     max_model_len: int,
     **others: Any,
 ) -> dict[str, Any]:
+    division = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     return {
         "model": model,
         "device": device.value,
-        "tensor_parallel": tensor_parallel,
-        "pipeline_parallel": pipeline_parallel,
+        **{name: number for name, number in division.items() if number is not None},
+        "layout": layout,
         "dtype": dtype,
         "quantization": quantization,
         "max_model_len": max_model_len,
         "progress": sys.stderr.isatty(),
         **others,
     }
+
+
+def as_started(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
+    """Return the options of an engine that starts again as one did, on the same kind of device in the same layout."""
+    planned = ("tensor_parallel", "pipeline_parallel", "target", "workload")
+    kept = {name: value for name, value in options.items() if name not in planned}
+    return kept | {"device": config.device, "layout": f"{config.tensor_parallel}x{config.pipeline_parallel}"}
 
 
 def say(text: str) -> None:

@@ -14,6 +14,7 @@ from shotcast.cli.engine_options import (
     Dtype,
     GenerationConfig,
     GpuMemoryUtilization,
+    Layout,
     MaxModelLen,
     MaxTokens,
     MinP,
@@ -47,8 +48,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete, or with --chat the message to answer.")],
     model: Model = "smollm2",
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-    tensor_parallel: TensorParallel = 1,
-    pipeline_parallel: PipelineParallel = 1,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
+    layout: Layout = "",
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
     quantization: Quantization = "",
@@ -78,6 +80,7 @@ def generate(
         device,
         tensor_parallel,
         pipeline_parallel,
+        layout,
         dtype,
         quantization,
         max_model_len,
@@ -88,6 +91,7 @@ def generate(
         max_sequences=1,
     )
     with LLM(**options) as llm:
+        _say_layout(llm)
         tokens = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if chat else prompt
         output = _print_answer(llm.stream(tokens, params))
         if output is None:
@@ -98,8 +102,9 @@ def generate(
 def chat(
     model: Model = "smollm2",
     system: Annotated[str, typer.Option("--system", help="The system message.")] = "",
-    tensor_parallel: TensorParallel = 1,
-    pipeline_parallel: PipelineParallel = 1,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
+    layout: Layout = "",
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
     quantization: Quantization = "",
@@ -128,6 +133,7 @@ def chat(
         device,
         tensor_parallel,
         pipeline_parallel,
+        layout,
         dtype,
         quantization,
         max_model_len,
@@ -137,6 +143,7 @@ def chat(
     )
     messages = [{"role": "system", "content": system}] if system else []
     with LLM(**options) as llm:
+        _say_layout(llm)
         params = SamplingParams(**{**_CHAT_DEFAULTS, **llm.sampling_defaults, **given})
         while (line := _read_line()) != "":
             messages.append({"role": "user", "content": line})
@@ -162,6 +169,11 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
         messages.pop()
     else:
         messages.append({"role": "assistant", "content": answer.text})
+
+
+def _say_layout(llm: LLM) -> None:
+    if llm.layout_choice is not None:
+        say(f"{llm.layout_choice}")
 
 
 def _read_line() -> str:

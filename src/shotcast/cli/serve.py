@@ -14,6 +14,7 @@ from shotcast.cli.engine_options import (
     GenerationConfig,
     GpuMemoryUtilization,
     KvCache,
+    Layout,
     MaxBatchTokens,
     MaxModelLen,
     MaxSequences,
@@ -24,7 +25,10 @@ from shotcast.cli.engine_options import (
     RankTimeout,
     SequenceParallel,
     StampEvery,
+    Target,
     TensorParallel,
+    Workload,
+    as_started,
     engine_options,
     say,
 )
@@ -43,8 +47,11 @@ def serve(
     served_model_name: Annotated[
         str, typer.Option("--served-model-name", help="The name in the API. Default: the model's name.")
     ] = "",
-    tensor_parallel: TensorParallel = 1,
-    pipeline_parallel: PipelineParallel = 1,
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
+    layout: Layout = "",
+    target: Target = "throughput",
+    workload: Workload = "",
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
     quantization: Quantization = "",
@@ -88,9 +95,12 @@ def serve(
         device,
         tensor_parallel,
         pipeline_parallel,
+        layout,
         dtype,
         quantization,
         max_model_len,
+        target=target,
+        workload=workload,
         max_sequences=max_sequences,
         max_batch_tokens=max_batch_tokens,
         kv_cache_bytes=parse_size(kv_cache),
@@ -133,8 +143,9 @@ def serve(
         say(f"serving {model} at http://{host}:{bound}/v1")
 
     def start() -> AsyncLLM:
+        nonlocal options
         llm = AsyncLLM(**options)
-        options["device"] = llm.config.device  # a restart must take the same device
+        options = as_started(options, llm.config)
         return llm
 
     if job is not None and job.rank != 0:

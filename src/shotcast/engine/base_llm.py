@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shotcast.engine.client import EngineClient, UpdateCallback
 from shotcast.engine.config import EngineConfig
@@ -13,6 +13,9 @@ from shotcast.engine.outputs import EngineStats
 from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from shotcast.engine.layout_choice import LayoutChoice
 
 
 class BaseLLM:
@@ -27,8 +30,13 @@ class BaseLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration of the engine, with the selected device."""
+        """The configuration of the engine, with the selected device and layout."""
         return self._client.config
+
+    @property
+    def layout_choice(self) -> LayoutChoice | None:
+        """Why the engine has its layout, where ``layout="auto"`` chose it; else None."""
+        return self._client.layout_choice
 
     @property
     def tokenizer(self) -> Tokenizer:

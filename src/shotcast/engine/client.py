@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from shotcast import env
 from shotcast.engine import worker
@@ -43,6 +43,9 @@ from shotcast.launcher.spawn import RankGroup
 from shotcast.models.generation_config import FILE, read_sampling_defaults
 from shotcast.models.memory_estimate import require_division
 from shotcast.models.source import RANDOM, open_checkpoint
+
+if TYPE_CHECKING:
+    from shotcast.engine.layout_choice import LayoutChoice
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,8 @@ class EngineClient:
     All ranks have to give the same options, and the same model.
 
     Attributes:
-        config: the configuration, with the selected device.
+        config: the configuration, with the selected device and layout.
+        layout_choice: why it has this layout, where a plan chose it; else None.
         pids: process ids of the ranks.
         sampling_defaults: the sampling parameters that the model's files set, by name.
 
@@ -86,7 +90,7 @@ class EngineClient:
     def __init__(self, config: EngineConfig):
         job = env.job()
         if job is not None and job.rank != 0:
-            JobMember(job, config.timeout_s).run(lambda: _as_member(config), worker.worker_main)
+            _serve_as_member(config, JobMember(job, config.timeout_s))
         leader = JobLeader(job, config.timeout_s) if job is not None else None
         with leader.refusing() if leader is not None else contextlib.nullcontext():
             self._start(config, leader)
@@ -95,10 +99,21 @@ class EngineClient:
         self.config = config = select_device(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
         with contextlib.closing(open_checkpoint(config.model)) as checkpoint:  # before processes are started
-            require_division(checkpoint.config, config.tensor_parallel, config.pipeline_parallel)
+            model = checkpoint.config
+        if not config.plans_layout:
+            require_division(model, config.tensor_parallel, config.pipeline_parallel)
         self.sampling_defaults = _sampling_defaults(config)
         if leader is not None:
             leader.gather(start_facts(config))
+        self.layout_choice: LayoutChoice | None = None
+        if config.plans_layout:
+            # an engine that is told its layout needs no planner
+            from shotcast.engine.layout_choice import choose_layout
+
+            self.layout_choice = choose_layout(config, model)
+            logger.info("%s", self.layout_choice)
+            self.config = config = config.divided(str(self.layout_choice.layout))
+        if leader is not None:
             require_ranks(config, leader.world_size)
         self._dead: EngineDead | None = None
         self._closing = False
@@ -117,7 +132,9 @@ class EngineClient:
             if leader is None:
                 self._ranks = RankGroup.start(worker.worker_main, config.ranks, config, address, key)
             else:
-                self._ranks = RankGroup.start_in_place(leader, worker.worker_main, config, address, key)
+                self._ranks = RankGroup.start_in_place(
+                    leader, worker.worker_main, config, address, key, decision=config.layout
+                )
         except BaseException as error:
             if hasattr(self, "_listener"):
                 self._listener.close()
@@ -369,10 +386,17 @@ class EngineClient:
             on_update([RequestUpdate(name, EngineDead("it was closed"), time.perf_counter())])
 
 
-def _as_member(config: EngineConfig) -> tuple[Mapping[str, str], tuple[Any, ...]]:
-    """Return the facts of a rank that has no client, and the arguments of its main function."""
-    config = select_device(config)
-    return start_facts(config), (config, "", b"")
+def _serve_as_member(config: EngineConfig, member: JobMember) -> NoReturn:
+    """Serve rank 0 of the job until it ends, in the layout that it has."""
+
+    def facts() -> tuple[Mapping[str, str], tuple[EngineConfig]]:
+        selected = select_device(config)
+        return start_facts(selected), (selected,)
+
+    def serve(config: EngineConfig) -> None:
+        worker.worker_main(config.divided(member.decision) if config.plans_layout else config, "", b"")
+
+    member.run(facts, serve)
 
 
 def _sampling_defaults(config: EngineConfig) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any
 
@@ -14,6 +15,41 @@ DTYPES = {"auto": ("float32", "bfloat16", "float16"), "cpu": _CPU_DTYPES, "cuda"
 QUANTIZATIONS = ("", "fp8")
 MAX_RANKS = 1024
 """The largest number of ranks of one engine."""
+_AUTO = re.compile(r"auto(?::([1-9]\d{0,3}))?")
+DEFAULT_TARGET = "throughput"
+_TEXTS = "layout", "target", "workload", "device", "dtype", "quantization", "algorithm", "generation_config"
+_DIVISION = ("tensor_parallel", "pipeline_parallel")
+
+
+def parse_layout(text: str, others: str = "") -> tuple[int, int]:
+    """Return the ranks of a stage and the stages of ``TxP``, such as 4x1 or 2x2.
+
+    Args:
+        others: what else is accepted, for the error.
+
+    Raises:
+        ConfigError: the text is something else.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if found is None:
+        raise ConfigError(
+            f"a layout must be {others}TxP (tensor by pipeline parallel) such as 4x1 or 2x2, not {text!r}"
+        )
+    return int(found[1]), int(found[2])
+
+
+def parse_workload(text: str) -> tuple[int, int] | None:
+    """Return the tokens of a prompt and of an output of a text such as 2048+128; None of an empty one.
+
+    Raises:
+        ConfigError: the text is something else.
+    """
+    if not text:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,8})\+([1-9]\d{0,8})", text)
+    if found is None:
+        raise ConfigError(f"workload must be tokens of a prompt and of an output such as 2048+128, not {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def algorithm_names() -> tuple[str, ...]:
@@ -35,6 +71,13 @@ class EngineConfig:
             another number of layers.
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: pipeline stages, each with some of the layers.
+        layout: both of them as ``TxP``, such as 4x2; or ``auto``, which plans for the GPUs that are visible, or for the
+            ranks of torchrun, and takes the layout that suits ``target`` best; ``auto:4`` plans for so many ranks. ""
+            means what ``tensor_parallel`` and ``pipeline_parallel`` say.
+        target: what ``auto`` plans for: ``throughput``, ``latency``, or bounds in milliseconds such as
+            ``ttft=500,tpot=20``.
+        workload: tokens of a prompt and of an output that ``auto`` plans for, such as ``512+256``; "" means 2048+128,
+            or as much of each as ``max_model_len`` has room for.
         device: ``cpu``, ``cuda``, or ``auto``: CUDA if every rank of this machine can have a GPU.
         dtype: data type of weights and activations; "" means float32 on the CPU and bfloat16 on CUDA.
         quantization: quantization of the layers' matrices: ``fp8`` (e4m3, on CUDA with bfloat16), computed when the
@@ -70,6 +113,9 @@ class EngineConfig:
     model: str
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    layout: str = ""
+    target: str = DEFAULT_TARGET
+    workload: str = ""
     device: str = "auto"
     dtype: str = ""
     quantization: str = ""
@@ -109,9 +155,10 @@ class EngineConfig:
         for name in ("prefix_caching", "sequence_parallel", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        for name in ("device", "dtype", "quantization", "algorithm", "generation_config"):
+        for name in _TEXTS:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a string, not {getattr(self, name)!r}")
+        self._divide()
         if self.ranks > MAX_RANKS:
             raise ConfigError(f"tensor_parallel x pipeline_parallel is {self.ranks}, above {MAX_RANKS} ranks")
         if self.device not in DTYPES:
@@ -151,10 +198,57 @@ class EngineConfig:
                 "or not all sequences could get a token in each step"
             )
 
+    def _divide(self) -> None:
+        """Set how the ranks are divided by ``layout``. Raise ConfigError if it is none, or they are said twice."""
+        given = self.tensor_parallel, self.pipeline_parallel
+        if self.layout and not self.plans_layout:
+            divided = parse_layout(self.layout, "auto, auto:N for N ranks, or ")
+            if given not in ((1, 1), divided):
+                raise _two_layouts(self.layout, *given)
+            for name, value in zip(_DIVISION, divided, strict=True):
+                object.__setattr__(self, name, value)
+        if self.plans_layout:
+            if given != (1, 1):
+                raise _two_layouts(self.layout, *given)
+            parse_workload(self.workload)
+            return
+        for name, default in (("target", DEFAULT_TARGET), ("workload", "")):
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name} is what layout auto plans for; leave it out where the layout is given")
+
     @classmethod
     def from_options(cls, model: str | PathLike[str], **options: Any) -> EngineConfig:
-        """Create a configuration whose model may be a path object."""
+        """Create a configuration whose model may be a path object.
+
+        Raises:
+            ConfigError: an option cannot be used, or ``layout`` is given with ``tensor_parallel`` or
+                ``pipeline_parallel``.
+        """
+        if options.get("layout") and any(name in options for name in _DIVISION):
+            raise _two_layouts(options["layout"], *(options.get(name, 1) for name in _DIVISION))
         return cls(fspath(model) if isinstance(model, PathLike) else model, **options)
+
+    @property
+    def plans_layout(self) -> bool:
+        """True if a plan has yet to choose the layout."""
+        return _AUTO.fullmatch(self.layout) is not None
+
+    @property
+    def asked_ranks(self) -> int | None:
+        """The number of ranks in ``auto:N``, and of a layout that is given; None for ``auto``."""
+        found = _AUTO.fullmatch(self.layout)
+        if found is None:
+            return self.ranks
+        return int(found[1]) if found[1] else None
+
+    def divided(self, layout: str) -> EngineConfig:
+        """Return this configuration with the layout that a plan has chosen, such as 4x2."""
+        return replace(self, layout=layout, target=DEFAULT_TARGET, workload="")
+
+    @property
+    def dtype_name(self) -> str:
+        """The data type of weights and activations on the selected device."""
+        return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
     @property
     def ranks(self) -> int:
@@ -165,3 +259,10 @@ class EngineConfig:
     def output_rank(self) -> int:
         """The rank that sends sampled tokens to rank 0: the first of the last stage."""
         return self.ranks - self.tensor_parallel
+
+
+def _two_layouts(layout: object, tensor_parallel: object, pipeline_parallel: object) -> ConfigError:
+    return ConfigError(
+        f"layout {layout} and tensor_parallel x pipeline_parallel ({tensor_parallel} x {pipeline_parallel}) both say "
+        "how the ranks are divided; give one of them"
+    )

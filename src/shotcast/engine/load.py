@@ -56,9 +56,9 @@ def load(
     checkpoint = open_checkpoint(config.model, _device_of(config))
     stack.callback(checkpoint.close)
     model = checkpoint.config
-    max_model_len = _max_model_len(config, model)
+    max_model_len = max_model_len_of(config, model)
     device = config.device
-    dtype_name = config.dtype or ("float32" if device == "cpu" else "bfloat16")
+    dtype_name = config.dtype_name
     dtype: torch.dtype = getattr(torch, dtype_name)
     if config.quantization:
         _require_float8(_device_of(config))
@@ -134,7 +134,7 @@ def communicators(
     return job, stack.enter_context(comm)
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def max_model_len_of(config: EngineConfig, model: ModelConfig) -> int:
     """Return the limit on the tokens of a sequence.
 
     Raises:

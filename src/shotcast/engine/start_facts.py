@@ -8,9 +8,12 @@ from dataclasses import asdict
 import torch
 
 from shotcast import __version__
+from shotcast.collectives.rank_device import local_world_size
 from shotcast.engine.config import EngineConfig
 from shotcast.errors import ConfigError
+from shotcast.hardware import detect
 from shotcast.models.fingerprint import fingerprints
+from shotcast.units import about_size
 
 _OWN = ("model", "progress", "generation_config")
 """Options that may differ: where a host keeps the model, and what rank 0 alone uses."""
@@ -26,6 +29,11 @@ def start_facts(config: EngineConfig) -> dict[str, str]:
         ConfigError: there is no such model on this host.
     """
     options = {name: repr(value) for name, value in asdict(config).items() if name not in _OWN}
+    if config.plans_layout:  # rank 0 plans for machines such as its own
+        options["the number of ranks on a host"] = str(local_world_size())
+        if config.device == "cuda":
+            gpu = detect.visible_gpus()[0]
+            options["the GPU"] = f"{gpu.name}, {about_size(gpu.memory_bytes)}"
     versions = {
         "the version of shotcast": __version__,
         "the version of torch": torch.__version__,

@@ -104,7 +104,7 @@ class RemoteRank:
         with self._lock, contextlib.suppress(OSError):  # then it is gone
             if not self.left:
                 self.left = word.reason is not None
-                self.connection.send_bytes(json.dumps([word.reason, word.refused]).encode())
+                self.connection.send_bytes(json.dumps([word.reason, word.refused, word.decision]).encode())
 
     def stop_receiving(self) -> None:
         """Let :meth:`receive` find the end of the connection, from any thread. What was told still arrives."""
@@ -119,10 +119,12 @@ class Word:
     Attributes:
         reason: why the job ends; "" where it ends in order.
         refused: the configuration was refused, before the rank began.
+        decision: what rank 0 alone has decided, for the ranks that begin.
     """
 
     reason: str | None = None
     refused: bool = False
+    decision: str = ""
 
 
 class JobLeader:
@@ -221,10 +223,10 @@ class JobLeader:
         """The store of the job, which has to live as long as the ranks."""
         return self._store
 
-    def begin(self) -> None:
-        """Give all ranks the word to begin."""
+    def begin(self, decision: str = "") -> None:
+        """Give all ranks the word to begin, with what rank 0 has decided for all."""
         for member in self.members:
-            member.tell(Word())
+            member.tell(Word(decision=decision))
 
     def _unknown(self) -> list[int]:
         known = {member.rank for member in self.members if member.facts is not None}
@@ -254,10 +256,14 @@ class JobMember:
     Args:
         job: this rank.
         silence_s: how long the host of rank 0 may give no sign of life.
+
+    Attributes:
+        decision: what rank 0 has decided for all, once this rank has begun.
     """
 
     job: JobEnv
     silence_s: float
+    decision: str = field(init=False, default="")
     _connection: Connection = field(init=False)
     _leader_host: str = field(init=False, default="")
     _word: Word | None = field(init=False, default=None)
@@ -346,6 +352,8 @@ class JobMember:
             if word.reason is not None:
                 self._word = word
                 self._ended.set()
+            else:
+                self.decision = word.decision
             self._begun.set()
         if self._left.wait(0 if word.reason else _LEAVE_S):
             return

@@ -192,18 +192,23 @@ class RankGroup:
         return cls(_pickle_call(fn, args), environments, store, namespaces)
 
     @classmethod
-    def start_in_place(cls, leader: JobLeader, fn: Callable[..., Any], *args: Any) -> RankGroup:
+    def start_in_place(cls, leader: JobLeader, fn: Callable[..., Any], *args: Any, decision: str = "") -> RankGroup:
         """Start one process in the place of this one, rank 0 of a job, and tell the other ranks to begin.
 
         The process has a group of its own: torchrun passes its signals to the group, and this process decides whether
         running work may end first.
+
+        Args:
+            leader: the other ranks.
+            fn, args: what the process calls.
+            decision: what the other ranks are told with the word to begin.
         """
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         environment = _with_threads(dict(os.environ), local_world_size)
         environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists, in this process or in torchrun's
         environments = {int(os.environ["RANK"]): environment}
         group = cls(_pickle_call(fn, args), environments, leader.store, others=leader.members, own_group=True)
-        leader.begin()
+        leader.begin(decision)
         return group
 
     def results(self, timeout_s: float | None = None, *, return_exceptions: bool = False) -> list[Any]:
