@@ -4,7 +4,7 @@
 # line reports how each command ended.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 tune_sms_x2 launches_x2 engine_8b_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor tests_operations faults faults_cpu fuzz hosts operations_cpu operations_x2 stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap tests_prefill_overlap prefill_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2 overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 training_x2 overlap_hosts products_x1 tests_products tests_few_sms few_sms_x2 few_sms_x4 tests_fused_products fused_products_x1 fused_products_x2 frameworks_cpu frameworks_x2 process_group_cpu process_group_x2 tests_process_group tests_integrations torch_suite_x2 served_trace"
+parts="x4 slices x2 fused tune_x4 tune_x2 tune_sms_x2 launches_x2 calibrate_x1 calibrate_x2 engine_8b_x1 engine_70b_x1 engine_405b_x1 profile_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor tests_operations faults faults_cpu fuzz hosts operations_cpu operations_x2 stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap tests_prefill_overlap prefill_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2 overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 training_x2 overlap_hosts products_x1 tests_products tests_few_sms few_sms_x2 few_sms_x4 tests_fused_products fused_products_x1 fused_products_x2 frameworks_cpu frameworks_x2 process_group_cpu process_group_x2 tests_process_group tests_integrations torch_suite_x2 served_trace"
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -96,7 +96,18 @@ for part in "$@"; do
     launches_x2) # every launch of small sums, fused and plain, beside FlashInfer where it is installed
         script 590 launches_x2 benchmarks/launch_sweep.py --world-size 2 --json "$out/launches_x2.json"
         ;;
-    engine_8b_x1) engine 200 engine_8b_x1 8b 1x1 1,4,16,64 auto ;;
+    calibrate_x[12]) # kernels and host of a GPU, then the calibration; with two, sums as well. FOLDER may have results of sums
+        ranks=${part#calibrate_x}
+        script 590 "$part" -m shotcast calibrate "$out" --device cuda --world-size "$ranks" --output "$out/calibration.json" \
+            --cluster "$out/cluster.yaml"
+        ;;
+    engine_8b_x1) engine 300 engine_8b_x1 8b 1x1 1,4,16,64,256,512 auto ;;
+    engine_70b_x1) engine 500 engine_70b_x1 70b 1x1 1,64,256,512 auto --quantization fp8 ;;
+    engine_405b_x1) engine 590 engine_405b_x1 405b:31 1x1 1,64,256,512 auto --quantization fp8 ;; # a quarter of the layers
+    profile_x1) # kernels of steps by name
+        script 120 profile_8b benchmarks/engine_profile.py --model random:llama-3.1-8b --json "$out/profile_8b.json"
+        script 150 profile_70b benchmarks/engine_profile.py --model random:llama-3.1-70b:20 --json "$out/profile_70b.json"
+        ;;
     engine_8b) engine 200 engine_8b 8b 4x1 1,64 auto,nccl ;;
     engine_70b) engine 300 engine_70b 70b 4x1 1,64,256 auto,nccl ;;
     engine_70b_stages) engine 400 engine_70b_stages 70b 1x4,2x2 1,64,256 auto ;;
@@ -307,7 +318,7 @@ for part in "$@"; do
         done
         ;;
     served_trace) # kernels of a CPU rank alone, then a trace that the engine serves in real time
-        script 600 calibrate_x1 -m shotcast calibrate --device cpu --output "$out/calibration_x1.json" --cluster "$out/cluster_x1.yaml"
+        script 600 calibrate_cpu_x1 -m shotcast calibrate --device cpu --output "$out/calibration_x1.json" --cluster "$out/cluster_x1.yaml"
         script 600 served_trace benchmarks/served_trace.py --record "$out/served_trace.json"
         ;;
     *)

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_timing import seconds_each, write
+from gpu_timing import write
 from rich.console import Console
 from rich.table import Table
 
 import shotcast
 from shotcast.bench import kernels
+from shotcast.bench.gpu_times import seconds_each
 from shotcast.units import format_size, parse_size
 
 OWN = ("nvrar", "nvrar_pairs", "nvrar_halving")

@@ -149,6 +149,7 @@ OTHERS = (
     "frameworks",
     "process_group",
     "calibration_",
+    "kernels_",
     "served_trace",
 )
 """File names of other results: those of the engine, of the scripts in benchmarks, and of long tests."""

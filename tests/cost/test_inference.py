@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shotcast.cost.calibration import KernelPoint, fit_kernel
 from shotcast.cost.inference import (
+    HostCost,
     KernelCost,
     KernelWork,
     decode_attention,
@@ -44,14 +45,16 @@ def test_few_rows_take_the_time_of_reading_weights(cost: KernelCost) -> None:
 
 
 def test_operations_of_attention_counted_one_by_one() -> None:
+    """A token of a prompt begins in the time of 192 keys more, a sequence that decodes in that of 96."""
     parts, heads, head_dim = [(5, 3), (2, 0)], 3, 4
     operations = sum(
-        2 * 2 * head_dim for tokens, before in parts for token in range(tokens) for _ in range(before + token + 1)
+        2 * 2 * head_dim for tokens, before in parts for token in range(tokens) for _ in range(before + token + 1 + 192)
     )
     work = prompt_attention(parts, heads, head_dim)
     assert work.first * 1e9 == pytest.approx(operations * heads)
     assert work.second * 1e3 == 8
-    assert decode_attention(3, 100, 2, 64, 2).first * 1e9 == 3 * 100 * 2 * 2 * 64 * 2
+    assert decode_attention(3, 100, 2, 64, 2).first * 1e9 == pytest.approx(3 * 196 * 2 * 2 * 64 * 2)
+    assert decode_attention(3, 100, 2, 64, 2, beginning=0).first * 1e9 == pytest.approx(3 * 100 * 2 * 2 * 64 * 2)
 
 
 @pytest.mark.parametrize(("sequences", "splits"), [(1, 64), (4, 32), (8, 16), (16, 8), (64, 2), (128, 1), (1024, 1)])
@@ -117,3 +120,9 @@ def test_what_measurements_leave_open_stays() -> None:
 def test_a_fit_to_too_little(points: list[KernelPoint], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fit_kernel(points, KernelCost(2.0, 4000.0, 3e5))
+
+
+def test_the_host_of_a_gpu() -> None:
+    host = HostCost(100.0, 3.0, 0.1, True, "x", per_layer_us=50.0, per_request_us=200.0, client_us=400.0)
+    assert host.time_us(4, 20) == 100 + 12 + 2
+    assert host.time_us(4, 20, requests=2, layers=3) == 100 + 12 + 2 + 400 + 150

@@ -6,17 +6,18 @@ import json
 import math
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from shotcast.collectives.registry import registered
 from shotcast.cost.calibration import Measured, fit
 from shotcast.cost.collective import NVLINK4, LinkCost, time_us
-from shotcast.cost.inference import CPU_KINDS, KINDS, decode_attention, product
+from shotcast.cost.inference import CPU_KINDS, KINDS, decode_attention, product, rows_pass
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
-from shotcast.planner import calibration
-from shotcast.planner.calibration import FUSED_NORM, LINK, calibrate, calibrated_parts, load, parse, prompt_parts
+from shotcast.planner.calibration import FUSED_NORM, LINK, calibrated_parts, load, parse
+from shotcast.planner.calibration_fit import KERNELS_FILE, calibrate, kernel_point
 from shotcast.wire import DTYPES, NodeShape, Op
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "data" / "h200"
@@ -48,8 +49,10 @@ def test_the_packaged_calibration_is_that_of_the_results() -> None:
     assert set(packaged.kinds) == {*KINDS, FUSED_NORM}
     assert json.loads(packaged.as_json()) == json.loads(fresh.as_json())
     for kind, known in fresh.kinds.items():
-        # two points of fused norms are disturbed by the change of algorithm; products and attention are within this
-        assert known.residual < (0.3 if kind == FUSED_NORM else 0.22), kind
+        # quantisation is one kind for rows of all widths; two fused norms are disturbed by the change of algorithm
+        assert known.residual < {"rows_pass_fp8": 0.4, FUSED_NORM: 0.3}.get(kind, 0.21), kind
+        assert known.residual < 0.05 or not kind.startswith("sustained"), kind
+    assert (packaged.host.hidden, packaged.host.source) == (True, "steps of a small model")
     assert fresh.residual(LINK) < 0.1
 
 
@@ -101,9 +104,11 @@ def test_another_gpu_keeps_the_efficiency() -> None:
 def test_a_cpu_has_constants_by_ranks() -> None:
     content = json.loads(load(PART).as_json())
     kinds = {f"{kind}@1": content["kinds"]["rows_pass"] for kind in CPU_KINDS}
-    few = {"kinds": kinds, "host": content["host"] | {"fixed_us": 50.0, "per_sequence_us": 2.0}}
+    host = {name: content["host"][name] for name in ("fixed_us", "per_sequence_us", "per_row_us", "hidden", "source")}
+    few = {"kinds": kinds, "host": host | {"fixed_us": 50.0, "per_sequence_us": 2.0}}
     many = few | {"host": few["host"] | {"hidden": False, "source": "measured", "per_row_us": 0.5}}
-    cpu = {"part": "a CPU", "device": "cpu", "dtype": "float32", "kinds": {}, "shares": {"1": few, "2": many}}
+    cpu: dict[str, Any] = {"part": "a CPU", "device": "cpu", "dtype": "float32", "kinds": {}, "host": host}
+    cpu["shares"] = {"1": few, "2": many}
     found = parse(json.dumps(content | cpu), "x")
     assert found.kinds == found.shares[2].kinds
     assert json.loads(found.as_json()) == content | cpu
@@ -119,34 +124,33 @@ def test_a_cpu_has_constants_by_ranks() -> None:
     assert own.of_ranks(4) is own
 
 
-@pytest.mark.parametrize(
-    ("step", "parts"),
-    [
-        ("512", [(512, 0)]),
-        ("4 x 512", [(512, 0)] * 4),
-        ("2048 after 30K", [(2048, 30720)]),
-        ("16K", [(16384, 0)]),
-        ("63 that decode at 1K, 1985", []),
-    ],
-)
-def test_steps_of_prompts_are_read(step: str, parts: list[tuple[int, int]]) -> None:
-    assert prompt_parts(step) == parts
-
-
 def test_every_measurement_is_used() -> None:
-    files = calibration._Results(RESULTS)
-    kinds = [kind for kind, _ in calibration._points(files)]
-    # 9 products and 54, ..., and in large_batches.txt 9 shapes of 5 numbers of rows; 5 and 9 of 128 rows
-    counts = {kind: kinds.count(kind) for kind in kinds}
-    assert counts["product_many_rows"] == 9 * 5 + 9
-    assert counts["rows_pass"] == 7
-    assert counts["decode_attention"] == 30
-    assert counts["prompt_attention"] == 10
-    assert math.isclose(sum(counts.values()), len(kinds))
+    """All but steps of prompts and sequences that decode together, and quantised rows that no registers hold."""
+    rows = json.loads((RESULTS / KERNELS_FILE).read_text())["rows"]
+    left_out = [
+        row
+        for row in rows
+        if row["kernel"] == "mixed_attention"
+        or (row.get("width") == 53248 and row["name"] in ("quantization", "activation_fp8"))
+    ]
+    host = [row for row in rows if row["kernel"] in ("host", "first_token")]
+    points = sum(known.points for kind, known in load(PART).kinds.items() if kind != FUSED_NORM)
+    assert points == len(rows) - len(left_out) - len(host)
+    assert all(kernel_point(row) is None for row in left_out)
+    assert {row["kernel"] for row in left_out} == {"mixed_attention", "rows_pass"}
+
+
+def test_the_widest_rows_take_longer_than_others_say() -> None:
+    """They are left out, since no constant of this kind would hold for both."""
+    rows = json.loads((RESULTS / KERNELS_FILE).read_text())["rows"]
+    wide = [row for row in rows if row.get("width") == 53248 and row["name"] == "quantization" and row["rows"] >= 256]
+    cost = load(PART).kinds["rows_pass_fp8"].cost
+    assert wide
+    assert all(row["us"] > 4 * cost.time_us(rows_pass(row["nbytes"])) for row in wide)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"linear\.json has no results"):
+    with pytest.raises(ConfigError, match=r"kernels_x1\.json has no results"):
         calibrate(tmp_path, PART)
     with pytest.raises(ConfigError, match="Toaster is not in the catalog"):
         calibrate(RESULTS, "Toaster")
@@ -176,6 +180,8 @@ def test_what_is_no_calibration(text: str) -> None:
         ("rows_pass", None, "x is no calibration: it lacks rows_pass"),
         ("host.fixed_us", -1, "x: host fixed_us must be a number, 0 or above, not -1"),
         ("host.per_row_us", math.inf, "x: host per_row_us must be a number, 0 or above, not inf"),
+        ("host.per_layer_us", -1, "x: host per_layer_us must be a number, 0 or above, not -1"),
+        ("host.client_us", math.nan, "x: host client_us must be a number, 0 or above, not nan"),
         ("host.hidden", "yes", "x is no calibration, as shotcast calibrate writes it: .*true or false, not 'yes'"),
         ("device", "tpu", "x: device must be one of cuda, cpu, not 'tpu'"),
         ("device", "cpu", "x: shares are the constants of a CPU, by ranks; it is of device cpu"),
@@ -213,14 +219,10 @@ def results_of(folder: Path) -> Path:
 def test_the_part_is_that_of_every_file(tmp_path: Path) -> None:
     folder = results_of(tmp_path)
     assert calibrate(folder).part == PART
-    with pytest.raises(ConfigError, match=r"linear\.json was measured on NVIDIA H200, and --part says NVIDIA B200"):
+    with pytest.raises(
+        ConfigError, match=r"fused_bf16_x4\.json was measured on NVIDIA H200, and --part says NVIDIA B200"
+    ):
         calibrate(folder, "NVIDIA B200")
-    file = folder / "exploration" / "large_batches.txt"
-    text = file.read_text()
-    file.write_text(text.replace("H200", "B200", 1))
-    with pytest.raises(ConfigError, match=r"batches\.txt was measured on B200, and linear\.json says NVIDIA H200"):
-        calibrate(folder)
-    file.write_text(text)
     file = folder / "all_reduce_bf16_x4.json"
     content = json.loads(file.read_text())
     content["environment"]["gpus"][3]["name"] = "NVIDIA H100 80GB HBM3"
@@ -236,9 +238,11 @@ def test_the_part_is_that_of_every_file(tmp_path: Path) -> None:
 def test_results_that_are_none_are_named(tmp_path: Path) -> None:
     folder = results_of(tmp_path)
     for name, change, message in (
-        ("decode_attention.json", {"rows": [{"sequences": 1}]}, "has a row that is no result to calibrate by"),
-        ("decode_attention.json", {"rows": [3]}, "has a row that is no result to calibrate by"),
-        ("decode_attention.json", {"rows": 3}, "has no results to calibrate by"),
+        (KERNELS_FILE, {"rows": [{"kernel": "product", "us": 1.0}]}, "has a row that is no result to calibrate by"),
+        (KERNELS_FILE, {"rows": [{"kernel": "toaster", "us": 1.0}]}, "has a row .*there is no kernel 'toaster'"),
+        (KERNELS_FILE, {"rows": [3]}, "has a row that is no result to calibrate by"),
+        (KERNELS_FILE, {"rows": 3}, "has no results to calibrate by"),
+        ("fused_bf16_x4.json", {"rows": [{"nbytes": 1}]}, "has a row that is no result to calibrate by"),
         ("all_reduce_bf16_x2.json", {"rows": [{"algorithm": "ring"}]}, "has a row that is no result to calibrate by"),
     ):
         before = (folder / name).read_text()
@@ -249,8 +253,8 @@ def test_results_that_are_none_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{name} has no results to calibrate by"):
             calibrate(folder)
         (folder / name).write_text(before)
-    rows = json.loads((folder / "prompt_attention.json").read_text())
-    rows["rows"][0]["own_us"] = -1.0
-    (folder / "prompt_attention.json").write_text(json.dumps(rows))
+    rows = json.loads((folder / KERNELS_FILE).read_text())
+    rows["rows"][0]["us"] = -1.0
+    (folder / KERNELS_FILE).write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=r"a number of microseconds above 0, not -1\.0"):
         calibrate(folder)

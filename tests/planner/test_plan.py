@@ -397,7 +397,7 @@ def test_a_calibration_of_ones_own(tmp_path: Path) -> None:
     folder = Path(__file__).parent.parent.parent / "benchmarks" / "data" / "h200"
     file = tmp_path / "mine.json"
     text = run("calibrate", str(folder), "-o", str(file))
-    assert "product_many_rows 54" in text.replace("│", "").replace("  ", " ").replace("  ", " ")
+    assert "product_many_rows 230" in text.replace("│", "").replace("  ", " ").replace("  ", " ")
     assert "To start it" in run("plan", "-m", "llama-3.1-8b", "-g", "1", "--calibration", str(file))
 
 

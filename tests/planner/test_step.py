@@ -17,7 +17,7 @@ from shotcast.collectives.registry import registered
 from shotcast.cost import nccl
 from shotcast.cost.calibration import KernelFit
 from shotcast.cost.collective import LinkCost, NetworkCost
-from shotcast.cost.inference import KINDS, KernelCost
+from shotcast.cost.inference import DECODE_BEGINNING, KINDS, KernelCost
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.models.presets import PRESETS, preset
@@ -87,7 +87,8 @@ def test_a_prompt_takes_two_operations_a_weight_and_token(name: str) -> None:
 def test_keys_and_values_are_read_once(name: str) -> None:
     model = preset(name)
     one_rank = StepModel(model, Layout(1, 1), constants("decode", "first_rate", 1.0), costs()[1])
-    expected = 5 * 101 * 2 * model.layers * model.kv_heads * model.head_dim * 2  # those before it, and its own
+    begun = 101 + DECODE_BEGINNING  # those before it and its own, and the keys in whose time it begins
+    expected = 5 * begun * 2 * model.layers * model.kv_heads * model.head_dim * 2
     assert total_us(one_rank, decode(5, 100)) * 1e3 == pytest.approx(expected, rel=1e-9)
 
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
-import pickle
 import time
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 
+from shotcast.bench import lone_engine
 from shotcast.collectives.communicator import Communicator
 from shotcast.cost.inference import HostCost
-from shotcast.engine.engine_core import EngineCore
 from shotcast.engine.model_runner import ModelRunner
-from shotcast.engine.requests import Request
-from shotcast.engine.sampling_params import SamplingParams
-from shotcast.engine.scheduler import Scheduler, SchedulerConfig
-from shotcast.engine.step_plan import StepPlan
+from shotcast.engine.scheduler import SchedulerConfig
 from shotcast.layers.attention import KVCache
 from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.parallel import Parallel
@@ -49,32 +43,6 @@ class _NoModel:
         self.times.append((time.perf_counter(), len(batch.tokens)))
         rows = len(batch.tokens) if batch.logits_indices is None else len(batch.logits_indices)
         return Logits(self._values[:rows], self._best[:rows])
-
-
-class _Client:
-    """A client that sends some requests at once, and then ends the engine."""
-
-    def __init__(self, requests: list[Request]):
-        self._messages: list[Request | None] = [*requests]
-
-    def poll(self) -> bool:
-        return bool(self._messages)
-
-    def recv(self) -> Request | None:
-        return self._messages.pop(0) if self._messages else None
-
-    def send(self, message: Any) -> None:
-        pickle.dumps(message)
-
-
-class _NoRanks:
-    """The way to the other ranks where there are none."""
-
-    def send_plan(self, plan: StepPlan | None) -> None:
-        """Send nothing."""
-
-    def recv_output(self, timeout_s: float) -> Any:
-        raise AssertionError("a rank alone has its output itself")
 
 
 def measure() -> HostCost:
@@ -107,13 +75,6 @@ def _run(comm: Communicator, prompts: list[int], together: int = max(SEQUENCES))
     blocks = max(SEQUENCES) * _LENGTH // _BLOCK
     runner = ModelRunner(model, blocks, _BLOCK, max(SEQUENCES), _LENGTH, 0)  # type: ignore[arg-type]
     output = _OUTPUT if together > 1 else 2
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    requests = [
-        Request(f"{number}", tuple((number + place) % 1000 for place in range(length)), params)
-        for number, length in enumerate(prompts)
-    ]
-    scheduler = Scheduler(SchedulerConfig(together, 2048, _BLOCK, blocks, _LENGTH))
-    client, ranks = _Client(requests), _NoRanks()
-    EngineCore(scheduler, runner, ranks, client, lambda: None, 0, math.inf).run()
+    lone_engine.serve(runner, SchedulerConfig(together, 2048, _BLOCK, blocks, _LENGTH), prompts, output)
     runner.close()
     return model.times

@@ -154,10 +154,11 @@ def _points(model: CausalLM, step: _Step, times_us: dict[str, float]) -> Iterato
         yield RowsPoint(name, rows, KernelPoint(rows_pass(nbytes), times_us["norm" if name == SUM_NORM else name]))
     attention = block.attention
     if step.prompt:
-        kind, work = "prompt_attention", prompt_attention([(step.prompt, 0)], attention.heads, attention.head_dim)
+        shape = attention.heads, attention.head_dim
+        kind, work = "prompt_attention", prompt_attention([(step.prompt, 0)], *shape, beginning=0)
     else:
         shape = attention.kv_heads, attention.head_dim
-        kind, work = "decode_attention", decode_attention(step.sequences, step.context + 1, *shape, 4)
+        kind, work = "decode_attention", decode_attention(step.sequences, step.context + 1, *shape, 4, beginning=0)
     yield RowsPoint(kind, rows, KernelPoint(work, times_us["attention"]))
 
 

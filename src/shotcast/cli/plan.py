@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shotcast.cli.options import new_console, ready_to_write, with_underscores
+from shotcast.cli.options import command_line, new_console, ready_to_write, with_underscores
 from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from shotcast.cost.inference import HostCost
     from shotcast.planner.plan import Plan
     from shotcast.simulator.traffic import Traffic
 
@@ -184,40 +185,72 @@ def _writing(file: Path) -> Iterator[None]:
 
 def calibrate(
     results: Annotated[
-        Path | None, typer.Argument(help="The folder with the results of kernels and collectives of a GPU.")
+        Path | None, typer.Argument(help="The folder with the results of a GPU; with --device cuda, where they go.")
     ] = None,
     part: Annotated[
         str, typer.Option("--part", help="The GPU, as CUDA names it. Default: the one that the results are of.")
     ] = "",
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("calibration.json"),
     device: Annotated[
-        str, typer.Option("--device", help="cpu to measure this machine; without a folder, it is measured.")
+        str, typer.Option("--device", help="cpu or cuda to measure this machine; without it, the folder is read.")
     ] = "",
-    world_size: Annotated[int, typer.Option("-g", "--world-size", help="CPU ranks that share this machine.")] = 1,
+    world_size: Annotated[
+        int,
+        typer.Option("-g", "--world-size", help="CPU ranks that share this machine, or GPUs with their link."),
+    ] = 1,
     cluster: Annotated[
         Path, typer.Option("--cluster", help="The file to write with the description of this machine.")
     ] = Path("cluster.yaml"),
 ) -> None:
-    """Fit the constants of kernels and collectives, and write them for ``shotcast plan``.
+    """Fit the constants of kernels, host and collectives, and write them for ``shotcast plan``.
 
-    They are fitted to the results in a folder, or measured on the CPU of this machine.
+    They are fitted to the results in a folder, or measured on the CPU or a GPU of this machine.
     """
+    if device not in ("", "cpu", "cuda"):
+        raise ConfigError(f"--device must be cpu or cuda, to measure this machine, not {device!r}")
+    if device and part:
+        raise ConfigError(f"--device {device} measures this machine; leave out --part")
+    if device == "cpu":
+        if results is not None:
+            raise ConfigError("--device cpu measures this machine; leave out the folder")
+        _calibrate_cpu(world_size, output, cluster)
+    elif device == "cuda":
+        folder = output.with_name(f"{output.stem}_results") if results is None else results
+        _measure_gpu(folder, world_size, output, cluster)
+        _fit_gpu(folder, part, output)
+        new_console().print(f"described this machine in {cluster}, for --cluster", soft_wrap=True, highlight=False)
+    elif results is None:
+        raise ConfigError("give a folder with results of a GPU, or --device cpu or cuda to measure this machine")
+    else:
+        ready_to_write(output)
+        _fit_gpu(results, part, output)
+
+
+def _measure_gpu(folder: Path, gpus: int, output: Path, cluster: Path) -> None:
+    """Measure this machine's GPU into a folder."""
+    from rich.console import Console
+
+    from shotcast.bench import gpu_calibration
+
+    gpu_calibration.require_gpus(gpus)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+    ready_to_write(output, cluster, folder / gpu_calibration.KERNELS_FILE)
+    with Console(stderr=True).status("") as status:
+        for file in gpu_calibration.measure(folder, gpus, command_line(), status.update):
+            new_console().print(f"wrote {file}", soft_wrap=True, highlight=False)
+    cluster.write_text(gpu_calibration.cluster_text())
+
+
+def _fit_gpu(folder: Path, part: str, output: Path) -> None:
+    """Fit a calibration to a folder of results, write it and show it."""
     from rich.table import Table
 
-    from shotcast.planner.calibration import calibrate as fitted
+    from shotcast.planner.calibration_fit import calibrate as fitted
 
-    if device == "cpu":
-        if results is not None or part:
-            raise ConfigError("--device cpu measures this machine; leave out the folder and --part")
-        _calibrate_cpu(world_size, output, cluster)
-        return
-    if device or results is None:
-        raise ConfigError(
-            "give a folder with results of a GPU, or --device cpu to measure this machine"
-            + f", not {device}" * bool(device)
-        )
-    ready_to_write(output)
-    found = fitted(results, part)
+    found = fitted(folder, part)
     output.write_text(found.as_json() + "\n")
     table = Table("kernel", "points", "fixed us", "rate", "second rate", "error", "worst", title=found.part)
     for kind, known in sorted(found.kinds.items()):
@@ -226,8 +259,18 @@ def calibrate(
         table.add_row(kind, str(known.points), *numbers, f"{known.residual:.0%}", f"{known.worst:.0%}")
     screen = new_console()
     screen.print(table)
+    screen.print(_host_line(found.host), soft_wrap=True, highlight=False)
     screen.print(f"collectives: {found.link}, error {found.link_residual:.0%}", soft_wrap=True, highlight=False)
+    if packaged := [source for source in found.sources if source.startswith("link of")]:
+        screen.print(f"The {packaged[0]}, by the data sheets: no results of sums are in {folder}.", soft_wrap=True)
     screen.print(f"wrote {output}; to use it: shotcast plan --calibration {output} ...", soft_wrap=True)
+
+
+def _host_line(host: HostCost) -> str:
+    line = f"host: {host.fixed_us:.0f} us a step, {host.per_sequence_us:.1f} a sequence, {host.per_row_us:.2f} a token"
+    if host.hidden:
+        line += f", {host.per_request_us:.0f} a request that begins, {host.per_layer_us:.0f} a layer without graphs"
+    return line
 
 
 def _calibrate_cpu(ranks: int, output: Path, cluster: Path) -> None:
@@ -246,11 +289,7 @@ def _calibrate_cpu(ranks: int, output: Path, cluster: Path) -> None:
         table.add_row(kind, str(count), f"{residual:.0%}")
     screen = new_console()
     screen.print(table)
-    host = found.host
-    screen.print(
-        f"host: {host.fixed_us:.0f} us a step, {host.per_sequence_us:.1f} a sequence, {host.per_row_us:.2f} a token",
-        highlight=False,
-    )
+    screen.print(_host_line(found.host), highlight=False)
     screen.print(
         f"wrote {output} and {cluster}; to use them: shotcast plan --cluster {cluster} --calibration {output} --gpus "
         f"{ranks} ...",

@@ -17,6 +17,10 @@ prompt attention   operations of scores and values, c          keys that the las
 pass over rows     bytes read and written, b                   0
 =================  ==========================================  ==================================================
 
+On a GPU a program of attention also begins: it takes as long as some keys more, 96 of a sequence that decodes and 192 of
+a token of a prompt, whose last tile of keys is half masked. These are the round numbers with which the equation fits best
+what ``benchmarks/data/h200/kernels_x1.json`` has.
+
 Products have three sets of constants, as they have three kernels: of one row, of few, and of many. Products of many
 rows have another set for products in a row (:func:`sustained_kind`). Arithmetic at the full clock takes more power than
 a GPU may take on average, so where it goes on, the clock goes down until power is at the limit. Until then a GPU that
@@ -44,9 +48,16 @@ FULL_CLOCK_US = 12_700.0
 Measured on an H200 (``benchmarks/data/h200/exploration/large_batches.txt``, section 6): a step of 2048 tokens takes
 100.4 ms alone, all of it at the full clock, and 113.1 ms in a row.
 """
+FP8 = "_fp8"
+"""The end of the names of kinds that are of weights or activations in FP8."""
+PASSES = ("norm", "logits", "sampling")
+"""Passes over rows that are kinds of their own: the residual and the norm on one rank, the joined logits with the
+largest of each row, and sampling by temperature (greedy sampling has no kernel besides)."""
 MOST_SPLITS = 64
 _SPLIT_PROGRAMS = 256
 """Decode attention divides contexts, at most by 64, while it has fewer programs than this."""
+DECODE_BEGINNING, PROMPT_BEGINNING = 96, 192
+"""Keys in whose time a sequence that decodes begins on a GPU, and a token of a prompt. A CPU has no such programs."""
 
 
 class KernelWork(NamedTuple):
@@ -88,6 +99,9 @@ class HostCost:
         per_row_us: each token of it.
         hidden: the device computes meanwhile, since steps are enqueued ahead of it.
         source: the measurement; "not measured" if there is none.
+        per_layer_us: each layer of a step that no graph replays.
+        per_request_us: each request that begins in it.
+        client_us: a request on its way from the client to the loop, and its first token on the way back.
     """
 
     fixed_us: float
@@ -95,10 +109,21 @@ class HostCost:
     per_row_us: float
     hidden: bool
     source: str
+    per_layer_us: float = 0.0
+    per_request_us: float = 0.0
+    client_us: float = 0.0
 
-    def time_us(self, sequences: int, rows: int) -> float:
-        """Return the microseconds of a step of so many sequences, with so many tokens together."""
-        return self.fixed_us + sequences * self.per_sequence_us + rows * self.per_row_us
+    def time_us(self, sequences: int, rows: int, requests: int = 0, layers: int = 0) -> float:
+        """Return the microseconds of a step of so many sequences, with so many tokens together.
+
+        Args:
+            sequences: all of them.
+            rows: their tokens.
+            requests: those that begin.
+            layers: of a model whose steps no graph replays; 0 where one does.
+        """
+        step_us = self.fixed_us + sequences * self.per_sequence_us + rows * self.per_row_us
+        return step_us + requests * self.per_request_us + layers * self.per_layer_us
 
 
 NO_HOST = HostCost(0.0, 0.0, 0.0, True, "not measured")
@@ -113,12 +138,12 @@ def product_kind(rows: int, fp8: bool, few_rows: int = FEW_ROWS) -> str:
         few_rows: the most rows that the engine's own kernels compute.
     """
     rows_kind = "one_row" if rows == 1 else "few_rows" if rows <= few_rows else "many_rows"
-    return f"product_{rows_kind}{'_fp8' if fp8 else ''}"
+    return f"product_{rows_kind}{FP8 * fp8}"
 
 
 def sustained_kind(fp8: bool) -> str:
     """Return the kind of products of many rows that run in a row, at the clock that the GPU can keep up."""
-    return f"sustained_product{'_fp8' if fp8 else ''}"
+    return f"sustained_product{FP8 * fp8}"
 
 
 class FullClock:
@@ -152,18 +177,26 @@ def decode_splits(sequences: int, kv_heads: int) -> int:
     return max(1, min(MOST_SPLITS, _SPLIT_PROGRAMS // max(1, sequences * kv_heads)))
 
 
-def decode_attention(sequences: int, context: float, kv_heads: int, head_dim: int, itemsize: int) -> KernelWork:
-    """Return the work of the attention of ``sequences`` with one query each, over ``context`` tokens on average."""
-    nbytes = 2 * sequences * context * kv_heads * head_dim * itemsize
+def decode_attention(
+    sequences: int, context: float, kv_heads: int, head_dim: int, itemsize: int, beginning: int = DECODE_BEGINNING
+) -> KernelWork:
+    """Return the work of the attention of ``sequences`` with one query each, over ``context`` tokens on average.
+
+    ``beginning`` is the number of keys in whose time a sequence begins; 0 on a CPU.
+    """
+    nbytes = 2 * sequences * (context + beginning) * kv_heads * head_dim * itemsize
     return KernelWork(nbytes / 1e9, context / decode_splits(sequences, kv_heads) / 1e3)
 
 
-def prompt_attention(parts: list[tuple[int, int]], heads: int, head_dim: int) -> KernelWork:
+def prompt_attention(
+    parts: list[tuple[int, int]], heads: int, head_dim: int, beginning: int = PROMPT_BEGINNING
+) -> KernelWork:
     """Return the work of the attention of parts of prompts: for each its tokens, and the tokens before them.
 
     A token sees those before it and itself, each with 4 operations a head and dimension: scores, and sums of values.
+    It begins in the time of ``beginning`` keys; 0 on a CPU.
     """
-    seen = sum(tokens * (before + (tokens + 1) / 2) for tokens, before in parts)
+    seen = sum(tokens * (before + (tokens + 1) / 2 + beginning) for tokens, before in parts)
     longest = max((tokens + before for tokens, before in parts), default=0)
     return KernelWork(4 * seen * heads * head_dim / 1e9, longest / 1e3)
 
@@ -185,11 +218,16 @@ class KernelCosts:
 
 
 KINDS = (
-    *(f"product_{rows}{dtype}" for dtype in ("", "_fp8") for rows in ("one_row", "few_rows", "many_rows")),
+    *(f"product_{rows}{dtype}" for dtype in ("", FP8) for rows in ("one_row", "few_rows", "many_rows")),
+    *(sustained_kind(fp8) for fp8 in (False, True)),
     "decode_attention",
     "prompt_attention",
     "rows_pass",
+    f"rows_pass{FP8}",
+    *PASSES,
+    f"norm{FP8}",
 )
+"""The kinds of kernels on a GPU; those in FP8 only where it has that. A pass in FP8 writes FP8."""
 
 HEAD_OF_PROMPTS = "head_of_prompts"
 """The kind of the logits after many rows: threads of the library that multiplied them still wait for more."""

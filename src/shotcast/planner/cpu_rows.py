@@ -191,10 +191,10 @@ class CpuStepModel(StepModel):
         window = self.model.sliding_window or math.inf
         if work.decoding:
             context = min(work.context + 1, window)
-            read = decode_attention(work.decoding, context, share.kv_heads, head_dim, self.itemsize)
+            read = decode_attention(work.decoding, context, share.kv_heads, head_dim, self.itemsize, beginning=0)
             layer.add("attention", *costs.time_us("decode_attention", work.decoding, read))
         for tokens, before in work.prompts:
-            seen = prompt_attention([(tokens, int(min(before, window)))], share.heads, head_dim)
+            seen = prompt_attention([(tokens, int(min(before, window)))], share.heads, head_dim, beginning=0)
             layer.add("attention", *costs.time_us("prompt_attention", tokens, seen))
 
     def _norm(self, costs: RowsCosts, rows: int) -> tuple[float, float]:

@@ -1,0 +1,209 @@
+"""Measuring a GPU without one: kernels are checked before they are timed; results; what the command refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases_targets import checked, host_rows
+from typer.testing import CliRunner
+
+from quick_interpreter import GPU_COLLECTIVES, interpret
+from shotcast.bench import gpu_calibration, gpu_case, gpu_products
+from shotcast.bench.gpu_attention import DecodeShape, PromptShape, decode_shapes, prompt_shapes
+from shotcast.bench.gpu_calibration import Measurement
+from shotcast.bench.gpu_case import off_by
+from shotcast.bench.gpu_host import HostSteps
+from shotcast.bench.gpu_passes import PassShape, pass_shapes
+from shotcast.bench.gpu_products import ProductShape
+from shotcast.cli import app
+from shotcast.cost.inference import FP8
+from shotcast.errors import ConfigError
+from shotcast.hardware import cluster
+from shotcast.hardware.detect import GpuFacts
+from shotcast.launcher.spawn import spawn
+from shotcast.layers.linear import Linear
+from shotcast.planner.calibration_fit import host_cost, kernel_point
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_case, "BYTES_BETWEEN", 2)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the GPUs that this machine seems to have, to be filled."""
+    names: list[str] = []
+    real = gpu_calibration.detect()
+
+    class Facts:
+        @property
+        def gpus(self) -> list[GpuFacts]:
+            return [GpuFacts(number, name, 1, (9, 0), 132, None) for number, name in enumerate(names)]
+
+        def as_json(self) -> dict[str, Any]:
+            return real.as_json() | {"gpus": [{"name": name} for name in names]}
+
+    monkeypatch.setattr(gpu_calibration, "detect", Facts)
+    return names
+
+
+@pytest.mark.usefixtures("few_copies")
+def test_products_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("qkv", "gate_up"):  # the activation is in the kernel of few rows
+        cases = list(ProductShape(f"8b/8 {part}", 256, 128, False, (1, 2, 65)).cases(CPU, True))
+        assert [case.row["rows"] for case in cases] == [1, 2, 65]
+        assert cases[0].turns == 2
+        for case in cases:
+            case.check()
+        assert cases[0].call(0).shape == (1, 128 if part == "gate_up" else 256)
+        assert cases[2].call(1).shape == (65, 256)
+    right = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda layer, x: right(layer, x) * 1.02)
+    (case,) = ProductShape("8b/8 qkv", 256, 128, False, (4,)).cases(CPU, True)
+    with pytest.raises(ArithmeticError, match=r"8b/8 qkv: the error is .* times the allowed one, so nothing"):
+        case.check()
+
+
+def test_what_is_no_number_is_wrong() -> None:
+    exact = torch.ones(3)
+    off_by("x", exact * (1 + 2**-9), exact, 0.0, 2.0**-8)
+    with pytest.raises(ArithmeticError, match="x: the error is 2 times"):
+        off_by("x", exact * (1 + 2**-7), exact, 0.0, 2.0**-8)
+    with pytest.raises(ArithmeticError, match="x: the error is nan times"):
+        off_by("x", torch.tensor([1.0, float("nan"), 1.0]), exact, 0.0, 1.0)
+
+
+def test_kernels_of_gpus_pass_their_checks_interpreted() -> None:
+    names = ("norm", "activation", "embedding", "logits", "sampling", "norm_fp8", "quantization", "activation_fp8")
+    shapes = [
+        *(PassShape(name, 256, 0, (1, 3)) for name in names),
+        PassShape("rotation", 4, 2, (1, 3)),
+        PromptShape(4, 2, (((20, 3), (1, 17), (5, 0)), ((33, 0),))),
+    ]
+    (rows,) = interpret(checked, 1, shapes, env=GPU_COLLECTIVES)
+    assert [row["rows"] for row in rows[:-2]] == [1, 3] * (len(names) + 1)
+    assert [row["kernel"] for row in rows[-2:]] == ["mixed_attention", "prompt_attention"]
+    assert rows[-2] | {"us": 1.0} == {
+        "kernel": "mixed_attention", "tokens": 26, "parts": [[20, 3], [5, 0]], "decoding": 1, "context": 18,
+        "heads": 4, "kv_heads": 2, "head_dim": 128, "us": 1.0,
+    }  # fmt: skip
+    for row in rows:
+        assert (kernel_point(row | {"us": 1.0}) is None) == (row["kernel"] == "mixed_attention")
+
+
+def test_attention_that_decodes_passes_its_check() -> None:
+    """By host code, which attends where there is no GPU."""
+    (rows,) = spawn(checked, 1, [DecodeShape(4, 2, ((1, 17), (3, 40)))])
+    assert [(row["sequences"], row["context"]) for row in rows] == [(1, 17), (3, 40)]
+
+
+def test_the_host_is_measured_by_the_engine_itself() -> None:
+    """Interpreted, so that graphs are steps on static memory: every step that the fit needs is there."""
+    steps = HostSteps((1, 2), (1, 2), (16, 32), 8, 6, 1)
+    (rows,) = interpret(host_rows, 1, steps, env=GPU_COLLECTIVES)
+    assert len(rows) == 2 * 2 * (2 + 2)
+    shapes = {(row["graphs"], row["layers"], row["sequences"], row["rows"]) for row in rows}
+    assert (True, 2, 2, 2) in shapes
+    assert (False, 1, 1, 32) in shapes
+    assert all(row["us"] > 0 for row in rows)
+    assert host_cost(rows).hidden, "the fit takes them; the times themselves mean nothing here"
+
+
+def test_everything_is_of_the_shapes_that_models_have() -> None:
+    whole, without = Measurement.everything(True), Measurement.everything(False)
+    assert {shape.fp8 for shape in without.products + without.sustained} == {False}
+    assert not any(shape.name.endswith(FP8) for shape in pass_shapes(False))
+    assert set(pass_shapes(False)) < set(pass_shapes(True))
+    by_name = {(shape.name, shape.fp8): shape for shape in whole.products}
+    assert by_name["70b/4 gate_up", False][1:3] == (14336, 8192)
+    assert by_name["70b/4 output", False][1:3] == (8192, 2048)
+    assert by_name["405b/8 qkv", True][1:3] == ((16 + 2) * 128, 16384)
+    assert by_name["8b/2 head", False].rows == gpu_products.HEAD_ROWS
+    assert ("405b/1 head", False) not in by_name, "models in FP8 have the head of others"
+    assert len({(*shape[1:], shape.name.endswith("gate_up")) for shape in whole.products}) == len(whole.products)
+    assert {step for shape in decode_shapes() for step in shape.steps} >= {(1, 128), (512, 576), (64, 8192)}
+    assert all(parts[0][0] > 1 for shape in prompt_shapes() for parts in shape.steps)
+
+
+@pytest.mark.parametrize(
+    ("names", "number", "message"),
+    [
+        ([], 1, "PyTorch finds no usable GPU to calibrate; --device cpu measures this machine's CPU"),
+        (["NVIDIA H200"], 2, "--world-size must be from 1 to the 1 GPUs of this machine, not 2"),
+        (["NVIDIA H200"], 0, "--world-size must be from 1 to the 1 GPUs of this machine, not 0"),
+        (["NVIDIA H200", "NVIDIA B200"], 2, "of one kind of GPU, and this machine has NVIDIA B200, NVIDIA H200"),
+        (["Toaster"], 1, "Toaster is not in the catalog of GPUs, so the fit does not know where to begin"),
+    ],
+)
+def test_gpus_that_cannot_be_calibrated(gpus: list[str], names: list[str], number: int, message: str) -> None:
+    gpus += names
+    with pytest.raises(ConfigError, match=message):
+        gpu_calibration.require_gpus(number)
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, gpus: list[str]) -> None:
+    def refused(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["calibrate", *arguments, "-o", str(tmp_path / "c.json")])
+        assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
+        return f"{done.output} {done.exception}"
+
+    assert "no usable GPU" in refused("--device", "cuda")
+    assert not list(tmp_path.iterdir()), "no folder for results that will not be"
+    gpus.append("NVIDIA H200")
+    assert "from 1 to the 1 GPUs" in refused("--device", "cuda", "-g", "2")
+    assert "leave out --part" in refused("--device", "cuda", "--part", "NVIDIA H200")
+    assert "must be cpu or cuda, to measure this machine, not 'tpu'" in refused("--device", "tpu")
+    assert "leave out the folder" in refused("--device", "cpu", str(tmp_path))
+    assert "give a folder with results of a GPU, or --device cpu or cuda" in refused()
+    (tmp_path / "file").write_text("")
+    assert "cannot make the folder" in refused("--device", "cuda", str(tmp_path / "file" / "x"))
+
+
+def test_results_are_kept_group_by_group(tmp_path: Path, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a target that fails, what was measured before stays in the file."""
+    gpus.append("NVIDIA H200")
+    monkeypatch.setattr(gpu_calibration, "compile_all", lambda points: None)
+    names = {gpu_calibration.cases_of_rank: "product", gpu_calibration.sustained_of_rank: "sustained_product"}
+
+    def fake(target: Any, world_size: int, *arguments: Any) -> list[list[dict[str, Any]]]:
+        assert world_size == 1
+        if target not in names:
+            raise RuntimeError("the host")
+        return [[{"kernel": names[target], "us": 1.234567}]]
+
+    monkeypatch.setattr(gpu_calibration, "spawn", fake)
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="the host"):
+        gpu_calibration.measure(tmp_path, 1, "shotcast calibrate", said.append, Measurement((), (), (), HostSteps()))
+    document = json.loads((tmp_path / "kernels_x1.json").read_text())
+    assert list(document) == ["environment", "command", "date", "kernels", "rows"]
+    assert [row["kernel"] for row in document["rows"]] == ["product", "product", "sustained_product"]
+    assert document["rows"][0]["us"] == 1.2346
+    assert "kernels.triton.gemv" in document["kernels"]
+    assert said == ["compiling", "products", "attention and passes", "products in a row", "the host"]
+
+
+def test_the_machine_is_a_cluster_that_plans_take(gpus: list[str]) -> None:
+    gpus += ["NVIDIA H200"] * 4
+    found = cluster.parse(gpu_calibration.cluster_text(), "here.yaml")
+    assert (found.name, found.gpu.name, found.gpus_per_node, found.network) == ("4 x NVIDIA H200", "H200 SXM", 4, None)
+    assert "900 GB/s both ways together" in gpu_calibration.cluster_text(), "the figure of the link has its source"
+
+
+def test_cases_are_of_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shape:
+        def cases(self, device: torch.device, filled: bool) -> Iterator[tuple[str, bool]]:
+            yield device.type, filled
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(gpu_calibration, "gpu_of", lambda rank: rank)
+    shapes: list[Any] = [Shape(), Shape()]
+    assert list(gpu_calibration._cases(shapes, True)) == [("cuda", True)] * 2
