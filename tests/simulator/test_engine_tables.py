@@ -15,6 +15,7 @@ from shotcast.errors import ConfigError
 from shotcast.hardware import catalog, cluster
 from shotcast.planner.calibration import Calibration, load
 from shotcast.planner.collectives import CollectiveCosts
+from shotcast.planner.step import Layout
 from shotcast.simulator.engine_runs import METRICS, EngineRun, error_bar, other_kernels, predict, runs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,7 +50,7 @@ def check(found: list[EngineRun]) -> None:
 
 def test_runs_of_few_sequences() -> None:
     found = [run for run in runs(DATA / "h200") if run.sequences <= 32]
-    assert len(found) == 15
+    assert len(found) == 20
     assert {run.model.split(":")[0] for run in found} == {"llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"}
     check(found)
 
@@ -57,9 +58,11 @@ def test_runs_of_few_sequences() -> None:
 @pytest.mark.full
 def test_runs_of_1_to_512_sequences() -> None:
     found = list(runs(DATA / "h200"))
-    assert len(found) == 37
-    assert max(run.sequences for run in found) == 512
-    check(found)
+    assert len(found) == 50
+    # the cache of 70B in FP8 on one GPU has no room for 512 sequences, which is not simulated
+    crowded = [run for run in found if (run.model, run.quantization, run.sequences) == ("llama-3.1-70b", "fp8", 512)]
+    assert len(crowded) == 1
+    check([run for run in found if run not in crowded])
 
 
 @pytest.mark.full
@@ -69,13 +72,23 @@ def test_the_page_has_these_figures() -> None:
 
 
 def test_what_the_page_says_of_many_sequences() -> None:
-    """Each later token: from 128 sequences on, all predictions are too fast, by more than their error bars."""
+    """Each later token: with many sequences predictions are too fast but for one, mostly by more than error bars."""
     page = (ROOT / "docs" / "reference" / "planner.md").read_text()
     rows = re.findall(r"^\| \S+(?: FP8)? \| \dx\d \| (\d+) \|.*?\(([+-]\d+)%\) \| (\d+)% \|", page, re.MULTILINE)
-    assert len(rows) == 37
-    errors = [(int(sequences), -int(error) - int(bar)) for sequences, error, bar in rows]
-    assert min(beyond for sequences, beyond in errors if sequences >= 128) > 0
-    assert "from 128 sequences on each later token is predicted too fast in all of them" in " ".join(page.split())
+    assert len(rows) == 50
+    many = [(int(error), int(bar)) for sequences, error, bar in rows if int(sequences) >= 128]
+    assert sum(error >= 0 for error, _ in many) == 1
+    assert sum(-error > bar for error, bar in many) > len(many) / 2
+    said = " ".join(page.split())
+    assert (
+        "each later token is predicted too fast in all runs but one, in most of them by more than the error bar" in said
+    )
+
+
+def test_runs_of_one_gpu_have_the_kernels_of_the_calibration() -> None:
+    found = [run for run in runs(DATA / "h200") if run.layout == Layout(1, 1)]
+    assert len(found) == 13
+    assert not any(other_kernels(run, costs()[0]) for run in found)
 
 
 def test_a_page_without_markers() -> None:
@@ -95,7 +108,7 @@ def test_another_gpu_by_its_data_sheet() -> None:
 def test_kernels_of_another_version_are_named() -> None:
     calibration = costs()[0]
     run = next(runs(DATA / "h200"))
-    assert "kernels.triton.gemv" in other_kernels(run, calibration)
+    assert "all_reduce/one_shot" in other_kernels(run, calibration)
     assert other_kernels(replace(run, kernels=dict(calibration.kernels) | {"kernels.new": "1"}), calibration) == []
 
 
