@@ -483,6 +483,7 @@ class TestErrors:
             (["--json", "/"], "cannot write /: Is a directory"),
             (["--markdown", "/proc/t.md"], "cannot write /proc/t.md: "),
             (["--json", "/nowhere/t.json"], "cannot write /nowhere/t.json: there is no folder /nowhere; make it first"),
+            (["--json", f"/{'a' * 300}/t.json"], "make it first"),
         ],
     )
     def test_is_one_line(self, args: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,8 @@ def test_random_weights_of_a_preset() -> None:
         ),
         ("", "accepted: a folder"),
         ("/nowhere", "accepted: a folder"),
+        ("~nobody-has-this-name/model", "accepted: a folder"),
+        ("a" * 300, "accepted: a folder"),
     ],
 )
 def test_anything_else_is_answered_with_what_is_accepted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -132,7 +133,7 @@ def ready_to_write(*files: Path | None) -> None:
     for file in files:
         if file is None:
             continue
-        if not file.parent.is_dir():
+        if not os.path.isdir(file.parent):
             raise ConfigError(f"cannot write {file}: there is no folder {file.parent}; make it first")
         try:
             existed = file.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 from pathlib import Path
 
 import torch
@@ -29,10 +30,10 @@ def find_model(model: str) -> Path:
     """
     if model.lower() in PACKAGED:
         return _packaged()
-    path = Path(model).expanduser()
-    if model and path.is_dir():
+    path = Path(os.path.expanduser(model))  # like the checks below, it raises no error for names that cannot be
+    if model and os.path.isdir(path):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix.lower() == ".gguf":
             return path
         raise ConfigError(f"{model} is a file, but not a .gguf; for safetensors, name the folder that has config.json")

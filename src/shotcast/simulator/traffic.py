@@ -57,7 +57,7 @@ class Traffic:
         return sum(one.preemptions for one in self.services)
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the figures by InferenceX's names, in seconds and tokens a second."""
+        """Return the figures in seconds and tokens a second, by InferenceX's names where it has them."""
         median_ms, most_ms = self.tpot_ms(50), self.tpot_ms(99)
         return {
             "requests": sum(len(one.requests) for one in self.services),
