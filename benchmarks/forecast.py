@@ -1,72 +1,222 @@
-"""Predict the kept runs of the engine, and print measured beside predicted figures as a Markdown table.
+"""Predict the kept runs of the engine and kept tables of collectives, and print what was measured and predicted.
 
     python benchmarks/forecast.py [--folder benchmarks/data/h200] [--part "NVIDIA H200"] [--cluster dgx-h200]
 
 The constants are those of the calibration of PART, which no run of an engine was fitted to. ``--fill PAGE`` puts the
-table into a document, between its markers.
+tables into a document, between their markers.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
+from shotcast.collectives.registry import registered
+from shotcast.cost.collective import time_us
+from shotcast.cost.inference import rows_pass
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
-from shotcast.planner.calibration import load
+from shotcast.planner.calibration import FUSED_NORM, Calibration, load
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.simulator.engine_runs import METRICS, error_bar, other_kernels, predict, runs
+from shotcast.simulator.engine_runs import BARRED, METRICS, Forecast, error_bars, forecasts, runs
+from shotcast.wire import DTYPES, NodeShape, Op
 
-BEGIN, END = "<!-- benchmarks/forecast.py -->", "<!-- end of forecast -->"
 TITLES = {
-    "ttft_ms": "first token, ms",
-    "tpot_ms": "each later token, ms",
-    "itl_ms": "between tokens, median, ms",
+    "ttft_ms": "first token",
+    "tpot_ms": "each later token",
+    "itl_ms": "between tokens, median",
     "tokens_per_s": "tokens/s",
 }
+HELD_OUT = (
+    "all_reduce_f32_x2.json",
+    "all_reduce_f32_x4.json",
+    "all_reduce_f16_x2.json",
+    "all_reduce_f16_x4.json",
+    "exploration/reduce_scatter_8_warps_x2.json",
+    "reduce_scatter_bf16_x4.json",
+    "exploration/all_gather_8_warps_x2.json",
+    "all_gather_bf16_x4.json",
+    "fused_bf16_x4.json",
+)
+"""Tables of collectives that the link's constants were not fitted to; of fused sums, those of the norm were."""
+OWN = ("one_shot", "two_shot", "ring")
+SAME, OTHER_SUMS, OTHER = "same", "other sums", "other"
+_FUSED = "all_reduce_rms_norm"
 
 
-def tables(folder: Path, part: str, cluster_name: str) -> str:
-    """Return the table of runs, and that of the errors."""
+class CallError(NamedTuple):
+    """A measured call: its table, operation, ranks and bytes, and the relative error of the prediction."""
+
+    table: str
+    op: str
+    dtype: str
+    ranks: int
+    nbytes: int
+    error: float
+
+
+def call_errors(folder: Path, calibration: Calibration, tables: Iterable[str] = HELD_OUT) -> list[CallError]:
+    """Return the errors of all calls of our kernels in tables of collectives."""
+    found = []
+    for table in tables:
+        for row in json.loads((folder / table).read_text())["rows"]:
+            if row["algorithm"] in OWN and row["measure"] == "call":
+                predicted_us = _call_us(row, calibration)
+                of = row["op"], row["dtype"], row["world_size"], row["nbytes"]
+                found.append(CallError(table, *of, predicted_us / row["time_us"] - 1))
+    return found
+
+
+def _call_us(row: Mapping[str, object], calibration: Calibration) -> float:
+    fused = row["op"] == _FUSED
+    form = registered()[str(row["algorithm"])].forms[Op.ALL_REDUCE if fused else Op[str(row["op"]).upper()]]
+    nbytes = int(str(row["nbytes"]))
+    work = form.work(nbytes, NodeShape(1, int(str(row["world_size"]))), DTYPES[str(row["dtype"])])
+    norm_us = calibration.time_us(FUSED_NORM, rows_pass(nbytes)) if fused else 0.0
+    return time_us(work, calibration.link) + norm_us
+
+
+def known_kernels(folder: Path, calibration: Calibration) -> dict[str, set[str]]:
+    """Return the fingerprints of each kernel in the results that a calibration was fitted to."""
+    known: dict[str, set[str]] = {}
+    for source in calibration.sources:
+        file = folder / source
+        kernels = json.loads(file.read_text()).get("kernels", {}) if file.suffix == ".json" and file.is_file() else {}
+        for name, version in kernels.items():
+            known.setdefault(name, set()).add(version)
+    return known
+
+
+def all_forecasts(folder: Path, part: str, cluster_name: str, algorithm: str = "auto") -> list[Forecast]:
+    """Return the predictions of all kept runs."""
     calibration = load(part)
     collectives = CollectiveCosts.on(cluster.load(cluster_name), calibration.link)
-    lines = [
-        "| model | layout | sequences | first token, ms | | each later token, ms | | error bar | tokens/s | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    errors: dict[str, list[float]] = {name: [] for name in METRICS}
-    others: Counter[str] = Counter()
-    for run in runs(folder):
-        others.update(other_kernels(run, calibration))
-        found = predict(run, calibration, collectives)
-        for name in METRICS:
-            errors[name].append(found[name] / run.values[name] - 1)
+    return forecasts(runs(folder, algorithm), calibration, collectives, known_kernels(folder, calibration))
+
+
+def tables(folder: Path, part: str, cluster_name: str) -> dict[str, str]:
+    """Return all tables by the names of their markers."""
+    own, library = (all_forecasts(folder, part, cluster_name, algorithm) for algorithm in ("auto", "nccl"))
+    return tables_of(own, library, call_errors(folder, load(part)))
+
+
+def tables_of(own: Sequence[Forecast], library: Sequence[Forecast], calls: Sequence[CallError]) -> dict[str, str]:
+    """Return all tables of runs with our sums, of runs with the library's, and of calls."""
+    return {
+        "runs": runs_table(own, {metric: error_bars(own, metric) for metric in BARRED}),
+        "errors": errors_table(own, library),
+        "bars": bars_table(own),
+        "collectives": collectives_table(calls),
+    }
+
+
+def runs_table(found: Sequence[Forecast], bars: Mapping[str, Sequence[float]]) -> str:
+    """Return a row for each run, with measured and predicted times and error bars."""
+    titles = ["model", "layout", "sequences", "first token, ms", "", "bar", "each later token, ms", "", "bar"]
+    titles += ["tokens/s", "", "kernels"]
+    lines = [f"| {' | '.join(titles)} |".replace("  ", " "), f"|{'---|' * len(titles)}"]
+    for number, each in enumerate(found):
+        run = each.run
         cells = [f"{run.model.removeprefix('llama-3.1-')}{' FP8' if run.quantization else ''}"]
         cells += [str(run.layout), str(run.sequences)]
-        for name, unit in (("ttft_ms", 1), ("tpot_ms", 2), ("tokens_per_s", 0)):
-            cells += [f"{run.values[name]:.{unit}f}", f"{found[name]:.{unit}f} ({errors[name][-1]:+.0%})"]
-            if name == "tpot_ms":
-                cells.append(f"{error_bar(run, calibration, collectives):.0%}")
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| | runs | mean error | largest |", "|---|---|---|---|"]
-    for name in METRICS:
-        sizes = [abs(error) for error in errors[name]]
-        lines.append(f"| {TITLES[name]} | {len(sizes)} | {fmean(sizes):.0%} | {max(sizes):.0%} |")
-    listed = ", ".join(f"`{name}` in {count}" for name, count in sorted(others.items()))
-    lines += ["", f"Kernels that runs had in another version than the calibration: {listed or 'none'}."]
+        for name, digits in (("ttft_ms", 1), ("tpot_ms", 2), ("tokens_per_s", 0)):
+            cells += [f"{run.values[name]:.{digits}f}", f"{each.values[name]:.{digits}f} ({each.error(name):+.0%})"]
+            cells += [f"{bars[name][number]:.0%}"] if name in bars else []
+        lines.append(f"| {' | '.join([*cells, kernels_of(each)])} |")
+    counts = Counter(name for each in found for name in each.others)
+    listed = ", ".join(f"`{name}` in {count}" for name, count in sorted(counts.items()))
+    return "\n".join([*lines, "", f"Kernels in another version: {listed or 'none'}."]) + "\n"
+
+
+def kernels_of(each: Forecast) -> str:
+    """Return whether a run had the kernels that the constants were measured with, or all of them but sums."""
+    if all("/" in name for name in each.others):
+        return OTHER_SUMS if each.others else SAME
+    return OTHER
+
+
+def errors_table(own: Sequence[Forecast], library: Sequence[Forecast]) -> str:
+    """Return mean and largest errors of groups of runs."""
+    groups: dict[str, Callable[[Forecast], bool]] = {
+        "all": lambda each: True,
+        "one GPU": lambda each: each.run.layout.ranks == 1,
+        "several GPUs": lambda each: each.run.layout.ranks > 1,
+        "one sequence": lambda each: each.run.sequences == 1,
+        "8B": lambda each: each.run.family.endswith("8b"),
+        "70B": lambda each: each.run.family.endswith("70b"),
+        "405B": lambda each: each.run.family.endswith("405b"),
+        "the same kernels": lambda each: kernels_of(each) == SAME,
+        "the same but for sums": lambda each: kernels_of(each) == OTHER_SUMS,
+        "other kernels": lambda each: kernels_of(each) == OTHER,
+    }
+    titles = [f"{title}: mean, largest" for title in TITLES.values()]
+    lines = [f"| runs | | {' | '.join(titles)} |", f"|---|---|{'---|' * len(titles)}"]
+    for title, belongs in groups.items():
+        lines += _errors_row(title, [each for each in own if belongs(each)])
+    lines += _errors_row("sums by NCCL", library)
     return "\n".join(lines) + "\n"
 
 
-def filled(page: str, table: str, begin: str = BEGIN, end: str = END) -> str:
+def _errors_row(title: str, found: Sequence[Forecast]) -> list[str]:
+    if not found:
+        return []
+    cells = []
+    for name in METRICS:
+        sizes = [abs(each.error(name)) for each in found]
+        cells.append(f"{fmean(sizes):.0%}, {max(sizes):.0%}")
+    return [f"| {title} | {len(found)} | {' | '.join(cells)} |"]
+
+
+def bars_table(found: Sequence[Forecast]) -> str:
+    """Return how many runs lie within one and two error bars, for each model, which had no part in its bars."""
+    families = sorted({each.run.family for each in found}, key=lambda name: (len(name), name))
+    lines = ["| model | | first token: within 1 bar | 2 bars | each later token: within 1 bar | 2 bars |"]
+    lines.append("|---|---|---|---|---|---|")
+    bars = {metric: error_bars(found, metric) for metric in BARRED}
+    for family in (*families, ""):
+        members = [number for number, each in enumerate(found) if not family or each.run.family == family]
+        cells = [
+            str(sum(abs(found[number].error(metric)) <= width * bars[metric][number] for number in members))
+            for metric in BARRED
+            for width in (1, 2)
+        ]
+        title = family.removeprefix("llama-3.1-") or "all"
+        lines.append(f"| {title} | {len(members)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def collectives_table(found: Sequence[CallError]) -> str:
+    """Return mean and largest errors of each table of collectives."""
+    grouped: dict[tuple[str, str, int], list[float]] = {}
+    for each in found:
+        grouped.setdefault((each.op, each.dtype, each.ranks), []).append(each.error)
+    lines = ["| operation | dtype | ranks | calls | mean error | largest |", "|---|---|---|---|---|---|"]
+    for (op, dtype, ranks), errors in grouped.items():
+        sizes = [abs(error) for error in errors]
+        cells = [op.replace("_", "-"), dtype, str(ranks), str(len(sizes)), f"{fmean(sizes):.1%}", f"{max(sizes):.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def filled(page: str, table: str, begin: str, end: str) -> str:
     """Return a page with the table between its markers. Raises ConfigError if it has none."""
     pattern = re.compile(f"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
     if not pattern.search(page):
         raise ConfigError(f"the page has no {begin} with {end} after it")
     return pattern.sub(lambda found: found[1] + table + found[2], page)
+
+
+def with_tables(page: str, made: Mapping[str, str]) -> str:
+    """Return a page with all tables between their markers. Raises ConfigError if it lacks any."""
+    for name, table in made.items():
+        page = filled(page, table, f"<!-- benchmarks/forecast.py {name} -->", f"<!-- end of {name} -->")
+    return page
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -76,11 +226,11 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--cluster", default="dgx-h200")
     parser.add_argument("--fill", type=Path, default=None)
     options = parser.parse_args(None if arguments is None else list(arguments))
-    table = tables(options.folder, options.part, options.cluster)
+    made = tables(options.folder, options.part, options.cluster)
     if options.fill is None:
-        print(table, end="")
+        print("\n".join(made.values()), end="")
     else:
-        options.fill.write_text(filled(options.fill.read_text(), table))
+        options.fill.write_text(with_tables(options.fill.read_text(), made))
 
 
 if __name__ == "__main__":

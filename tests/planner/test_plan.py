@@ -123,9 +123,9 @@ def test_closed_forms_are_those_of_the_simulated_engine(layout: Layout, sequence
     ]
     model = StepModel(job.model, layout, calibration, CollectiveCosts.on(job.cluster, calibration.link))
     config = SchedulerConfig(sequences, 2048, 16, 1 << 20, 640, False, 1, layout.pipeline_parallel)
-    found = metrics(serve([Arrival(0.0, 512, 128)] * sequences, config, PricedSteps(model)))
+    found = metrics(serve([Arrival(0.0, 512, 128)] * sequences, config, PricedSteps(model), model.client_us / 1e6))
     assert point.tokens_per_s == pytest.approx(found["tokens_per_s"], rel=0.12)
-    alone = metrics(serve([Arrival(0.0, 512, 128)], config, PricedSteps(model)))
+    alone = metrics(serve([Arrival(0.0, 512, 128)], config, PricedSteps(model), model.client_us / 1e6))
     assert point.ttft_ms == pytest.approx(alone["ttft_ms"], rel=0.02)
 
 
@@ -142,7 +142,7 @@ def test_one_sequence_on_stages_of_two_nodes(layout: Layout) -> None:
     ]
     model = StepModel(job.model, layout, calibration, CollectiveCosts.on(slow, calibration.link))
     config = SchedulerConfig(1, 2048, 16, 1 << 20, 640, False, 1, layout.pipeline_parallel)
-    found = metrics(serve([Arrival(0.0, 512, 64)], config, PricedSteps(model)))
+    found = metrics(serve([Arrival(0.0, 512, 64)], config, PricedSteps(model), model.client_us / 1e6))
     assert point.tpot_ms == pytest.approx(found["tpot_ms"], rel=0.01)
     assert point.ttft_ms == pytest.approx(found["ttft_ms"], rel=0.01)
     # the two hops between nodes, of 1 ms each, which are among the parts of the step

@@ -21,7 +21,7 @@ from shotcast.cost.inference import DECODE_BEGINNING, KINDS, KernelCost
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.models.presets import PRESETS, preset
-from shotcast.planner.calibration import FUSED_NORM, Calibration, load
+from shotcast.planner.calibration import FUSED_NORMS, Calibration, load
 from shotcast.planner.collectives import CollectiveCosts, may_be_chosen
 from shotcast.planner.step import Layout, StepModel, StepWork
 from shotcast.wire import NodeShape
@@ -35,7 +35,7 @@ def constants(only: str, rate: str, value: float) -> Calibration:
     free = KernelFit(KernelCost(0.0, math.inf, math.inf), 0.0, 0.0, 1)
     rates = {"first_rate": math.inf, "second_rate": math.inf} | {rate: value}
     counted = free._replace(cost=KernelCost(0.0, **rates))
-    kinds = {kind: counted if kind.startswith(only) else free for kind in (*KINDS, FUSED_NORM)}
+    kinds = {kind: counted if kind.startswith(only) else free for kind in (*KINDS, *FUSED_NORMS)}
     return Calibration("NVIDIA H200", kinds, LinkCost(0.0, 0.0, math.inf), 0.0, (), {})
 
 

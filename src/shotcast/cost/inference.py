@@ -42,12 +42,14 @@ ORDER = 4
 """The order of the norm that joins two bounds: 1 would add them up, infinity take the larger."""
 FEW_ROWS = 64
 """The most rows of a product that the engine's own kernels for GPUs compute; the library computes those of more."""
-FULL_CLOCK_US = 12_700.0
-"""The microseconds that a GPU which has rested saves at its full clock, before the clock goes down.
+FULL_CLOCK_US = 2_000.0
+"""The microseconds that a GPU which has rested saves at its full clock, at least, before the clock goes down.
 
-Measured on an H200 (``benchmarks/data/h200/exploration/large_batches.txt``, section 6): a step of 2048 tokens takes
-100.4 ms alone, all of it at the full clock, and 113.1 ms in a row.
+Measured on an H200 (``benchmarks/data/h200/kernels_x1.json``): products alone are timed in graphs of 2 ms that are
+replayed six times, all at the full clock, where the same products in a row take 1.1 to 1.2 times as long.
 """
+MOST_WIDE_ROWS = 2
+"""The most rows that are multiplied with FP8 weights as they are; more are in FP8 too (``kernels/triton/gemv.py``)."""
 FP8 = "_fp8"
 """The end of the names of kinds that are of weights or activations in FP8."""
 PASSES = ("norm", "logits", "sampling")
@@ -147,10 +149,13 @@ def sustained_kind(fp8: bool) -> str:
 
 
 class FullClock:
-    """Follows how much a GPU can still save at its full clock, by the second equation above."""
+    """Follows how much a GPU can still save at its full clock, by the second equation above.
+
+    It begins with nothing, as after work.
+    """
 
     def __init__(self) -> None:
-        self._left_us = FULL_CLOCK_US
+        self._left_us = 0.0
 
     def rest(self, idle_us: float) -> None:
         """Restore what idle time restores."""

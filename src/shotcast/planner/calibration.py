@@ -27,6 +27,8 @@ from shotcast.wire import DTYPES
 
 FUSED_NORM = "fused_norm"
 """The kind of what a fused all-reduce takes beyond the sum: residual and norm."""
+FUSED_NORMS = (FUSED_NORM, f"{FUSED_NORM}{FP8}")
+"""These kinds, with results in 16 bits and in FP8."""
 LINK = "link"
 """The name of the residual of collectives."""
 
@@ -281,7 +283,7 @@ def _require_sense(calibration: Calibration, origin: str) -> None:
             f"{origin}: shares are the constants of a CPU, by ranks; it is of device {calibration.device}"
         )
     fp8 = calibration.device == "cuda" and calibration.gpu.fp8_tflops is not None
-    required = {kind for kind in (*KINDS, FUSED_NORM) if fp8 or not kind.endswith(FP8)}
+    required = {kind for kind in (*KINDS, *FUSED_NORMS) if fp8 or not kind.endswith(FP8)}
     if calibration.device == "cpu":
         required = set(CPU_KINDS)
     rates = {f"link {name}": getattr(calibration.link, name) for name in ("bw_gbps", "local_gbps")}

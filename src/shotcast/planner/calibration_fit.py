@@ -35,7 +35,7 @@ from shotcast.cost.inference import (
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
 from shotcast.hardware.spec import GpuSpec
-from shotcast.planner.calibration import FUSED_NORM, Calibration, calibrated_parts, load
+from shotcast.planner.calibration import FUSED_NORMS, Calibration, calibrated_parts, load
 from shotcast.wire import DTYPES, NodeShape, Op
 
 KERNELS_FILE = "kernels_x1.json"
@@ -217,7 +217,7 @@ def _with_packaged_link(
 ) -> Calibration:
     """Return a calibration with the link of a packaged one, by the ratio of the data sheets."""
     packaged = load(calibrated_parts()[0]).scaled_to(gpu)
-    kinds[FUSED_NORM] = packaged.kinds[FUSED_NORM]
+    kinds |= {kind: packaged.kinds[kind] for kind in FUSED_NORMS if kind in packaged.kinds}
     sources = (*files.read, f"link of the packaged calibration of {calibrated_parts()[0]}")
     return Calibration(part, kinds, packaged.link, packaged.link_residual, sources, files.kernels, host=host)
 
@@ -286,7 +286,9 @@ def _fused_norms(files: _Results) -> Iterator[tuple[str, KernelPoint]]:
                 (times[plain], times[fused] - times[plain])
                 for fused, plain in (("one_shot", "plain_one_shot"), ("two_shot", "plain_two_shot"))
             )[1]
-            yield FUSED_NORM, KernelPoint(rows_pass(nbytes), extra)
+            least_us = min(times["plain_one_shot"], times["plain_two_shot"])
+            for kind, extra_us in zip(FUSED_NORMS, (extra, times["fp8_dynamic"] - least_us), strict=True):
+                yield kind, KernelPoint(rows_pass(nbytes), extra_us)
 
 
 def _collectives(files: _Results, algorithms: Iterable[str] = _LINK_ALGORITHMS) -> Iterator[Measured]:

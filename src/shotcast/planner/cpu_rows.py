@@ -32,7 +32,7 @@ from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig
 from shotcast.planner.calibration import LINK, Calibration
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.step import Estimate, Layout, StepModel, StepWork
+from shotcast.planner.step import BeyondKernels, Estimate, Layout, StepModel, StepWork
 
 FEW = tuple(range(1, 21))
 WINDOWS = (
@@ -140,6 +140,8 @@ class CpuStepModel(StepModel):
     Attention computes sequences that decode in one call, and one prompt after the other. The constants are those of
     so many ranks at work at once.
     """
+
+    beyond_kernels = BeyondKernels(0.0, 0.0)  # not measured
 
     def _stages(self, work: StepWork) -> list[Estimate]:
         costs = self._costs()

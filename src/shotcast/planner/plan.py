@@ -6,21 +6,26 @@ last to the first, which decodes its tokens next, each sequence gets a token eve
 
 .. math:: T_d = \max\left(m \max_s d_s,\; \sum_s (d_s + x_s)\right), \quad m = \min(C, P)
 
+The host's time of a step is hidden on GPUs, where it is one more :math:`d_s` that the slowest may be, and part of the
+first stage's on CPUs.
+
 A prompt takes :math:`t_p`, its part of the steps that are full of prompts, on the slowest stage. In the time in which C
 sequences get O tokens each, C prompts are computed, so
 
 .. math:: \text{tokens/s} = \frac{C\,O}{O\,T_d + C\,t_p}, \quad T_{TPOT} = T_d + \frac{(C - 1)\,t_p}{O}
 
-The first token comes when the host has planned the step, the prompt has passed all stages, whose GPUs have rested, and
-its token is back at the first. The consequence: with few sequences :math:`T_d` is reading weights, once for each of the
-m shares of a pipeline; with many it is arithmetic, and what tensor parallel adds is the sums.
+The first token comes when the client's request has reached the host, the host has planned the step, the prompt has
+passed all stages, whose GPUs have rested since it began, and its token is back at the first. The consequence: with few
+sequences :math:`T_d` is reading weights, once for each of the m shares of a pipeline; with many it is arithmetic, and
+what tensor parallel adds is the sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.registry import registered
@@ -34,7 +39,7 @@ from shotcast.planner.collectives import CollectiveCosts, modelled_algorithms
 from shotcast.planner.cpu_rows import step_model
 from shotcast.planner.expert_model import ExpertModel
 from shotcast.planner.experts import expert_weight_bytes, row_width
-from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, largest_share, require_layout
+from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, kernel_error, largest_share, require_layout
 from shotcast.transport.triton.layout import MOST_RANKS
 from shotcast.units import about_size
 from shotcast.wire import MAX_WORLD_SIZE, NodeShape
@@ -219,7 +224,8 @@ class Point:
         sequences: of one engine at once; of each of its ranks where these have sequences of their own.
         ttft_ms, tpot_ms: of a request; the first without waiting for others.
         tokens_per_s: output of all engines.
-        error: one standard deviation of ``tpot_ms`` by the calibration's residuals, as a part of it.
+        ttft_error, tpot_error: one standard deviation of these, as parts of them, by the residuals of kernels and by
+            how much more measured runs differ.
         algorithm: of the sums of a step that decodes; "" for one rank a stage.
         parts: microseconds of a decoding step, all stages together, by what they are for.
         stage_us: the slowest and the fastest stage of that step.
@@ -232,7 +238,8 @@ class Point:
     ttft_ms: float
     tpot_ms: float
     tokens_per_s: float
-    error: float
+    ttft_error: float
+    tpot_error: float
     algorithm: str
     parts: dict[str, float]
     stage_us: tuple[float, float]
@@ -452,39 +459,50 @@ def _points(
             f"weights take {about_size(memory.weights)} of {about_size(memory.usable)} on a rank, steps about "
             f"{about_size(memory.steps(1))}, so a sequence of {tokens} tokens has no room"
         )
-    latency_us, busy_us = _prompt_us(job, model)
+    prompt = _prompt_time(job, model)
     sequences = 1
     while sequences <= most:
-        yield _point(job, model, engines, sequences, latency_us, busy_us, memory, collectives)
+        yield _point(job, model, engines, sequences, prompt, memory, collectives)
         sequences = most if sequences < most < 2 * sequences else 2 * sequences
 
 
-def _prompt_us(job: Job, model: StepModel) -> tuple[float, float]:
-    """Return the time of one prompt through all stages, and its part of full steps on the slowest stage."""
+class _PromptTime(NamedTuple):
+    """The time of one prompt through all stages, its error, and its part of full steps on the slowest stage."""
+
+    latency_us: float
+    error: float
+    busy_us: float
+
+
+def _prompt_time(job: Job, model: StepModel) -> _PromptTime:
     most = job.limits.batch_tokens
     chunks = [
         StepWork(0, 0.0, ((min(most, job.prompt - begin), begin),), int(begin + most >= job.prompt))
         for begin in range(0, job.prompt, most)
     ]
-    times = [[stage.time_us for stage in model.stages(chunk)] for chunk in chunks]
+    times = [_stage_times(model, chunk) for chunk in chunks]
+    error = math.hypot(kernel_error(model.stages(chunks[0])), model.beyond_kernels.first)
     # chunks follow each other through the stages: all of the first, then the slowest stage of each other
-    rested = _rested(model, chunks)
-    latency_us = sum(rested[0]) + sum(max(each) for each in rested[1:]) + model.host_us(chunks[0])
-    latency_us += sum(model.transfers_us(chunks[0])[:-1]) + model.transfers_us(chunks[-1])[-1]
+    transfers_us = [*model.transfers_us(chunks[0])[:-1], model.transfers_us(chunks[-1])[-1]]
+    latency_us = model.client_us + (model.host_us(chunks[0]) if model.hides_host else 0.0)
+    for stage, time_us, transfer_us in zip(model.stages(chunks[0]), times[0], transfers_us, strict=True):
+        clock = FullClock()
+        clock.rest(latency_us)  # until its turn
+        latency_us += time_us - clock.take(stage.saved_us) + transfer_us
+    latency_us += sum(max(each) for each in times[1:])
     together = max(1, most // job.prompt)
     if together == 1:
-        return latency_us, sum(max(each) for each in times)
-    full = model.stages(StepWork(0, 0.0, ((job.prompt, 0),) * together, together))
-    return latency_us, max(stage.time_us for stage in full) / together
+        return _PromptTime(latency_us, error, sum(max(each) for each in times))
+    full = StepWork(0, 0.0, ((job.prompt, 0),) * together, together)
+    return _PromptTime(latency_us, error, max(*_stage_times(model, full), model.host_us(full)) / together)
 
 
-def _rested(model: StepModel, chunks: Sequence[StepWork]) -> list[list[float]]:
-    """Return the microseconds of each stage for chunks one after the other, which begin after a rest."""
-    clocks = [FullClock() for _ in range(model.layout.pipeline_parallel)]
-    return [
-        [stage.time_us - clock.take(stage.saved_us) for stage, clock in zip(model.stages(chunk), clocks, strict=True)]
-        for chunk in chunks
-    ]
+def _stage_times(model: StepModel, work: StepWork) -> list[float]:
+    """Return the microseconds of each stage, with the host's in the first one where rank 0 computes that itself."""
+    times = [stage.time_us for stage in model.stages(work)]
+    if not model.hides_host:
+        times[0] += model.host_us(work)
+    return times
 
 
 def _point(
@@ -492,8 +510,7 @@ def _point(
     model: StepModel,
     engines: int,
     sequences: int,
-    prompt_latency_us: float,
-    prompt_us: float,
+    prompt: _PromptTime,
     memory: Memory,
     collectives: CollectiveCosts,
 ) -> Point:
@@ -501,11 +518,11 @@ def _point(
     shares = min(sequences, layout.pipeline_parallel)
     rows = -(-sequences // layout.pipeline_parallel)
     work = StepWork(rows, job.prompt + job.output / 2, (), rows)
-    stages = model.stages(work)
-    times = [stage.time_us for stage in stages]
-    round_us = max(shares * max(times), sum(times) + sum(model.transfers_us(work)))
-    tpot_us = round_us + (sequences - 1) * prompt_us / job.output
-    all_us = job.output * round_us + sequences * prompt_us
+    stages, times = model.stages(work), _stage_times(model, work)
+    slowest_us = max(*times, model.host_us(work))
+    round_us = max(shares * slowest_us, sum(times) + sum(model.transfers_us(work)))
+    tpot_us = round_us + (sequences - 1) * prompt.busy_us / job.output
+    all_us = job.output * round_us + sequences * prompt.busy_us
     algorithm = ""
     if layout.sharing > 1:
         summed = collectives.all_reduce(
@@ -516,10 +533,11 @@ def _point(
         layout,
         engines,
         sequences,
-        prompt_latency_us / 1e3,
+        prompt.latency_us / 1e3,
         tpot_us / 1e3,
         engines * layout.replicas * sequences * job.output / all_us * 1e6,
-        sum(stage.error_us for stage in stages) / sum(times),
+        prompt.error,
+        math.hypot(kernel_error(stages), model.beyond_kernels.later),
         algorithm,
         _parts(stages, sum(model.transfers_us(work))),
         (max(times), min(times)),

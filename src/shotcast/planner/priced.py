@@ -33,9 +33,9 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
     r"""Return the price of a product of many rows among others like it.
 
     Arithmetic takes more power than a GPU may take for long, so the clock goes down, and the time is at least that of
-    products that were measured in a row, by constants of their own:
+    the arithmetic of products that were measured in a row, by constants of their own:
 
-    .. math:: T = \max(T_{rested}, T_{sustained}), \quad saved = T - T_{rested}
+    .. math:: T = \max(T_{rested}, f + Y / y), \quad saved = T - T_{rested}
 
     Products that read more than they compute are not slower in a row, as memory has a clock of its own. Without such
     measurements both are the same.
@@ -49,7 +49,7 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
     sustained = calibration.kinds.get(sustained_kind(fp8))
     if sustained is None:
         return rested
-    time_us = sustained.cost.time_us(work)
+    time_us = sustained.cost.time_us(KernelWork(0.0, work.second))
     if time_us <= rested.time_us:
         return rested
     return Priced(time_us, sustained.residual, time_us - rested.time_us)

@@ -53,7 +53,7 @@ def _compared(best: Point, other: Point, job: Job) -> str:
     else:
         ratio = best.tokens_per_s / other.tokens_per_s
         gain = f"{1 / ratio:.2f} times the tokens/s, with {_count(other.sequences, 'sequence')}"
-    certain = abs(math.log(ratio)) > best.error + other.error
+    certain = abs(math.log(ratio)) > best.tpot_error + other.tpot_error
     return f"Next is {_layout(other)}: {gain}{'' if certain else ', which the error bars do not tell apart'}."
 
 
@@ -191,7 +191,8 @@ def _row(plan: Plan, point: Point) -> dict[str, Any]:
         "median_ttft": point.ttft_ms / 1e3,
         "median_tpot": point.tpot_ms / 1e3,
         "median_intvty": point.tokens_per_s_per_user,
-        "tpot_error": point.error,
+        "ttft_error": point.ttft_error,
+        "tpot_error": point.tpot_error,
         "all_reduce": point.algorithm,
         "step_us": point.parts,
         "memory": {

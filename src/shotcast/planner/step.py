@@ -18,12 +18,14 @@ other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.cost.inference import (
+    FP8,
+    MOST_WIDE_ROWS,
     KernelWork,
     decode_attention,
     product,
@@ -43,6 +45,18 @@ from shotcast.planner.latent_attention import LatentLayer
 from shotcast.planner.priced import Priced, in_a_row
 
 _TOKEN_BYTES = 8
+
+
+class BeyondKernels(NamedTuple):
+    """The parts of error bars that no residual of a kernel explains, of a first token and of each later one."""
+
+    first: float
+    later: float
+
+
+MEASURED_BEYOND_KERNELS = BeyondKernels(0.054, 0.022)
+"""Those of runs of the engine on 1 to 4 H200, by the equation of :mod:`shotcast.simulator.engine_runs`: from
+``benchmarks/data/h200/engine*.json``, which no prediction is fitted to."""
 
 
 class Layout(NamedTuple):
@@ -151,6 +165,11 @@ class Estimate:
         self.saved_us += saved_us
 
 
+def kernel_error(stages: Sequence[Estimate]) -> float:
+    """Return how far off a step may be by the residuals of its kernels, as a part of its time."""
+    return sum(stage.error_us for stage in stages) / sum(stage.time_us for stage in stages)
+
+
 class RankShare(NamedTuple):
     """The part of a layer that the rank with most of it has."""
 
@@ -236,6 +255,9 @@ class StepModel:
                     model, model.latent, layout.sharing, calibration, self._product, self._fp8, self._kv_item
                 )
 
+    beyond_kernels = MEASURED_BEYOND_KERNELS
+    """Parts of error bars beyond those of kernels."""
+
     def stages(self, work: StepWork) -> list[Estimate]:
         """Return the time of each stage of a step, without what passes between stages."""
         known = self._known.get(work)
@@ -257,8 +279,14 @@ class StepModel:
         return [*between, self._collectives.send(token_bytes, self._crossings[-1])]
 
     def host_us(self, work: StepWork) -> float:
-        """Return the microseconds that rank 0 itself takes for a step, besides its stage."""
-        return self._calibration.host.time_us(work.sequences, work.rows)
+        """Return the microseconds that rank 0 itself takes for a step, besides its stage; graphs replay its layers."""
+        begin = sum(before == 0 for _, before in work.prompts)
+        return self._calibration.host.time_us(work.sequences, work.rows, begin)
+
+    @property
+    def client_us(self) -> float:
+        """The microseconds of a request from the client to rank 0, and of its first token on the way back."""
+        return self._calibration.host.client_us
 
     @property
     def hides_host(self) -> bool:
@@ -337,7 +365,7 @@ class StepModel:
         if self._calibration.device == "cpu" or rows > self._calibration.few_rows:
             # the engine's products of fewer rows have the activation in them
             nbytes = rows * columns * (2 * self.itemsize + (1 if self._fp8 else self.itemsize))
-            parts["activation"] = self._kernel("rows_pass", rows_pass(nbytes))
+            parts["activation"] = self._kernel(f"rows_pass{FP8 * self._fp8}", rows_pass(nbytes))
         return parts
 
     def _attention(self, work: StepWork) -> Priced:
@@ -355,14 +383,19 @@ class StepModel:
 
     def _sum_and_norm(self, rows: int) -> dict[str, Priced]:
         nbytes = rows * self.model.hidden * self.itemsize
+        # more rows are given to products in FP8, which the norm makes
+        fp8 = FP8 if self._fp8 and rows > MOST_WIDE_ROWS else ""
         if self.layout.sharing == 1:
-            return {"norm": self._kernel("rows_pass", rows_pass(4 * nbytes))}
+            return {"norm": self._norm(rows, fp8)}
         # the library's sums are followed by a norm of one rank
         alone = self._algorithm == LIBRARY
-        norm = (
-            self._kernel("rows_pass", rows_pass(4 * nbytes)) if alone else self._kernel(FUSED_NORM, rows_pass(nbytes))
-        )
+        norm = self._norm(rows, fp8) if alone else self._kernel(f"{FUSED_NORM}{fp8}", rows_pass(nbytes))
         return {"all_reduce": self._summed(nbytes), "norm": norm}
+
+    def _norm(self, rows: int, fp8: str) -> Priced:
+        """Return the price of adding the residual and of the norm, on one rank."""
+        elements = rows * self.model.hidden
+        return self._kernel(f"norm{fp8}", rows_pass(elements * (3 * self.itemsize + (1 if fp8 else self.itemsize))))
 
     def _summed(self, nbytes: int) -> Priced:
         summed = self._collectives.all_reduce(nbytes, self.layout.sharing, self.itemsize, self._algorithm)
@@ -383,6 +416,5 @@ class StepModel:
             stage.add(
                 "head", self._collectives.all_gather(logits * self.itemsize, ranks), self._calibration.residual(LINK)
             )
-        # the parts are joined as float32, and the sampler reads them
-        stage.add("sampling", *self._kernel("rows_pass", rows_pass(logits * (self.itemsize + 4))))
-        stage.add("sampling", *self._kernel("rows_pass", rows_pass(logits * 4)))
+        # the parts are joined as float32, with the largest of each row, which greedy sampling takes
+        stage.add("sampling", *self._kernel("logits", rows_pass(logits * (self.itemsize + 4))))

@@ -114,13 +114,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
-def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: StepTimer) -> Service:
+def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: StepTimer, client_s: float = 0.0) -> Service:
     """Serve requests in simulated time.
 
     Args:
         arrivals: the requests.
         config: of the scheduler; ``pipeline`` is the number of stages that ``times_of`` gives times of.
         times_of: predicts a plan.
+        client_s: the seconds of a request on its way from the client to the loop, and of its tokens on the way back.
 
     Raises:
         ConfigError: there is no request, or one that the scheduler refuses.
@@ -129,7 +130,7 @@ def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: StepTi
         raise ConfigError("there is no request to serve")
     scheduler = Scheduler(config)
     clock = _Clock(min(arrival.time_s for arrival in arrivals))
-    client = _Client(arrivals, clock)
+    client = _Client(arrivals, clock, client_s)
     ranks = _Ranks(config.pipeline, times_of, clock)
     EngineCore(scheduler, ranks, ranks, client, check=lambda: None, stamp_every=0, stage_timeout_s=math.inf).run()
     stats = scheduler.stats()
@@ -147,12 +148,15 @@ class _Clock:
 
 
 class _Client:
-    """The client, which sends each request at its time, and notes when its tokens are there."""
+    """The client, which sends each request at its time, and notes when its tokens are there.
 
-    def __init__(self, arrivals: Sequence[Arrival], clock: _Clock):
+    All of its way is taken before a request is noticed.
+    """
+
+    def __init__(self, arrivals: Sequence[Arrival], clock: _Clock, client_s: float):
         self.served = [Served(arrival.time_s) for arrival in arrivals]
         self._arrivals, self._clock = arrivals, clock
-        self._waiting = [(arrival.time_s, number) for number, arrival in enumerate(arrivals)]
+        self._waiting = [(arrival.time_s + client_s, number) for number, arrival in enumerate(arrivals)]
         heapq.heapify(self._waiting)
         self._idle = False  # nothing was computed since the last look for requests
 

@@ -160,4 +160,4 @@ def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequenc
     )
     ordered = sorted(arrivals)
     parts = [ordered[first :: point.schedulers] for first in range(point.schedulers)]
-    return Traffic(tuple(serve(part, config, PricedSteps(model)) for part in parts if part))
+    return Traffic(tuple(serve(part, config, PricedSteps(model), model.client_us / 1e6) for part in parts if part))
