@@ -530,9 +530,12 @@ class TestErrors:
 
 
 class TestEngine:
-    def test_generate_answers_and_says_what_it_took(self) -> None:
-        result = invoked("generate", "--chat", "-t", "2", "-n", "10", "What is the capital of France?")
+    def test_generate_answers_and_says_what_it_took(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("SHOTCAST_CALIBRATION", raising=False)
+        planned = ["--layout", "auto:2", "--device", "cpu"]
+        result = invoked("generate", "--chat", *planned, "-n", "10", "What is the capital of France?")
         assert "Paris" in result.stdout
+        assert result.stderr.startswith("layout 2x1: as many of 2 CPU ranks a stage as a host has, since")
         told = re.search(r"(\d+) tokens in, (\d+) out on 2 cpu ranks; first after \d+ ms", result.stderr)
         assert told is not None, result.stderr
         assert int(told[2]) <= 10

@@ -424,6 +424,7 @@ def test_cpu_ranks_of_which_nothing_was_measured(monkeypatch: pytest.MonkeyPatch
     ("options", "part", "why"),
     [
         ({"dtype": "bfloat16"}, "AMD EPYC", "SHOTCAST_CALIBRATION is of float32, and weights are bfloat16"),
+        ({"algorithm": "vendor"}, "AMD EPYC", "SHOTCAST_CALIBRATION says nothing of sums by vendor"),
         ({"layout": "auto:2"}, "AMD EPYC", "SHOTCAST_CALIBRATION is of 1 ranks (shotcast calibrate"),
         ({}, "another", "SHOTCAST_CALIBRATION is of AMD EPYC, and this machine's ranks are of another"),
     ],

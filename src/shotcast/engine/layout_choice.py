@@ -214,6 +214,8 @@ def _unmeasured(config: EngineConfig, calibration: Calibration | None, asked: in
         return f"SHOTCAST_CALIBRATION is of {calibration.dtype}, and weights are {config.dtype_name}"
     if hosts > 1:
         return "nothing was measured of the network between hosts"
+    if config.algorithm != "auto":
+        return f"SHOTCAST_CALIBRATION says nothing of sums by {config.algorithm}"
     if asked is not None and asked not in calibration.shares:
         known = " or ".join(map(str, sorted(calibration.shares)))
         return f"SHOTCAST_CALIBRATION is of {known} ranks (shotcast calibrate --device cpu --world-size {asked})"

@@ -92,7 +92,8 @@ def _gpu(facts: HostFacts) -> list[Finding]:
     for name in dict.fromkeys(gpu.name for gpu in facts.gpus):
         spec = catalog.find(name)
         if spec is None:
-            found.append(Finding(Level.NOTE, f"{name} is not in the catalog, so the cost model has no figures for it."))
+            text = f"{name} is not in the catalog, so the cost model has no figures for it, and layout auto no plan."
+            found.append(Finding(Level.NOTE, text))
         else:
             link = spec.link
             found.append(
