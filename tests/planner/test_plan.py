@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -352,6 +355,14 @@ def test_files_are_not_lost(tmp_path: Path) -> None:
     assert trace.read_text() == text
     assert "a file of its own" in run(*question, "--json", str(both), "--plot", str(both), code=2)
     assert not both.exists()
+    # a pipe that is closed, as by head
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "shotcast", *question, "--json", str(result)]
+    assert subprocess.run(command, stdout=writer, stderr=subprocess.DEVNULL, check=False).returncode != 0
+    os.close(writer)
+    assert json.loads(result.read_text())["best"]["tp"] == 1
+    result.unlink()
     assert "cannot write /dev/full: No space left" in run(*question, "--json", "/dev/full", code=2)
     small = tmp_path / "small.yaml"
     small.write_text(

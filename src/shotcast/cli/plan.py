@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,6 +106,13 @@ def plan(
     ready_to_write(json_file, plot)
     constants = machine.calibration_of(found.gpu, calibration)
     result = planned(job, constants, asked)
+    # files come first: what is printed may end in a closed pipe, and a simulation in an error
+    value = report.as_json(result, longest)
+    if json_file is not None:
+        _write_json(json_file, value)
+    if plot is not None:
+        with _writing(plot):
+            picture.draw(result, plot)
     screen = new_console()
     if result.points:
         screen.print(_table(result))
@@ -133,22 +140,13 @@ def plan(
         screen.print(
             f"To start {one}: {report.command(result, longest)}", soft_wrap=True, markup=False, highlight=False
         )
-    value = report.as_json(result, longest)
-    try:
-        if arrivals and result.best:
-            met = traffic.simulate(job, result.best, constants, arrivals)
-            value["simulated"] = met.as_json()
-            screen.print(_met(met, len(arrivals)), soft_wrap=True, highlight=False)
-        elif arrivals:
-            screen.print("No request was simulated, since there is no point to serve them at.", soft_wrap=True)
-    finally:
-        # the plan is not lost with a simulation that cannot be
+    if arrivals and result.best:
+        met = traffic.simulate(job, result.best, constants, arrivals)
         if json_file is not None:
-            with _writing(json_file):
-                json_file.write_text(json.dumps(value, indent=1) + "\n")
-        if plot is not None:
-            with _writing(plot):
-                picture.draw(result, plot)
+            _write_json(json_file, value | {"simulated": met.as_json()})
+        screen.print(_met(met, len(arrivals)), soft_wrap=True, highlight=False)
+    elif arrivals:
+        screen.print("No request was simulated, since there is no point to serve them at.", soft_wrap=True)
     if result.best is None:
         raise typer.Exit(1)
 
@@ -172,6 +170,11 @@ def _require_apart(written: list[Path | None], read: list[Path | None]) -> None:
         if os.path.realpath(file) in seen:
             raise ConfigError(f"{file} is read, or written by another option; give each output a file of its own")
         seen.add(os.path.realpath(file))
+
+
+def _write_json(file: Path, value: Mapping[str, object]) -> None:
+    with _writing(file):
+        file.write_text(json.dumps(value, indent=1) + "\n")
 
 
 @contextlib.contextmanager
