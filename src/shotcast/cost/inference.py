@@ -17,9 +17,9 @@ prompt attention   operations of scores and values, c          keys that the las
 pass over rows     bytes read and written, b                   0
 =================  ==========================================  ==================================================
 
-On a GPU a program of attention also begins: it takes as long as some keys more, 96 of a sequence that decodes and 192 of
-a token of a prompt, whose last tile of keys is half masked. These are the round numbers with which the equation fits best
-what ``benchmarks/data/h200/kernels_x1.json`` has.
+On a GPU a program of attention also begins. It takes as long as some keys more, 96 of a sequence that decodes and 192
+of a token of a prompt, whose last tile of keys is half masked. With these round numbers the equation fits best what
+``benchmarks/data/h200/kernels_x1.json`` has.
 
 Products have three sets of constants, as they have three kernels: of one row, of few, and of many. Products of many
 rows have another set for products in a row (:func:`sustained_kind`). Arithmetic at the full clock takes more power than
