@@ -45,11 +45,13 @@ def test_a_few_points_make_a_calibration(tmp_path: Path) -> None:
     (file,) = gpu_calibration.measure(tmp_path, 1, "a test", print, points)
     rows = json.loads(file.read_text())["rows"]
     assert file.name == KERNELS_FILE
-    times = {(row["name"], row["rows"]): row["us"] for row in rows if row["kernel"] == "product" and not row["fp8"]}
+    times, sustained = (
+        {(row["name"], row["rows"]): row["us"] for row in rows if row["kernel"] == kernel and not row["fp8"]}
+        for kernel in ("product", "sustained_product")
+    )
     weights_gb = preset("llama-3.1-8b").hidden * 128256 * 2 / 1e9
     read_us = 1e6 * weights_gb / spec.memory_bw_gbps
     assert read_us < times["8b/1 head", 1] < 2 * read_us, "weights come from memory, and at its rate"
-    sustained = {(row["name"], row["rows"]): row["us"] for row in rows if row["kernel"] == "sustained_product"}
     assert sustained["8b/1 gate_up", 512] > 0.9 * times["8b/1 gate_up", 512]
     eager = {
         row["layers"]: row["us"] for row in rows if row["kernel"] == "host" and not row["graphs"] and row["rows"] == 1
