@@ -45,6 +45,7 @@ def test_shards_that_count_cover_all_in_order(total: int, ranks: int, unit: int)
     shards = [shard(total, rank, ranks, unit) for rank in range(ranks)]
     assert all(each.part for each in shards)
     assert [element for each in shards if not each.zeroed for element in each.part] == list(range(total))
+    assert [each.part for each in shards if not each.zeroed] == partition(total, min(ranks, total), unit)
 
 
 def test_nine_heads_on_two_ranks_and_more_ranks_than_groups() -> None:

@@ -22,15 +22,24 @@ def partition(total: int, parts: int, unit: int = 1) -> list[range]:
     """
     if total < parts:
         raise ConfigError(f"{total} cannot be divided between {parts} ranks: each needs at least one")
+    unit = _largest_unit(total, parts, unit)
+    bounds = [_bound(total, parts, unit, number) for number in range(parts + 1)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def _largest_unit(total: int, parts: int, unit: int) -> int:
+    """Return the unit, halved until there are at least as many of it as parts."""
     while unit > 1 and total // unit < parts:
         unit //= 2
-    whole, rest = divmod(total, unit)
-    each, more = divmod(whole, parts)
-    bounds = [0]
-    for part in range(parts):
-        bounds.append(bounds[-1] + unit * (each + (part < more)))
-    bounds[-1] += rest
-    return [range(first, last) for first, last in itertools.pairwise(bounds)]
+    return unit
+
+
+def _bound(total: int, parts: int, unit: int, number: int) -> int:
+    """Return the first element of the part of this number, and behind the last part ``total``."""
+    if number == parts:
+        return total
+    each, more = divmod(total // unit, parts)
+    return unit * (each * number + min(number, more))
 
 
 class Shard(NamedTuple):
@@ -50,7 +59,9 @@ def shard(total: int, rank: int, ranks: int, unit: int = 1) -> Shard:
     """Return a rank's part of ``total`` elements: of their :func:`partition` where each of the ranks gets one."""
     if rank >= total:
         return Shard(range(1), True)
-    return Shard(partition(total, min(ranks, total), unit)[rank], False)
+    parts = min(ranks, total)
+    unit = _largest_unit(total, parts, unit)
+    return Shard(range(_bound(total, parts, unit, rank), _bound(total, parts, unit, rank + 1)), False)
 
 
 class HeadShard(NamedTuple):
