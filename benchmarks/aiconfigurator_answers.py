@@ -34,14 +34,9 @@ MODELS = {
     "llama-3.1-70b": "meta-llama/Meta-Llama-3.1-70B",
     "llama-3.1-405b": "meta-llama/Meta-Llama-3.1-405B",
 }
-PUBLISHED = (
-    ("llama-3.1-405b", 8, 128, 128),
-    ("llama-3.1-405b", 8, 1000, 1000),
-    ("llama-3.1-405b", 8, 2048, 128),
-    ("llama-3.1-405b", 8, 2048, 2048),
-    ("llama-3.1-70b", 1, 1000, 1000),
-    ("llama-3.1-70b", 1, 2048, 2048),
-)
+GPUS = {"llama-3.1-405b": 8, "llama-3.1-70b": 1, "llama-3.1-8b": 1}
+LENGTHS = ((128, 128), (128, 2048), (1000, 1000), (2048, 128), (2048, 2048))
+PUBLISHED = tuple((model, gpus, *lengths) for model, gpus in GPUS.items() for lengths in LENGTHS)
 """The rows of TensorRT-LLM's overview: model, GPUs of one tensor-parallel engine, tokens in and out."""
 LAYOUTS = ((8, 1), (4, 2), (2, 4), (1, 8))
 STAGES = (1, 2, 4, 8)
