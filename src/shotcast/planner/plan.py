@@ -319,18 +319,24 @@ class Plan:
         return front
 
 
-def plan(job: Job, calibration: Calibration, candidates: Iterable[tuple[Layout, int]] | None = None) -> Plan:
+def plan(
+    job: Job,
+    calibration: Calibration,
+    candidates: Iterable[tuple[Layout, int]] | None = None,
+    collectives: CollectiveCosts | None = None,
+) -> Plan:
     """Return the plan of a job.
 
     Args:
         job: the question.
         calibration: of any GPU; it is scaled to that of the cluster by the data sheets.
         candidates: layouts, and how many engines of each; all :func:`layouts` by default.
+        collectives: what sums take, where it is not what our own take on the cluster by the calibration.
     """
     if calibration.device == "cpu" and job.limits.algorithm == LIBRARY:
         raise ConfigError("the model of the library's sums is NCCL's, and CPU ranks have Gloo; leave the algorithm out")
     constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
-    collectives = CollectiveCosts.on(job.cluster, constants.link)
+    collectives = collectives or CollectiveCosts.on(job.cluster, constants.link)
     points: list[Point] = []
     refused: dict[str, str] = {}
     for layout, engines in layouts(job) if candidates is None else candidates:
