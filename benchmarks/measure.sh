@@ -1,10 +1,31 @@
 #!/bin/sh
 # Measure again the results in data/h200, and in data/h100 (engine_8b_x1): sh benchmarks/measure.sh FOLDER PART..., from
 # the root of the repository, with the package installed or PYTHONPATH=src. Results and printed output go to FOLDER; a
-# line reports how each command ended.
+# line reports how each command ended. A part ends within ten minutes on GPUs, and its last number says how many it
+# takes. README.md lists the parts of four and eight GPUs in the order to run them.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-parts="x4 slices x2 fused tune_x4 tune_x2 tune_sms_x2 launches_x2 calibrate_x1 calibrate_x2 engine_8b_x1 engine_70b_x1 engine_405b_x1 profile_x1 engine_8b engine_70b engine_70b_stages engine_405b engine_405b_stages engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half tests_cuda tests_fused tests_vendor tests_operations faults faults_cpu fuzz hosts operations_cpu operations_x2 stress_x2 sanitizer_memcheck sanitizer_racecheck headers_x2 headers_x4 tests_nvrar nvrar_x2 tests_overlap tests_prefill_overlap prefill_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2 overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 training_x2 overlap_hosts products_x1 tests_products tests_few_sms few_sms_x2 few_sms_x4 tests_fused_products fused_products_x1 fused_products_x2 frameworks_cpu frameworks_x2 process_group_cpu process_group_x2 tests_process_group tests_integrations torch_suite_x2 served_trace"
+cpu="faults_cpu fuzz hosts operations_cpu overlap_hosts frameworks_cpu process_group_cpu served_trace"
+one="calibrate_x1 engine_8b_x1 engine_70b_x1 engine_405b_x1 profile_x1 sanitizer_memcheck sanitizer_racecheck products_x1 tests_products fused_products_x1"
+two="calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 few_sms_x2 few_sms_launches_x2 headers_x2
+    engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half prefill_x2 training_x2 frameworks_x2 generation_x2 process_group_x2
+    nvrar_2x1 fused_products_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2
+    overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 stress_x2 faults torch_suite_x2
+    tests_cuda_x2 tests_fused_x2 tests_vendor_x2 tests_operations_x2 tests_compile_x2 tests_few_sms_x2 tests_stores_2x1 tests_puts_2x1
+    tests_engine_x2 tests_overlap tests_prefill_overlap tests_fused_products_x2 tests_gathered_products tests_process_group_x2
+    tests_frameworks tests_integrations"
+four="x4 fast_x4 slices_x4 fused_x4 operations_x4 reductions_x4 tune_x4 tune_sms_x4 launches_x4 few_sms_x4 few_sms_launches_x4 headers_x4
+    engine_8b engine_70b engine_405b engine_8b_x4 engine_70b_x4 engine_405b_4x1 engine_405b_2x2 engine_405b_1x4
+    prefill_x4 training_x4 frameworks_x4 generation_x4 process_group_x4 nvrar_2x2 nvrar_4x1 nodes_engine_x4
+    fused_products_x4 overlap_all_reduce_x4 overlap_reduce_scatter_x4 overlap_all_gather_x4 overlap_all_to_all_x4
+    overlap_bound_x4 overlap_scattered_x4 overlap_gathered_x4 overlap_published_x4 stress_x4 faults_own_x4 faults_vendor_x4
+    torch_suite_x4 tests_cuda_x4 tests_fused_x4 tests_vendor_x4 tests_operations_x4 tests_compile_x4 tests_few_sms_x4 tests_stores_2x2
+    tests_stores_4x1 tests_puts_2x2 tests_puts_4x1 tests_engine_x4 tests_engine_nodes_x4 tests_fused_products_x4
+    tests_process_group_x4"
+eight="x8 x5 x6 x7 fast_x8 slices_x8 fused_x8 operations_x8 tune_x8 launches_x8 engine_8b_x8 engine_70b_x8 engine_405b_8x1 engine_405b_4x2
+    engine_405b_2x4 engine_405b_1x8 nvrar_2x4 nvrar_4x2 stress_x8 tests_cuda_x8 tests_fused_x8 tests_operations_x8 tests_compile_x8
+    tests_few_sms_x8 tests_fused_products_x8 tests_stores_4x2 tests_puts_4x2"
+parts=$(echo $cpu $one $two $four $eight)
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
 shift
@@ -37,11 +58,11 @@ engine() {
         --layouts "$layouts" --batches "$batches" --algorithms "$@"
 }
 
-# seconds, name, arguments of `shotcast bench overlap` on two GPUs
+# seconds, name, arguments of `shotcast bench overlap` on the GPUs of the part
 overlap() {
     limit=$1 name=$2
     shift 2
-    bench "$limit" "overlap_$name" overlap --device cuda --world-size 2 --timeout $((limit - 10)) "$@"
+    bench "$limit" "overlap_${name}_x$ranks" overlap --device cuda --world-size "$ranks" --timeout $((limit - 10)) "$@"
 }
 
 # seconds, name, tests
@@ -60,44 +81,58 @@ script() {
     ran "$name" $?
 }
 
+# 1 where there are fewer GPUs than ranks, which then take turns
+shared() { [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt "$1" ] && echo 1; }
+
 plain=tests/collectives/test_cuda.py
 fused=tests/collectives/test_cuda_fused.py
 for part in "$@"; do
+    ranks=${part##*x} # of parts whose names end in a number of GPUs
     case $part in
-    x4)
-        bench 120 all_reduce_bf16_x4 all-reduce -b 1K -e 256M -f 2 --seconds 0.05
-        bench 60 all_reduce_f16_x4 all-reduce -b 1K -e 256M -f 4 -d float16 --seconds 0.04 --algorithms one_shot,two_shot,auto,nccl
-        bench 60 all_reduce_f32_x4 all-reduce -b 1K -e 256M -f 4 -d float32 --seconds 0.04 --algorithms one_shot,two_shot,auto,nccl
-        bench 60 between_bf16_x4 all-reduce --between gemm -b 16K -e 1M -f 8 --seconds 0.1 --algorithms auto,nccl
-        ;;
-    slices)
-        bench 60 reduce_scatter_bf16_x4 reduce-scatter -b 8K -e 64M -f 8 --seconds 0.04 --algorithms auto,one_shot,nccl
-        bench 60 all_gather_bf16_x4 all-gather -b 8K -e 64M -f 8 --seconds 0.04 --algorithms auto,one_shot,nccl
-        ;;
-    x2)
-        bench 120 all_reduce_bf16_x2 all-reduce -b 1K -e 256M -f 2 --seconds 0.04 --world-size 2
+    x[248])
+        bench 200 "all_reduce_bf16_x$ranks" all-reduce -b 1K -e 256M -f 2 --seconds 0.05 --world-size "$ranks"
         more="one_shot,two_shot,ring,auto,nccl"
-        bench 60 all_reduce_f16_x2 all-reduce -b 1K -e 256M -f 4 -d float16 --seconds 0.04 --world-size 2 --algorithms $more
-        bench 60 all_reduce_f32_x2 all-reduce -b 1K -e 256M -f 4 -d float32 --seconds 0.04 --world-size 2 --algorithms $more
+        bench 90 "all_reduce_f16_x$ranks" all-reduce -b 1K -e 256M -f 4 -d float16 --seconds 0.04 \
+            --world-size "$ranks" --algorithms $more
+        bench 90 "all_reduce_f32_x$ranks" all-reduce -b 1K -e 256M -f 4 -d float32 --seconds 0.04 \
+            --world-size "$ranks" --algorithms $more
+        bench 90 "between_bf16_x$ranks" all-reduce --between gemm -b 16K -e 1M -f 8 --seconds 0.1 --world-size "$ranks" \
+            --algorithms auto,nccl
         ;;
-    fused)
-        bench 120 fused_bf16_x4 all-reduce-rms-norm --tokens 1,2,4,8,16,32,64,128,256,512 --seconds 0.03 \
-            --algorithms one_shot,two_shot,unfused,plain_one_shot,plain_two_shot,fp8_dynamic,nccl
+    x[567]) # numbers of ranks that have no packaged table
+        bench 300 "all_reduce_bf16_x$ranks" all-reduce -b 1K -e 256M -f 2 --seconds 0.05 --world-size "$ranks"
         ;;
-    tune_x[24])
-        ranks=${part#tune_x}
-        tune 200 "nvidia_h200_x$ranks" --op all_reduce -d bfloat16,float32 --seconds 0.3 --world-size "$ranks"
-        tune 200 "nvidia_h200_x$ranks" --op reduce_scatter,all_gather -d bfloat16 --seconds 0.3 --world-size "$ranks"
+    fast_x[248]) # NCCL on memory registered with it, then the host time of eager calls
+        bench 150 "all_reduce_symmetric_x$ranks" all-reduce -b 1K -e 256M -f 2 --seconds 0.05 --world-size "$ranks" \
+            --algorithms auto,nccl,nccl_symmetric
+        for op in all-reduce reduce-scatter all-gather; do
+            bench 100 "host_$(echo "$op" | tr - _)_x$ranks" "$op" -b 8K -e 8K --host --seconds 0.2 \
+                --world-size "$ranks" --algorithms auto,nccl
+        done
+        bench 100 "host_fused_x$ranks" all-reduce-rms-norm --tokens 1 --host --seconds 0.2 \
+            --world-size "$ranks" --algorithms auto,nccl
         ;;
-    tune_sms_x2) # rows of calls that are given a number of SMs
-        tune 580 nvidia_h200_x2 --op all_reduce,reduce_scatter,all_gather -d bfloat16 -b 1M -e 512M --sms 16,24,32 --seconds 0.3 \
-            --world-size 2
+    slices_x[248])
+        for op in reduce-scatter all-gather; do
+            bench 200 "$(echo "$op" | tr - _)_bf16_x$ranks" "$op" -b 8K -e 64M -f 8 --seconds 0.04 --world-size "$ranks"
+        done
         ;;
-    launches_x2) # every launch of small sums, fused and plain, beside FlashInfer where it is installed
-        script 590 launches_x2 benchmarks/launch_sweep.py --world-size 2 --json "$out/launches_x2.json"
+    fused_x[248])
+        bench 200 "fused_bf16_x$ranks" all-reduce-rms-norm --tokens 1,2,4,8,16,32,64,128,256,512 --seconds 0.03 \
+            --world-size "$ranks" --algorithms one_shot,two_shot,unfused,plain_one_shot,plain_two_shot,fp8_dynamic,nccl
+        ;;
+    tune_x[248])
+        tune 290 "nvidia_h200_x$ranks" --op all_reduce -d bfloat16,float32 --seconds 0.3 --world-size "$ranks"
+        tune 290 "nvidia_h200_x$ranks" --op reduce_scatter,all_gather -d bfloat16 --seconds 0.3 --world-size "$ranks"
+        ;;
+    tune_sms_x[24]) # rows of calls that are given a number of SMs
+        tune 580 "nvidia_h200_x$ranks" --op all_reduce,reduce_scatter,all_gather -d bfloat16 -b 1M -e 512M \
+            --sms 16,24,32 --seconds 0.3 --world-size "$ranks"
+        ;;
+    launches_x[248]) # every launch of small sums, fused and plain, beside FlashInfer where it is installed
+        script 590 "$part" benchmarks/launch_sweep.py --world-size "$ranks" --json "$out/$part.json"
         ;;
     calibrate_x[12]) # kernels and host of a GPU, then the calibration; with two, sums as well. FOLDER may have results of sums
-        ranks=${part#calibrate_x}
         script 590 "$part" -m shotcast calibrate "$out" --device cuda --world-size "$ranks" --output "$out/calibration.json" \
             --cluster "$out/cluster.yaml"
         ;;
@@ -110,41 +145,75 @@ for part in "$@"; do
         ;;
     engine_8b) engine 200 engine_8b 8b 4x1 1,64 auto,nccl ;;
     engine_70b) engine 300 engine_70b 70b 4x1 1,64,256 auto,nccl ;;
-    engine_70b_stages) engine 400 engine_70b_stages 70b 1x4,2x2 1,64,256 auto ;;
     engine_405b) engine 400 engine_405b 405b 4x1 1,64 auto,nccl --quantization fp8 ;;
-    engine_405b_stages) engine 500 engine_405b_stages 405b 1x4,2x2 1,64 auto --quantization fp8 ;;
     engine_8b_x2) engine 200 engine_8b_x2 8b 2x1,1x2 1,64 auto,nccl ;;
     engine_70b_x2) engine 500 engine_70b_x2 70b 2x1,1x2 1,64,256 auto ;;
-    engine_70b_half) engine 500 engine_70b_half 70b:40 2x1,1x2 32,128,512 auto ;; # half the layers on two GPUs: the load of each of four GPUs
+    # half the layers on two GPUs: the load of each of four GPUs
+    engine_70b_half) engine 500 engine_70b_half 70b:40 2x1,1x2 32,128,512 auto ;;
     engine_405b_half) engine 590 engine_405b_half 405b:63 2x1,1x2 32,128,256 auto --quantization fp8 ;;
-    tests_cuda) # four processes at once, as most of the time is spent on compiling
-        tests 400 cuda_a "$plain::test_numerics[4]" "$plain::test_graphs_replay_on_changed_inputs[4]" "$plain::test_two_streams[4]" \
-            "$plain::test_repeated_calls_take_the_fast_path[4]" "$plain::test_epochs_across_borders[4]" &
-        tests 400 cuda_b "$plain::test_matrix[0-4]" "$plain::test_matrix[1-4]" &
-        tests 400 cuda_c "$plain::test_ten_thousand_calls_of_changing_size_with_stragglers[4]" \
-            "$plain::test_messages_wait_in_the_mailbox[4]" &
+    engine_8b_x4) engine 590 engine_8b_x4 8b 4x1,2x2,1x4 1,64,256,512 auto ;;
+    engine_70b_x4) engine 590 engine_70b_x4 70b 4x1,2x2,1x4 1,64,256,512 auto ;;
+    engine_405b_4x1 | engine_405b_2x2 | engine_405b_1x4)
+        engine 590 "$part" 405b "${part##*_}" 1,64,256,512 auto --quantization fp8
+        ;;
+    engine_8b_x8) engine 300 engine_8b_x8 8b 8x1 1,64,256,512 auto ;;
+    engine_70b_x8) engine 400 engine_70b_x8 70b 8x1 1,64,256,512 auto ;;
+    engine_405b_8x1 | engine_405b_4x2 | engine_405b_2x4 | engine_405b_1x8) # one sequence and many, of published lengths
+        engine 590 "$part" 405b "${part##*_}" 1,64,512 auto --quantization fp8 --prompt 2048
+        ;;
+    nodes_engine_x4) # tensor-parallel ranks on two logical nodes of two GPUs: by stores, then by NVSHMEM's puts
+        export SHOTCAST_RANKS_PER_NODE=2
+        engine 290 nodes_engine_stores_x4 8b 4x1 1,64 auto
+        SHOTCAST_NETWORK=nvshmem engine 290 nodes_engine_puts_x4 8b 4x1 1,64 auto
+        unset SHOTCAST_RANKS_PER_NODE
+        ;;
+    tests_cuda_x[248]) # four processes at once, as most of the time is spent on compiling
+        tests 400 "cuda_a_x$ranks" "$plain::test_numerics[$ranks]" "$plain::test_graphs_replay_on_changed_inputs[$ranks]" \
+            "$plain::test_two_streams[$ranks]" "$plain::test_repeated_calls_take_the_fast_path[$ranks]" \
+            "$plain::test_epochs_across_borders[$ranks]" &
+        tests 400 "cuda_b_x$ranks" "$plain::test_matrix[0-$ranks]" "$plain::test_matrix[1-$ranks]" &
+        tests 400 "cuda_c_x$ranks" "$plain::test_ten_thousand_calls_of_changing_size_with_stragglers[$ranks]" \
+            "$plain::test_messages_wait_in_the_mailbox[$ranks]" &
+        tests 400 "cuda_d_x$ranks" "$plain::test_graphs_go_on_in_the_workspace_that_they_were_captured_with[$ranks]" \
+            "$plain::test_eager_calls_around_a_capture[$ranks]" "$plain::test_written_tensors_and_autograd[$ranks]" &
         wait
-        tests 200 cuda_d "$plain" -k "(4- or 4]) and (killed or late or mismatch)"
+        tests 190 "cuda_e_x$ranks" "$plain" -k "[$ranks and (killed or late or mismatch)"
         ;;
-    tests_fused)
-        tests 400 fused_a "$fused" -k "4- and values and all_reduce" &
-        tests 400 fused_b "$fused" -k "4- and values and not all_reduce and not all_gather" &
-        tests 400 fused_c "$fused" -k "4- and values and all_gather" &
-        tests 400 fused_d "$fused" -k "(4- or 4]) and (sentinels or given or graphs or bits)" &
+    tests_fused_x[248])
+        tests 300 "fused_a_x$ranks" "$fused" -k "[$ranks and values and all_reduce" &
+        tests 300 "fused_b_x$ranks" "$fused" -k "[$ranks and values and not all_reduce and not all_gather" &
+        tests 300 "fused_c_x$ranks" "$fused" -k "[$ranks and values and all_gather" &
+        tests 300 "fused_d_x$ranks" "$fused" -k "[$ranks and (sentinels or given or graphs or bits or layer or weights)" &
         wait
-        tests 500 fused_e "$fused" -k "4] and two_thousand" # last, when most of its kernels are compiled
-        tests 200 fused_f "$fused" -k "(4- or 4]) and (killed or late or mismatch)"
+        tests 290 "fused_e_x$ranks" "$fused" -k "[$ranks and two_thousand" & # last, when most of its kernels are compiled
+        tests 290 "fused_f_x$ranks" "$fused" -k "[$ranks and (killed or late or mismatch)" &
+        wait
         ;;
-    tests_vendor) # calls that NCCL serves, with their deadlines
-        tests 400 vendor tests/collectives/test_vendor_cuda.py
+    # calls that NCCL serves, with their deadlines
+    tests_vendor_x2) tests 400 "$part" tests/collectives/test_vendor_cuda.py -k "not [4" ;;
+    tests_vendor_x4) tests 400 "$part" tests/collectives/test_vendor_cuda.py -k "[4" ;;
+    tests_operations_x[248]) # random programs on two streams, graphs of calls with a root, and parts of any sizes
+        tests 390 "$part" tests/collectives/test_cuda_operations.py -k "[$ranks"
+        tests 200 "tests_uneven_x$ranks" tests/collectives/test_uneven.py -k "[$ranks] or -$ranks]"
         ;;
-    tests_operations) # random programs on two streams, and graphs of calls with a root
-        tests 400 operations tests/collectives/test_cuda_operations.py
-        tests 200 uneven tests/collectives/test_uneven.py
+    tests_compile_x[248]) tests 590 "$part" tests/collectives/test_cuda_compile.py -k "[$ranks] or -$ranks]" ;;
+    tests_engine_x2) tests 590 "$part" tests/engine/test_llm_cuda.py -k "not [4- and not [2-2" ;;
+    tests_engine_x4) tests 590 "$part" tests/engine/test_llm_cuda.py -k "[4- or [2-2" ;;
+    tests_engine_nodes_x4) # tokens of ranks on two logical nodes are those of Transformers: by stores, then by puts
+        export SHOTCAST_RANKS_PER_NODE=2
+        tests 295 tests_engine_stores_x4 tests/engine/test_llm_cuda.py -k "[4-"
+        SHOTCAST_NETWORK=nvshmem tests 295 tests_engine_puts_x4 tests/engine/test_llm_cuda.py -k "[4-"
+        unset SHOTCAST_RANKS_PER_NODE
         ;;
     faults) # the fault matrix on two GPUs
         export FAULT_MATRIX_JSON="$out/fault_matrix.json"
-        tests 590 faults tests/collectives/test_fault_matrix_cuda.py
+        tests 590 faults tests/collectives/test_fault_matrix_cuda.py -k "not [4"
+        unset FAULT_MATRIX_JSON
+        ;;
+    faults_own_x4 | faults_vendor_x4) # its cells on four
+        export FAULT_MATRIX_JSON="$out/$part.json"
+        path=${part#faults_}
+        tests 590 "$part" tests/collectives/test_fault_matrix_cuda.py -k "[4-${path%_x4}"
         unset FAULT_MATRIX_JSON
         ;;
     faults_cpu) # the same on CPU ranks
@@ -176,20 +245,23 @@ for part in "$@"; do
                 -g 2 -b 64 -e 16M -f 16 --seconds 0.2 --algorithms auto,gloo
         done
         ;;
-    operations_x2) # the same between two GPUs beside NCCL
+    operations_x[248]) # the same between GPUs beside NCCL
         for op in all-to-all broadcast reduce gather scatter; do
-            bench 100 "operations_$op" "$op" -b 64 -e 256M -f 16 --seconds 0.05 --algorithms auto,nccl
-        done
-        for kind in max/float32 avg/bfloat16 prod/float32 sum/float64 sum/int32 max/int8 min/int64; do
-            bench 100 "operations_all-reduce_$(echo "$kind" | tr / _)" all-reduce -o "${kind%/*}" -d "${kind#*/}" \
-                -b 64 -e 256M -f 16 --seconds 0.05 --algorithms auto,nccl
+            bench 115 "operations_${op}_x$ranks" "$op" -b 64 -e 256M -f 16 --seconds 0.05 \
+                --world-size "$ranks" --algorithms auto,nccl
         done
         ;;
-    stress_x2) # a million calls added to the runs so far; the first minutes compile, so run it twice on one machine
+    reductions_x[24])
+        for kind in max/float32 avg/bfloat16 prod/float32 sum/float64 sum/int32 max/int8 min/int64; do
+            bench 80 "operations_all-reduce_$(echo "$kind" | tr / _)_x$ranks" all-reduce -o "${kind%/*}" -d "${kind#*/}" \
+                -b 64 -e 256M -f 16 --seconds 0.05 --world-size "$ranks" --algorithms auto,nccl
+        done
+        ;;
+    stress_x[248]) # up to a million calls of another seed, added to the runs so far; the first run on a machine compiles
         kept=benchmarks/data/h200/stress.json
         [ -f "$out/stress.json" ] || [ ! -f "$kept" ] || cp "$kept" "$out/stress.json"
-        script 595 stress_x2 benchmarks/stress.py --device cuda --world-size 2 --calls 1000000 --minutes 9 --timeout 10 \
-            --json "$out/stress.json"
+        script 595 "$part" benchmarks/stress.py --device cuda --world-size "$ranks" --calls 1000000 --minutes 9 \
+            --timeout 10 --json "$out/stress.json"
         ;;
     sanitizer_*) # two ranks, which take turns where there is one GPU; the first command compiles
         share=""
@@ -205,69 +277,76 @@ for part in "$@"; do
         script 250 "headers_host_x$ranks" $before --json "$out/headers_host_x$ranks.json" -- all-reduce --device cuda --host \
             -b 8K -e 8K --seconds 0.2 --algorithms one_shot,two_shot --world-size "$ranks"
         ;;
-    tests_nvrar) # sums over logical nodes: by stores on any number of GPUs, by NVSHMEM's puts on two
-        share=""
-        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 4 ] && share=1
-        SHOTCAST_SHARE_GPUS=$share tests 590 nvrar_stores tests/collectives/test_cuda_nodes.py
-        tests 590 nvrar_puts -m "gpu and (full or not full)" tests/collectives/test_cuda_puts.py
+    tests_stores_[24]x[12]) # sums over logical nodes of GPUs, nodes x ranks of each, by stores
+        shape=${part##*_}
+        SHOTCAST_SHARE_GPUS=$(shared $((${shape%x*} * ranks))) tests 590 "$part" \
+            tests/collectives/test_cuda_nodes.py -k "[${shape%x*}-$ranks"
         ;;
-    nvrar_x2) # two nodes of one GPU each, beside the published form, one node and NCCL
-        script 590 nvrar_x2 benchmarks/nvrar_nodes.py --json "$out/nvrar_x2.json"
+    tests_puts_2x1) # the same by NVSHMEM's puts, and all that needs no more than two ranks
+        tests 590 "$part" -m "gpu and (full or not full)" tests/collectives/test_cuda_puts.py \
+            -k "not [2-2 and not [3- and not [4-"
+        ;;
+    tests_puts_[24]x[12])
+        shape=${part##*_}
+        tests 590 "$part" tests/collectives/test_cuda_puts.py -k "[${shape%x*}-$ranks"
+        ;;
+    nvrar_[24]x[124]) # nodes x GPUs of each, beside separate launches, one node and NCCL
+        shape=${part#nvrar_}
+        script 590 "$part" benchmarks/nvrar_nodes.py --nodes "${shape%x*}" --ranks-per-node "$ranks" \
+            --json "$out/$part.json"
         ;;
     tests_overlap) # races on one GPU, bits on two
         tests 400 overlap tests/overlap/test_overlap_cuda.py
-        share=""
-        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 2 ] && share=1
-        SHOTCAST_SHARE_GPUS=$share tests 180 overlap_bench tests/bench/test_overlap_bench_cuda.py
+        SHOTCAST_SHARE_GPUS=$(shared 2) tests 180 overlap_bench tests/bench/test_overlap_bench_cuda.py
         ;;
     tests_prefill_overlap) # prompts in halves: on one GPU too
-        share=""
-        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 2 ] && share=1
-        SHOTCAST_SHARE_GPUS=$share tests 400 prefill_overlap tests/engine/test_prefill_overlap_cuda.py
+        SHOTCAST_SHARE_GPUS=$(shared 2) tests 400 prefill_overlap tests/engine/test_prefill_overlap_cuda.py
         ;;
-    prefill_x2) # a prompt of 4K tokens by each form of a 70B-shaped model, beside NCCL
-        script 590 prefill_x2 benchmarks/prefill.py --json "$out/prefill_x2.json"
+    prefill_x[24]) # a prompt of 4K tokens by each form of a 70B-shaped model, beside NCCL
+        script 590 "$part" benchmarks/prefill.py --world-size "$ranks" --json "$out/$part.json"
         ;;
-    overlap_all_reduce_x2 | overlap_all_gather_x2 | overlap_all_to_all_x2) # balanced chains, with every peer
-        op=${part#overlap_} op=${op%_x2}
-        overlap 590 "$op" --op "$(echo "$op" | tr _ -)" --plot "$out/overlap_$op.png"
+    overlap_all_reduce_x[24] | overlap_all_gather_x[24] | overlap_all_to_all_x[24]) # balanced chains, with every peer
+        op=${part#overlap_} op=${op%_x*}
+        overlap 590 "$op" --op "$(echo "$op" | tr _ -)" --plot "$out/$part.png"
         ;;
-    overlap_reduce_scatter_x2) # the same, alone and followed by the all-gather
-        overlap 290 reduce_scatter --op reduce-scatter --plot "$out/overlap_reduce_scatter.png"
+    overlap_reduce_scatter_x[24]) # the same, alone and followed by the all-gather
+        overlap 290 reduce_scatter --op reduce-scatter --plot "$out/$part.png"
         overlap 290 reduce_scatter_all_gather --op reduce-scatter-all-gather
         ;;
-    overlap_bound_x2) # messages of a third of the products' time, and a product that waits for its weights
+    overlap_bound_x[24]) # messages of a third of the products' time, and a product that waits for its weights
         overlap 290 compute_bound --op all-reduce --ratio 0.333
         overlap 290 memory_bound --op all-reduce --gemm 16x57344x8192 --steps 32
         ;;
-    overlap_scattered_x2) # messages that are whole matrices of products: projections of a 70B model on two ranks
+    overlap_scattered_x[24]) # messages that are whole matrices of products: projections of a 70B model on so many ranks
+        own=$((8192 / ranks)) ffn=$((28672 / ranks))
         overlap 590 scattered --whole --rounds 3 --seconds 0.05 --op reduce-scatter \
-            --gemm 2048x8192x4096,4096x8192x4096,8192x8192x4096,2048x8192x14336,4096x8192x14336,8192x8192x14336
+            --gemm "2048x8192x$own,4096x8192x$own,8192x8192x$own,2048x8192x$ffn,4096x8192x$ffn,8192x8192x$ffn"
         ;;
-    overlap_gathered_x2) # the same of the other projections
+    overlap_gathered_x[24]) # the same of the other projections
+        own=$((10240 / ranks)) ffn=$((57344 / ranks))
         overlap 590 gathered --whole --rounds 3 --seconds 0.05 --op all-gather \
-            --gemm 2048x5120x8192,4096x5120x8192,8192x5120x8192,2048x28672x8192,4096x28672x8192,8192x28672x8192
+            --gemm "2048x${own}x8192,4096x${own}x8192,8192x${own}x8192,2048x${ffn}x8192,4096x${ffn}x8192,8192x${ffn}x8192"
         ;;
-    training_x2) # four layers of an 8B model: gradients in buckets, and divided layers
-        script 590 training_x2 benchmarks/training.py --json "$out/training_x2.json"
+    training_x[24]) # four layers of an 8B model: gradients in buckets, and divided layers
+        script 590 "$part" benchmarks/training.py --world-size "$ranks" --json "$out/$part.json"
         ;;
-    overlap_published_x2) # the grid of arXiv 2606.09200: small tiles, blocks of an SM, priorities
+    overlap_published_x[24]) # the grid of arXiv 2606.09200: small tiles, blocks of an SM, priorities
         quick="--forms published --size 896M --steps 4 --rounds 3 --seconds 0.05"
         for op in all-reduce all-to-all; do
             overlap 140 "published_${op}_square" $quick --op "$op"
             overlap 150 "published_${op}_wide" $quick --op "$op" --gemm 8192x57344x8192
         done
         ;;
-    tests_few_sms) # calls that keep to a number of SMs: on one GPU too
-        share=""
-        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 2 ] && share=1
-        SHOTCAST_SHARE_GPUS=$share tests 590 few_sms tests/collectives/test_cuda_few_sms.py -k "2]"
+    tests_few_sms_x[248]) # calls that keep to a number of SMs: on one GPU too
+        SHOTCAST_SHARE_GPUS=$(shared "$ranks") tests 590 "$part" \
+            tests/collectives/test_cuda_few_sms.py -k "[$ranks] or -$ranks]"
         ;;
-    few_sms_x[24]) # 4 to 64 SMs beside all of them, copy engines and NCCL; then other launches of one operation
-        ranks=${part#few_sms_x}
+    few_sms_x[24]) # 4 to 64 SMs beside all of them, copy engines and NCCL
         script 590 "$part" benchmarks/few_sms.py --world-size "$ranks" --json "$out/$part.json"
-        script 590 "${part}_launches" benchmarks/few_sms.py --world-size "$ranks" --ops all_reduce --sizes 448M --launches \
-            --json "$out/${part}_launches.json"
+        ;;
+    few_sms_launches_x[24]) # other launches of one operation
+        script 590 "$part" benchmarks/few_sms.py --world-size "$ranks" --ops all_reduce --sizes 448M --launches \
+            --json "$out/$part.json"
         ;;
     overlap_hosts) # chains of CPU ranks on two simulated hosts, 5 ms apart, and on one; as root
         bench 300 overlap_hosts overlap --hosts 2 --delay-us 5000 --size 4K,64K,256K --plot "$out/overlap_hosts.png"
@@ -278,43 +357,49 @@ for part in "$@"; do
         script 300 shaped_products benchmarks/shaped_products.py --set tune --json "$out/shaped_products.json"
         ;;
     tests_products) tests 300 products tests/kernels/test_large_gemm_cuda.py tests/overlap/test_products_cuda.py ;;
-    tests_fused_products) # products whose tiles are sent as they are finished, or whose rows arrive: on one GPU too
-        share=""
-        [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt 2 ] && share=1
-        SHOTCAST_SHARE_GPUS=$share tests 590 fused_products tests/overlap/test_summed_products_cuda.py -k "2] or 2-"
-        SHOTCAST_SHARE_GPUS=$share tests 400 gathered_products tests/overlap/test_gathered_products_cuda.py \
+    tests_fused_products_x[248]) # products whose tiles are sent as they are finished: on one GPU too
+        SHOTCAST_SHARE_GPUS=$(shared "$ranks") tests 590 "$part" \
+            tests/overlap/test_summed_products_cuda.py -k "[$ranks"
+        ;;
+    tests_gathered_products) # products whose rows arrive: on one GPU too
+        SHOTCAST_SHARE_GPUS=$(shared 2) tests 400 gathered_products tests/overlap/test_gathered_products_cuda.py \
             tests/overlap/test_overlap_cuda.py -k "gathered or sequence_parallelism"
         ;;
     fused_products_x1) # one rank of two without the other: what sending, adding up and clearing cost
         script 200 fused_products_x1 benchmarks/fused_products.py --alone --json "$out/fused_products_x1.json"
         ;;
-    fused_products_x2) # beside product and collective, NCCL and PyTorch's own, with the projections of a 70B model
-        script 590 fused_products_x2 benchmarks/fused_products.py --world-size 2 --json "$out/fused_products_x2.json"
+    fused_products_x[24]) # beside product and collective, NCCL and PyTorch's own, with the projections of a 70B model
+        script 590 "$part" benchmarks/fused_products.py --world-size "$ranks" --json "$out/$part.json"
         ;;
     frameworks_cpu) # training and generating by the backend of torch.distributed, beside Gloo
         script 3000 frameworks_cpu benchmarks/frameworks.py --rounds 5 --json "$out/frameworks.json"
         ;;
-    frameworks_x2) # the same on two GPUs, beside NCCL
-        script 590 frameworks_x2 benchmarks/frameworks.py --device cuda --rounds 3 --json "$out/frameworks_x2.json"
+    frameworks_x[24]) # training on GPUs, beside NCCL
+        script 590 "$part" benchmarks/frameworks.py --device cuda --world-size "$ranks" --rounds 3 \
+            --scripts ddp,zero,fsdp2,dtensor --json "$out/$part.json"
+        ;;
+    generation_x[24]) # compiled calls and tensor-parallel Transformers on GPUs, beside NCCL
+        script 590 "$part" benchmarks/frameworks.py --device cuda --world-size "$ranks" --rounds 3 \
+            --scripts functional_collectives,transformers_generate --json "$out/$part.json"
         ;;
     process_group_cpu) # calls of torch.distributed by our backend, beside the communicator's and Gloo's
         script 600 process_group_cpu benchmarks/process_group.py --json "$out/process_group.json"
         ;;
-    process_group_x2) # the same on two GPUs, eager and captured, beside NCCL's
-        script 590 process_group_x2 benchmarks/process_group.py --device cuda --json "$out/process_group_x2.json"
+    process_group_x[24]) # the same on GPUs, eager and captured, beside NCCL's
+        script 590 "$part" benchmarks/process_group.py --device cuda --world-size "$ranks" --json "$out/$part.json"
         ;;
-    tests_process_group) # calls, messages, graphs and faults of the backend of torch.distributed, and scripts by it
-        tests 590 process_group tests/process_group/test_cuda_group.py
-        tests 590 frameworks tests/process_group/test_frameworks_cuda.py
-        ;;
+    # calls, messages, graphs and faults of the backend of torch.distributed, and scripts by it
+    tests_process_group_x2) tests 590 "$part" tests/process_group/test_cuda_group.py -k "not 4]" ;;
+    tests_process_group_x4) tests 590 "$part" tests/process_group/test_cuda_group.py -k "4]" ;;
+    tests_frameworks) tests 590 frameworks tests/process_group/test_frameworks_cuda.py ;;
     tests_integrations) # plug-ins of vLLM and SGLang, batches of every size, and ranks that see one GPU each
         tests 590 integrations tests/integrations/test_cuda_plugins.py tests/collectives/test_cuda_visible.py \
             tests/collectives/test_batch_invariant.py
         ;;
-    torch_suite_x2) # PyTorch's own suite on two GPUs, by our backend and by NCCL's
+    torch_suite_x[24]) # PyTorch's own suite on GPUs, by our backend and by NCCL's
         for backend in shotcast nccl; do
-            script 590 "torch_suite_$backend" tests/process_group/torch_suite.py --device cuda --backend "$backend" \
-                --world-size 2 --out "$out/torch_suite_x2.json"
+            script 295 "torch_suite_${backend}_x$ranks" tests/process_group/torch_suite.py --device cuda --backend "$backend" \
+                --world-size "$ranks" --out "$out/$part.json"
         done
         ;;
     served_trace) # kernels of a CPU rank alone, then a trace that the engine serves in real time

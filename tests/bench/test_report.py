@@ -151,6 +151,15 @@ OTHERS = (
     "calibration_",
     "kernels_",
     "served_trace",
+    "nvrar_",
+    "nodes_engine_",
+    "few_sms_",
+    "launches_",
+    "headers_",
+    "prefill_",
+    "fused_products_",
+    "generation_",
+    "faults_",
 )
 """File names of other results: those of the engine, of the scripts in benchmarks, and of long tests."""
 KEPT = sorted(

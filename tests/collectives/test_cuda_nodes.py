@@ -22,7 +22,7 @@ from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
-SHAPES = [(nodes, local) for nodes, local in ((2, 1), (2, 2), (3, 1), (4, 2)) if enough_gpus(nodes * local)]
+SHAPES = [(nodes, local) for nodes, local in ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2)) if enough_gpus(nodes * local)]
 COUNTS = [0, 1, 5, 64, 1000, 4099, 65536, 100_003]
 LARGE = 6_000_003
 """Elements that pass in pieces."""

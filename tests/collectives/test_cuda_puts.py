@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.timeout(500),
     pytest.mark.skipif(not _installed(), reason="NVSHMEM is not installed"),
 ]
-SHAPES = [(nodes, local) for nodes, local in ((2, 1), (3, 1), (2, 2), (4, 2)) if enough_gpus(nodes * local)]
+SHAPES = [(nodes, local) for nodes, local in ((2, 1), (3, 1), (2, 2), (4, 1), (4, 2)) if enough_gpus(nodes * local)]
 
 
 def ranks_that_put(nodes: int, local: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The fault matrix on two GPUs: every cell once, and random draws. Run with ``pytest -m gpu``."""
+"""The fault matrix on two and four GPUs: every cell once, and random draws. Run with ``pytest -m gpu``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not enough_gpus(2), reason="needs two GPUs"),
 ]
+WORLD_SIZES = [n for n in (2, 4) if enough_gpus(n)]
 SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20"))
 DRAWS = 30
 DEADLINE_S = 1.0
@@ -45,10 +46,11 @@ def _nothing_left_in_shared_memory() -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", matrix.MODES)
 @pytest.mark.parametrize("path", matrix.PATHS)
-def test_every_cell_once(path: str, mode: str) -> None:
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_cell_once(world_size: int, path: str, mode: str) -> None:
     jobs = [
         cases
-        for cases in matrix.jobs("cuda", 2, DEADLINE_S)
+        for cases in matrix.jobs("cuda", world_size, DEADLINE_S)
         if (cases[0].cell.path, cases[0].cell.mode) == (path, mode)
     ]
     assert len(jobs) >= len(matrix.OPERATIONS) - 1
