@@ -160,6 +160,7 @@ OTHERS = (
     "fused_products_",
     "generation_",
     "faults_",
+    "forecast_before_",
 )
 """File names of other results: those of the engine, of the scripts in benchmarks, and of long tests."""
 KEPT = sorted(
