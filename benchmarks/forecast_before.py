@@ -129,7 +129,13 @@ def measured(folder: Path, since: str) -> dict[tuple[Any, ...], Mapping[str, flo
 def table(before: Mapping[str, Any], folder: Path) -> str:
     """Return a Markdown table of a forecast and, where there are any, the measured values of a folder."""
     values = measured(folder, before["date"])
-    titles = ["model", "layout", "sums", "sequences", *(forecast.TITLES[name] for name in METRICS)]
+    titles = [
+        "model",
+        "layout",
+        "sums",
+        "sequences",
+        *(f"{forecast.TITLES[name]}{', ms' * name.endswith('_ms')}" for name in METRICS),
+    ]
     lines = [f"Expected at commit {before['environment']['commit'][:10]} on {before['date']}; measured (error).", ""]
     lines += [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for row in before["rows"]:
@@ -147,16 +153,16 @@ def table(before: Mapping[str, Any], folder: Path) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the sources. Raises ConfigError if they differ from it, or are in no repository."""
-    git = ("git", "-C", str(Path(__file__).parent))
+    """Return the last commit of src. Raises ConfigError if files differ from the repository's, or are in none."""
+    git = ("git", "-C", str(Path(__file__).parents[1]))
     try:
         changes, head = (
             subprocess.run([*git, *of], capture_output=True, text=True, check=True).stdout.strip()
-            for of in (("status", "--porcelain", "--untracked-files=no"), ("rev-parse", "HEAD"))
+            for of in (("status", "--porcelain", "--untracked-files=no"), ("log", "-1", "--format=%H", "--", "src"))
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(f"a forecast names its commit, and git does not: {error}") from error
-    if changes:
+    if changes or not head:
         raise ConfigError(f"a forecast names its commit, which lacks these changes: {changes}")
     return head
 

@@ -78,19 +78,20 @@ def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:
 
 
 def test_a_forecast_is_of_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(forecast_before, "__file__", str(tmp_path / "forecast_before.py"))
+    monkeypatch.setattr(forecast_before, "__file__", str(tmp_path / "benchmarks" / "forecast_before.py"))
     with pytest.raises(ConfigError, match="names its commit"):
         forecast_before.commit()
 
 
 def test_a_forecast_is_not_of_changed_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    source = tmp_path / "source"
+    source = tmp_path / "src" / "source"
+    source.parent.mkdir()
     source.write_text("one")
-    for command in (["init", "-q"], ["add", "source"], ["commit", "-qm", "one"]):
+    for command in (["init", "-q"], ["add", "src"], ["commit", "-qm", "one"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(forecast_before, "__file__", str(tmp_path / "forecast_before.py"))
+    monkeypatch.setattr(forecast_before, "__file__", str(tmp_path / "benchmarks" / "forecast_before.py"))
     assert len(forecast_before.commit()) == 40
     source.write_text("two")
-    with pytest.raises(ConfigError, match="lacks these changes: M source"):
+    with pytest.raises(ConfigError, match="lacks these changes: M src/source"):
         forecast_before.commit()

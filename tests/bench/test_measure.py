@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -79,3 +80,13 @@ def test_every_part_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_it_does_not_know(tmp_path: Path) -> None:
     assert run(tmp_path).returncode == run(tmp_path, "nonsense").returncode == 2
     assert f"no part nonsense; parts: {PARTS[0]} " in run(tmp_path, "nonsense").stderr
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_table_of_parts_names_all_of_four_and_eight_gpus(ranks: int) -> None:
+    page = (ROOT / "benchmarks/README.md").read_text().partition("## Four and eight GPUs")[2]
+    listed = page.partition("Eight:")[0 if ranks == 4 else 2]
+    named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in listed.splitlines() if "|" in line)))
+    line = re.search({4: "four", 8: "eight"}[ranks] + '="([^"]*)"', SCRIPT.read_text())
+    assert line is not None
+    assert named == set(line[1].split())
