@@ -13,7 +13,8 @@ from gpu_cases_targets import checked, host_rows
 from typer.testing import CliRunner
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
-from shotcast.bench import gpu_calibration, gpu_case, gpu_products
+from shotcast.bench import gpu_calibration, gpu_case, gpu_products, report
+from shotcast.bench.config import BenchConfig
 from shotcast.bench.gpu_attention import DecodeShape, PromptShape, decode_shapes, prompt_shapes
 from shotcast.bench.gpu_calibration import Measurement
 from shotcast.bench.gpu_case import off_by
@@ -27,9 +28,11 @@ from shotcast.hardware import cluster
 from shotcast.hardware.detect import GpuFacts
 from shotcast.launcher.spawn import spawn
 from shotcast.layers.linear import Linear
-from shotcast.planner.calibration_fit import host_cost, kernel_point
+from shotcast.planner.calibration import FUSED_NORMS, load, parse
+from shotcast.planner.calibration_fit import KERNELS_FILE, calibrate, host_cost, kernel_point
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "data" / "h200"
 
 
 @pytest.fixture
@@ -189,6 +192,39 @@ def test_results_are_kept_group_by_group(tmp_path: Path, gpus: list[str], monkey
     assert document["rows"][0]["us"] == 1.2346
     assert "kernels.triton.gemv" in document["kernels"]
     assert said == ["compiling", "products", "attention and passes", "products in a row", "the host"]
+
+
+def test_sums_of_several_gpus_are_measured_as_the_bench_does(
+    tmp_path: Path, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are those that the fit reads: with results of earlier runs, it finds about the packaged link."""
+    gpus += ["NVIDIA H200"] * 4
+    kept = {"all_reduce": "all_reduce_bf16_x4.json", "all_reduce_rms_norm": "fused_bf16_x4.json"}
+    asked = []
+
+    def run(config: BenchConfig, ranks: int) -> list[report.Row]:
+        asked.append((config.op, config.algorithms, config.sizes[0], config.sizes[-1], ranks))
+        return [row for row in report.read(RESULTS / kept[config.op]).rows if row.algorithm in config.algorithms]
+
+    monkeypatch.setattr(gpu_calibration.harness, "run", run)
+    said: list[str] = []
+    files = list(gpu_calibration._link(tmp_path, 4, True, "shotcast calibrate", said.append))
+    assert [file.name for file in files] == list(kept.values())
+    assert said == ["all_reduce of 4 GPUs", "fused of 4 GPUs"]
+    assert asked[0] == ("all_reduce", ("one_shot", "two_shot", "ring"), 1 << 10, 1 << 28, 4)
+    assert asked[1][2:] == (8192 * 2, 512 * 8192 * 2, 4)
+    (tmp_path / KERNELS_FILE).write_text((RESULTS / KERNELS_FILE).read_text())
+    found, packaged = calibrate(tmp_path), load("NVIDIA H200")
+    assert found.sources == ("fused_bf16_x4.json", "all_reduce_bf16_x4.json", KERNELS_FILE)
+    for kind in FUSED_NORMS:
+        assert found.kinds[kind].points == packaged.kinds[kind].points
+        assert found.kinds[kind].cost.first_rate == pytest.approx(packaged.kinds[kind].cost.first_rate, rel=1e-3)
+    assert found.link.bw_gbps == pytest.approx(packaged.link.bw_gbps, rel=0.25)
+    list(gpu_calibration._link(tmp_path, 4, False, "shotcast calibrate", said.append))
+    assert "fp8_dynamic" in asked[1][1]
+    assert "fp8_dynamic" not in asked[3][1]
+    with pytest.raises(ConfigError, match="it lacks fused_norm_fp8"):  # an H200 has it
+        parse(calibrate(tmp_path).as_json(), "x")
 
 
 def test_the_machine_is_a_cluster_that_plans_take(gpus: list[str]) -> None:

@@ -127,7 +127,7 @@ def measure(
     advance("first tokens")
     document["rows"] += gpu_host.first_tokens(points.host)
     file.write_text(as_text(document))
-    return [file, *(_link(folder, ranks, command, advance) if ranks > 1 else ())]
+    return [file, *(_link(folder, ranks, fp8, command, advance) if ranks > 1 else ())]
 
 
 def cluster_text() -> str:
@@ -212,15 +212,15 @@ def _cases(shapes: Sequence[Cases], filled: bool) -> Iterator[Any]:
         yield from shape.cases(device, filled)
 
 
-def _link(folder: Path, ranks: int, command: str, advance: Callable[[str], None]) -> Iterator[Path]:
-    """Measure sums of ranks, alone and with the norm in them."""
+def _link(folder: Path, ranks: int, fp8: bool, command: str, advance: Callable[[str], None]) -> Iterator[Path]:
+    """Measure sums of ranks, alone and with the norm in them, with ``fp8`` also in FP8."""
     plain = BenchConfig("all_reduce", "cuda", "bfloat16", _SIZES, ("one_shot", "two_shot", "ring"), budget_s=0.04)
     fused = BenchConfig(
         "all_reduce_rms_norm",
         "cuda",
         "bfloat16",
         tuple(tokens * _HIDDEN * 2 for tokens in _FUSED_TOKENS),
-        ("one_shot", "two_shot", "plain_one_shot", "plain_two_shot"),
+        ("one_shot", "two_shot", "plain_one_shot", "plain_two_shot", *(("fp8_dynamic",) if fp8 else ())),
         budget_s=0.04,
         hidden=_HIDDEN,
     )

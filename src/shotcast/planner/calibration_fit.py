@@ -35,7 +35,7 @@ from shotcast.cost.inference import (
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
 from shotcast.hardware.spec import GpuSpec
-from shotcast.planner.calibration import FUSED_NORMS, Calibration, calibrated_parts, load
+from shotcast.planner.calibration import FUSED_NORM, FUSED_NORMS, Calibration, calibrated_parts, load
 from shotcast.wire import DTYPES, NodeShape, Op
 
 KERNELS_FILE = "kernels_x1.json"
@@ -286,9 +286,10 @@ def _fused_norms(files: _Results) -> Iterator[tuple[str, KernelPoint]]:
                 (times[plain], times[fused] - times[plain])
                 for fused, plain in (("one_shot", "plain_one_shot"), ("two_shot", "plain_two_shot"))
             )[1]
-            least_us = min(times["plain_one_shot"], times["plain_two_shot"])
-            for kind, extra_us in zip(FUSED_NORMS, (extra, times["fp8_dynamic"] - least_us), strict=True):
-                yield kind, KernelPoint(rows_pass(nbytes), extra_us)
+            yield FUSED_NORM, KernelPoint(rows_pass(nbytes), extra)
+            if "fp8_dynamic" in times:  # some GPUs have no FP8
+                least_us = min(times["plain_one_shot"], times["plain_two_shot"])
+                yield f"{FUSED_NORM}{FP8}", KernelPoint(rows_pass(nbytes), times["fp8_dynamic"] - least_us)
 
 
 def _collectives(files: _Results, algorithms: Iterable[str] = _LINK_ALGORITHMS) -> Iterator[Measured]:
