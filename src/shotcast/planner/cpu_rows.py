@@ -153,7 +153,7 @@ class CpuStepModel(StepModel):
         self._add_attention(layer, costs, work)
         activated = rows_pass(rows * 3 * self.share.columns * item)
         layer.add("activation", *costs.time_us("activation", rows, activated))
-        norm = self._norm(costs, rows)
+        norm = self._norm_of_rows(costs, rows)
         stages = []
         for number, (layers, experts) in enumerate(self._layers):
             if experts:
@@ -199,7 +199,7 @@ class CpuStepModel(StepModel):
             seen = prompt_attention([(tokens, int(min(before, window)))], share.heads, head_dim, beginning=0)
             layer.add("attention", *costs.time_us("prompt_attention", tokens, seen))
 
-    def _norm(self, costs: RowsCosts, rows: int) -> tuple[float, float]:
+    def _norm_of_rows(self, costs: RowsCosts, rows: int) -> tuple[float, float]:
         nbytes = rows * self.model.hidden * self.itemsize
         ranks = self.layout.tensor_parallel
         if ranks == 1:
