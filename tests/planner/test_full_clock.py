@@ -112,3 +112,20 @@ def test_steps_of_many_prompts_are_in_a_row() -> None:
         for slower in (0, 1.2)
     ]
     assert points[0].tokens_per_s > 1.1 * points[1].tokens_per_s
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("llama-3.1-70b", True), ("llama-3.1-8b", False)])
+def test_the_host_is_hidden_but_for_first_tokens(name: str, hidden: bool) -> None:
+    """A host of 6 ms a step: 70B in FP8 takes longer for a token, 8B does not, so it waits for the host."""
+    quick = with_sustained(0)
+    slow = replace(quick, host=replace(quick.host, fixed_us=6000.0, client_us=quick.host.client_us + 500.0))
+    before, after = (
+        next(point for point in plan(Job(preset(name), name, "fp8", DGX, 1, 512, 64), each).points)
+        for each in (quick, slow)
+    )
+    added_ms = (6000.0 - quick.host.fixed_us + 500.0) / 1e3
+    assert after.ttft_ms - before.ttft_ms == pytest.approx(added_ms)
+    if hidden:
+        assert after.tpot_ms == before.tpot_ms > 6
+    else:
+        assert before.tpot_ms < 6 < after.tpot_ms < 7

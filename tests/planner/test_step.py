@@ -229,3 +229,23 @@ def test_only_what_gpus_have_kernels_for_is_chosen() -> None:
 def test_a_model_that_cannot_be_divided() -> None:
     with pytest.raises(ConfigError, match="cannot be divided between 40 stages"):
         StepModel(preset("llama-3.1-8b"), Layout(1, 40), *costs())
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "rows", "bytes_of_row"),
+    [
+        ("norm_fp8", 1, 8, 2 * 7 * 8192),
+        ("norm_fp8", 1, 2, 0),
+        ("fused_norm_fp8", 2, 8, 2 * 2 * 8192),
+        ("fused_norm_fp8", 2, 2, 0),
+        ("rows_pass_fp8", 1, 64, 0),
+        ("rows_pass_fp8", 1, 128, 5 * 28672),
+    ],
+)
+def test_passes_that_write_fp8_are_kinds_of_their_own(kind: str, ranks: int, rows: int, bytes_of_row: int) -> None:
+    """Norms give more than two rows in FP8, and beyond 64 rows so does the activation, which products have before."""
+    config = preset("llama-3.1-70b")
+    calibration = constants(kind, "first_rate", 1.0)
+    sums = CollectiveCosts.on(cluster.load("dgx-h200"), calibration.link)
+    model = StepModel(config, Layout(ranks, 1), calibration, sums, "fp8")
+    assert total_us(model, decode(rows)) * 1e3 == pytest.approx(config.layers * rows * bytes_of_row, abs=1e-3)
