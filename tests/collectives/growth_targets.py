@@ -77,6 +77,20 @@ def calls_that_grow(calls: int, seed: int) -> tuple[list[int], int]:
         return sizes(comm), comm._executor.epoch
 
 
+def growth_in_inference_mode() -> list[int]:
+    """Grow in inference mode, as an engine does that measures its steps, and change what the workspaces hold after."""
+    with communicator() as comm:
+        with torch.inference_mode():
+            one_call(comm, "two_shot", FIRST, 1)
+            one_call(comm, "two_shot", LARGEST // 4, 2)
+        found = sizes(comm)
+        comm.set_timeout(20.0)
+        comm.reset()
+        one_call(comm, "two_shot", LARGEST // 4, 3)
+        comm.check()
+        return found
+
+
 def one_after_the_other() -> list[tuple[int, list[int], int]]:
     """Make calls of growing and falling size; return each with the workspaces that it left, and the epoch."""
     seen = []

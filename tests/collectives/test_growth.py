@@ -113,6 +113,9 @@ class TestInterpreted:
         expected = [[FIRST], [FIRST, 4 * FIRST], [FIRST, 4 * FIRST, LARGEST]]
         assert interpreted(targets.workspaces_of_graphs, 2) == [expected] * 2
 
+    def test_a_growth_in_inference_mode_serves_all_modes(self) -> None:
+        assert interpreted(targets.growth_in_inference_mode, 2) == [[FIRST, LARGEST]] * 2
+
     def test_messages_arrive_across_a_growth(self) -> None:
         interpreted(targets.messages_across_growth, 2)
 

@@ -316,6 +316,7 @@ class TritonExecutor:
         bound = barrier.bind(plan, self.workspaces[-1].context)
         return Meeting(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device)
 
+    @torch.inference_mode(False)  # later calls write into its tensors in any mode
     def grow(self, room: int) -> None:
         """Let later calls use a new workspace, for messages of ``room`` bytes or more. Collective.
 
@@ -364,6 +365,7 @@ class TritonExecutor:
         """Keep the workspace that calls use now when there is a larger one: a graph is being captured with it."""
         self._captured = True
 
+    @torch.inference_mode(False)
     def _workspace(self, memory: Memory, where: Layout) -> Workspace:
         rank, world_size = self._group.rank, self._group.world_size
         status = self._status.data_ptr()
