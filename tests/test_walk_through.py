@@ -26,8 +26,9 @@ def shotcast(folder: Path, *arguments: str) -> str:
 
 
 def write_model(folder: Path) -> None:
-    """Write a small model as Transformers does: config.json and weights."""
+    """Write a small model as Transformers does: config.json, weights and a tokenizer of bytes."""
     transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512,
@@ -39,6 +40,11 @@ def write_model(folder: Path) -> None:
         max_position_embeddings=256,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bytewise = tokenizers.Tokenizer(tokenizers.models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise).save_pretrained(folder)
 
 
 def test_from_a_config_to_a_completion(tmp_path: Path) -> None:
