@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 
 from shotcast.collectives.algorithm import Topology
@@ -19,10 +21,11 @@ class Caller(Collectives):
     _closed: bool
 
     @property
+    @abstractmethod
     def topology(self) -> Topology:
         """The facts about ranks and machine that the choice of algorithms depends on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _run(
         self,
         op: Op,
@@ -39,8 +42,8 @@ class Caller(Collectives):
         count: int | None = None,
     ) -> Call:
         """Make a call on tensors that have been checked; ``count`` elements define it, if not those of a tensor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def explain(
         self,
         x: torch.Tensor,
@@ -51,4 +54,3 @@ class Caller(Collectives):
         sms: int | None = None,
     ) -> Explanation:
         """Return which algorithm a call would take."""
-        raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -118,6 +119,6 @@ class MessageCalls(Caller):
         for op, x, peer in self._in_common_order(messages):
             self._run(op, x if op is Op.SEND else None, None if op is Op.SEND else x, root=peer)
 
+    @abstractmethod
     def _run_at_once(self, executor: BatchExecutor, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> bool:
         """Make messages by an executor that makes all of them at once; return False if the library has to make one."""
-        raise NotImplementedError

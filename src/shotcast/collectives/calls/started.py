@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -88,13 +89,13 @@ class StartedCalls(Caller):
                 self._starter = ThreadStarter(self._pause_fast_path, self._resume_fast_path)
         return self._starter.start(make, (args, kwargs))
 
+    @abstractmethod
     def _pause_fast_path(self) -> None:
         """Let every call take the long way, where it waits for calls that were started."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _resume_fast_path(self) -> None:
         """Let calls take the short way again."""
-        raise NotImplementedError
 
 
 def _copied(arguments: Any) -> Any:
