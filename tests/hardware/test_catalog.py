@@ -27,3 +27,14 @@ def test_memory_is_as_sold_where_cuda_was_not_asked(name: str, sold: int) -> Non
     known = catalog.find(name)
     assert known is not None
     assert known.memory_bytes == sold << 30
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"),
+        *("NVIDIA H200 MIG 3g.71gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 2g.20gb"),
+    ],
+)
+def test_parts_with_other_memory_or_links_are_not_in_it(name: str) -> None:
+    assert catalog.find(name) is None

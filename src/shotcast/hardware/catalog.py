@@ -45,7 +45,7 @@ CATALOG = (
     ),
     GpuSpec(
         name="H200 SXM",
-        pattern=r"H200(?! NVL)",
+        pattern=r"(?<!G)H200(?! NVL)",
         compute_capability=(9, 0),
         memory_bytes=150_109_880_320,  # as CUDA reports it (benchmarks/data/h200)
         memory_bw_gbps=4800.0,
@@ -71,7 +71,12 @@ CATALOG = (
 
 
 def find(device_name: str) -> GpuSpec | None:
-    """Return the GPU that CUDA calls ``device_name``, such as ``"NVIDIA H200"``; None if the catalog lacks it."""
+    """Return the GPU that CUDA calls ``device_name``, such as ``"NVIDIA H200"``; None if the catalog lacks it.
+
+    It lacks slices of a GPU, such as ``"NVIDIA H200 MIG 3g.71gb"``.
+    """
+    if " MIG " in device_name:
+        return None
     for spec in CATALOG:
         if re.search(spec.pattern, device_name):
             return spec
