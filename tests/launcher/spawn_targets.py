@@ -100,6 +100,14 @@ def victim_reports_first() -> None:
     raise ValueError("the culprit's own words")
 
 
+def a_late_rank_ends_another() -> None:
+    """Rank 1 gives up on rank 0, which then comes and finds that rank 1 has ended."""
+    if os.environ["RANK"] == "0":
+        raise CollectiveTimeout(0, [1], "all_reduce", 7, 3.0, "dead")
+    time.sleep(0.2)
+    raise CollectiveTimeout(1, [0], "all_reduce", 7, 3.0)
+
+
 def gloo_victim_reports_first() -> None:
     if os.environ["RANK"] == "0":
         raise RuntimeError("Connection closed by peer [127.0.0.1]")

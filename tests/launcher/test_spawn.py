@@ -169,6 +169,11 @@ class TestFailures:
         assert caught.value.rank == 1
         assert "ranks that failed as well: 0" in caught.value.detail
 
+    def test_a_rank_that_gave_up_goes_before_one_that_found_it_gone(self) -> None:
+        with pytest.raises(RankFailed, match="missing ranks: 0") as caught:
+            shotcast.spawn(targets.a_late_rank_ends_another, 2)
+        assert caught.value.rank == 1
+
     def test_killed_rank_goes_before_its_peers_broken_connections(self) -> None:
         with pytest.raises(RankFailed, match="SIGKILL") as caught:
             shotcast.spawn(targets.gloo_victim_reports_first, 2)

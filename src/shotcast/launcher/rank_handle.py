@@ -46,14 +46,16 @@ class Failure:
 
     @property
     def consequence(self) -> int:
-        """The likelihood that another rank caused this failure, from 0 (least) to 4.
+        """The likelihood that another rank caused this failure, from 0 (least) to 5.
 
-        0: the rank died without a report; 1: it raised; 2: it lost a peer; 3: it waited in vain; 4: its connection was
-        closed.
+        0: the rank died without a report; 1: it raised; 2: it lost a peer; 3: it waited in vain; 4: a process that it
+        waited for ended; 5: its connection was closed.
         """
         if self.killed:
             return 0
         if isinstance(self.exception, ConnectionError):
+            return 5
+        if isinstance(self.exception, CollectiveTimeout) and self.exception.reason == "dead":
             return 4
         if isinstance(self.exception, CollectiveTimeout | CollectiveMismatch):
             return 3
