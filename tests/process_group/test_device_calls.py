@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import inspect
 import threading
 from collections import Counter
@@ -352,6 +353,13 @@ def test_options_of_nccl_reach_it_and_others_are_refused(monkeypatch: pytest.Mon
     assert given._timeout == timedelta(seconds=9)
     made._nccl_options = None
     assert made._nccl("nccl").arguments[-1] is not given
+
+
+def test_a_group_whose_inner_one_is_gloo_can_be_split() -> None:
+    """PyTorch copies the options of the inner group, and those of Gloo cannot be copied."""
+    made = torch_private.inner_gloo(dist.HashStore(), 0, 1, timedelta(seconds=9), lambda: None)
+    assert made.supports_splitting
+    copy.deepcopy(made.options)
 
 
 def test_threads_may_make_the_first_call_of_a_device_during_the_end() -> None:

@@ -112,6 +112,7 @@ def _tell(told: Told, timeout: timedelta) -> None:
 
 class _InnerGloo(c10d.ProcessGroupGloo):
     told: Told
+    options: Any = None  # PyTorch copies those of a group that it splits, and cannot copy those of Gloo
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
