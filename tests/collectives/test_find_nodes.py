@@ -117,6 +117,7 @@ def test_hosts_that_differ_are_refused() -> None:
             assert message == f"the ranks do not agree on {what}: {where}"
 
 
+@pytest.mark.timing
 def test_uneven_nodes_are_served_by_the_library() -> None:
     for total, explanation, late in shotcast.spawn(targets.uneven, 3, timeout_s=60):
         assert total == [6.0] * 3

@@ -6,7 +6,7 @@ began after the first report. The first rank to decide writes its verdict for al
 comes afterwards, so all raise the same error.
 
 The store may belong to the very process that is stopped, and PyTorch waits for its answer without end. So threads ask
-it, and nobody waits for them longer than a moment.
+it, and nobody waits for one of its answers longer than a moment.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from shotcast.wire import HeaderWords
 _PATIENCE_S = 0.5
 """Time from a rank's report to its decision; calls of ranks that wait for the same rank fail within that."""
 
-_ANSWER_S = 0.3
-"""The limit for the store's answer, beyond the patience."""
+_LOOK_S = 0.3
+"""The time that a look for the reports of others waits for the store."""
+
+_ANSWER_S = 0.8
+"""The time without an answer after which the store counts as silent. A store on busy cores takes a while for each of
+many answers, so nothing limits all of them together."""
 
 
 class SilentStoreError(Exception):
@@ -59,35 +63,58 @@ class Blame:
     def __init__(self, store: dist.Store, rank: int, gone: Collection[int]):
         self._store, self._rank, self._gone = store, rank, gone
         self._asking: threading.Thread | None = None
+        self._heard = 0.0
 
     def raised(self) -> bool:
         """Return whether some rank has reported a fault, as far as the store answers."""
-        if self._asking is not None and self._asking.is_alive():
+        if self._unanswered():
             return False
         try:
-            return bool(self._asked(lambda: self._store.check(["alarm"]), _ANSWER_S))
+            return bool(self._asked(lambda: self._has("alarm"), _LOOK_S))
         except (SilentStoreError, dist.DistError):
             return False
 
-    def _asked(self, question: Callable[[], Any], limit_s: float) -> Any:
-        """Return what ``question()`` returns, on a thread. Raises SilentStoreError after ``limit_s``."""
+    def _unanswered(self) -> bool:
+        return self._asking is not None and self._asking.is_alive()
+
+    def _asked(self, questions: Callable[[], Any], limit_s: float) -> Any:
+        """Return what ``questions()`` returns, on a thread; SilentStoreError if no answer comes for ``limit_s``."""
         answers: list[Any] = []
 
         def ask() -> None:
             try:
-                answers.append((question(), None))
+                answers.append((questions(), None))
             except Exception as error:  # given to the thread that waits
                 answers.append((None, error))
 
+        if not self._unanswered():
+            self._heard = time.monotonic()
         self._asking = threading.Thread(target=ask, name="shotcast store", daemon=True)
         self._asking.start()
-        self._asking.join(limit_s)
-        if not answers:
-            raise SilentStoreError("the job's store does not answer; the process that holds it may be stopped")
+        while not answers:
+            left_s = self._heard + limit_s - time.monotonic()
+            if left_s <= 0:
+                raise SilentStoreError("the job's store does not answer; the process that holds it may be stopped")
+            self._asking.join(left_s)
         answer, error = answers[0]
         if error is not None:
             raise error
         return answer
+
+    def _has(self, key: str) -> bool:
+        found = self._store.check([key])
+        self._heard = time.monotonic()
+        return found
+
+    def _get(self, key: str) -> bytes:
+        found = self._store.get(key)
+        self._heard = time.monotonic()
+        return found
+
+    def _set_first(self, key: str, value: str) -> None:
+        """Set a key that nobody has set."""
+        self._store.compare_set(key, "", value)
+        self._heard = time.monotonic()
 
     def verdict(
         self,
@@ -110,25 +137,25 @@ class Blame:
             SilentStoreError: the store does not answer.
         """
         arguments = members, header, waited_s, cause, interrupted
-        found: Verdict = self._asked(lambda: self._agree(*arguments), _PATIENCE_S + _ANSWER_S)
+        found: Verdict = self._asked(lambda: self._agree(*arguments), _ANSWER_S)
         return found
 
     def _agree(
         self, members: Sequence[int], header: HeaderWords | None, waited_s: float, cause: str, interrupted: bool
     ) -> Verdict:
         now = time.time()  # the hosts' clocks: they differ by little, and it matters for a rank that just comes
-        self._store.compare_set("alarm", "", repr(now))
+        self._set_first("alarm", repr(now))
         facts = {"header": header, "begun": now - waited_s, "cause": cause, "interrupted": interrupted}
         report = json.dumps(facts)
-        self._store.set(f"report/{self._rank}", report)
+        self._set_first(f"report/{self._rank}", report)
         until = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < until and not interrupted and not self._store.check(["verdict"]):
-            if all(self._store.check([f"report/{rank}"]) for rank in members):
+        while time.monotonic() < until and not interrupted and not self._has("verdict"):
+            if all(self._has(f"report/{rank}") for rank in members):
                 break
             time.sleep(0.01)
-        if not self._store.check(["verdict"]):
-            self._store.compare_set("verdict", "", self._decide(members))
-        found = json.loads(self._store.get("verdict"))
+        if not self._has("verdict"):
+            self._set_first("verdict", self._decide(members))
+        found = json.loads(self._get("verdict"))
         headers = {int(rank): HeaderWords(*words) for rank, words in found["headers"].items()}
         if header is not None:
             headers[self._rank] = header
@@ -136,9 +163,9 @@ class Blame:
 
     def _decide(self, members: Sequence[int]) -> str:
         """Return the verdict of this rank, as text."""
-        came = [rank for rank in members if self._store.check([f"report/{rank}"])]
-        reports = {rank: json.loads(self._store.get(f"report/{rank}")) for rank in came}
-        alarm = float(self._store.get("alarm"))
+        came = [rank for rank in members if self._has(f"report/{rank}")]
+        reports = {rank: json.loads(self._get(f"report/{rank}")) for rank in came}
+        alarm = float(self._get("alarm"))
         reports = {rank: report for rank, report in reports.items() if report["begun"] <= alarm}
         headers = {rank: report["header"] for rank, report in reports.items() if report["header"]}
         absent = [rank for rank in members if rank not in reports]
