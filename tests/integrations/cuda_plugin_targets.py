@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shotcast.collectives import reference
+from shotcast.collectives.rank_device import gpu_of, gpus_are_shared
 from shotcast.integrations.sglang_hooks import CustomAllReduce
 from shotcast.integrations.tensor_parallel import make_sums
 
@@ -15,9 +16,9 @@ from shotcast.integrations.tensor_parallel import make_sums
 def captured_sums(batch_invariant: bool) -> dict[str, int]:
     """Warm up, capture and replay sums and a fused norm as the host programs do. Return the calls."""
     rank = int(os.environ["RANK"])
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", gpu_of(rank))
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.init_process_group("gloo" if gpus_are_shared() else "cpu:gloo,cuda:nccl")
     group = dist.new_group(backend="gloo")
     sums = make_sums(group, device, "tp:0", batch_invariant, "the test")
     assert sums is not None

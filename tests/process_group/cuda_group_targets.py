@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from group_targets import backend, values
 
-from shotcast.collectives.rank_device import gpu_of, gpus_are_shared
+from shotcast.collectives.rank_device import gpu_of
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout
 from shotcast.process_group import counts
 
@@ -169,8 +170,6 @@ def ddp() -> list[float]:
 
 def bound() -> None:
     """Bind the group to a GPU, and split it."""
-    from datetime import timedelta
-
     from torch.distributed.device_mesh import init_device_mesh
 
     from shotcast.process_group.registration import register
@@ -181,11 +180,10 @@ def bound() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.ones(8, device=gpu)
     dist.all_reduce(x)
-    if not gpus_are_shared():
-        halves = dist.split_group(split_ranks=[list(range(size // 2)), list(range(size // 2, size))])
-        assert halves is not None
-        dist.all_reduce(x, group=halves)
-        assert x[0] == size * (size // 2)
+    halves = dist.split_group(split_ranks=[list(range(size // 2)), list(range(size // 2, size))])
+    assert halves is not None
+    dist.all_reduce(x, group=halves)
+    assert x[0] == size * (size // 2)
     mesh = init_device_mesh("cuda", (size, 1), mesh_dim_names=("a", "b"))
     y = torch.full((4,), float(rank), device=gpu)
     dist.all_reduce(y, group=mesh.get_group("a"))
@@ -200,7 +198,7 @@ def faults() -> tuple[str, str]:
     found = []
     with backend(3.0):
         for case in ("late", "different"):
-            group = dist.new_group()
+            group = dist.new_group(timeout=timedelta(seconds=3))  # a new group does not take that of all ranks
             rank = dist.get_rank(group)
             x = torch.ones(64, device=gpu)
             dist.all_reduce(x, group=group)
@@ -213,7 +211,7 @@ def faults() -> tuple[str, str]:
                     torch.cuda.synchronize()
                     work.wait()
                 else:
-                    time.sleep(5)
+                    time.sleep(4)
             except (CollectiveTimeout, CollectiveMismatch) as error:
                 text = type(error).__name__
             found.append(text)
