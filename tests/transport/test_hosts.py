@@ -340,7 +340,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(nodes: int, local: int, who: in
 def test_calls_that_differ_are_a_mismatch() -> None:
     for fault, took, _, sizes in run_ranks(3, _fault_of, 3, 1, 1, "calls something else"):
         assert (fault.kind, fault.ranks) == (wire.MISMATCH, (1,))
-        assert sizes == [4000, 3996, 4000]
+        # two ranks that differ are enough: the third may not have made its call yet
+        assert (sizes[1], sizes[0] or sizes[2]) == (3996, 4000)
+        assert {sizes[0], sizes[2]} <= {4000, None}
         assert took < 2.0
 
 
