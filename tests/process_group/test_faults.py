@@ -34,6 +34,7 @@ def test_late_ranks_and_calls_that_differ() -> None:
         assert [end[0] for end in ends] == ["CollectiveMismatch"] * 2
 
 
+@pytest.mark.timing
 def test_an_abort_ends_calls_that_wait() -> None:
     found = shotcast.spawn(targets.aborted, 2, timeout_s=60)[0]
     first, synchronous, asynchronous = [ends for ends, _ in found]
