@@ -14,7 +14,8 @@ import httpx
 import pytest
 import torch
 
-pytestmark = [pytest.mark.full]
+# it measures this machine, which other tests must not use meanwhile
+pytestmark = [pytest.mark.full, pytest.mark.timing, pytest.mark.timeout(1800)]
 
 
 def shotcast(folder: Path, *arguments: str) -> str:
