@@ -1,8 +1,8 @@
 """Predict the kept runs of the engine and kept tables of collectives, and print what was measured and predicted.
 
-    python benchmarks/forecast.py [--folder benchmarks/data/h200] [--part "NVIDIA H200"] [--cluster dgx-h200]
+    python benchmarks/forecast.py [--fill PAGE]
 
-The constants are those of the calibration of PART, which no run of an engine was fitted to. ``--fill PAGE`` puts the
+The constants are those of the packaged calibrations, which no run of an engine was fitted to. ``--fill`` puts the
 tables into a document, between their markers.
 """
 
@@ -13,13 +13,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from shotcast.collectives.registry import registered
 from shotcast.cost.collective import time_us
-from shotcast.cost.inference import rows_pass
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.planner.calibration import FUSED_NORM, Calibration, load
@@ -45,6 +45,9 @@ HELD_OUT = (
     "fused_bf16_x4.json",
 )
 """Tables of collectives that the link's constants were not fitted to; of fused sums, those of the norm were."""
+DATA = Path(__file__).parent / "data"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+FOLDERS = {H100: "h100", H200: "h200"}
 OWN = ("one_shot", "two_shot", "ring")
 SAME, OTHER_SUMS, OTHER = "same", "other sums", "other"
 _FUSED = "all_reduce_rms_norm"
@@ -78,8 +81,8 @@ def _call_us(row: Mapping[str, object], calibration: Calibration) -> float:
     form = registered()[str(row["algorithm"])].forms[Op.ALL_REDUCE if fused else Op[str(row["op"]).upper()]]
     nbytes = int(str(row["nbytes"]))
     work = form.work(nbytes, NodeShape(1, int(str(row["world_size"]))), DTYPES[str(row["dtype"])])
-    norm_us = calibration.time_us(FUSED_NORM, rows_pass(nbytes)) if fused else 0.0
-    return time_us(work, calibration.link) + norm_us
+    sum_us = time_us(work, calibration.link)
+    return calibration.fused_norms[FUSED_NORM].cost.time_us(nbytes, sum_us) if fused else sum_us
 
 
 def known_kernels(folder: Path, calibration: Calibration) -> dict[str, set[str]]:
@@ -93,26 +96,47 @@ def known_kernels(folder: Path, calibration: Calibration) -> dict[str, set[str]]
     return known
 
 
+@cache
 def all_forecasts(folder: Path, part: str, cluster_name: str, algorithm: str = "auto") -> list[Forecast]:
-    """Return the predictions of all kept runs."""
-    calibration = load(part)
-    collectives = CollectiveCosts.on(cluster.load(cluster_name), calibration.link)
-    return forecasts(runs(folder, algorithm), calibration, collectives, known_kernels(folder, calibration))
+    """Return the predictions of all kept runs by the calibration of ``part``, if it is another GPU by data sheets."""
+    described = cluster.load(cluster_name)
+    calibration = load(part).scaled_to(described.gpu)
+    collectives = CollectiveCosts.on(described, calibration.link)
+    return forecasts(
+        runs(folder, algorithm), calibration, collectives, known_kernels(DATA / FOLDERS[part], calibration)
+    )
 
 
-def tables(folder: Path, part: str, cluster_name: str) -> dict[str, str]:
+def tables() -> dict[str, str]:
     """Return all tables by the names of their markers."""
-    own, library = (all_forecasts(folder, part, cluster_name, algorithm) for algorithm in ("auto", "nccl"))
-    return tables_of(own, library, call_errors(folder, load(part)))
+    folder = DATA / FOLDERS[H200]
+    own, library = (all_forecasts(folder, H200, "dgx-h200", algorithm) for algorithm in ("auto", "nccl"))
+    elsewhere = {
+        "its own": all_forecasts(DATA / FOLDERS[H100], H100, "dgx-h100"),
+        "the H200's, by data sheets": all_forecasts(DATA / FOLDERS[H100], H200, "dgx-h100"),
+    }
+    return tables_of(own, library, call_errors(folder, load(H200)), elsewhere)
 
 
-def tables_of(own: Sequence[Forecast], library: Sequence[Forecast], calls: Sequence[CallError]) -> dict[str, str]:
-    """Return all tables of runs with our sums, of runs with the library's, and of calls."""
+def tables_of(
+    own: Sequence[Forecast],
+    library: Sequence[Forecast],
+    calls: Sequence[CallError],
+    elsewhere: Mapping[str, Sequence[Forecast]],
+) -> dict[str, str]:
+    """Return all tables.
+
+    Args:
+        own, library: runs with our sums, and with the library's.
+        calls: of collectives.
+        elsewhere: runs on another GPU, by whose constants they were predicted.
+    """
     return {
         "runs": runs_table(own, {metric: error_bars(own, metric) for metric in BARRED}),
         "errors": errors_table(own, library),
         "bars": bars_table(own),
         "collectives": collectives_table(calls),
+        "H100": elsewhere_table(elsewhere),
     }
 
 
@@ -160,6 +184,15 @@ def errors_table(own: Sequence[Forecast], library: Sequence[Forecast]) -> str:
     for title, belongs in groups.items():
         lines += _errors_row(title, [each for each in own if belongs(each)])
     lines += _errors_row("sums by NCCL", library)
+    return "\n".join(lines) + "\n"
+
+
+def elsewhere_table(found: Mapping[str, Sequence[Forecast]]) -> str:
+    """Return mean and largest errors of the same runs by other constants."""
+    titles = [f"{title}: mean, largest" for title in TITLES.values()]
+    lines = [f"| constants | runs | {' | '.join(titles)} |", f"|---|---|{'---|' * len(titles)}"]
+    for constants, own in found.items():
+        lines += _errors_row(constants, own)
     return "\n".join(lines) + "\n"
 
 
@@ -221,12 +254,9 @@ def with_tables(page: str, made: Mapping[str, str]) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "data" / "h200")
-    parser.add_argument("--part", default="NVIDIA H200")
-    parser.add_argument("--cluster", default="dgx-h200")
-    parser.add_argument("--fill", type=Path, default=None)
+    parser.add_argument("--fill", type=Path, default=None, metavar="PAGE")
     options = parser.parse_args(None if arguments is None else list(arguments))
-    made = tables(options.folder, options.part, options.cluster)
+    made = tables()
     if options.fill is None:
         print("\n".join(made.values()), end="")
     else:

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Measure again the results in data/h200, and in data/h100 (engine_8b_x1): sh benchmarks/measure.sh FOLDER PART..., from
-# the root of the repository, with the package installed or PYTHONPATH=src. Results and printed output go to FOLDER; a
-# line reports how each command ended. A part ends within ten minutes on GPUs, and its last number says how many it
-# takes. README.md lists the parts of four and eight GPUs in the order to run them.
+# Measure again the results in data/h200, and in data/h100 (calibrate_x1, engine_8b_x1, engine_70b_half_x1):
+# sh benchmarks/measure.sh FOLDER PART..., from the root of the repository, with the package installed or PYTHONPATH=src.
+# Results and printed output go to FOLDER; a line reports how each command ended. A part ends within ten minutes on GPUs,
+# and its last number says how many it takes. README.md lists the parts of four and eight GPUs in the order to run them.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 cpu="faults_cpu fuzz hosts operations_cpu overlap_hosts frameworks_cpu process_group_cpu served_trace"
-one="calibrate_x1 engine_8b_x1 engine_70b_x1 engine_405b_x1 profile_x1 sanitizer_memcheck sanitizer_racecheck products_x1 tests_products fused_products_x1"
+one="calibrate_x1 engine_8b_x1 engine_70b_x1 engine_70b_half_x1 engine_405b_x1 profile_x1 sanitizer_memcheck sanitizer_racecheck products_x1 tests_products fused_products_x1"
 two="calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 few_sms_x2 few_sms_launches_x2 headers_x2
     engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half prefill_x2 training_x2 frameworks_x2 generation_x2 process_group_x2
     nvrar_2x1 fused_products_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2
@@ -138,6 +138,7 @@ for part in "$@"; do
         ;;
     engine_8b_x1) engine 300 engine_8b_x1 8b 1x1 1,4,16,64,256,512 auto ;;
     engine_70b_x1) engine 500 engine_70b_x1 70b 1x1 1,64,256,512 auto --quantization fp8 ;;
+    engine_70b_half_x1) engine 300 engine_70b_half_x1 70b:40 1x1 1,64,256 auto --quantization fp8 ;; # what 80 GB have room for
     engine_405b_x1) engine 590 engine_405b_x1 405b:31 1x1 1,64,256,512 auto --quantization fp8 ;; # a quarter of the layers
     profile_x1) # kernels of steps by name
         script 120 profile_8b benchmarks/engine_profile.py --model random:llama-3.1-8b --json "$out/profile_8b.json"

@@ -128,6 +128,9 @@ def constants_table(calibration: Calibration) -> str:
         cost = fit.cost
         rates = f"{cost.first_rate:.4g}", f"{cost.second_rate:.4g}" if cost.second_rate != 1 else ""
         kinds.append([f"`{name}`", f"{cost.fixed_us:.2f}", *rates, f"{fit.residual:.0%}"])
+    for name, norm in calibration.fused_norms.items():
+        d = f"d {norm.cost.beyond_us:.2f} us"
+        kinds.append([f"`{name}`", f"{norm.cost.fixed_us:.2f}", f"{norm.cost.rate:.4g}", d, f"{norm.residual:.0%}"])
     header = ["kernel", "f, us", "x, GB/s or Gflop/s", "y, Gflop/s or thousands of keys/s", "residual"]
     return (
         table(["constant", "value", "source"], body)

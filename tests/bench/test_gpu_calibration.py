@@ -28,7 +28,7 @@ from shotcast.hardware import cluster
 from shotcast.hardware.detect import GpuFacts
 from shotcast.launcher.spawn import spawn
 from shotcast.layers.linear import Linear
-from shotcast.planner.calibration import FUSED_NORMS, load, parse
+from shotcast.planner.calibration import load
 from shotcast.planner.calibration_fit import KERNELS_FILE, calibrate, host_cost, kernel_point
 
 CPU = torch.device("cpu")
@@ -108,6 +108,7 @@ def test_attention_that_decodes_passes_its_check() -> None:
     assert [(row["sequences"], row["context"]) for row in rows] == [(1, 17), (3, 40)]
 
 
+@pytest.mark.full
 def test_the_host_is_measured_by_the_engine_itself() -> None:
     """Interpreted, so that graphs are steps on static memory: every step that the fit needs is there."""
     steps = HostSteps((1, 2), (1, 2), (16, 32), 8, 6, 1)
@@ -216,15 +217,16 @@ def test_sums_of_several_gpus_are_measured_as_the_bench_does(
     (tmp_path / KERNELS_FILE).write_text((RESULTS / KERNELS_FILE).read_text())
     found, packaged = calibrate(tmp_path), load("NVIDIA H200")
     assert found.sources == ("fused_bf16_x4.json", "all_reduce_bf16_x4.json", KERNELS_FILE)
-    for kind in FUSED_NORMS:
-        assert found.kinds[kind].points == packaged.kinds[kind].points
-        assert found.kinds[kind].cost.first_rate == pytest.approx(packaged.kinds[kind].cost.first_rate, rel=1e-3)
+    assert found.fused_norms.keys() == packaged.fused_norms.keys()
+    for kind, norm in packaged.fused_norms.items():
+        assert found.fused_norms[kind].points == norm.points
+        assert found.fused_norms[kind].cost.rate == pytest.approx(norm.cost.rate, rel=1e-3)
     assert found.link.bw_gbps == pytest.approx(packaged.link.bw_gbps, rel=0.25)
     list(gpu_calibration._link(tmp_path, 4, False, "shotcast calibrate", said.append))
     assert "fp8_dynamic" in asked[1][1]
     assert "fp8_dynamic" not in asked[3][1]
-    with pytest.raises(ConfigError, match="it lacks fused_norm_fp8"):  # an H200 has it
-        parse(calibrate(tmp_path).as_json(), "x")
+    # an H200 has FP8, whose norm is then the packaged one
+    assert calibrate(tmp_path).sources[-1] == "fused_norm_fp8 of the packaged calibration of NVIDIA H200"
 
 
 def test_the_machine_is_a_cluster_that_plans_take(gpus: list[str]) -> None:

@@ -59,7 +59,7 @@ def test_a_few_points_make_a_calibration(tmp_path: Path) -> None:
     assert eager[2] > eager[1]
     found = calibrate(tmp_path)
     assert found.gpu == spec
-    assert found.sources[-1].startswith("link of the packaged calibration")
+    assert found.sources[-1].startswith("link, fused_norm, fused_norm_fp8 of the packaged calibration")
     here = cluster.parse(gpu_calibration.cluster_text(), "here.yaml")
     best = plan(Job(preset("llama-3.1-8b"), "8b", "", here, 1, 512, 64), found).best
     assert best is not None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shotcast.cost.calibration import KernelPoint, fit_kernel
+from shotcast.cost.calibration import FusedNormPoint, KernelPoint, fit_fused_norm, fit_kernel
 from shotcast.cost.inference import (
+    FusedNormCost,
     HostCost,
     KernelCost,
     KernelWork,
@@ -95,6 +96,43 @@ def test_a_fit_finds_the_constants(cost: KernelCost, off: int) -> None:
         assert found.worst < 1e-3
     else:
         assert 0.05 < found.residual < 0.11
+
+
+@settings(max_examples=30)
+@given(st.floats(0.3, 3), st.floats(1, 6), st.floats(100, 400), st.floats(200, 450), st.integers(0, 1))
+def test_a_fit_of_fused_norms_finds_the_constants(
+    beyond_us: float, fixed_us: float, rate: float, sum_rate: float, off: int
+) -> None:
+    """Where both bounds show, times of the model give its constants back, and others the residual."""
+    cost = FusedNormCost(beyond_us, fixed_us, rate)
+    points = []
+    for number, power in enumerate(range(14, 28)):
+        sum_us = fixed_us + (1 << power) / sum_rate / 1e3
+        time_us = cost.time_us(1 << power, sum_us)
+        points.append(FusedNormPoint(1 << power, sum_us, time_us * (1.05 if number % 2 else 1 / 1.05) ** off))
+    bounded = [cost.time_us(nbytes, sum_us) == sum_us + beyond_us for nbytes, sum_us, _ in points]
+    assume(2 <= sum(bounded) <= len(points) - 2)
+    found = fit_fused_norm(points)
+    assert found.points == len(points)
+    if off:
+        assert 0.02 < found.residual < 0.06
+    else:
+        assert found.worst < 0.01
+        assert found.cost.rate == pytest.approx(rate, rel=0.01)
+        assert found.cost.beyond_us == pytest.approx(beyond_us, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([FusedNormPoint(1, 1.0, 2.0)] * 2, "2 measurements do not determine the 3 constants of a fused norm"),
+        ([FusedNormPoint(1, 1.0, 0.0)] * 3, "more than 0 us"),
+        ([FusedNormPoint(1, 0.0, 1.0)] * 3, "more than 0 us"),
+    ],
+)
+def test_a_fit_of_fused_norms_to_too_little(points: list[FusedNormPoint], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit_fused_norm(points)
 
 
 def test_what_measurements_leave_open_stays() -> None:

@@ -231,9 +231,11 @@ def test_the_reason_names_the_question_and_the_next_best(monkeypatch: pytest.Mon
 
 
 def test_a_gpu_without_calibration_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, *["NVIDIA H100 80GB HBM3"] * 2)
+    see(monkeypatch, *["NVIDIA B200"] * 2)
     text = str(chosen("llama-3.1-8b"))
-    assert text.endswith("Rates are scaled by the data sheets, as nothing was measured on the H100 SXM.")
+    assert text.endswith("Rates are scaled by the data sheets, as nothing was measured on the B200.")
+    see(monkeypatch, *["NVIDIA H100 80GB HBM3"] * 2)
+    assert "data sheets" not in str(chosen("llama-3.1-8b"))
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shotcast.cost.calibration import KernelPoint
 from shotcast.cost.inference import HostCost, KernelCost, KernelWork, product, sustained_kind
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
-from shotcast.planner.calibration import FUSED_NORM, FUSED_NORMS, load
+from shotcast.planner.calibration import load
 from shotcast.planner.calibration_fit import KERNELS_FILE, calibrate, fit_kinds, host_cost, kernel_point
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "data" / "h200"
@@ -121,12 +122,16 @@ def test_a_gpu_alone_has_the_packaged_link(tmp_path: Path) -> None:
     (tmp_path / KERNELS_FILE).write_text(json.dumps(document))
     alone = calibrate(tmp_path)
     assert (alone.link, alone.link_residual) == (packaged.link, packaged.link_residual)
-    assert all(alone.kinds[kind] == packaged.kinds[kind] for kind in FUSED_NORMS)
-    assert alone.sources == (KERNELS_FILE, "link of the packaged calibration of NVIDIA H200")
+    assert alone.fused_norms == packaged.fused_norms
+    end = "of the packaged calibration of NVIDIA H200"
+    assert alone.sources == (KERNELS_FILE, f"link, fused_norm, fused_norm_fp8 {end}")
     document["environment"]["gpus"][0]["name"] = "NVIDIA H100 80GB HBM3"
     (tmp_path / KERNELS_FILE).write_text(json.dumps(document))
     other = calibrate(tmp_path)
     assert other.part == "NVIDIA H100 80GB HBM3"
-    assert other.kinds[FUSED_NORM].cost.first_rate == pytest.approx(
-        packaged.kinds[FUSED_NORM].cost.first_rate * 3350 / 4800
-    )
+    assert other.fused_norms == packaged.fused_norms
+    assert other.link.local_gbps == pytest.approx(packaged.link.local_gbps * 3350 / 4800)
+    shutil.copy(RESULTS.parent / "h100" / "all_reduce_bf16_x2.json", tmp_path)
+    measured = calibrate(tmp_path)
+    assert measured.link == calibrate(RESULTS.parent / "h100").link
+    assert measured.sources[-1] == f"fused_norm, fused_norm_fp8 {end}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -15,15 +16,15 @@ from hypothesis import strategies as st
 
 from shotcast.collectives.registry import registered
 from shotcast.cost import nccl
-from shotcast.cost.calibration import KernelFit
+from shotcast.cost.calibration import FusedNormFit, KernelFit
 from shotcast.cost.collective import LinkCost, NetworkCost
-from shotcast.cost.inference import DECODE_BEGINNING, KINDS, KernelCost
+from shotcast.cost.inference import DECODE_BEGINNING, KINDS, FusedNormCost, HostCost, KernelCost
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.models.presets import PRESETS, preset
 from shotcast.planner.calibration import FUSED_NORMS, Calibration, load
 from shotcast.planner.collectives import CollectiveCosts, may_be_chosen
-from shotcast.planner.step import Layout, StepModel, StepWork
+from shotcast.planner.step import HOST_RESIDUAL, Layout, StepModel, StepWork, kernel_error
 from shotcast.wire import NodeShape
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "data" / "h200"
@@ -35,8 +36,12 @@ def constants(only: str, rate: str, value: float) -> Calibration:
     free = KernelFit(KernelCost(0.0, math.inf, math.inf), 0.0, 0.0, 1)
     rates = {"first_rate": math.inf, "second_rate": math.inf} | {rate: value}
     counted = free._replace(cost=KernelCost(0.0, **rates))
-    kinds = {kind: counted if kind.startswith(only) else free for kind in (*KINDS, *FUSED_NORMS)}
-    return Calibration("NVIDIA H200", kinds, LinkCost(0.0, 0.0, math.inf), 0.0, (), {})
+    kinds = {kind: counted if kind.startswith(only) else free for kind in KINDS}
+    fused_norms = {
+        kind: FusedNormFit(FusedNormCost(0.0, 0.0, value if kind.startswith(only) else math.inf), 0.0, 0.0, 1)
+        for kind in FUSED_NORMS
+    }
+    return Calibration("NVIDIA H200", kinds, LinkCost(0.0, 0.0, math.inf), 0.0, (), {}, fused_norms=fused_norms)
 
 
 @cache
@@ -214,6 +219,38 @@ def test_sums_of_the_library_are_followed_by_a_norm() -> None:
     assert library["all_reduce"] > 2 * own["all_reduce"]
     alone = StepModel(preset("llama-3.1-70b"), Layout(1, 1), *costs()).stages(decode(16))[0].parts
     assert library["norm"] == alone["norm"] != own["norm"]
+
+
+@pytest.mark.parametrize(
+    ("beyond_us", "at_least_us", "norm_us"),
+    [(5.0, 0.0, 5.0), (5.0, 100.0, 60.0), (0.0, 0.0, 0.0)],
+)
+def test_a_norm_in_the_kernel_of_a_sum(beyond_us: float, at_least_us: float, norm_us: float) -> None:
+    """The call takes a moment more than a sum of 40 us, or what norming the rows takes; its error bar is its own."""
+    fit = FusedNormFit(FusedNormCost(beyond_us, at_least_us, math.inf), 0.1, 0.1, 9)
+    calibration = replace(constants("no kind", "first_rate", 1.0), fused_norms=dict.fromkeys(FUSED_NORMS, fit))
+    sums = CollectiveCosts.on(cluster.load("dgx-h200"), LinkCost(40.0, 0.0, math.inf))
+    model = StepModel(preset("llama-3.1-8b"), Layout(2, 1), calibration, sums)
+    stage = model.stages(decode(8))[0]
+    assert stage.parts["norm"] == pytest.approx(32 * 2 * norm_us)
+    assert stage.parts["all_reduce"] == pytest.approx(32 * 2 * 40)
+    assert stage.error_us == pytest.approx(32 * 2 * (40 + norm_us) * 0.1 if norm_us else 0.0)
+
+
+def test_the_error_of_a_first_token_has_that_of_the_host() -> None:
+    """Without kernels it is all of the host, and with kernels alone all theirs."""
+    prefill = StepWork(0, 0.0, ((512, 0),), 1)
+    host = HostCost(100.0, 0.0, 0.0, True, "x", per_request_us=200.0, client_us=300.0)
+    free = replace(constants("no kind", "first_rate", 1.0), host=host)
+    model = preset("llama-3.1-8b")
+    assert StepModel(model, Layout(1, 1), free, costs()[1]).first_token_error(prefill) == HOST_RESIDUAL
+    calibration = replace(costs()[0], host=HostCost(0.0, 0.0, 0.0, True, "x"))
+    kernels = StepModel(model, Layout(1, 1), calibration, costs()[1])
+    assert kernels.first_token_error(prefill) == pytest.approx(kernel_error(kernels.stages(prefill)))
+    both = StepModel(model, Layout(1, 1), replace(calibration, host=host), costs()[1])
+    kernels_us = sum(stage.time_us for stage in both.stages(prefill))
+    error_us = math.hypot(kernel_error(both.stages(prefill)) * kernels_us, 600 * HOST_RESIDUAL)
+    assert both.first_token_error(prefill) == pytest.approx(error_us / (kernels_us + 600))
 
 
 def test_only_what_gpus_have_kernels_for_is_chosen() -> None:

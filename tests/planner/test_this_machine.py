@@ -30,12 +30,13 @@ def file_of(tmp_path: Path, part: str) -> Path:
 def test_calibrations_by_their_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SHOTCAST_CALIBRATION", raising=False)
     assert calibration_of(gpu("H200 SXM")) == PACKAGED
-    assert calibration_of(gpu("H100 SXM")) == PACKAGED  # which a plan scales
-    own = file_of(tmp_path, "NVIDIA H100 80GB HBM3")
+    assert calibration_of(gpu("H100 SXM")) == load("NVIDIA H100 80GB HBM3")
+    assert calibration_of(gpu("B200")) == PACKAGED  # which a plan scales
+    own = file_of(tmp_path, "NVIDIA B200")
     monkeypatch.setenv("SHOTCAST_CALIBRATION", str(own))
-    assert calibration_of(gpu("H100 SXM")).part == "NVIDIA H100 80GB HBM3"
+    assert calibration_of(gpu("B200")).part == "NVIDIA B200"
     assert calibration_of(gpu("H200 SXM")) == PACKAGED  # that of another part is passed over
-    assert calibration_of(gpu("H200 SXM"), own).part == "NVIDIA H100 80GB HBM3"  # unless it is asked for
+    assert calibration_of(gpu("H200 SXM"), own).part == "NVIDIA B200"  # unless it is asked for
     monkeypatch.setenv("SHOTCAST_CALIBRATION", str(CPU))
     assert calibration_of(gpu("H200 SXM")) == PACKAGED
     monkeypatch.setenv("SHOTCAST_CALIBRATION", str(tmp_path / "absent.json"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -12,11 +11,11 @@ import forecast
 import pytest
 
 from shotcast.errors import ConfigError
-from shotcast.hardware import catalog, cluster
+from shotcast.hardware import cluster
 from shotcast.planner.calibration import load
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.step import MEASURED_BEYOND_KERNELS, Layout
-from shotcast.simulator.engine_runs import BARRED, Forecast, error_bars, forecasts, others, predict, runs, systematic
+from shotcast.simulator.engine_runs import BARRED, Forecast, error_bars, others, predict, runs, systematic
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "benchmarks" / "data"
@@ -24,7 +23,6 @@ PART, CLUSTER = "NVIDIA H200", "dgx-h200"
 PAGE = ROOT / "docs" / "reference" / "planner.md"
 
 
-@cache
 def measured(algorithm: str = "auto") -> list[Forecast]:
     return forecast.all_forecasts(DATA / "h200", PART, CLUSTER, algorithm)
 
@@ -43,10 +41,10 @@ def test_runs_of_three_models_on_1_to_4_gpus() -> None:
     assert {each.run.layout.ranks for each in found} == {1, 2, 4}
     assert {1, 512} <= {each.run.sequences for each in found}
     for metric, mean, worst in (
-        ("ttft_ms", 0.065, 0.25),
-        ("tpot_ms", 0.055, 0.15),
-        ("itl_ms", 0.06, 0.25),
-        ("tokens_per_s", 0.055, 0.15),
+        ("ttft_ms", 0.04, 0.22),
+        ("tpot_ms", 0.045, 0.15),
+        ("itl_ms", 0.055, 0.25),
+        ("tokens_per_s", 0.045, 0.15),
     ):
         require(found, metric, mean, worst)
 
@@ -71,7 +69,7 @@ def test_most_runs_lie_within_error_bars_that_their_model_had_no_part_in() -> No
         bars = error_bars(measured(), metric)
         widths = [abs(each.error(metric)) / bar for each, bar in zip(measured(), bars, strict=True)]
         assert fmean(width <= 1 for width in widths) > 0.65
-        assert fmean(width <= 2 for width in widths) > 0.9
+        assert fmean(width <= 2 for width in widths) >= 0.9
         assert fmean(bars) < 0.1
 
 
@@ -117,8 +115,7 @@ def test_collectives_that_were_not_fitted() -> None:
 
 def test_the_page_has_these_tables() -> None:
     page = PAGE.read_text()
-    made = forecast.tables_of(measured(), measured("nccl"), forecast.call_errors(DATA / "h200", load(PART)))
-    assert forecast.with_tables(page, made) == page
+    assert forecast.with_tables(page, forecast.tables()) == page
 
 
 def test_a_page_without_markers() -> None:
@@ -126,15 +123,19 @@ def test_a_page_without_markers() -> None:
         forecast.with_tables("a page", {"runs": "a table"})
 
 
-def test_another_gpu_by_its_data_sheet() -> None:
-    """Kernels of the H200 predict the H100 by the ratios of the data sheets alone."""
-    h100 = next(spec for spec in catalog.CATALOG if spec.name == "H100 SXM")
-    calibration = load(PART)
-    collectives = CollectiveCosts.on(cluster.load(CLUSTER), calibration.link)
-    found = [run for run in runs(DATA / "h100") if run.sequences <= 16]
-    for each in forecasts(found, calibration.scaled_to(h100), collectives, {}):
-        for name in ("tpot_ms", "itl_ms", "tokens_per_s"):
-            assert abs(each.error(name)) < 0.15, each
+@pytest.mark.parametrize("part", [forecast.H100, PART])
+def test_runs_on_another_gpu(part: str) -> None:
+    """Kernels of the H100, and those of the H200 by the ratios of the data sheets alone, predict runs on the H100."""
+    found = forecast.all_forecasts(DATA / "h100", part, "dgx-h100")
+    assert {(each.run.family, each.run.quantization) for each in found} == {
+        ("llama-3.1-8b", ""),
+        ("llama-3.1-70b", "fp8"),
+    }
+    assert [str(each.run.layout) for each in found] == ["1x1"] * 9 + ["2x1"] * 2
+    if part == forecast.H100:  # all of them were measured with the kernels that the constants are of
+        assert [each.others for each in found] == [()] * 11
+    for metric, mean, worst in (("ttft_ms", 0.04, 0.12), ("tpot_ms", 0.03, 0.1), ("tokens_per_s", 0.03, 0.1)):
+        require(found, metric, mean, worst)
 
 
 def test_a_cache_without_room_for_all_sequences() -> None:

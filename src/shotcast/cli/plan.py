@@ -17,6 +17,8 @@ from shotcast.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from shotcast.cost.calibration import FusedNormFit
+    from shotcast.cost.collective import LinkCost
     from shotcast.cost.inference import HostCost
     from shotcast.planner.plan import Plan
     from shotcast.simulator.traffic import Traffic
@@ -251,6 +253,7 @@ def _fit_gpu(folder: Path, part: str, output: Path) -> None:
     """Fit a calibration to a folder of results, write it and show it."""
     from rich.table import Table
 
+    from shotcast.planner.calibration import OF_STAND_IN
     from shotcast.planner.calibration_fit import calibrate as fitted
 
     found = fitted(folder, part)
@@ -263,10 +266,29 @@ def _fit_gpu(folder: Path, part: str, output: Path) -> None:
     screen = new_console()
     screen.print(table)
     screen.print(_host_line(found.host), soft_wrap=True, highlight=False)
-    screen.print(f"collectives: {found.link}, error {found.link_residual:.0%}", soft_wrap=True, highlight=False)
-    if packaged := [source for source in found.sources if source.startswith("link of")]:
-        screen.print(f"The {packaged[0]}, by the data sheets: no results of sums are in {folder}.", soft_wrap=True)
+    screen.print(_link_line(found.link, found.link_residual), soft_wrap=True, highlight=False)
+    for kind, norm in found.fused_norms.items():
+        screen.print(_norm_line(kind, norm), soft_wrap=True, highlight=False)
+    for source in found.sources:
+        if OF_STAND_IN in source:
+            line = f"{source}, by the data sheets: {folder} has no such results."
+            screen.print(line, soft_wrap=True, highlight=False)
     screen.print(f"wrote {output}; to use it: shotcast plan --calibration {output} ...", soft_wrap=True)
+
+
+def _link_line(link: LinkCost, residual: float) -> str:
+    return (
+        f"sums: {link.fixed_us:.2f} us a call, {link.step_us:.2f} a step, {link.bw_gbps:.0f} GB/s sent, "
+        f"{link.local_gbps:.0f} GB/s taken in, error {residual:.0%}"
+    )
+
+
+def _norm_line(kind: str, norm: FusedNormFit) -> str:
+    cost = norm.cost
+    return (
+        f"{kind}: {cost.beyond_us:.2f} us more than the sum, at least {cost.fixed_us:.2f} us and {cost.rate:.0f} GB/s; "
+        f"{norm.points} points, error {norm.residual:.0%}, worst {norm.worst:.0%}"
+    )
 
 
 def _host_line(host: HostCost) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from shotcast.cost.collective import LinkCost, Work
-from shotcast.cost.inference import ORDER, KernelCost, KernelWork
+from shotcast.cost.inference import ORDER, FusedNormCost, KernelCost, KernelWork
 from shotcast.errors import ConfigError
 
 
@@ -109,6 +109,74 @@ def fit_kernel(points: Sequence[KernelPoint], start: KernelCost) -> KernelFit:
         bound = ((1e6 * firsts / first) ** ORDER + (1e6 * seconds / second) ** ORDER) ** (1 / ORDER)
         return np.log((fixed + bound) / times)
 
+    now, wrong = _least_squares(errors, begin, free)
+    relative = np.exp(wrong) - 1
+    constants = [start.fixed_us, start.first_rate, start.second_rate]
+    for number in free:
+        constants[number] = float(np.exp(now[number]))
+    cost = KernelCost(*constants)
+    return KernelFit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
+
+
+class FusedNormPoint(NamedTuple):
+    """A message, and the microseconds of its sum alone and with residual and norm in the kernel."""
+
+    nbytes: int
+    sum_us: float
+    time_us: float
+
+
+class FusedNormFit(NamedTuple):
+    """Constants of all-reduces with residual and norm, with the fields of :class:`KernelFit`."""
+
+    cost: FusedNormCost
+    residual: float
+    worst: float
+    points: int
+
+
+def fit_fused_norm(points: Sequence[FusedNormPoint]) -> FusedNormFit:
+    """Fit d, f and x of all-reduces with residual and norm, as :func:`fit_kernel` fits those of kernels.
+
+    Raises:
+        ConfigError: there are fewer measurements than constants, or one of no positive time.
+    """
+    if len(points) < 3:
+        raise ConfigError(f"{len(points)} measurements do not determine the 3 constants of a fused norm")
+    nbytes, sums, times = (np.array(column, dtype=float) for column in zip(*sorted(points), strict=True))
+    if not (np.all(times > 0) and np.all(sums > 0)):
+        raise ConfigError("a fused norm takes more than 0 us; measure it again")
+
+    def errors(constants: np.ndarray) -> np.ndarray:
+        beyond, fixed, rate = np.exp(constants)
+        return np.log(np.maximum(sums + beyond, fixed + nbytes / rate) / times)
+
+    # a constant that bounds no message does not move, so the search begins once for each number of small messages that
+    # the sum may bound
+    found = []
+    for bounded in range(1, len(points)):
+        beyond = np.median((times - sums)[:bounded])
+        rate = np.median((nbytes / times)[bounded:])
+        fixed = np.median((times - nbytes / rate)[:bounded])
+        begin = np.log(np.maximum([beyond, fixed, rate], 1e-2))
+        found.append(_least_squares(errors, begin, [0, 1, 2]))
+    constants, wrong = min(found, key=lambda each: float(each[1] @ each[1]))
+    beyond, fixed, rate = (float(np.exp(constant)) for constant in constants)
+    relative = np.exp(wrong) - 1
+    cost = FusedNormCost(beyond, fixed, rate / 1e3)
+    return FusedNormFit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
+
+
+def _least_squares(
+    errors: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, free: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the constants whose errors have the least sum of squares, and these errors.
+
+    Args:
+        errors: of all measurements, by the logarithms of the constants.
+        begin: where to begin.
+        free: the numbers of the constants that are sought; others stay.
+    """
     now, damping = begin.copy(), 1e-2
     wrong = errors(now)
     for _ in range(_MOST_STEPS):
@@ -127,12 +195,7 @@ def fit_kernel(points: Sequence[KernelPoint], start: KernelCost) -> KernelFit:
             break
         else:
             damping *= 3
-    relative = np.exp(wrong) - 1
-    constants = [start.fixed_us, start.first_rate, start.second_rate]
-    for number in free:
-        constants[number] = float(np.exp(now[number]))
-    cost = KernelCost(*constants)
-    return KernelFit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
+    return now, wrong
 
 
 _NUDGE = 1e-6

@@ -16,9 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shotcast.cost.calibration import KernelFit
+from shotcast.cost.calibration import FusedNormFit, KernelFit
 from shotcast.cost.collective import LinkCost
-from shotcast.cost.inference import CPU_KINDS, FEW_ROWS, FP8, KINDS, NO_HOST, HostCost, KernelCost
+from shotcast.cost.inference import CPU_KINDS, FEW_ROWS, FP8, KINDS, NO_HOST, FusedNormCost, HostCost, KernelCost
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
 from shotcast.hardware.cluster import read_text
@@ -26,7 +26,7 @@ from shotcast.hardware.spec import GpuSpec
 from shotcast.wire import DTYPES
 
 FUSED_NORM = "fused_norm"
-"""The kind of what a fused all-reduce takes beyond the sum: residual and norm."""
+"""The kind of an all-reduce with residual and norm in its kernel."""
 FUSED_NORMS = (FUSED_NORM, f"{FUSED_NORM}{FP8}")
 """These kinds, with results in 16 bits and in FP8."""
 LINK = "link"
@@ -46,8 +46,7 @@ class Calibration:
 
     Attributes:
         part: the GPU as CUDA names it, or the processor.
-        kinds: by kind of kernel, its constants and their residual (:data:`shotcast.cost.inference.KINDS`, and
-            :data:`FUSED_NORM`).
+        kinds: by kind of kernel, its constants and their residual (:data:`shotcast.cost.inference.KINDS`).
         link: the constants of collectives within a node.
         link_residual: the root mean square of the relative errors of the measured collectives.
         sources: the files that it was fitted to.
@@ -58,6 +57,8 @@ class Calibration:
         host: of an engine on this machine.
         shares: on a CPU, by the number of ranks that share the machine, what ``kinds`` and ``host`` are then; those of
             the calibration itself are of the most ranks. Empty for GPUs, which are each rank's own.
+        fused_norms: by kind (:data:`FUSED_NORMS`), the constants of all-reduces with residual and norm and their
+            residual; empty for a CPU.
     """
 
     part: str
@@ -71,6 +72,7 @@ class Calibration:
     few_rows: int = FEW_ROWS
     host: HostCost = NO_HOST
     shares: Mapping[int, Share] = field(default_factory=dict)
+    fused_norms: Mapping[str, FusedNormFit] = field(default_factory=dict)
 
     @property
     def itemsize(self) -> int:
@@ -113,8 +115,9 @@ class Calibration:
     def scaled_to(self, gpu: GpuSpec) -> Calibration:
         """Return the constants for another GPU, by the ratios of the data sheets: the efficiency of kernels stays.
 
-        Fixed costs and the rate at which one program reads keys stay as they are. Residuals stay too, and say nothing
-        of how far off that assumption is.
+        Fixed costs stay as they are, and so do the rates at which one program reads keys and a rank norms rows that it
+        sums, which were the same on an H100 and an H200. Residuals stay too, and say nothing of how far off that
+        assumption is.
 
         Raises:
             ConfigError: a CPU's constants are not those of another part.
@@ -148,7 +151,8 @@ class Calibration:
         }
         wires = gpu.link.paper_bw_gbps / own.link.paper_bw_gbps
         link = LinkCost(self.link.fixed_us, self.link.step_us, self.link.bw_gbps * wires, self.link.local_gbps * memory)
-        return replace(self, part=gpu.name, kinds=kinds, link=link)
+        fused_norms = {kind: known for kind, known in self.fused_norms.items() if fp8 or not kind.endswith(FP8)}
+        return replace(self, part=gpu.name, kinds=kinds, link=link, fused_norms=fused_norms)
 
     def as_json(self) -> str:
         """Return the calibration as a file; a CPU's has a line for each of its many kinds."""
@@ -161,11 +165,12 @@ class Calibration:
                 "few_rows": self.few_rows,
                 "sources": list(self.sources),
                 "kernels": dict(self.kernels),
-                "kinds": {} if self.shares else _kinds_as_json(self.kinds),
+                "kinds": {} if self.shares else _fits_as_json(self.kinds),
+                **({"fused_norms": _fits_as_json(self.fused_norms)} if self.device == "cuda" else {}),
                 "link": _rounded(link),
                 "host": _host_as_json(self.host, self.device),
                 "shares": {
-                    str(ranks): {"kinds": _kinds_as_json(share.kinds), "host": _host_as_json(share.host, self.device)}
+                    str(ranks): {"kinds": _fits_as_json(share.kinds), "host": _host_as_json(share.host, self.device)}
                     for ranks, share in self.shares.items()
                 },
             },
@@ -175,6 +180,7 @@ class Calibration:
 
 
 _INNERMOST = re.compile(r"\{[^{}]*\}")
+_FIT = ("residual", "worst", "points")
 _LINK_FIELDS = ("fixed_us", "step_us", "bw_gbps", "local_gbps")
 _HOST_FIELDS = ("fixed_us", "per_sequence_us", "per_row_us")
 _HOST_FIELDS_OF_GPUS = ("per_layer_us", "per_request_us", "client_us")
@@ -187,12 +193,9 @@ def _host_as_json(host: HostCost, device: str) -> Any:
     )
 
 
-def _kinds_as_json(kinds: Mapping[str, KernelFit]) -> Any:
+def _fits_as_json(fits: Mapping[str, KernelFit] | Mapping[str, FusedNormFit]) -> Any:
     return _rounded(
-        {
-            kind: asdict(known.cost) | {"residual": known.residual, "worst": known.worst, "points": known.points}
-            for kind, known in kinds.items()
-        }
+        {kind: asdict(fit.cost) | {name: getattr(fit, name) for name in _FIT} for kind, fit in fits.items()}
     )
 
 
@@ -211,6 +214,12 @@ def load(part: str, path: Path | None = None) -> Calibration:
             )
         return parse(file.read_text(), part)
     return parse(read_text(path, "the calibration"), str(path))
+
+
+STAND_IN = "NVIDIA H200"
+"""The GPU whose kernels and sums were measured: its calibration stands in for what others lack, by the data sheets."""
+OF_STAND_IN = f"of the packaged calibration of {STAND_IN}"
+"""The end of a source of a calibration that is not its own results."""
 
 
 def calibrated_parts() -> tuple[str, ...]:
@@ -241,6 +250,7 @@ def parse(text: str, origin: str) -> Calibration:
             int(value["few_rows"]),
             _host_of(value["host"]),
             shares,
+            {} if shares else {kind: _fused_norm_of(known) for kind, known in value["fused_norms"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{origin} is no calibration, as shotcast calibrate writes it: {error!r}") from error
@@ -258,6 +268,11 @@ def _kinds_of(value: Any) -> dict[str, KernelFit]:
         )
         for kind, known in value.items()
     }
+
+
+def _fused_norm_of(value: Any) -> FusedNormFit:
+    cost = FusedNormCost(*(float(value[name]) for name in ("beyond_us", "fixed_us", "rate")))
+    return FusedNormFit(cost, float(value["residual"]), float(value["worst"]), int(value["points"]))
 
 
 def _host_of(value: Any) -> HostCost:
@@ -283,12 +298,19 @@ def _require_sense(calibration: Calibration, origin: str) -> None:
             f"{origin}: shares are the constants of a CPU, by ranks; it is of device {calibration.device}"
         )
     fp8 = calibration.device == "cuda" and calibration.gpu.fp8_tflops is not None
-    required = {kind for kind in (*KINDS, *FUSED_NORMS) if fp8 or not kind.endswith(FP8)}
+    required = {kind for kind in KINDS if fp8 or not kind.endswith(FP8)}
+    fused = {kind for kind in FUSED_NORMS if fp8 or not kind.endswith(FP8)}
     if calibration.device == "cpu":
-        required = set(CPU_KINDS)
+        required, fused = set(CPU_KINDS), set()
+    if missing := sorted(fused - set(calibration.fused_norms)):
+        raise ConfigError(f"{origin} is no calibration: it lacks {', '.join(missing)}")
     rates = {f"link {name}": getattr(calibration.link, name) for name in ("bw_gbps", "local_gbps")}
     costs = {f"link {name}": getattr(calibration.link, name) for name in ("fixed_us", "step_us")}
     costs["link residual"] = calibration.link_residual
+    for kind, norm in calibration.fused_norms.items():
+        rates[f"{kind} rate"] = norm.cost.rate
+        costs |= {f"{kind} {name}": getattr(norm.cost, name) for name in ("beyond_us", "fixed_us")}
+        costs[f"{kind} residual"] = norm.residual
     own = {"": Share(calibration.kinds, calibration.host)}
     for ranks, share in (own | {f"{ranks} ranks: ": share for ranks, share in calibration.shares.items()}).items():
         if missing := sorted(required - {kind.partition("@")[0] for kind in share.kinds}):

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from shotcast.collectives.registry import registered
-from shotcast.cost.calibration import KernelFit, KernelPoint, Measured, fit, fit_kernel
+from shotcast.cost.calibration import (
+    FusedNormPoint,
+    KernelFit,
+    KernelPoint,
+    Measured,
+    fit,
+    fit_fused_norm,
+    fit_kernel,
+)
 from shotcast.cost.collective import time_us
 from shotcast.cost.inference import (
     FP8,
@@ -35,7 +43,7 @@ from shotcast.cost.inference import (
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
 from shotcast.hardware.spec import GpuSpec
-from shotcast.planner.calibration import FUSED_NORM, FUSED_NORMS, Calibration, calibrated_parts, load
+from shotcast.planner.calibration import FUSED_NORM, FUSED_NORMS, OF_STAND_IN, STAND_IN, Calibration, load
 from shotcast.wire import DTYPES, NodeShape, Op
 
 KERNELS_FILE = "kernels_x1.json"
@@ -50,7 +58,8 @@ _ITEM = 2
 def calibrate(folder: Path, part: str = "") -> Calibration:
     """Return the calibration of a GPU by the results in ``folder``, which all say that they are of it.
 
-    Without results of sums, the link's constants are those of a packaged calibration, by the data sheets.
+    Without results of sums, or of sums with norms in their kernel, the constants of these are those of the packaged
+    calibration of the H200, by the data sheets.
 
     Args:
         folder: the results.
@@ -63,17 +72,18 @@ def calibrate(folder: Path, part: str = "") -> Calibration:
         _known(part, "--part")
     files = _Results(folder)
     points: dict[str, list[KernelPoint]] = {}
+    fused: dict[str, list[FusedNormPoint]] = {}
     host: list[dict[str, Any]] = []
     try:
-        for kind, point in _fused_norms(files):
-            points.setdefault(kind, []).append(point)
+        for kind, message in _fused_norms(files):
+            fused.setdefault(kind, []).append(message)
         collectives = list(_collectives(files))
         for row in files.rows(KERNELS_FILE):  # last, as fingerprints of the newest kernels count
             if row["kernel"] in ("host", "first_token"):
                 host.append(row)
             elif (found := kernel_point(row)) is not None:
                 points.setdefault(found[0], []).append(found[1])
-        _require_times(folder, points, collectives, host)
+        _require_times(folder, points, fused, collectives, host)
         cost = host_cost(host)
     except ConfigError:
         raise
@@ -83,12 +93,21 @@ def calibrate(folder: Path, part: str = "") -> Calibration:
         ) from error
     part, gpu = files.device(part)
     kinds = fit_kinds(points, gpu)
-    if not collectives:
-        return _with_packaged_link(part, gpu, kinds, files, cost)
-    link = fit(collectives)
-    wrong = [time_us(work, link) / measured_us - 1 for work, measured_us in collectives]
-    residual = math.sqrt(sum(error**2 for error in wrong) / len(wrong))
-    return Calibration(part, kinds, link, residual, tuple(files.read), files.kernels, host=cost)
+    norms = {kind: fit_fused_norm(messages) for kind, messages in fused.items()}
+    lacking = [kind for kind in FUSED_NORMS if kind not in norms and (gpu.fp8_tflops or not kind.endswith(FP8))]
+    sources = list(files.read)
+    if lacking or not collectives:
+        packaged = load(STAND_IN).scaled_to(gpu)
+        norms |= {kind: packaged.fused_norms[kind] for kind in lacking}
+        named = ("link", *lacking) if not collectives else lacking
+        sources.append(f"{', '.join(named)} {OF_STAND_IN}")
+    if collectives:
+        link = fit(collectives)
+        wrong = [time_us(work, link) / measured_us - 1 for work, measured_us in collectives]
+        residual = math.sqrt(sum(error**2 for error in wrong) / len(wrong))
+    else:
+        link, residual = packaged.link, packaged.link_residual
+    return Calibration(part, kinds, link, residual, tuple(sources), files.kernels, host=cost, fused_norms=norms)
 
 
 def kernel_point(row: dict[str, Any]) -> tuple[str, KernelPoint] | None:
@@ -200,26 +219,21 @@ def _not_negative(matrix: np.ndarray) -> list[float]:
 
 
 def _require_times(
-    folder: Path, points: dict[str, list[KernelPoint]], collectives: list[Measured], host: list[dict[str, Any]]
+    folder: Path,
+    points: dict[str, list[KernelPoint]],
+    fused: dict[str, list[FusedNormPoint]],
+    collectives: list[Measured],
+    host: list[dict[str, Any]],
 ) -> None:
     times = (
         *(point.time_us for each in points.values() for point in each),
+        *(time for each in fused.values() for message in each for time in (message.sum_us, message.time_us)),
         *(each.time_us for each in collectives),
         *(row["us"] for row in host),
     )
     for time in times:
         if not isinstance(time, int | float) or not 0 < time < math.inf:
             raise ConfigError(f"{folder}: a result takes a number of microseconds above 0, not {time!r}")
-
-
-def _with_packaged_link(
-    part: str, gpu: GpuSpec, kinds: dict[str, KernelFit], files: _Results, host: HostCost
-) -> Calibration:
-    """Return a calibration with the link of a packaged one, by the ratio of the data sheets."""
-    packaged = load(calibrated_parts()[0]).scaled_to(gpu)
-    kinds |= {kind: packaged.kinds[kind] for kind in FUSED_NORMS if kind in packaged.kinds}
-    sources = (*files.read, f"link of the packaged calibration of {calibrated_parts()[0]}")
-    return Calibration(part, kinds, packaged.link, packaged.link_residual, sources, files.kernels, host=host)
 
 
 def _known(part: str, origin: str) -> GpuSpec:
@@ -275,21 +289,17 @@ class _Results:
         return rows
 
 
-def _fused_norms(files: _Results) -> Iterator[tuple[str, KernelPoint]]:
-    """Yield what a fused sum takes beyond the sum, by the algorithm that is faster at a size."""
+def _fused_norms(files: _Results) -> Iterator[tuple[str, FusedNormPoint]]:
+    """Yield sums with residual and norm in the kernel beside those without, each by the algorithm that is faster."""
     for name in files.named("fused_bf16_x*.json"):
-        fused_us: dict[int, dict[str, float]] = {}
+        messages: dict[int, dict[str, float]] = {}
         for row in files.rows(name):
-            fused_us.setdefault(row["nbytes"], {})[row["algorithm"]] = row["time_us"]
-        for nbytes, times in fused_us.items():
-            extra = min(
-                (times[plain], times[fused] - times[plain])
-                for fused, plain in (("one_shot", "plain_one_shot"), ("two_shot", "plain_two_shot"))
-            )[1]
-            yield FUSED_NORM, KernelPoint(rows_pass(nbytes), extra)
+            messages.setdefault(row["nbytes"], {})[row["algorithm"]] = row["time_us"]
+        for nbytes, times in messages.items():
+            sum_us = min(times["plain_one_shot"], times["plain_two_shot"])
+            yield FUSED_NORM, FusedNormPoint(nbytes, sum_us, min(times["one_shot"], times["two_shot"]))
             if "fp8_dynamic" in times:  # some GPUs have no FP8
-                least_us = min(times["plain_one_shot"], times["plain_two_shot"])
-                yield f"{FUSED_NORM}{FP8}", KernelPoint(rows_pass(nbytes), times["fp8_dynamic"] - least_us)
+                yield f"{FUSED_NORM}{FP8}", FusedNormPoint(nbytes, sum_us, times["fp8_dynamic"])
 
 
 def _collectives(files: _Results, algorithms: Iterable[str] = _LINK_ALGORITHMS) -> Iterator[Measured]:

@@ -10,7 +10,7 @@ from shotcast.errors import ConfigError
 from shotcast.hardware import catalog, cluster, detect
 from shotcast.hardware.cluster import Cluster
 from shotcast.hardware.spec import GpuSpec, LinkSpec
-from shotcast.planner.calibration import Calibration, calibrated_parts, load
+from shotcast.planner.calibration import STAND_IN, Calibration, calibrated_parts, load
 
 _BY_HAND = "give a layout by hand, such as 4x1 (tensor x pipeline parallel)"
 
@@ -19,7 +19,7 @@ def calibration_of(gpu: GpuSpec, path: Path | None = None) -> Calibration:
     """Return the calibration that prices a GPU.
 
     It is the one in a file, else that of ``SHOTCAST_CALIBRATION`` if it is of this GPU, else the packaged one of it,
-    else the first packaged one, whose rates a plan scales by the data sheets.
+    else that of the H200, whose rates a plan scales by the data sheets.
 
     Args:
         gpu: of the cluster.
@@ -33,8 +33,8 @@ def calibration_of(gpu: GpuSpec, path: Path | None = None) -> Calibration:
     own = own_calibration()
     if own is not None and (own.part if own.device == "cpu" else own.gpu.name) == gpu.name:
         return own
-    parts = calibrated_parts()
-    return load(next((part for part in parts if (spec := catalog.find(part)) and spec.name == gpu.name), parts[0]))
+    parts = (part for part in calibrated_parts() if (spec := catalog.find(part)) and spec.name == gpu.name)
+    return load(next(parts, STAND_IN))
 
 
 def own_calibration() -> Calibration | None:

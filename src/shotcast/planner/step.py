@@ -54,9 +54,14 @@ class BeyondKernels(NamedTuple):
     later: float
 
 
-MEASURED_BEYOND_KERNELS = BeyondKernels(0.054, 0.022)
+MEASURED_BEYOND_KERNELS = BeyondKernels(0.034, 0.0)
 """Those of runs of the engine on 1 to 4 H200, by the equation of :mod:`shotcast.simulator.engine_runs`: from
 ``benchmarks/data/h200/engine*.json``, which no prediction is fitted to."""
+
+
+HOST_RESIDUAL = 0.3
+"""The error bar of the host's part of a first token on a GPU, as a part of it: the standard deviation of two hosts of
+the same kind, of which one took half as long again. A calibration has only one of them."""
 
 
 class Layout(NamedTuple):
@@ -288,6 +293,17 @@ class StepModel:
         """The microseconds of a request from the client to rank 0, and of its first token on the way back."""
         return self._calibration.host.client_us
 
+    def first_token_error(self, work: StepWork) -> float:
+        """Return how far off a first token may be by the residuals of kernels and host, as a part of its time.
+
+        Args:
+            work: the step that makes it.
+        """
+        stages = self.stages(work)
+        host_us = self.client_us + self.host_us(work) if self.hides_host else 0.0
+        error_us = math.hypot(sum(stage.error_us for stage in stages), HOST_RESIDUAL * host_us)
+        return error_us / (sum(stage.time_us for stage in stages) + host_us)
+
     @property
     def hides_host(self) -> bool:
         """Return whether rank 0 enqueues steps ahead, on a GPU, or computes its stage itself, on a CPU."""
@@ -387,10 +403,17 @@ class StepModel:
         fp8 = FP8 if self._fp8 and rows > MOST_WIDE_ROWS else ""
         if self.layout.sharing == 1:
             return {"norm": self._norm(rows, fp8)}
+        summed = self._summed(nbytes)
         # the library's sums are followed by a norm of one rank
-        alone = self._algorithm == LIBRARY
-        norm = self._norm(rows, fp8) if alone else self._kernel(f"{FUSED_NORM}{fp8}", rows_pass(nbytes))
-        return {"all_reduce": self._summed(nbytes), "norm": norm}
+        norm = self._norm(rows, fp8) if self._algorithm == LIBRARY else self._fused(nbytes, summed.time_us, fp8)
+        return {"all_reduce": summed, "norm": norm}
+
+    def _fused(self, nbytes: int, sum_us: float, fp8: str) -> Priced:
+        """Return the price of residual and norm in the kernel of a sum; the residual is that of the whole call."""
+        known = self._calibration.fused_norms[f"{FUSED_NORM}{fp8}"]
+        call_us = known.cost.time_us(nbytes, sum_us)
+        beyond_us = call_us - sum_us
+        return Priced(beyond_us, known.residual * call_us / beyond_us if beyond_us else 0.0)
 
     def _norm(self, rows: int, fp8: str) -> Priced:
         """Return the price of adding the residual and of the norm, on one rank."""

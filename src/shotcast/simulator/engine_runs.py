@@ -1,8 +1,8 @@
 r"""Kept results of ``shotcast bench engine``, what is predicted for them, and how far off that is.
 
 Nothing is fitted to a run. Runs only say how long error bars have to be: where b is the error of a step by the
-residuals of its kernels, and e that of a run, bars have a part s that no kernel explains, by which errors are one bar
-long as a root mean square over n runs,
+residuals of its kernels, and of the host in a first token, and e that of a run, bars have a part s that these do not
+explain, by which errors are one bar long as a root mean square over n runs,
 
 .. math:: bar = \sqrt{b^2 + s^2}, \quad \frac{1}{n} \sum \frac{e^2}{b^2 + s^2} = 1
 
@@ -77,7 +77,8 @@ class Forecast:
     Attributes:
         run: as measured.
         values: as predicted, by name in :data:`METRICS`.
-        kernel_errors: one standard deviation of :data:`BARRED` by the residuals of kernels, as a part of the value.
+        kernel_errors: one standard deviation of :data:`BARRED` by the residuals of kernels, and of the host in a first
+            token, as a part of the value.
         others: the kernels that the run had in another version than the measurements behind the constants.
     """
 
@@ -212,12 +213,10 @@ def error_bars(found: Sequence[Forecast], metric: str) -> list[float]:
 def _kernel_errors(run: EngineRun, calibration: Calibration, collectives: CollectiveCosts) -> dict[str, float]:
     sequences = -(-run.sequences // run.layout.pipeline_parallel)
     prompts = min(run.sequences, max(1, BATCH_TOKENS // run.prompt))
-    works = {
-        "ttft_ms": StepWork(0, 0.0, ((run.prompt, 0),) * prompts, prompts),
-        "tpot_ms": StepWork(sequences, run.prompt + run.output / 2, (), sequences),
-    }
+    prefill = StepWork(0, 0.0, ((run.prompt, 0),) * prompts, prompts)
+    decode = StepWork(sequences, run.prompt + run.output / 2, (), sequences)
     model = _step_model(run, calibration, collectives)
-    return {metric: kernel_error(model.stages(work)) for metric, work in works.items()}
+    return {"ttft_ms": model.first_token_error(prefill), "tpot_ms": kernel_error(model.stages(decode))}
 
 
 def metrics(service: Service) -> dict[str, float]:
