@@ -103,7 +103,7 @@ def test_a_fit_finds_the_constants(cost: KernelCost, off: int) -> None:
 def test_a_fit_of_fused_norms_finds_the_constants(
     beyond_us: float, fixed_us: float, rate: float, sum_rate: float, off: int
 ) -> None:
-    """Where both bounds show, times of the model give its constants back, and others the residual."""
+    """Times of the model give its constants back where both bounds show, and others the residual."""
     cost = FusedNormCost(beyond_us, fixed_us, rate)
     points = []
     for number, power in enumerate(range(14, 28)):

@@ -217,7 +217,7 @@ def load(part: str, path: Path | None = None) -> Calibration:
 
 
 STAND_IN = "NVIDIA H200"
-"""The GPU whose kernels and sums were measured: its calibration stands in for what others lack, by the data sheets."""
+"""The GPU that was measured most: its calibration stands in for what those of others lack, by the data sheets."""
 OF_STAND_IN = f"of the packaged calibration of {STAND_IN}"
 """The end of a source of a calibration that is not its own results."""
 
