@@ -26,7 +26,7 @@ CONFIG = BenchConfig(
 )
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), pytest.param(3, "bfloat16", marks=pytest.mark.full)])
 def test_every_implementation_at_every_size(world_size: int, dtype: str) -> None:
     configs = [dataclasses.replace(CONFIG, op=op, dtype=dtype) for op in implementations.PLAIN_OPS]
     of_all = shotcast.spawn(targets.measured, world_size, configs, timeout_s=90)[0]

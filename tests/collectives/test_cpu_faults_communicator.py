@@ -214,7 +214,8 @@ class TestInterrupted:
 
 class TestLate:
     @pytest.mark.parametrize(
-        ("world_size", "algorithm", "late"), [(2, "one_shot", 0), (4, "two_shot", 1), (4, "ring", 3)]
+        ("world_size", "algorithm", "late"),
+        [(2, "one_shot", 0), (4, "two_shot", 1), pytest.param(4, "ring", 3, marks=pytest.mark.full)],
     )
     def test_late_rank_is_named_and_reset(self, world_size: int, algorithm: str, late: int) -> None:
         results = shotcast.spawn(late_then_reset, world_size, "cpu", algorithm, late, TIMEOUT_S, timeout_s=40)

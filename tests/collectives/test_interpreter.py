@@ -266,7 +266,9 @@ def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> 
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(("operation", "victim"), [("all_gather", 0), ("broadcast", 1)])
+@pytest.mark.parametrize(
+    ("operation", "victim"), [pytest.param("all_gather", 0, marks=pytest.mark.full), ("broadcast", 1)]
+)
 def test_rank_that_sends_only_its_header_is_named(operation: str, victim: int) -> None:
     for rank, outcome in enumerate(interpreted(silent_after_its_header, 3, operation, victim, 1.5)):
         if rank != victim:
@@ -275,7 +277,9 @@ def test_rank_that_sends_only_its_header_is_named(operation: str, victim: int) -
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(("world_size", "algorithm"), [(2, "one_shot"), (3, "two_shot"), (2, "ring")])
+@pytest.mark.parametrize(
+    ("world_size", "algorithm"), [(2, "one_shot"), (3, "two_shot"), pytest.param(2, "ring", marks=pytest.mark.full)]
+)
 def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -> None:
     """The slots hold numbers of earlier calls by then. A graph of many calls must not wait for as many deadlines."""
     for error, nans, took in interpreted(replayed, world_size, algorithm, 2.0)[:-1]:
@@ -285,7 +289,9 @@ def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(("world_size", "algorithm"), [(2, "two_shot"), (3, "ring")])
+@pytest.mark.parametrize(
+    ("world_size", "algorithm"), [(2, "two_shot"), pytest.param(3, "ring", marks=pytest.mark.full)]
+)
 def test_reset_after_a_late_rank(world_size: int, algorithm: str) -> None:
     results = interpreted(late_then_reset, world_size, "cpu", algorithm, 1, 2.0)
     for rank, outcome in enumerate(results):

@@ -154,7 +154,8 @@ def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_reset_after_a_late_rank(world_size: int) -> None:
     kinds = [(op, algorithm) for op, algorithm, size in TROUBLE if size == world_size]
     calls = [("cpu", *kind, 0, "late", 2.0) for kind in kinds]
@@ -167,7 +168,13 @@ def test_reset_after_a_late_rank(world_size: int) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(("op", "programs"), [(Op.ALL_REDUCE_RMS_NORM, 2), (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, 5)])
+@pytest.mark.parametrize(
+    ("op", "programs"),
+    [
+        (Op.ALL_REDUCE_RMS_NORM, 2),
+        pytest.param(Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, 5, marks=pytest.mark.full),
+    ],
+)
 def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
     """The victim's header and its part of the sums have left it, so the others wait for its sums or norms.
 

@@ -68,7 +68,7 @@ def test_fused_forms(world_size: int, ops: list[Op]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "calls", "largest"),
     [
-        (2, 120, 60),
+        pytest.param(2, 120, 60, marks=pytest.mark.full),
         (3, 20, 1000),
         pytest.param(3, 40, 3000, marks=pytest.mark.full),
         pytest.param(4, 20, 500, marks=pytest.mark.full),
@@ -140,7 +140,8 @@ def test_a_rank_that_stops_after_its_header_is_named(world_size: int) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_reset_after_a_late_rank(world_size: int) -> None:
     timeout_s = 2.0
     results = interpreted(reset_by_multicast, world_size, 1, timeout_s)

@@ -350,7 +350,10 @@ def test_a_stopped_rank_0_blocks_nobody_and_gives_no_sign_of_life(tmp_path: Path
             assert "no sign of life" in str(error)
 
 
-@pytest.mark.parametrize(("end", "status"), [("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [pytest.param("raise SystemExit(7)", 7, marks=pytest.mark.full), ("os.kill(os.getpid(), 9)", -9)],
+)
 def test_a_script_that_does_not_close_the_engine_still_ends(tmp_path: Path, end: str, status: int) -> None:
     save_tiny(tmp_path)
     script = tmp_path / "script.py"

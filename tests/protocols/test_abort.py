@@ -262,9 +262,9 @@ def model(scenario: Scenario, rules: Rules | None = None, **options: bool) -> Ma
     "scenario",
     [
         Scenario(2, "absent", after=2),
-        Scenario(3, "absent"),
+        pytest.param(Scenario(3, "absent"), marks=pytest.mark.full),
         Scenario(2, "dies", after=2),
-        Scenario(3, "dies", before=0),
+        pytest.param(Scenario(3, "dies", before=0), marks=pytest.mark.full),
         Scenario(2, "differs", before=0),
     ],
     ids=lambda scenario: f"{scenario.culprit}-{scenario.ranks}",
@@ -285,7 +285,7 @@ def test_a_deadline_that_is_too_short_costs_calls_but_never_a_wrong_result(scena
     verify(model(scenario))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("culprit", ["absent", "dies", "differs"])
 def test_telling_the_others_saves_time_only(culprit: str, ranks: int, verify) -> None:
     """All ranks end, and find the fault, even if none is told.

@@ -248,7 +248,15 @@ def check_stragglers(group, max_bytes, seconds):
     return calls
 
 
-@pytest.mark.parametrize(("world_size", "max_bytes"), [(2, 300_000), (3, 1), (4, 64 << 20), (8, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "max_bytes"),
+    [
+        (2, 300_000),
+        pytest.param(3, 1, marks=pytest.mark.full),
+        pytest.param(4, 64 << 20, marks=pytest.mark.full),
+        (8, 1),
+    ],
+)
 def test_stragglers_and_changing_sizes(world_size, max_bytes):
     calls = run_ranks(world_size, check_stragglers, max_bytes, 2.0)
     assert min(calls) > 20

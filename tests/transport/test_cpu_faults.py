@@ -147,7 +147,8 @@ def check_late(group, late, algorithm, timeout_s):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "late", "algorithm"), [(2, 0, "one_shot"), (4, 2, "ring"), (3, 1, "two_shot"), (5, 4, "vendor")]
+    ("world_size", "late", "algorithm"),
+    [(2, 0, "one_shot"), pytest.param(4, 2, "ring", marks=pytest.mark.full), (3, 1, "two_shot"), (5, 4, "vendor")],
 )
 def test_a_late_rank_is_named_in_time(world_size, late, algorithm):
     run_ranks(world_size, check_late, late, algorithm, 0.5)
@@ -220,7 +221,11 @@ def check_signal(group, victim, algorithm, number, timeout_s):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "victim", "algorithm"), [(4, 1, "ring"), (3, 2, "two_shot"), (2, 0, "one_shot")]
+    ("world_size", "victim", "algorithm"),
+    [
+        (4, 1, "ring"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((3, 2, "two_shot"), (2, 0, "one_shot"))),
+    ],
 )
 def test_a_stopped_rank_is_named_and_comes_back(world_size, victim, algorithm):
     assert run_ranks(world_size, check_signal, victim, algorithm, signal.SIGSTOP, 1.0) == ["named"] * world_size

@@ -183,7 +183,7 @@ def check_values(group, dtype, max_bytes):
         (2, torch.float32, 1),
         (3, torch.bfloat16, 1 << 20),
         (4, torch.float32, 1),
-        (5, torch.float16, 1 << 20),
+        pytest.param(5, torch.float16, 1 << 20, marks=pytest.mark.full),
         (8, torch.bfloat16, 1),
     ],
 )
@@ -216,7 +216,9 @@ def check_stragglers(group, max_bytes, seconds):
     return calls
 
 
-@pytest.mark.parametrize(("world_size", "max_bytes"), [(2, 300_000), (3, 1), (8, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "max_bytes"), [(2, 300_000), pytest.param(3, 1, marks=pytest.mark.full), (8, 1)]
+)
 def test_stragglers_and_changing_sizes(world_size, max_bytes):
     assert min(run_ranks(world_size, check_stragglers, max_bytes, 2.0)) >= 20
 
@@ -334,7 +336,11 @@ def test_a_killed_rank_is_named():
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[2]], ids=lambda way: f"{way[0].label}-{way[1]}")
+@pytest.mark.parametrize(
+    "way",
+    [*(pytest.param(way, marks=pytest.mark.full) for way in WAYS[:2]), WAYS[2]],
+    ids=lambda way: f"{way[0].label}-{way[1]}",
+)
 def test_a_stopped_rank_is_named_and_comes_back(way):
     assert run_ranks(2, check_killed, 1, way, signal.SIGSTOP) == ["named"] * 2
 

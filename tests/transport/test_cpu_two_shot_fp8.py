@@ -250,7 +250,7 @@ def check_stragglers(group, max_bytes, seconds):
     return calls
 
 
-@pytest.mark.parametrize(("world_size", "max_bytes"), [(2, 300_000), (4, 1)])
+@pytest.mark.parametrize(("world_size", "max_bytes"), [pytest.param(2, 300_000, marks=pytest.mark.full), (4, 1)])
 def test_stragglers_and_changing_sizes(world_size, max_bytes):
     assert min(run_ranks(world_size, check_stragglers, max_bytes, 2.0)) >= 20
 
