@@ -17,7 +17,7 @@ INSTALLED := .venv/.installed
 help:
 	@echo "make demo       a model answers on two CPU ranks; all-reduce of 2, 4 and 8: a table, and demo/all_reduce.png"
 	@echo "make bench-hosts  all-reduce between hosts that are simulated on this machine; needs root: sudo make bench-hosts"
-	@echo "make test       linters, types, tests: 10 to 30 minutes on two cores, by their speed"
+	@echo "make test       linters, types, tests: 10 to 15 minutes on two cores, by their speed"
 	@echo "make test-full  the same and every test that needs no GPU: hours"
 	@echo "make lint       linters and types alone"
 	@echo "make clean      remove .venv and what was built"
