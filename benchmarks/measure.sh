@@ -1,6 +1,7 @@
 #!/bin/sh
-# Measure again the results in data/h200, and in data/h100 (calibrate_x1, engine_8b_x1, engine_70b_half_x1):
-# sh benchmarks/measure.sh FOLDER PART..., from the root of the repository, with the package installed or PYTHONPATH=src.
+# Measure again the results in data/h200, and in data/h100 (calibrate_x1, engine_8b_x1, engine_70b_half_x1; those of two
+# GPUs have fewer algorithms and layouts than x2, fused_x2, engine_8b_x2): sh benchmarks/measure.sh FOLDER PART..., from
+# the root of the repository, with the package installed or PYTHONPATH=src.
 # Results and printed output go to FOLDER; a line reports how each command ended. A part ends within ten minutes on GPUs,
 # and its last number says how many it takes. README.md lists the parts of four and eight GPUs in the order to run them.
 set -u
