@@ -145,7 +145,8 @@ class TestBlame:
             return float(next(ticks)) if all(store.check([f"report/{rank}"]) for rank in came) else -1.0
 
         clock = types.SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=monotonic)
-        with mock.patch.object(blame, "time", clock), mock.patch.object(blame, "_ANSWER_S", 1e6):
+        patient = mock.patch.multiple(blame, time=clock, _ANSWER_S=1e6, _ALL_ANSWERS_S=1e6)
+        with patient:
             for thread in threads:
                 thread.start()
             while in_time and not store.check(["alarm"]):
@@ -222,6 +223,25 @@ class TestBlame:
             one.verdict(range(2), None, 1.0)
         assert time.monotonic() - asked < 0.6, "the time since the first question counts"
         answers.set()
+
+    def test_a_rank_that_was_stopped_during_a_look_still_asks(self) -> None:
+        """The time of the stop is not the store's: it has some time for the answer to a new question."""
+        store, held = dist.HashStore(), threading.Event()
+        for rank in range(2):
+            store.set(f"report/{rank}", "")
+        store.set("verdict", '{"reason": "late", "ranks": [2], "headers": {}}')
+
+        def check(keys: list[str]) -> bool:
+            if keys == ["alarm"]:
+                held.wait(20)
+            return store.check(keys)
+
+        slow: Any = types.SimpleNamespace(check=check, get=store.get, compare_set=store.compare_set)
+        late = Blame(slow, 2, ())
+        assert not late.raised()
+        time.sleep(blame._ANSWER_S)
+        assert late.verdict(range(3), None, 0.0)[:2] == ("late", (2,))
+        held.set()
 
     def test_nothing_is_raised_at_first(self) -> None:
         assert not Blame(dist.HashStore(), 0, ()).raised()

@@ -29,7 +29,10 @@ _LOOK_S = 0.3
 
 _ANSWER_S = 0.8
 """The time without an answer after which the store counts as silent. A store on busy cores takes a while for each of
-many answers, so nothing limits all of them together."""
+many answers, which together may take longer."""
+
+_ALL_ANSWERS_S = 10.0
+"""The limit for all answers of a question together."""
 
 
 class SilentStoreError(Exception):
@@ -78,7 +81,14 @@ class Blame:
         return self._asking is not None and self._asking.is_alive()
 
     def _asked(self, questions: Callable[[], Any], limit_s: float) -> Any:
-        """Return what ``questions()`` returns, on a thread; SilentStoreError if no answer comes for ``limit_s``."""
+        """Return what ``questions()`` returns, on a thread.
+
+        An earlier question that is still open counts as asked by then, so that a silent store is known sooner; but this
+        process may have been stopped meanwhile, so each question has some time of its own.
+
+        Raises:
+            SilentStoreError: no answer came for ``limit_s``.
+        """
         answers: list[Any] = []
 
         def ask() -> None:
@@ -87,12 +97,14 @@ class Blame:
             except Exception as error:  # given to the thread that waits
                 answers.append((None, error))
 
+        asked = time.monotonic()
         if not self._unanswered():
-            self._heard = time.monotonic()
+            self._heard = asked
         self._asking = threading.Thread(target=ask, name="shotcast store", daemon=True)
         self._asking.start()
         while not answers:
-            left_s = self._heard + limit_s - time.monotonic()
+            until = min(max(self._heard + limit_s, asked + _LOOK_S), asked + _ALL_ANSWERS_S)
+            left_s = until - time.monotonic()
             if left_s <= 0:
                 raise SilentStoreError("the job's store does not answer; the process that holds it may be stopped")
             self._asking.join(left_s)
