@@ -98,7 +98,7 @@ def known_kernels(folder: Path, calibration: Calibration) -> dict[str, set[str]]
 
 @cache
 def all_forecasts(folder: Path, part: str, cluster_name: str, algorithm: str = "auto") -> list[Forecast]:
-    """Return the predictions of all kept runs by the calibration of ``part``, if it is another GPU by data sheets."""
+    """Return the predictions of all kept runs by the calibration of ``part``, scaled to the cluster's GPU."""
     described = cluster.load(cluster_name)
     calibration = load(part).scaled_to(described.gpu)
     collectives = CollectiveCosts.on(described, calibration.link)
@@ -129,7 +129,7 @@ def tables_of(
     Args:
         own, library: runs with our sums, and with the library's.
         calls: of collectives.
-        elsewhere: runs on another GPU, by whose constants they were predicted.
+        elsewhere: the predictions of runs on another GPU, by the name of the constants.
     """
     return {
         "runs": runs_table(own, {metric: error_bars(own, metric) for metric in BARRED}),

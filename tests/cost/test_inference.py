@@ -120,14 +120,16 @@ def test_a_fit_of_fused_norms_finds_the_constants(
         assert found.worst < 0.01
         assert found.cost.rate == pytest.approx(rate, rel=0.01)
         assert found.cost.beyond_us == pytest.approx(beyond_us, rel=0.1)
+        assert found.cost.fixed_us == pytest.approx(fixed_us, rel=0.1, abs=0.2)
 
 
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([FusedNormPoint(1, 1.0, 2.0)] * 2, "2 measurements do not determine the 3 constants of a fused norm"),
-        ([FusedNormPoint(1, 1.0, 0.0)] * 3, "more than 0 us"),
-        ([FusedNormPoint(1, 0.0, 1.0)] * 3, "more than 0 us"),
+        ([FusedNormPoint(1, 1.0, 2.0)] * 3, "3 measurements do not determine the 3 constants of a fused norm"),
+        ([FusedNormPoint(nbytes, 1.0, 0.0) for nbytes in (1, 2, 3)], "more than 0 us"),
+        ([FusedNormPoint(nbytes, 0.0, 1.0) for nbytes in (1, 2, 3)], "more than 0 us"),
+        ([FusedNormPoint(nbytes, 1.0, 2.0) for nbytes in (0, 2, 3)], "and a message has bytes"),
     ],
 )
 def test_a_fit_of_fused_norms_to_too_little(points: list[FusedNormPoint], message: str) -> None:

@@ -134,4 +134,4 @@ def test_a_gpu_alone_has_the_packaged_link(tmp_path: Path) -> None:
     shutil.copy(RESULTS.parent / "h100" / "all_reduce_bf16_x2.json", tmp_path)
     measured = calibrate(tmp_path)
     assert measured.link == calibrate(RESULTS.parent / "h100").link
-    assert measured.sources[-1] == f"fused_norm, fused_norm_fp8 {end}"
+    assert measured.sources[-1] == f"fused_norm, fused_norm_fp8, bandwidth of the link {end}"

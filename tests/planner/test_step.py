@@ -222,19 +222,27 @@ def test_sums_of_the_library_are_followed_by_a_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beyond_us", "at_least_us", "norm_us"),
-    [(5.0, 0.0, 5.0), (5.0, 100.0, 60.0), (0.0, 0.0, 0.0)],
+    ("beyond_us", "at_least_us", "norm_us", "error_us"),
+    [
+        (5.0, 0.0, 5.0, math.hypot(0.1 * 45, 0.3 * 40)),
+        (5.0, 100.0, 60.0, 0.1 * 100),  # whatever the sum takes
+        (0.0, 0.0, 0.0, math.hypot(0.1 * 40, 0.3 * 40)),
+        (1e-9, 0.0, 1e-9, math.hypot(0.1 * 40, 0.3 * 40)),
+    ],
 )
-def test_a_norm_in_the_kernel_of_a_sum(beyond_us: float, at_least_us: float, norm_us: float) -> None:
-    """The call takes a moment more than a sum of 40 us, or what norming the rows takes; its error bar is its own."""
+def test_a_norm_in_the_kernel_of_a_sum(beyond_us: float, at_least_us: float, norm_us: float, error_us: float) -> None:
+    """The call takes a moment more than a sum of 40 us, or what norming the rows takes."""
     fit = FusedNormFit(FusedNormCost(beyond_us, at_least_us, math.inf), 0.1, 0.1, 9)
-    calibration = replace(constants("no kind", "first_rate", 1.0), fused_norms=dict.fromkeys(FUSED_NORMS, fit))
+    calibration = replace(
+        constants("no kind", "first_rate", 1.0), link_residual=0.3, fused_norms=dict.fromkeys(FUSED_NORMS, fit)
+    )
     sums = CollectiveCosts.on(cluster.load("dgx-h200"), LinkCost(40.0, 0.0, math.inf))
     model = StepModel(preset("llama-3.1-8b"), Layout(2, 1), calibration, sums)
-    stage = model.stages(decode(8))[0]
-    assert stage.parts["norm"] == pytest.approx(32 * 2 * norm_us)
-    assert stage.parts["all_reduce"] == pytest.approx(32 * 2 * 40)
-    assert stage.error_us == pytest.approx(32 * 2 * (40 + norm_us) * 0.1 if norm_us else 0.0)
+    prices = model._sum_and_norm(8)
+    assert prices["norm"].time_us == pytest.approx(norm_us)
+    assert prices["all_reduce"].time_us == pytest.approx(40)
+    errors = [price.time_us * price.residual for price in prices.values()]
+    assert math.hypot(*errors) == pytest.approx(error_us)
 
 
 def test_the_error_of_a_first_token_has_that_of_the_host() -> None:
@@ -243,14 +251,17 @@ def test_the_error_of_a_first_token_has_that_of_the_host() -> None:
     host = HostCost(100.0, 0.0, 0.0, True, "x", per_request_us=200.0, client_us=300.0)
     free = replace(constants("no kind", "first_rate", 1.0), host=host)
     model = preset("llama-3.1-8b")
-    assert StepModel(model, Layout(1, 1), free, costs()[1]).first_token_error(prefill) == HOST_RESIDUAL
+    assert StepModel(model, Layout(1, 1), free, costs()[1]).first_token_error([prefill]) == HOST_RESIDUAL
     calibration = replace(costs()[0], host=HostCost(0.0, 0.0, 0.0, True, "x"))
     kernels = StepModel(model, Layout(1, 1), calibration, costs()[1])
-    assert kernels.first_token_error(prefill) == pytest.approx(kernel_error(kernels.stages(prefill)))
+    assert kernels.first_token_error([prefill]) == pytest.approx(kernel_error(kernels.stages(prefill)))
     both = StepModel(model, Layout(1, 1), replace(calibration, host=host), costs()[1])
     kernels_us = sum(stage.time_us for stage in both.stages(prefill))
     error_us = math.hypot(kernel_error(both.stages(prefill)) * kernels_us, 600 * HOST_RESIDUAL)
-    assert both.first_token_error(prefill) == pytest.approx(error_us / (kernels_us + 600))
+    assert both.first_token_error([prefill]) == pytest.approx(error_us / (kernels_us + 600))
+    # of several steps, the first one alone waits for the host
+    error_us = math.hypot(2 * kernel_error(both.stages(prefill)) * kernels_us, 600 * HOST_RESIDUAL)
+    assert both.first_token_error([prefill] * 2) == pytest.approx(error_us / (2 * kernels_us + 600))
 
 
 def test_only_what_gpus_have_kernels_for_is_chosen() -> None:

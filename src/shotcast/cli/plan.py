@@ -271,7 +271,7 @@ def _fit_gpu(folder: Path, part: str, output: Path) -> None:
         screen.print(_norm_line(kind, norm), soft_wrap=True, highlight=False)
     for source in found.sources:
         if OF_STAND_IN in source:
-            line = f"{source}, by the data sheets: {folder} has no such results."
+            line = f"{folder} has no results for all constants. Taken besides: {source}."
             screen.print(line, soft_wrap=True, highlight=False)
     screen.print(f"wrote {output}; to use it: shotcast plan --calibration {output} ...", soft_wrap=True)
 
@@ -286,8 +286,8 @@ def _link_line(link: LinkCost, residual: float) -> str:
 def _norm_line(kind: str, norm: FusedNormFit) -> str:
     cost = norm.cost
     return (
-        f"{kind}: {cost.beyond_us:.2f} us more than the sum, at least {cost.fixed_us:.2f} us and {cost.rate:.0f} GB/s; "
-        f"{norm.points} points, error {norm.residual:.0%}, worst {norm.worst:.0%}"
+        f"{kind}: {cost.beyond_us:.2f} us more than the sum, at least {cost.fixed_us:.2f} us + size / {cost.rate:.0f} "
+        f"GB/s; {norm.points} points, error {norm.residual:.0%}, worst {norm.worst:.0%}"
     )
 
 

@@ -20,10 +20,14 @@ class Measured(NamedTuple):
     time_us: float
 
 
-def fit(points: Iterable[Measured]) -> LinkCost:
+def fit(points: Iterable[Measured], bw_gbps: float | None = None) -> LinkCost:
     r"""Fit the constants f, a, 1/b, 1/m, in which the model is linear, by least squares of the relative errors:
 
     .. math:: \min \sum_p (T_p / t_p - 1)^2
+
+    Args:
+        points: the measurements.
+        bw_gbps: b, where it is known. Measurements of two ranks alone do not tell it from m.
 
     Raises:
         ConfigError: the measurements do not determine all four (there are too few, or they are of one kind), or they
@@ -35,9 +39,12 @@ def fit(points: Iterable[Measured]) -> LinkCost:
     ]
     matrix = np.array(rows).reshape(-1, 4)
     scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), 1e-300)
-    solution, _, rank, _ = np.linalg.lstsq(matrix / scale, np.ones(len(rows)), rcond=None)
-    fixed_us, step_us, per_bw, per_local = (float(value) for value in solution / scale)
-    if rank < 4 or min(fixed_us, step_us, per_bw, per_local) <= 0:
+    free = [0, 1, 2, 3] if bw_gbps is None else [0, 1, 3]
+    found = np.array([0.0, 0.0, 1 / bw_gbps if bw_gbps else 0.0, 0.0])
+    solution, _, rank, _ = np.linalg.lstsq((matrix / scale)[:, free], 1 - matrix @ found, rcond=None)
+    found[free] = solution / scale[free]
+    fixed_us, step_us, per_bw, per_local = (float(value) for value in found)
+    if rank < len(free) or min(fixed_us, step_us, per_bw, per_local) <= 0:
         raise ConfigError(
             f"{len(rows)} measurements do not determine the constants of the model; use several algorithms, sizes "
             f"and world sizes, measured while nothing else runs (f {fixed_us:.3g}, a {step_us:.3g} us, "
@@ -110,12 +117,10 @@ def fit_kernel(points: Sequence[KernelPoint], start: KernelCost) -> KernelFit:
         return np.log((fixed + bound) / times)
 
     now, wrong = _least_squares(errors, begin, free)
-    relative = np.exp(wrong) - 1
     constants = [start.fixed_us, start.first_rate, start.second_rate]
     for number in free:
         constants[number] = float(np.exp(now[number]))
-    cost = KernelCost(*constants)
-    return KernelFit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
+    return KernelFit(KernelCost(*constants), *_spread(wrong), len(points))
 
 
 class FusedNormPoint(NamedTuple):
@@ -141,11 +146,13 @@ def fit_fused_norm(points: Sequence[FusedNormPoint]) -> FusedNormFit:
     Raises:
         ConfigError: there are fewer measurements than constants, or one of no positive time.
     """
-    if len(points) < 3:
-        raise ConfigError(f"{len(points)} measurements do not determine the 3 constants of a fused norm")
+    if len({point.nbytes for point in points}) < 3:
+        raise ConfigError(
+            f"{len(points)} measurements do not determine the 3 constants of a fused norm: it takes 3 sizes"
+        )
     nbytes, sums, times = (np.array(column, dtype=float) for column in zip(*sorted(points), strict=True))
-    if not (np.all(times > 0) and np.all(sums > 0)):
-        raise ConfigError("a fused norm takes more than 0 us; measure it again")
+    if not (np.all(times > 0) and np.all(sums > 0) and np.all(nbytes > 0)):
+        raise ConfigError("a fused norm takes more than 0 us, and a message has bytes; measure it again")
 
     def errors(constants: np.ndarray) -> np.ndarray:
         beyond, fixed, rate = np.exp(constants)
@@ -162,9 +169,13 @@ def fit_fused_norm(points: Sequence[FusedNormPoint]) -> FusedNormFit:
         found.append(_least_squares(errors, begin, [0, 1, 2]))
     constants, wrong = min(found, key=lambda each: float(each[1] @ each[1]))
     beyond, fixed, rate = (float(np.exp(constant)) for constant in constants)
+    return FusedNormFit(FusedNormCost(beyond, fixed, rate / 1e3), *_spread(wrong), len(points))
+
+
+def _spread(wrong: np.ndarray) -> tuple[float, float]:
+    """Return the root mean square and the largest of relative errors, by their logarithms."""
     relative = np.exp(wrong) - 1
-    cost = FusedNormCost(beyond, fixed, rate / 1e3)
-    return FusedNormFit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
+    return float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max())
 
 
 def _least_squares(

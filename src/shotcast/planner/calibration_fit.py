@@ -53,13 +53,15 @@ _WIDEST_IN_REGISTERS = 32768
 """The widest row that is quantised by a program in its registers. Wider ones take several times as long; of the models
 that are measured only an undivided 405B has them, and no constant is fitted to them."""
 _ITEM = 2
+_PAIR = 2
 
 
 def calibrate(folder: Path, part: str = "") -> Calibration:
     """Return the calibration of a GPU by the results in ``folder``, which all say that they are of it.
 
     Without results of sums, or of sums with norms in their kernel, the constants of these are those of the packaged
-    calibration of the H200, by the data sheets.
+    calibration of the H200: the link by the data sheets, and the norms as they are. Sums of two ranks do not tell bytes
+    sent from bytes taken in, so without more ranks the bandwidth of the link is taken from there.
 
     Args:
         folder: the results.
@@ -77,13 +79,14 @@ def calibrate(folder: Path, part: str = "") -> Calibration:
     try:
         for kind, message in _fused_norms(files):
             fused.setdefault(kind, []).append(message)
-        collectives = list(_collectives(files))
+        by_ranks = list(_collectives(files))
+        collectives = [measured for _, measured in by_ranks]
         for row in files.rows(KERNELS_FILE):  # last, as fingerprints of the newest kernels count
             if row["kernel"] in ("host", "first_token"):
                 host.append(row)
             elif (found := kernel_point(row)) is not None:
                 points.setdefault(found[0], []).append(found[1])
-        _require_times(folder, points, fused, collectives, host)
+        _require_times(folder, points, collectives, host)
         cost = host_cost(host)
     except ConfigError:
         raise
@@ -96,13 +99,18 @@ def calibrate(folder: Path, part: str = "") -> Calibration:
     norms = {kind: fit_fused_norm(messages) for kind, messages in fused.items()}
     lacking = [kind for kind in FUSED_NORMS if kind not in norms and (gpu.fp8_tflops or not kind.endswith(FP8))]
     sources = list(files.read)
-    if lacking or not collectives:
+    taken = [*(["link"] if not collectives else []), *lacking]
+    bw_gbps = None
+    pairs_alone = {ranks for ranks, _ in by_ranks} == {_PAIR}
+    if taken or pairs_alone:
         packaged = load(STAND_IN).scaled_to(gpu)
         norms |= {kind: packaged.fused_norms[kind] for kind in lacking}
-        named = ("link", *lacking) if not collectives else lacking
-        sources.append(f"{', '.join(named)} {OF_STAND_IN}")
+        if pairs_alone:
+            bw_gbps = packaged.link.bw_gbps
+            taken.append("bandwidth of the link")
+        sources.append(f"{', '.join(taken)} {OF_STAND_IN}")
     if collectives:
-        link = fit(collectives)
+        link = fit(collectives, bw_gbps)
         wrong = [time_us(work, link) / measured_us - 1 for work, measured_us in collectives]
         residual = math.sqrt(sum(error**2 for error in wrong) / len(wrong))
     else:
@@ -221,13 +229,11 @@ def _not_negative(matrix: np.ndarray) -> list[float]:
 def _require_times(
     folder: Path,
     points: dict[str, list[KernelPoint]],
-    fused: dict[str, list[FusedNormPoint]],
     collectives: list[Measured],
     host: list[dict[str, Any]],
 ) -> None:
     times = (
         *(point.time_us for each in points.values() for point in each),
-        *(time for each in fused.values() for message in each for time in (message.sum_us, message.time_us)),
         *(each.time_us for each in collectives),
         *(row["us"] for row in host),
     )
@@ -296,19 +302,22 @@ def _fused_norms(files: _Results) -> Iterator[tuple[str, FusedNormPoint]]:
         for row in files.rows(name):
             messages.setdefault(row["nbytes"], {})[row["algorithm"]] = row["time_us"]
         for nbytes, times in messages.items():
+            if not (isinstance(nbytes, int) and nbytes > 0 and all(0 < us < math.inf for us in times.values())):
+                raise ValueError(f"a message of {nbytes!r} bytes takes {times} us")
             sum_us = min(times["plain_one_shot"], times["plain_two_shot"])
             yield FUSED_NORM, FusedNormPoint(nbytes, sum_us, min(times["one_shot"], times["two_shot"]))
             if "fp8_dynamic" in times:  # some GPUs have no FP8
                 yield f"{FUSED_NORM}{FP8}", FusedNormPoint(nbytes, sum_us, times["fp8_dynamic"])
 
 
-def _collectives(files: _Results, algorithms: Iterable[str] = _LINK_ALGORITHMS) -> Iterator[Measured]:
+def _collectives(files: _Results, algorithms: Iterable[str] = _LINK_ALGORITHMS) -> Iterator[tuple[int, Measured]]:
+    """Yield the ranks and the measurement of each sum."""
     for name in files.named("all_reduce_bf16_x*.json"):
         for row in files.rows(name):
             if row["algorithm"] in algorithms:
                 form = registered()[row["algorithm"]].forms[Op[row["op"].upper()]]
                 work = form.work(row["nbytes"], NodeShape(1, row["world_size"]), DTYPES[row["dtype"]])
-                yield Measured(work, row["time_us"])
+                yield row["world_size"], Measured(work, row["time_us"])
 
 
 def _start(kind: str, gpu: GpuSpec) -> KernelCost:

@@ -487,7 +487,7 @@ def _prompt_time(job: Job, model: StepModel) -> _PromptTime:
         for begin in range(0, job.prompt, most)
     ]
     times = [_stage_times(model, chunk) for chunk in chunks]
-    error = math.hypot(model.first_token_error(chunks[0]), model.beyond_kernels.first)
+    error = math.hypot(model.first_token_error(chunks), model.beyond_kernels.first)
     # chunks follow each other through the stages: all of the first, then the slowest stage of each other
     transfers_us = [*model.transfers_us(chunks[0])[:-1], model.transfers_us(chunks[-1])[-1]]
     latency_us = model.client_us + (model.host_us(chunks[0]) if model.hides_host else 0.0)

@@ -54,7 +54,7 @@ class BeyondKernels(NamedTuple):
     later: float
 
 
-MEASURED_BEYOND_KERNELS = BeyondKernels(0.034, 0.0)
+MEASURED_BEYOND_KERNELS = BeyondKernels(0.035, 0.0)
 """Those of runs of the engine on 1 to 4 H200, by the equation of :mod:`shotcast.simulator.engine_runs`: from
 ``benchmarks/data/h200/engine*.json``, which no prediction is fitted to."""
 
@@ -293,14 +293,14 @@ class StepModel:
         """The microseconds of a request from the client to rank 0, and of its first token on the way back."""
         return self._calibration.host.client_us
 
-    def first_token_error(self, work: StepWork) -> float:
+    def first_token_error(self, works: Sequence[StepWork]) -> float:
         """Return how far off a first token may be by the residuals of kernels and host, as a part of its time.
 
         Args:
-            work: the step that makes it.
+            works: the steps that make it, of which the first one waits for the host.
         """
-        stages = self.stages(work)
-        host_us = self.client_us + self.host_us(work) if self.hides_host else 0.0
+        stages = [stage for work in works for stage in self.stages(work)]
+        host_us = self.client_us + self.host_us(works[0]) if self.hides_host else 0.0
         error_us = math.hypot(sum(stage.error_us for stage in stages), HOST_RESIDUAL * host_us)
         return error_us / (sum(stage.time_us for stage in stages) + host_us)
 
@@ -404,16 +404,24 @@ class StepModel:
         if self.layout.sharing == 1:
             return {"norm": self._norm(rows, fp8)}
         summed = self._summed(nbytes)
-        # the library's sums are followed by a norm of one rank
-        norm = self._norm(rows, fp8) if self._algorithm == LIBRARY else self._fused(nbytes, summed.time_us, fp8)
-        return {"all_reduce": summed, "norm": norm}
+        if self._algorithm == LIBRARY:  # whose sums are followed by a norm of one rank
+            return {"all_reduce": summed, "norm": self._norm(rows, fp8)}
+        return self._fused(nbytes, summed, fp8)
 
-    def _fused(self, nbytes: int, sum_us: float, fp8: str) -> Priced:
-        """Return the price of residual and norm in the kernel of a sum; the residual is that of the whole call."""
+    def _fused(self, nbytes: int, summed: Priced, fp8: str) -> dict[str, Priced]:
+        """Return the prices of a sum and of residual and norm in its kernel.
+
+        The error of the sum counts where the sum bounds the call, and that of the fused call always.
+        """
         known = self._calibration.fused_norms[f"{FUSED_NORM}{fp8}"]
-        call_us = known.cost.time_us(nbytes, sum_us)
-        beyond_us = call_us - sum_us
-        return Priced(beyond_us, known.residual * call_us / beyond_us if beyond_us else 0.0)
+        call_us = known.cost.time_us(nbytes, summed.time_us)
+        beyond_us, error_us = call_us - summed.time_us, known.residual * call_us
+        if call_us > summed.time_us + known.cost.beyond_us:
+            summed = summed._replace(residual=0.0)
+        if beyond_us > 0:
+            return {"all_reduce": summed, "norm": Priced(beyond_us, error_us / beyond_us)}
+        both = math.hypot(summed.residual, error_us / call_us) if call_us else 0.0
+        return {"all_reduce": summed._replace(residual=both), "norm": Priced(0.0, 0.0)}
 
     def _norm(self, rows: int, fp8: str) -> Priced:
         """Return the price of adding the residual and of the norm, on one rank."""

@@ -216,7 +216,7 @@ def _kernel_errors(run: EngineRun, calibration: Calibration, collectives: Collec
     prefill = StepWork(0, 0.0, ((run.prompt, 0),) * prompts, prompts)
     decode = StepWork(sequences, run.prompt + run.output / 2, (), sequences)
     model = _step_model(run, calibration, collectives)
-    return {"ttft_ms": model.first_token_error(prefill), "tpot_ms": kernel_error(model.stages(decode))}
+    return {"ttft_ms": model.first_token_error([prefill]), "tpot_ms": kernel_error(model.stages(decode))}
 
 
 def metrics(service: Service) -> dict[str, float]:
