@@ -201,6 +201,7 @@ class TestBlame:
         assert Blame(loaded, 0, ()).verdict(range(3), HeaderWords(1 << 47 | 8, 5), 1.0)[:2] == ("late", (1, 2))
         assert time.monotonic() - begun > blame._PATIENCE_S + blame._ANSWER_S
 
+    @pytest.mark.timing
     def test_a_store_that_does_not_answer_is_not_waited_for(self) -> None:
         """It does not answer when the process that holds it is the one that is stopped."""
         answers = threading.Event()
@@ -224,6 +225,7 @@ class TestBlame:
         assert time.monotonic() - asked < 0.6, "the time since the first question counts"
         answers.set()
 
+    @pytest.mark.timing
     def test_a_rank_that_was_stopped_during_a_look_still_asks(self) -> None:
         """The time of the stop is not the store's: it has some time for the answer to a new question."""
         store, held = dist.HashStore(), threading.Event()
