@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,12 +34,13 @@ class Calls:
     _rank: int
     _world_size: int
 
+    @abstractmethod
     def _own(
         self, op: str, make: Make, result: Any, operands: Sequence[torch.Tensor], opts: Any, device: torch.device
     ) -> DoneWork:
         """Make a call on the communicator of a device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _short(
         self,
         op: str,
@@ -51,23 +53,22 @@ class Calls:
         **named: Any,
     ) -> DoneWork | None:
         """Make a call the short way; None if that cannot be."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _inner(self, op: str, begin: Begin, result: Any, device: torch.device) -> DoneWork:
         """Make a call on the inner group of a device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _message(self, op: str, x: torch.Tensor, peer: int, tag: int) -> DoneWork:
         """Make a message to or from ``peer`` on an inner group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ends_on_gpus(self) -> list[Callable[[], None]]:
         """Return, for each GPU with calls, what makes the host wait for those so far."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check_gpus(self) -> None:
         """Raise the fault of a call on a GPU, if one is known."""
-        raise NotImplementedError
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
