@@ -12,6 +12,8 @@ import torch
 
 from hosts import arrive
 from shotcast import Communicator, ShotcastError
+from shotcast.memory.host_group import StoreGroup
+from shotcast.transport.network.control import ControlPlane
 
 PATIENCE_S = 60.0
 
@@ -88,6 +90,33 @@ def goes_on_after_a_reset(folder: str, restored: str, algorithm: str, count: int
     found["sum"] = comm.all_reduce(x, algorithm=algorithm)[0].item()
     found["close_s"] = _closed(comm)
     return found
+
+
+def resets_without_a_farewell(slow: int) -> float:
+    """Reset a communicator: no farewell reaches the rank that is slow once all ranks have come. Return a sum after."""
+    comm = Communicator(device="cpu", timeout_s=20.0)
+    x = _message(comm, "nvrar", 1000)
+    comm.all_reduce(x, algorithm="nvrar")
+    gather, say = StoreGroup.all_gather, ControlPlane._send
+
+    def dawdles(group: StoreGroup, value: Any, timeout_s: float | None = None, what: str = "setup") -> list[Any]:
+        values = gather(group, value, timeout_s, what)
+        if what == "reset" and value is not None:
+            time.sleep(0.5)
+        return values
+
+    def loses(plane: ControlPlane, node: int, message: dict[str, Any]) -> bool:
+        return "farewell" in message or say(plane, node, message)
+
+    if comm.rank == slow:
+        StoreGroup.all_gather = dawdles  # type: ignore[method-assign]
+    else:
+        ControlPlane._send = loses  # type: ignore[method-assign]
+    comm.reset()
+    ControlPlane._send = say  # type: ignore[method-assign]
+    total = comm.all_reduce(x, algorithm="nvrar")[0].item()
+    comm.close()
+    return total
 
 
 def survives_a_pause(folder: str, stop: str, algorithm: str, count: int, timeout_s: float) -> float:

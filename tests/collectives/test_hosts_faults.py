@@ -70,7 +70,7 @@ def test_a_host_without_power_is_named(
         if rank in lost:
             assert isinstance(found, RankFailed)
         else:
-            assert isinstance(found, dict), found
+            assert isinstance(found, dict), results
             check_fault(found, happened, TIMEOUT_S, lost, {"unreachable", "late"})
             if algorithm != "vendor":
                 assert f"host{hosts - 1}" in str(found["error"]), "the error names the host"
@@ -90,7 +90,7 @@ def test_killed_ranks_of_a_host_are_named_at_once(
         results = group.results(30, return_exceptions=True)
     for rank, found in enumerate(results):
         if rank not in lost:
-            assert isinstance(found, dict), found
+            assert isinstance(found, dict), results
             check_fault(found, happened, 0.5, lost, {"dead", "unreachable"})
 
 
@@ -115,7 +115,7 @@ def test_a_network_that_comes_back_too_late(
         restored.touch()
         results = group.results(60, return_exceptions=True)
     for rank, found in enumerate(results):
-        assert isinstance(found, dict), found
+        assert isinstance(found, dict), results
         error = found["error"]
         if isinstance(error, CollectiveTimeout):
             assert error.missing
@@ -128,6 +128,14 @@ def test_a_network_that_comes_back_too_late(
         assert found["ended"] <= max(found["began"], happened) + TIMEOUT_S + GRACE_S
         assert found["sum"] == sum(range(world_size + 1))
         assert found["close_s"] < 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_connection_that_ends_in_a_reset_is_no_rank_that_does(slow: int) -> None:
+    """Ranks close their connections in a reset. One that is reset before its farewell arrives has no other end."""
+    with SimulatedHosts(2, delay_us=DELAY_US) as network:
+        group = network.start(targets.resets_without_a_farewell, 1, slow)
+        assert group.results(60, return_exceptions=True) == [3.0, 3.0]
 
 
 @full
@@ -169,7 +177,7 @@ def test_a_host_that_calls_something_else_is_named(fault: str, hosts: int, ranks
             targets.calls_something_else, ranks_per_host, *arguments, timeout_s=60, return_exceptions=True
         )
     for rank, found in enumerate(results):
-        assert isinstance(found, dict), found
+        assert isinstance(found, dict), results
         assert found["close_s"] < 2
         if fault == "absent" and rank in culprits:
             continue

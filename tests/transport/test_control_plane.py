@@ -63,3 +63,23 @@ def test_peers_that_part_at_the_same_time_are_not_dead(monkeypatch: pytest.Monke
 def _framed(message: dict[str, int]) -> bytes:
     text = json.dumps(message).encode()
     return struct.pack("!I", len(text)) + text
+
+
+def test_a_plane_that_has_parted_hears_nothing() -> None:
+    """It keeps its connection, so that a peer that has not parted hears no end of it."""
+    own, peer = socket.socketpair()
+    own.setblocking(False)
+    heard: list[Any] = []
+    with peer:
+        peer.settimeout(20)
+        plane = ControlPlane({1: own}, lambda epoch: [], heard.append, heard.append)
+        plane.part()
+        assert _read(peer, 1) == [{"farewell": True}]
+        peer.sendall(_framed({"fault": 7}))
+        peer.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            peer.recv(1)
+        plane.tell(8)  # to nobody
+        plane.close()
+        plane.close()
+    assert heard == []

@@ -69,7 +69,7 @@ class ControlPlane:
         self._numbers = itertools.count()
         self._buffers = dict.fromkeys(connections, b"")
         self._unsent = dict.fromkeys(connections, b"")
-        self._parting = self._closing = False
+        self._parting = self._closing = self._closed = False
         self.ended: set[int] = set()
         self.parted: set[int] = set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -196,9 +196,13 @@ class ControlPlane:
         elif "farewell" in message:
             self.parted.add(node)
 
-    def close(self) -> None:
-        """Say farewell and end the thread. A second call does nothing."""
-        if self._closing:
+    def part(self) -> None:
+        """Say farewell and hear nothing more; connections stay until :meth:`close`. A second call does nothing.
+
+        Peers that all part before one closes take no connection that ends for a process that does: data that comes
+        late or was not read makes the end of a connection a reset, which overtakes the farewell.
+        """
+        if self._parting:
             return
         self._parting = True  # a peer that parts as well says no farewell to whom it has heard one from
         for node in self._connections:
@@ -208,6 +212,13 @@ class ControlPlane:
         os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def close(self) -> None:
+        """Part, and end the connections. A second call does nothing."""
+        self.part()
+        if self._closed:
+            return
+        self._closed = True
         os.close(self._wake)
         for one in self._connections.values():
             with contextlib.suppress(OSError):

@@ -398,8 +398,9 @@ class HostsExecutor(CpuExecutor):
 
     def clear(self, epoch: int) -> None:
         """Forget faults and calls, and connect anew. On every rank, between two host barriers."""
+        self._control.part()
+        self._hosts.barrier(_CONNECT_S)  # no rank marks a fault of before, or hears the end of a connection, any more
         self._links.close()
-        self._hosts.barrier()  # no thread of the node marks a fault of before any more
         super().clear(epoch)
         self._network_headers = None
         for numbers in self._numbers:

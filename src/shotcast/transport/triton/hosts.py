@@ -119,9 +119,11 @@ class HostsTritonExecutor(TritonExecutor):
 
         Raises ConfigError on a rank whose puts do not end.
         """
-        self._control.close()
+        self._control.part()
         settled = all(cast(PutMemory, one.memory).settle() for one in self.workspaces)
-        if not all(self._hosts.all_gather(settled)):
+        all_settled = all(self._hosts.all_gather(settled))  # no rank hears the end of a connection any more
+        self._control.close()
+        if not all_settled:
             raise ConfigError("puts of NVSHMEM to another node do not end; start the processes again")
         super().clear(epoch)
         self._told = 0
