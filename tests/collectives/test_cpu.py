@@ -74,6 +74,7 @@ class TestValues:
     def test_number_of_messages_that_may_wait(self) -> None:
         assert shotcast.spawn(targets.mailbox_capacity, 2, timeout_s=60) == [[4, 0, 0]] * 2
 
+    @pytest.mark.timing
     def test_first_messages_wait_for_nobody_else(self) -> None:
         assert max(shotcast.spawn(targets.first_messages, 3, timeout_s=60)) < 1.5, (
             "half a second for each form, to wait for the third rank"

@@ -17,6 +17,8 @@ from shotcast import CollectiveMismatch, CollectiveTimeout, RankFailed, wire
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.timing]
 TIMEOUT_S = 0.6
+SOON_S = 3.0
+"""What a fault that is seen takes at most on a busy machine, where the deadline is later by far."""
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float, reas
         assert timeout_s * 0.9 < outcome["took"] < timeout_s + 1
         assert outcome["nan"]
     else:
-        assert outcome["took"] < 1, "a dead rank is not waited for"
+        assert outcome["took"] < SOON_S, "a dead rank is not waited for"
 
 
 class TestKilled:
@@ -97,7 +99,7 @@ class TestKilled:
             assert isinstance(outcome, dict), outcome
             assert (outcome["error"].missing, outcome["error"].reason) == ((1,), "dead")
             kinds.append(outcome["error"].op)
-            assert outcome["took"] < 1, "a dead rank is not waited for"
+            assert outcome["took"] < SOON_S, "a dead rank is not waited for"
             assert outcome["after"] < 0.5
         assert any(outcome["nan"] for outcome in results), "later calls are refused, and write nothing"
         assert kinds == [op, op]
@@ -130,7 +132,7 @@ class TestDeadIsNotLate:
         for error, delay in results:
             assert (error.missing, error.reason) == ((1,), "dead")
             assert "dead ranks: 1" in str(error)
-            assert delay < 1
+            assert delay < SOON_S
 
     def test_a_rank_that_is_late_beside_a_dead_one_is_not_named(self) -> None:
         results = shotcast.spawn(targets.one_dead_one_late, 3, timeout_s=30, return_exceptions=True)
@@ -146,7 +148,7 @@ class TestDeadIsNotLate:
         assert isinstance(results.pop(2), RankFailed)
         for error, took in results:
             assert (error.missing, error.reason, error.op) == ((2,), "dead", "split")
-            assert took < 1.5
+            assert took < SOON_S
 
 
 class TestFirstUse:
@@ -169,7 +171,7 @@ class TestFirstUse:
         results = shotcast.spawn(targets.host_of_the_store_killed, 3, port, timeout_s=60, return_exceptions=True)
         for error, delay in results[1:]:
             assert (error.missing, error.reason) == ((0,), "dead")
-            assert delay < 1.5
+            assert delay < SOON_S
 
     def test_a_rank_that_fails_to_compile(self) -> None:
         """The others wait for it no longer than for any; after a reset, all meet again, whatever the deadline."""
@@ -184,7 +186,7 @@ class TestFirstUse:
     def test_a_fault_while_others_are_awaited(self) -> None:
         results = shotcast.spawn(targets.fault_during_a_first_call, 3, timeout_s=40)
         assert [error for error, _ in results[::2]] == ["CollectiveMismatch"] * 2
-        assert max(took for _, took in results) < 2
+        assert max(took for _, took in results) < SOON_S
 
     def test_a_rank_that_stays_away(self) -> None:
         for rank, (error, took, total) in enumerate(shotcast.spawn(targets.absent_from_a_first_call, 3, timeout_s=30)):
@@ -257,7 +259,7 @@ class TestMismatch:
             assert (error.rank, error.differing, error.fields) == (rank, (odd,), (what,))
             assert sorted(error.calls) == list(range(world_size))
             assert error.epoch == 5
-            assert outcome["took"] < 1.5
+            assert outcome["took"] < SOON_S
 
     def test_mismatch_is_found_before_the_vendor_runs(self) -> None:
         for seen in shotcast.spawn(targets.different_calls, 3, 2, timeout_s=50):
@@ -265,7 +267,7 @@ class TestMismatch:
             for what, (error, took) in seen.items():
                 assert error.differing == (2,), what
                 assert what.split(",")[0] in error.fields, (what, error)
-                assert took < 1.5, what
+                assert took < SOON_S, what
 
     @pytest.mark.parametrize("what", ["dtype", "nbytes"])
     def test_mismatched_message(self, what: str) -> None:

@@ -125,6 +125,7 @@ class TestInterpreted:
         assert ends == [ends[0]] * world_size
         assert (ends[0][0][0], ends[0][0][-1]) == (FIRST, LARGEST)
 
+    @pytest.mark.timing
     def test_an_absent_rank_is_named_by_the_deadline(self) -> None:
         for rank, (op, missing, took) in enumerate(interpreted(targets.absent, 2, 1.0)):
             assert (op, missing) == ("all_reduce", (1,))

@@ -63,6 +63,7 @@ def test_reductions_between_hosts(nodes: int, ranks: int) -> None:
         assert {"sum of bfloat16", "max of float64", "prod of int64", "sum of bool"} <= own
 
 
+@pytest.mark.timing
 def test_faults_name_ranks_and_nodes() -> None:
     for seen in shotcast.spawn(targets.faults, 4, env=TWO_A_NODE, timeout_s=60):
         for late in seen[::2]:
@@ -81,6 +82,7 @@ def test_the_deadline_of_calls_is_not_that_of_the_construction() -> None:
     assert shotcast.spawn(targets.with_a_short_deadline, 2, env=ONE_A_NODE, timeout_s=60) == [[2.0] * 3] * 2
 
 
+@pytest.mark.timing
 def test_a_killed_rank_of_another_node_is_named_at_once() -> None:
     results = shotcast.spawn(targets.killed, 4, 2, env=TWO_A_NODE, timeout_s=60, return_exceptions=True)
     assert isinstance(results.pop(2), RankFailed)
@@ -88,7 +90,7 @@ def test_a_killed_rank_of_another_node_is_named_at_once() -> None:
         for kind, (reason, missing, where), took in outcomes:
             assert (kind, reason, missing) == ("CollectiveTimeout", "dead", (2,))
             assert "(node " in where
-            assert took < 1
+            assert took < 3, "long before the deadline"
 
 
 def test_splits_keep_the_nodes_of_their_ranks() -> None:

@@ -310,7 +310,7 @@ def test_a_killed_rank_is_named_at_once(nodes: int, local: int, who: int) -> Non
         else:
             fault, took, nan, _ = result
             assert (fault.kind, fault.ranks) == (wire.DEAD, (who,))
-            assert took < 1.0
+            assert took < 3.0, "long before the deadline"
             assert nan
 
 
