@@ -51,8 +51,8 @@ UNDER_TORCHRUN = {
 }
 """Number of ranks, and what all of them together print, how often. Lines of processes may mix."""
 
-LONG = ("03_choose_an_algorithm.py", "05_compile.py", "06_own_algorithm.py", "07_train.py")
-"""Examples that only the full tests run by themselves; of the first and the third the default tests run ranks."""
+LONG = ("02_explain.py", "03_choose_an_algorithm.py", "05_compile.py", "06_own_algorithm.py", "07_train.py")
+"""Examples that only the full tests run by themselves; the default tests run ranks of three of them (IN_PLACE)."""
 KILLED = "04_killed_rank.py"
 """The ranks that go on must come in time, or they are named too."""
 IN_PLACE = ("02_explain.py", "03_choose_an_algorithm.py", "06_own_algorithm.py")

@@ -8,7 +8,7 @@ import functional_targets as targets
 import shared_ranks
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_results_are_those_of_pytorch(world_size: int) -> None:
     done = shared_ranks.run(targets.like_those_of_pytorch, world_size)
     assert done == [3 * 2 * (4 + 12 + 3 + world_size)] * world_size

@@ -18,7 +18,7 @@ from shotcast import CollectiveMismatch, CollectiveTimeout, RankFailed, wire
 pytestmark = [pytest.mark.timeout(60), pytest.mark.timing]
 TIMEOUT_S = 0.6
 SOON_S = 3.0
-"""What a fault that is seen takes at most on a busy machine, where the deadline is later by far."""
+"""The longest that a fault takes to be seen on a busy machine, where the deadline is later by far."""
 
 
 @pytest.fixture

@@ -119,7 +119,10 @@ class TestInterpreted:
     def test_messages_arrive_across_a_growth(self) -> None:
         interpreted(targets.messages_across_growth, 2)
 
-    @pytest.mark.parametrize(("world_size", "calls"), [(2, 30), (3, 20), pytest.param(4, 300, marks=pytest.mark.full)])
+    @pytest.mark.parametrize(
+        ("world_size", "calls"),
+        [pytest.param(2, 30, marks=pytest.mark.full), (3, 20), pytest.param(4, 300, marks=pytest.mark.full)],
+    )
     def test_results_are_right_while_workspaces_grow(self, world_size: int, calls: int) -> None:
         ends = interpreted(targets.calls_that_grow, world_size, calls, 5)
         assert ends == [ends[0]] * world_size

@@ -209,7 +209,7 @@ def test_a_rank_that_does_not_report_samples_nothing(monkeypatch: pytest.MonkeyP
         runner(True).execute(StepPlan(7, (prompt,)))
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])
 def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, stages: int) -> None:
     def run(
         static: tuple[int, ...], lookahead: int, blocks: int

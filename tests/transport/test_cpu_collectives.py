@@ -251,7 +251,7 @@ def check_stragglers(group, max_bytes, seconds):
 @pytest.mark.parametrize(
     ("world_size", "max_bytes"),
     [
-        (2, 300_000),
+        pytest.param(2, 300_000, marks=pytest.mark.full),
         pytest.param(3, 1, marks=pytest.mark.full),
         pytest.param(4, 64 << 20, marks=pytest.mark.full),
         (8, 1),
