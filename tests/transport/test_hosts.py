@@ -26,6 +26,7 @@ from shotcast.memory.operands import NormTensors
 from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu.norm_rows import norm_sum
 from shotcast.transport.network import layout, nvrar_16bit
+from shotcast.transport.network.control import RankState
 from shotcast.wire import CallPlan, Fault, Header, LaunchShape, NodeShape, Norm, Op
 
 pytestmark = pytest.mark.usefixtures("compiled_before_forking")
@@ -334,6 +335,39 @@ def test_a_stopped_rank_is_named_at_the_deadline(nodes: int, local: int, who: in
             assert fault.ranks == (who,)
             assert took < 2.0
             assert nan
+
+
+WAITS, IS_LATE = RankState(None, 0.01, 0, False), RankState(None, 5.0, 0, False)
+ANSWERS = [
+    ({1: [IS_LATE]}, wire.TIMEOUT, (1,)),
+    ({1: [WAITS]}, wire.UNREACHABLE, (2,)),
+    ({1: [WAITS], 2: [IS_LATE]}, wire.TIMEOUT, (2,)),
+    ({1: [WAITS], 2: [WAITS]}, wire.TIMEOUT, (1, 2)),
+]
+"""Answers of nodes that have not begun a call, by node, and who is at fault then."""
+
+
+def _blamed(group: LocalGroup) -> list[tuple[int, tuple[int, ...]]]:
+    """Make calls alone on rank 0, with each of the answers; return the faults."""
+    executor = executor_of(group, 3, 1)
+    x, found = torch.ones(1000), []
+    all_reduce(executor, "nvrar", x, torch.empty_like(x))
+    executor.set_timeout(0.3)
+    for answers, *_ in ANSWERS:
+        group.barrier()
+        if group.rank == 0:
+            executor._control.ask = lambda epoch, patience_s, answers=answers: answers  # type: ignore[method-assign,misc]
+            all_reduce(executor, "nvrar", x, torch.empty_like(x))
+            fault = executor.fault()
+            assert fault is not None
+            found.append((fault.kind, tuple(fault.ranks)))
+        executor.clear(max(group.all_gather(executor.epoch)))
+    executor.close()
+    return found
+
+
+def test_a_rank_that_others_keep_in_an_earlier_call_is_not_late() -> None:
+    assert run_ranks(3, _blamed)[0] == [(kind, ranks) for _, kind, ranks in ANSWERS]
 
 
 @pytest.mark.timing

@@ -322,13 +322,16 @@ class HostsExecutor(CpuExecutor):
             unheard = [rank for rank in range(self._nodes.world_size) if rank not in headers]
             return wire.MISMATCH, differing or unheard
         assert status == TIMED_OUT
-        absent = [rank for rank, state in states.items() if state.header is None]
+        absent = {rank: state.silent_s for rank, state in states.items() if state.header is None}
+        late = [rank for rank, silent_s in absent.items() if silent_s > _SILENT_S]
         silent = [rank for rank in range(self._nodes.world_size) if rank not in states]
-        if absent:
-            return wire.TIMEOUT, absent
+        if late:
+            return wire.TIMEOUT, late
         if silent:
             self._await_better_news()
             return wire.UNREACHABLE, silent
+        if absent:  # they wait in an earlier call, and it is not known for whom
+            return wire.TIMEOUT, list(absent)
         stopped = [rank for rank, state in states.items() if state.silent_s > _SILENT_S and rank != self._global_rank]
         if stopped:
             return wire.TIMEOUT, stopped
