@@ -102,7 +102,8 @@ class EmulatedLease:
         self._shared, self._rank = ShmBuffer(group, nbytes), group.rank
         every = self._shared.addresses
         own = every[group.rank]
-        _REGIONS.append((own, self._shared.nbytes, every))
+        self._region = (own, self._shared.nbytes, every)
+        _REGIONS.append(self._region)
         self.addresses = tuple(address if rank in mates else 0 for rank, address in enumerate(every))
         self.targets = [Target(rank, own, 0) for rank in range(group.world_size)]
 
@@ -123,4 +124,6 @@ class EmulatedLease:
 
     def close(self) -> None:
         if self.settle():  # other ranks have this rank's memory mapped for themselves
+            if self._region in _REGIONS:  # what is mapped next may have the same addresses
+                _REGIONS.remove(self._region)
             self._shared.close()
