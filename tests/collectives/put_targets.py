@@ -129,6 +129,29 @@ def after_reset(nodes: int) -> tuple[Any, bool]:
         return fault, executor.fault() is None and bool((out == comm.world_size).all())
 
 
+def reset_without_a_farewell(nodes: int) -> tuple[list[int], bool]:
+    """Reset while no farewell reaches rank 0, which is slow. Return who is taken for dead, and if a sum is right."""
+    emulated_puts.emulate()
+    with (
+        shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
+        executor_of(comm, nodes, 1 << 16, 5.0) as executor,
+    ):
+        x, out, dead = torch.ones(600), torch.zeros(600), []
+        executor._ended = dead.append
+        call = executor.bind(plan_of("nvrar", x))
+        call.run(x, out)
+        comm._host.barrier()
+        if comm.rank == 0:
+            time.sleep(0.5)
+        else:
+            say = executor._control._send
+            executor._control._send = lambda node, message: "farewell" in message or say(node, message)
+        executor.clear(executor.epoch)
+        comm._host.barrier()
+        call.run(x, out)
+        return dead, bool((out == comm.world_size).all())
+
+
 def heard_while_idle(nodes: int) -> float:
     """Have rank 0 alone make a call. Return how long after it began the fault is known."""
     emulated_puts.emulate()

@@ -14,6 +14,7 @@ from put_targets import (
     after_reset,
     heard_while_idle,
     killed,
+    reset_without_a_farewell,
     through_a_communicator,
     with_headers_late,
     with_one_generation_of_staging,
@@ -99,6 +100,11 @@ def test_calls_go_on_after_a_reset() -> None:
         assert right
         if rank == 0:
             assert (fault.kind, fault.ranks) == (wire.TIMEOUT, (1,))
+
+
+def test_a_connection_that_ends_in_a_reset_is_no_rank_that_does() -> None:
+    """A farewell may be overtaken by the end of its connection."""
+    assert interpreted(reset_without_a_farewell, 2, 1, 2) == [([], True)] * 2
 
 
 @pytest.mark.timing
