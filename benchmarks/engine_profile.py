@@ -107,7 +107,7 @@ def times_of(run: Callable[[], Any]) -> dict[str, Any]:
 def profile_rank(name: str, quantization: str, sequences: tuple[int, ...]) -> list[dict[str, Any]]:
     """Profile the steps of a model on one GPU."""
     rows = []
-    with torch.inference_mode(), Communicator(device="cuda", timeout_s=600.0) as comm:
+    with torch.inference_mode(), Communicator(device="cuda", timeout_s=600.0, exclusive=True) as comm:
         checkpoint = open_checkpoint(name, comm.device)
         weights = Weights(checkpoint, torch.bfloat16, comm.device, quantization=quantization)
         parallel = Parallel(comm, comm, 1, timer=DeviceStepTimer(comm.device))

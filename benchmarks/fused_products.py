@@ -197,7 +197,7 @@ def gathered_rows(comm: shotcast.Communicator, count: int) -> list[dict[str, Any
 
 def rows(counts: list[int]) -> list[dict[str, Any]]:
     """Measure all of it; as one rank."""
-    comm = shotcast.Communicator(device="cuda", timeout_s=30, max_bytes=256 << 20)
+    comm = shotcast.Communicator(device="cuda", timeout_s=30, max_bytes=256 << 20, exclusive=True)
     _groups["nccl"] = dist.new_group(backend="nccl")
     torch.distributed._symmetric_memory.enable_symm_mem_for_group(_groups["nccl"].group_name)
     found = [row for count in counts for part in (summed_rows, gathered_rows) for row in part(comm, count)]

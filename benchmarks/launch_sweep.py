@@ -186,7 +186,7 @@ def plain_rows(comm: shotcast.Communicator, peer: Peer | None, size: int) -> lis
 
 def rows(tokens: list[int]) -> list[dict[str, Any]]:
     """Measure all of it; as one rank."""
-    comm = shotcast.Communicator(device="cuda", timeout_s=30)
+    comm = shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True)
     most = max(*tokens, max(SIZES) // (2 * HIDDEN))
     peer = Peer(comm, most) if importlib.util.find_spec("flashinfer") is not None else None
     found = [row for count in tokens for row in fused_rows(comm, peer, count)]

@@ -116,7 +116,9 @@ def measured(model_name: str, device: str, tokens: int, rounds: int) -> list[dic
         stack.callback(checkpoint.close)
         config, dtype = checkpoint.config, torch.bfloat16 if cuda else torch.float32
         nbytes = max(tokens * config.hidden, config.vocab) * dtype.itemsize
-        comm = stack.enter_context(shotcast.Communicator(device=device, max_bytes=nbytes, timeout_s=120))
+        comm = stack.enter_context(
+            shotcast.Communicator(device=device, max_bytes=nbytes, timeout_s=120, exclusive=True)
+        )
         timer: StepTimer = DeviceStepTimer(comm.device) if cuda else HostStepTimer()
         started = time.perf_counter()
         model = CausalLM(

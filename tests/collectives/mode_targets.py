@@ -34,7 +34,7 @@ class Modes:
         self.entered = 0
         self.bound = 0
         self.loaded: list[str] = []
-        self.chain = StreamChain(torch.device("cuda", 0), self.streams)
+        self.chain = StreamChain(torch.device("cuda", 0), streams=self.streams)
         enter = self.chain.enter
 
         def counted() -> bool:

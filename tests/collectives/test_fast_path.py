@@ -59,7 +59,7 @@ class Parts:
         parts: Any = self.calls, self.executor, self.vendor
         self.fast_path: GpuFastPath | CpuFastPath
         if kind == "gpu":
-            self.fast_path = GpuFastPath(*parts, StreamChain(device, self.streams), self.lock, device)
+            self.fast_path = GpuFastPath(*parts, StreamChain(device, streams=self.streams), self.lock, device)
         else:
             self.fast_path = CpuFastPath(*parts, self.lock, raise_fault)
         self.keep(self.x, self.out)

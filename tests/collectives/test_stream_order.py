@@ -17,9 +17,9 @@ GPU = torch.device("cuda", 0)
 class Calls:
     """A chain, and calls on its streams: a call knows which calls it waits for."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, replays: bool = False):
         self.streams = FakeStreams(count)
-        self.chain = StreamChain(GPU, self.streams)
+        self.chain = StreamChain(GPU, replays, self.streams)
         self.made = 0
 
     def call(self, stream: FakeStream) -> int:

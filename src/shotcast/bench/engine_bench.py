@@ -314,7 +314,7 @@ def read_bandwidth_gbps(device: str) -> float:
 
     The memory is far larger than the caches.
     """
-    with Communicator(device=device) as comm:
+    with Communicator(device=device, exclusive=True) as comm:
         data = torch.ones(_READ_BYTES * (4 if device == "cuda" else 1) // 4, device=comm.device)
         times = []
         for _ in range(_READS):

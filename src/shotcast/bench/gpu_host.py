@@ -117,7 +117,7 @@ class _WatchedOutput:
 def measure(device: str, steps: HostSteps) -> list[dict[str, Any]]:
     """Return rows with the host's time of steps, by layers, sequences and tokens, with graphs and without."""
     rounds: list[list[dict[str, Any]]] = []
-    with torch.inference_mode(), Communicator(device=device) as comm, contextlib.ExitStack() as stack:
+    with torch.inference_mode(), Communicator(device=device, exclusive=True) as comm, contextlib.ExitStack() as stack:
         models = {layers: _model(comm, layers, steps) for layers in steps.layers}
         runners = {
             (layers, graphs): stack.enter_context(_runner(model, steps, graphs))
@@ -155,7 +155,11 @@ def first_tokens(steps: HostSteps, device: str = "cuda") -> list[dict[str, Any]]
 
 def compile_steps(device: str, steps: HostSteps) -> None:
     """Compile the kernels of the steps."""
-    with torch.inference_mode(), Communicator(device=device) as comm, _runner(_model(comm, 1, steps), steps, True):
+    with (
+        torch.inference_mode(),
+        Communicator(device=device, exclusive=True) as comm,
+        _runner(_model(comm, 1, steps), steps, True),
+    ):
         pass
 
 

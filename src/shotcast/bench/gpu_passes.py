@@ -45,7 +45,7 @@ class PassShape(NamedTuple):
 
     def cases(self, device: torch.device, filled: bool) -> Iterator[Case]:
         """Yield the kernel for each number of rows."""
-        with Communicator(device=device.type) as comm:
+        with Communicator(device=device.type, exclusive=True) as comm:
             parallel = Parallel(comm)
             for rows in self.rows:
                 copies = copies_beyond_caches(4 * rows * self.width) if filled else 1

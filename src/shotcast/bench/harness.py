@@ -161,7 +161,7 @@ class RankHarness:
         largest = max(config.nbytes(control.world_size))
         comm: Communicator | None = None
         if any(implementations.is_own(name) for name in names):
-            comm = Communicator(device=config.device, max_bytes=workspace_bytes(config.device, largest))
+            comm = Communicator(device=config.device, max_bytes=workspace_bytes(config.device, largest), exclusive=True)
         symmetric = nccl_memory = None
         if any(implementations.is_torch(name) for name in names):
             symmetric = baselines.SymmetricMemoryOps(group, largest, dtype, device)

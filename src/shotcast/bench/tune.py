@@ -360,7 +360,7 @@ class TuneCase(Case):
 def measure(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
     """Tune on this rank; every rank returns the same: the hardware and the ranks for the table, and all points."""
     largest = align_up(config.sizes[-1], max(wire.DTYPES[dtype] for dtype in config.dtypes) * wire.MAX_WORLD_SIZE)
-    comm = Communicator(device=config.device, max_bytes=harness.workspace_bytes(config.device, largest))
+    comm = Communicator(device=config.device, max_bytes=harness.workspace_bytes(config.device, largest), exclusive=True)
     with comm:
         if not comm.topology.kernels:
             raise ConfigError(f"there is nothing to tune: {comm.topology.obstacle}")

@@ -54,6 +54,7 @@ class Topology:
             whose memory is mapped) or ``"nvshmem"``; empty on one node, and where there are no own kernels.
         network_cost: the constants of that network.
         batch_invariant: reductions are by algorithms of the numerics contract alone, at every size.
+        exclusive: calls may fill a GPU while they wait for other ranks.
     """
 
     layout: NodeLayout
@@ -68,6 +69,7 @@ class Topology:
     network: str = ""
     network_cost: NetworkCost = NO_NETWORK
     batch_invariant: bool = False
+    exclusive: bool = True
 
     @property
     def world_size(self) -> int:

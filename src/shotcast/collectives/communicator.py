@@ -79,11 +79,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
     and errors name the nodes of ranks. On CPU hosts own kernels carry sums, messages and barriers; :meth:`explain` says
     what goes by the vendor library, and why.
 
-    A replay of a captured graph is a call too: order it with the other uses of the communicator, or give it a
-    communicator of its own (:meth:`split`). Kernels wait on the GPU for their peers. When several communicators are in
-    use at once, at most one of them may be in a call whose grid fills the GPU (from about 4 MiB on; :meth:`explain`
-    gives the programs). Two such calls, begun in another order on each of two GPUs, would wait for each other until the
-    deadline.
+    A replay of a captured graph is a call too, at the place among the others at which it is launched. Kernels wait on
+    the GPU for their peers: one warp of one SM for each communicator, so other streams, communicators and libraries go
+    on beside them. An ``exclusive`` communicator gives both up to be faster.
 
     Args:
         group: a torch.distributed process group; None for all ranks, initialising torch.distributed from the
@@ -102,6 +100,11 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             every size, so that the bits of an element do not depend on the message around it. A reduction that none of
             them serves raises :class:`~shotcast.UnsupportedError` in place of going to the vendor library. None takes
             SHOTCAST_BATCH_INVARIANT, which is 0 unless set.
+        exclusive: whether calls may fill the GPU while they wait for other ranks. Without, one warp waits in front of
+            each call, and other streams, communicators and libraries go on beside it. Calls of an exclusive
+            communicator take 2 us less, and their replays are not ordered with other calls. Take it where all calls and
+            replays, and all work of the GPU that other ranks may wait for, are on one stream, as in an inference
+            engine. CPU ranks ignore it.
 
     Raises:
         ConfigError: the environment or an argument is not usable, or differs between ranks; there is too little shared
@@ -117,10 +120,11 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         timeout_s: float = DEFAULT_TIMEOUT_S,
         allow_fp8: bool | None = None,
         batch_invariant: bool | None = None,
+        exclusive: bool = False,
     ):
         place = device_of(device)
         meeting = Meeting.of_group(process_group_of(group, place))
-        modes, none = (allow_fp8, batch_invariant), (None, None, None)
+        modes, none = (allow_fp8, batch_invariant, exclusive), (None, None, None)
         self._start(meeting, place, max_bytes, timeout_s, *modes, *none, may_have_own_gpu(device))
 
     @classmethod
@@ -133,19 +137,20 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         allow_fp8: bool | None = None,
         batch_invariant: bool | None = None,
         setup_timeout_s: float | None = None,
+        exclusive: bool = False,
     ) -> Communicator:
         """Make a communicator of ranks that share a key-value store alone, without torch.distributed. Collective.
 
         Args:
             meeting: the ranks, which may have any number of communicators.
-            device, max_bytes, timeout_s, allow_fp8, batch_invariant: as for any communicator.
+            device, max_bytes, timeout_s, allow_fp8, batch_invariant, exclusive: as for any communicator.
             setup_timeout_s: how long ranks are awaited that are late to the construction; None for two minutes.
 
         Raises:
             ConfigError, CollectiveTimeout: as for any communicator.
         """
         made = object.__new__(cls)
-        modes = allow_fp8, batch_invariant
+        modes = allow_fp8, batch_invariant, exclusive
         made._start(meeting, device_of(device), max_bytes, timeout_s, *modes, None, None, setup_timeout_s)
         return made
 
@@ -171,6 +176,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         timeout_s: float,
         allow_fp8: bool | None,
         batch_invariant: bool | None,
+        exclusive: bool,
         order: Sequence[int] | None = None,
         name: str | None = None,
         setup_timeout_s: float | None = None,
@@ -183,6 +189,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         if not isinstance(batch_invariant, bool | None):
             raise ConfigError(f"batch_invariant is True, False or None, not {batch_invariant!r}")
         self._batch_invariant = env.batch_invariant() if batch_invariant is None else batch_invariant
+        if not isinstance(exclusive, bool):
+            raise ConfigError(f"exclusive is True or False, not {exclusive!r}")
+        self._exclusive = exclusive
         if max_bytes is not None and (not isinstance(max_bytes, int) or not 0 < max_bytes <= MAX_WORKSPACE_MESSAGE):
             raise ConfigError(f"max_bytes is a whole number in 1..{MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
         self._meeting = meeting
@@ -199,7 +208,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self.max_bytes = DEFAULT_MAX_BYTES[self.device.type] if max_bytes is None else max_bytes
         self._lock = threading.Lock()
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self._chain = StreamChain(self.device) if self.device.type == "cuda" else None
+        self._chain = StreamChain(self.device, replays=not exclusive) if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._checks_vendor = env.check_vendor()
         registry.import_named()
@@ -215,6 +224,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             "SHOTCAST_ALGORITHM": environment,
             "allow_fp8 (SHOTCAST_ALLOW_FP8)": self._allow_fp8,
             "batch_invariant (SHOTCAST_BATCH_INVARIANT)": self._batch_invariant,
+            "exclusive": exclusive,
             "SHOTCAST_CHECK_VENDOR": self._checks_vendor,
             "SHOTCAST_SHARE_GPUS": env.share_gpus(),
             "SHOTCAST_NETWORK": env.network(),
@@ -228,7 +238,14 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             other_bits = outside_contract(self._algorithms, environment, self._allow_fp8, nodes.layout.shape)
         agree(self._host, settings, "; ".join(filter(None, (nodes.trouble, found.trouble, other_bits))))
         built = build_executor(
-            self._host, nodes, self.device, self.max_bytes, self._timeout_s, self._algorithms, self._peers.ended
+            self._host,
+            nodes,
+            self.device,
+            self.max_bytes,
+            self._timeout_s,
+            self._algorithms,
+            exclusive,
+            self._peers.ended,
         )
         self._executor = built.executor
         self._first_use: FirstUse | None = None
@@ -263,6 +280,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             built.network,
             built.network_cost,
             self._batch_invariant,
+            exclusive,
         )
         graphs = self._chain is not None
         others = self._executor if self.world_size > 1 else None
@@ -440,6 +458,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 self._execute(call, x, out, capturing, tensors)
             elif not capturing:
                 self._compile(call, capturing)  # the same call captured may take an own kernel
+            if self._chain is not None and self.world_size > 1:
+                self._chain.leave(capturing)
             return call
         finally:
             self._lock.release()
@@ -463,6 +483,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 call.kernel.run(operands)
             if self._chain is None:
                 self.check()
+            else:
+                self._chain.leave(capturing)
         finally:
             self._lock.release()
 
@@ -702,12 +724,14 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def split(self, color: int | None, key: int = 0, max_bytes: int | None = None) -> Communicator | None:
+    def split(
+        self, color: int | None, key: int = 0, max_bytes: int | None = None, exclusive: bool | None = None
+    ) -> Communicator | None:
         """Make a communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
 
         A rank whose ``color`` is None gets None. One color for all ranks gives an independent workspace for the same
-        ranks. ``max_bytes`` is that of a new communicator, the same on all ranks of a color; None takes the value of
-        this one.
+        ranks. ``max_bytes`` and ``exclusive`` are those of a new communicator, the same on all ranks of a color; None
+        takes the value of this one.
         """
         if self._closed:
             raise ClosedError("split: this communicator was closed")
@@ -722,7 +746,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         order = [self._host.order[rank] for _, rank in members]
         room = self.max_bytes if max_bytes is None else max_bytes
         name = f"{self.name}/split {number}/{color}"
-        modes = self._allow_fp8, self._batch_invariant
+        modes = self._allow_fp8, self._batch_invariant, self._exclusive if exclusive is None else exclusive
         child._start(self._meeting, self.device, room, self._timeout_s, *modes, order, name)
         return child
 

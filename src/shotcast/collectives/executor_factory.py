@@ -53,6 +53,7 @@ def build_executor(
     max_bytes: int,
     timeout_s: float,
     algorithms: Algorithms,
+    exclusive: bool,
     ended: Callable[[int], None],
 ) -> BuiltExecutor:
     """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
@@ -62,6 +63,7 @@ def build_executor(
         nodes: their nodes.
         device, max_bytes, timeout_s: those of the communicator.
         algorithms: those that plans name.
+        exclusive: calls may fill the GPU while they wait for other ranks.
         ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended, on any thread.
 
     Raises:
@@ -89,7 +91,10 @@ def build_executor(
     if device.type == "cpu":
         from shotcast.memory.shm import ShmBuffer
 
-        return _triton_executor("interpreter", ShmBuffer, host, nodes, device, max_bytes, timeout_s, algorithms)
+        allocate: Allocate = ShmBuffer
+        return _triton_executor(
+            "interpreter", allocate, host, nodes, device, max_bytes, timeout_s, algorithms, exclusive
+        )
     gpus, numbers = zip(*host.all_gather((uuid_of(device), device.index), what="construction"), strict=True)
     _refuse_shared(gpus)
     mates = nodes.layout.members[nodes.layout.node_of(host.rank)] if puts else range(host.world_size)
@@ -98,12 +103,12 @@ def build_executor(
         if text:
             return _by_library(host, f"rank {rank}: {text}")
     if puts:
-        return _puts_executor(host, nodes, device, max_bytes, timeout_s, algorithms, ended)
+        return _puts_executor(host, nodes, device, max_bytes, timeout_s, algorithms, exclusive, ended)
     from shotcast.memory.cuda import CudaBuffer
 
     repeated = any(len(set(names)) < len(names) for names in (gpus, numbers))
     allocate = functools.partial(CudaBuffer, device=device, repeated=repeated)
-    return _triton_executor("triton", allocate, host, nodes, device, max_bytes, timeout_s, algorithms)
+    return _triton_executor("triton", allocate, host, nodes, device, max_bytes, timeout_s, algorithms, exclusive)
 
 
 def _too_many_or_uneven(layout: NodeLayout) -> str:
@@ -131,6 +136,7 @@ def _triton_executor(
     max_bytes: int,
     timeout_s: float,
     algorithms: Algorithms,
+    exclusive: bool,
 ) -> BuiltExecutor:
     from shotcast.transport.triton.executor import TritonExecutor
 
@@ -143,6 +149,7 @@ def _triton_executor(
         device,
         algorithms,
         nodes.layout.nodes if nodes.layout.consecutive else 1,
+        exclusive,
     )
     network, cost = "", NO_NETWORK
     if nodes.layout.nodes > 1:
@@ -169,6 +176,7 @@ def _puts_executor(
     max_bytes: int,
     timeout_s: float,
     algorithms: Algorithms,
+    exclusive: bool,
     ended: Callable[[int], None],
 ) -> BuiltExecutor:
     """Build the executor of GPUs that put to those of other nodes. NVSHMEM may refuse; then the library serves."""
@@ -186,6 +194,7 @@ def _puts_executor(
             device,
             algorithms,
             ended,
+            exclusive,
         )
     except ConfigError as error:
         return _by_library(host, str(error))

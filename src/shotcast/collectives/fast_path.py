@@ -101,6 +101,7 @@ class GpuFastPath:
                 return False
             increment_version((out,))
             enqueue(raw_stream(self._index), addresses)
+            self._chain.leave(False)
         finally:
             self._lock.release()
         return True

@@ -58,7 +58,8 @@ def scatter_launch(problem: CollectiveProblem) -> LaunchShape:
 
     Rows decide the warps (see :func:`row_tile`), so all programs of the grid have as many, and a tile is 16 bytes a
     thread: with less, threads would poll the same words and see them arrive at different times. The bound is 16 warps a
-    multiprocessor, of 132: so a grid is resident at once with up to 128 registers a thread.
+    multiprocessor, of 132: so a grid is resident at once with up to 128 registers a thread. Calls that leave room for
+    others have half of that.
     """
     world_size = problem.topology.world_size
     row_words = max(1, problem.row_bytes // 4)
@@ -68,7 +69,7 @@ def scatter_launch(problem: CollectiveProblem) -> LaunchShape:
         block = 1 << max(4, min(11, (words // 2).bit_length()))
         return LaunchShape(programs=4, block_words=block, num_warps=1)
     _, warps = row_tile(row_words)
-    most = min(512, 66 * (16 // warps)) - 1
+    most = min(512, (66 if problem.topology.exclusive else 32) * (16 // warps)) - 1
     block = 128 * warps
     norm_programs = max(1, min(rows, most))
     push_programs = max(norm_programs, min(-(-words // block), most))

@@ -17,24 +17,29 @@ class Streams(Protocol):
     def raw_stream(self, device_index: int, /) -> int: ...
     def current_stream(self, device: torch.device, /) -> Any: ...
     def capture_id(self, stream: Any, /) -> int: ...
+    def LastCall(self) -> Any: ...  # noqa: N802 - a class
 
 
 class StreamChain:
     """Make the stream of each call wait for the call before it, if that was on another stream.
 
-    Eager calls are chained to eager calls, whatever was captured between them. Calls inside a graph capture are chained
-    to those of the same capture alone, as a capture cannot depend on work outside it. Whoever launches replays orders
-    them.
+    Eager calls are chained to eager calls, and calls inside a graph capture to those of the same capture, as a capture
+    cannot depend on work outside it. With ``replays``, replays of graphs are calls too, in the order in which the host
+    launches them: from the first capture on, one event marks the last call, whether it is eager or in a replay.
+    Without, whoever launches replays orders them.
 
     Args:
         device: the GPU of the calls.
+        replays: whether replays have a place among the calls.
         streams: what the chain asks of CUDA.
     """
 
-    def __init__(self, device: torch.device, streams: Streams = cuda_streams) -> None:
-        self._device, self._index = device, device.index
+    def __init__(self, device: torch.device, replays: bool = False, streams: Streams = cuda_streams) -> None:
+        self._device, self._index, self._replays = device, device.index, replays
         self._capturing, self._raw_stream = streams.capturing, streams.raw_stream
         self._current_stream, self._capture_id = streams.current_stream, streams.capture_id
+        self._new_event = streams.LastCall
+        self._last: Any = None
         self._eager: Any = None
         self._eager_handle = -1
         self._captured: dict[int, Any] = {}
@@ -46,6 +51,8 @@ class StreamChain:
     def enter(self) -> bool:
         """Order a call that is about to be made on the current stream; return whether that stream is being captured.
 
+        :meth:`leave` follows when the call is enqueued.
+
         Raises:
             ConfigError: the call is eager, and the stream of the eager call before it is being captured now. A stream
                 that waited for that one would join the capture.
@@ -54,9 +61,20 @@ class StreamChain:
             self._follow_captured(self._current_stream(self._device))
             return True
         handle = self._raw_stream(self._index)
-        if handle != self._eager_handle:
+        if self._last is not None:
+            self._last.wait(handle)
+        elif handle != self._eager_handle:
             self._follow_eager(self._current_stream(self._device), handle)
         return False
+
+    def leave(self, capturing: bool) -> None:
+        """Take note of a call that was enqueued on the current stream, in a capture or not."""
+        if self._last is not None:
+            stream = self._raw_stream(self._index)
+            if capturing:
+                self._last.record_captured(stream)
+            else:
+                self._last.record(stream)
 
     def _follow_eager(self, stream: Any, handle: int) -> None:
         if self._eager is not None:
@@ -73,9 +91,19 @@ class StreamChain:
         last = self._captured.get(capture)
         if last is None:  # its first call: what ended before it began is over
             self._captured = {number: other for number, other in self._captured.items() if self._is_in(other, number)}
+            if self._replays:
+                self._follow_last(self._raw_stream(self._index))
         elif last != stream:
             stream.wait_stream(last)
         self._captured[capture] = stream
+
+    def _follow_last(self, handle: int) -> None:
+        """Let replays of a capture that has begun wait for the call before them."""
+        if self._last is None:
+            self._last = self._new_event()
+            if self._eager is not None and not self._capture_id(self._eager):
+                self._last.record(self._eager_handle)
+        self._last.wait_captured(handle)
 
     def _is_in(self, stream: Any, capture: int) -> bool:
         return self._capture_id(stream) == capture

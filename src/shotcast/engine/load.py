@@ -125,6 +125,7 @@ def communicators(
             device=config.device,
             max_bytes=_MIN_WORKSPACE if pipelined else stage_bytes,
             timeout_s=max(config.timeout_s, _LOADING_TIMEOUT_S),
+            exclusive=True,
         )
     )
     if not pipelined:

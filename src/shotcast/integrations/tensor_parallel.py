@@ -126,7 +126,7 @@ def make_sums(
     communicator, sums, asked, why = None, None, False, ""
     try:
         asked = env.batch_invariant()
-        communicator = Communicator(group, device, batch_invariant=batch_invariant or None)
+        communicator = Communicator(group, device, batch_invariant=batch_invariant or None, exclusive=True)
         if communicator.topology.kernels:
             sums = TensorParallelSums(communicator, group_name)
         else:

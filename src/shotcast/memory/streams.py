@@ -7,6 +7,7 @@ microsecond or so each, and an eager call needs several.
 from __future__ import annotations
 
 import ctypes
+import weakref
 
 import torch
 
@@ -42,3 +43,55 @@ def capture_id(stream: torch.cuda.Stream) -> int:
     )
     driver.check(error, "asking for the capture of a stream")
     return number.value if status.value == 1 else 0
+
+
+_NO_TIMING, _EXTERNAL = 2, 1
+
+
+class LastCall:
+    """A CUDA event that marks the last of some calls, eager or captured, in the order in which the host makes them.
+
+    A replay of a graph is made when the graph is launched: the nodes that :meth:`wait_captured` and
+    :meth:`record_captured` leave in the graph wait for what was recorded by then, and record for what is made later.
+    """
+
+    def __init__(self) -> None:
+        event = ctypes.c_void_p()
+        driver.check(driver.library().cuEventCreate(ctypes.byref(event), _NO_TIMING), "creating an event")
+        self._event, self._nodes = event, (0, ctypes.c_void_p())
+        weakref.finalize(self, driver.library().cuEventDestroy_v2, event).atexit = False
+
+    def record(self, stream: int) -> None:
+        """Mark what was enqueued on a stream as the last call."""
+        error = driver.library().cuEventRecord(self._event, ctypes.c_void_p(stream))
+        driver.check(error, "recording an event")
+
+    def wait(self, stream: int) -> None:
+        """Let a stream wait for the last call."""
+        error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0)
+        driver.check(error, "waiting for an event")
+
+    def wait_captured(self, stream: int) -> None:
+        """Let a stream that is being captured wait, in each replay, for the call before the replay."""
+        error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, _EXTERNAL)
+        driver.check(error, "waiting for an event in a graph")
+
+    def record_captured(self, stream: int) -> None:
+        """Mark what was captured on a stream as the last call of each replay.
+
+        The node that records is a leaf: no kernel of the graph waits for it. It waits for the one before, so that the
+        last one is the last to record.
+        """
+        status, number, graph = ctypes.c_int(0), ctypes.c_ulonglong(0), ctypes.c_void_p()
+        before, edges, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p(), ctypes.c_size_t(0)
+        asked = (status, number, graph, before, edges, count)
+        error = driver.library().cuStreamGetCaptureInfo_v3(ctypes.c_void_p(stream), *map(ctypes.byref, asked))
+        driver.check(error, "asking for the capture of a stream")
+        capture, last = self._nodes
+        nodes = [before[i] for i in range(count.value)] + ([last.value] if capture == number.value else [])
+        node = ctypes.c_void_p()
+        error = driver.library().cuGraphAddEventRecordNode(
+            ctypes.byref(node), graph, (ctypes.c_void_p * len(nodes))(*nodes), ctypes.c_size_t(len(nodes)), self._event
+        )
+        driver.check(error, "recording an event in a graph")
+        self._nodes = number.value, node

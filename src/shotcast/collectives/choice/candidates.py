@@ -9,7 +9,7 @@ from shotcast.collectives.algorithm import FUSED, REDUCING, Algorithm, Collectiv
 from shotcast.collectives.choice.choice import Candidate
 from shotcast.transport.triton.layout import CELLS_TAKE, QUAD, rooms
 from shotcast.units import format_size
-from shotcast.wire import LaunchShape, Op
+from shotcast.wire import MAX_WORLD_SIZE, LaunchShape, Op
 
 
 def obstacle(problem: CollectiveProblem, name: str) -> str:
@@ -50,9 +50,44 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
         return "its kernel takes nodes of consecutive ranks"
     if why := form.obstacle(problem):
         return why
+    if form.launch is not None and not form.keeps_to_sms and (why := _beyond_others(problem, form.launch(problem))):
+        return why
     if topology.kernels == "compiled" or op in (Op.SEND, Op.RECV, Op.BARRIER):
         return ""  # a message of any size passes in chunks
     return _beyond_workspace(problem, algorithm, form)
+
+
+_MOST_WARPS = 1024
+"""The most warps of a call of a communicator that is not exclusive: a quarter to a third of the registers of a GPU.
+
+A call that has passed its gate keeps them until its peers have launched the same kernel. Calls of three communicators
+and more are therefore in progress side by side, in whatever order their GPUs came to them.
+"""
+_BESIDE_OTHERS = (
+    (2, LaunchShape(128, 2048, 8)),
+    (4, LaunchShape(256, 512, 4)),
+    (MAX_WORLD_SIZE, LaunchShape(128, 512, 4)),
+)
+"""Launches of so many warps for up to a number of ranks, whose tiles decide the registers of a thread."""
+
+
+def _may_fill(topology: Topology) -> bool:
+    return topology.exclusive or topology.kernels != "triton"
+
+
+def _beyond_others(problem: CollectiveProblem, shape: LaunchShape) -> str:
+    """Return why a grid leaves too little of the GPU to other communicators; empty if it does not."""
+    warps = shape.programs * shape.num_warps
+    if _may_fill(problem.topology) or warps <= _MOST_WARPS:
+        return ""
+    return f"its grid has {warps} warps, and calls have up to {_MOST_WARPS} where the communicator is not exclusive"
+
+
+def _beside_others(problem: CollectiveProblem, shape: LaunchShape) -> LaunchShape:
+    """Return the launch, or one that leaves room for calls of other communicators where it would not."""
+    if not _beyond_others(problem, shape):
+        return shape
+    return next(launch for ranks, launch in _BESIDE_OTHERS if problem.topology.shape.ranks_per_node <= ranks)
 
 
 _LIBRARY_VARIES = "in batch-invariant mode the vendor library reduces nothing, as its order depends on the size"
@@ -163,14 +198,20 @@ def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:
     Small messages have programs of one warp with 128 words each, whose polls need no shared memory. From 512 KiB a
     rank's share on, tiles are larger. A grid may be larger than the GPU holds at once: programs start in the order of
     their numbers and wait for the programs of their own number at the peers. So the grid passes over the message like a
-    window, and the words that cross the slots stay in the cache (figures: docs/design/all_reduce.md).
+    window, and the words that cross the slots stay in the cache (figures: docs/design/all_reduce.md). Where the
+    communicator is not exclusive, fewer programs pass over it repeatedly.
     """
     topology, form = problem.topology, problem.topology.algorithms[name].forms[problem.op]
     if topology.kernels == "compiled":
         return LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
     if form.launch is not None:
         return form.launch(problem)
-    share = form.share(problem)
+    return _beside_others(problem, _whole_gpu(problem, form))
+
+
+def _whole_gpu(problem: CollectiveProblem, form: Form) -> LaunchShape:
+    """Return the launch of a call that may fill the GPU while it waits."""
+    topology, share = problem.topology, form.share(problem)
     words = max(share // 4, 1)
     if topology.kernels == "interpreter":
         block = 1 << max(4, min(11, (words // 2).bit_length()))
@@ -251,7 +292,7 @@ def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, .
                 ]
     elif kernels == "triton":
         shapes += form.launches(problem)
-    return tuple(dict.fromkeys(shapes))
+    return tuple(dict.fromkeys(shape for shape in shapes if not _beyond_others(problem, shape)))
 
 
 def fitted(problem: CollectiveProblem, name: str, shape: LaunchShape) -> LaunchShape:
@@ -266,4 +307,4 @@ def fitted(problem: CollectiveProblem, name: str, shape: LaunchShape) -> LaunchS
         return dataclasses.replace(shape, programs=min(shape.programs, problem.sms))
     share = max(problem.sizes) * wire.DTYPES[problem.dtype] if problem.sizes else form.share(problem)
     tiles = -(-max(share // 4, 1) // shape.block_words)
-    return dataclasses.replace(shape, programs=min(shape.programs, tiles))
+    return _beside_others(problem, dataclasses.replace(shape, programs=min(shape.programs, tiles)))

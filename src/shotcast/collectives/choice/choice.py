@@ -45,6 +45,7 @@ class Explanation:
         more_bytes: memory that the first such call adds, on each rank.
         sms: the most SMs that own kernels may occupy; 0 for any number.
         batch_invariant: the communicator is in batch-invariant mode.
+        gated: one warp waits for the other ranks before the programs begin, as the communicator is not exclusive.
     """
 
     op: str
@@ -61,16 +62,17 @@ class Explanation:
     more_bytes: int = 0
     sms: int = 0
     batch_invariant: bool = False
+    gated: bool = False
 
     def __str__(self) -> str:
-        shape = self.launch
+        shape, gate = self.launch, ", behind a gate" if self.gated else ""
         how = (
             ""
             if self.by_library
             else (
                 f" (chunks of {shape.chunk_bytes or 'default'} bytes)"
                 if shape.programs == 0
-                else f" ({shape.programs} programs of {shape.num_warps} warps, {shape.block_words} words a tile)"
+                else f" ({shape.programs} programs of {shape.num_warps} warps, {shape.block_words} words a tile{gate})"
             )
         )
         dtype = f"{self.dtype}, captured" if self.mode == "graph" else self.dtype

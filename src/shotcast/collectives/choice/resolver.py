@@ -205,7 +205,18 @@ class Resolver:
         by_library = self.topology.algorithms[candidate.algorithm].library
         executor = self.executor
         memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(room(problem, taken[0])))
-        invariant = self.topology.batch_invariant
+        gated = self.topology.kernels == "triton" and not self.topology.exclusive and not by_library
         return Explanation(
-            asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory, problem.sms, invariant
+            asked.label,
+            *size,
+            *taken,
+            choice.source,
+            reason,
+            legal,
+            mode,
+            by_library,
+            *memory,
+            problem.sms,
+            self.topology.batch_invariant,
+            gated and asked not in (Op.SEND, Op.RECV, Op.BARRIER),
         )

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -264,6 +264,21 @@ class Launch:
         )
         driver.check(error, "asking how many blocks fit")
         return blocks.value
+
+    @property
+    def programs(self) -> int:
+        """The number of programs of the grid."""
+        return self._programs
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Every argument by name."""
+        return self._arguments
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The compiler options."""
+        return self._options
 
     @property
     def _calls_nvshmem(self) -> bool:

@@ -24,6 +24,7 @@ from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
 from shotcast.transport.triton.bound_kernel import BoundKernel
+from shotcast.transport.triton.gates import gated
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.uneven import of_no_size
 from shotcast.transport.triton.workspace import Workspace
@@ -129,22 +130,19 @@ class BoundCall:
                 for piece in self._pieces.get(aligned) or self._bind(aligned):
                     piece.launch.load()
             if self._plan.op is Op.ALL_TO_ALL_UNEVEN:  # the sizes of other ranks, and of later calls, are not known
-                _launch(self._executor.kernel(of_no_size(self._plan), True)).load()
+                self._executor.launch(of_no_size(self._plan), True)[0].load()
 
     def _bind(self, aligned: bool) -> tuple[_Piece, ...]:
         pieces = []
         for plan, start in self._executor.pieces(self._plan):
-            bound = self._executor.kernel(plan, aligned)
-            self._tensors = bound.tensors
-            pieces.append(_Piece(_launch(bound), start))
+            launch, self._tensors = self._executor.launch(plan, aligned)
+            pieces.append(_Piece(launch, start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
 
 
-def _launch(bound: KernelLaunch | EnqueuedCall) -> Enqueue:
-    """Return what enqueues a kernel or a call, given the addresses of its tensors."""
-    if isinstance(bound, EnqueuedCall):
-        return bound.launch
+def _launch(bound: KernelLaunch) -> Launch:
+    """Return what enqueues a kernel, given the addresses of its tensors."""
     return Launch(bound.kernel, bound.programs, bound.arguments, TENSORS[bound.tensors], bound.options)
 
 
@@ -200,6 +198,7 @@ class TritonExecutor:
         device: where the kernels run; ``cpu`` needs Triton's interpreter (TRITON_INTERPRET=1 at import).
         algorithms: those that plans name.
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
+        exclusive: calls may fill the GPU while they wait for other ranks; without, a gate waits in front of them.
 
     Attributes:
         workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
@@ -224,6 +223,7 @@ class TritonExecutor:
         device: torch.device,
         algorithms: Algorithms,
         nodes: int = 1,
+        exclusive: bool = True,
     ):
         on_gpu = device.type == "cuda"
         if on_gpu == INTERPRETED:
@@ -231,7 +231,7 @@ class TritonExecutor:
             raise ConfigError(f"Triton was imported to run kernels on {where}; it cannot serve {device.type} ranks now")
         self._lease, self._group, self._rooms = lease, group, layout.rooms(max_bytes)
         self.device = device
-        self._algorithms, self._nodes = algorithms, nodes
+        self._algorithms, self._nodes, self._exclusive = algorithms, nodes, exclusive
         failure = ""
         try:
             self._status = _host_word(device)
@@ -257,7 +257,7 @@ class TritonExecutor:
 
     def bind_kernel(self, call: KernelCall) -> BoundKernel:
         """Return a call that brings its launches, in the last workspace."""
-        return BoundKernel(call, lambda: self.workspaces[-1].context, self.device)
+        return BoundKernel(call, lambda: self.workspaces[-1].context, self.device, self._exclusive)
 
     def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
@@ -270,6 +270,18 @@ class TritonExecutor:
         context = dataclasses.replace(workspace.context, aligned=aligned)
         launch: KernelLaunch | EnqueuedCall = self._algorithms.kernel(plan, "triton")(plan, context)
         return launch
+
+    def launch(self, plan: CallPlan, aligned: bool) -> tuple[Enqueue, str]:
+        """Return what enqueues a plan or a piece, behind a gate where its grid is not to wait for other ranks.
+
+        The second value is a key of :data:`.binding.TENSORS`. Raises ConfigError as :meth:`kernel` does.
+        """
+        bound = self.kernel(plan, aligned)
+        if isinstance(bound, EnqueuedCall):
+            return bound.launch, bound.tensors
+        # a message waits for one rank, in few programs (send_recv.py)
+        ungated = self._exclusive or plan.op in (Op.SEND, Op.RECV)
+        return _launch(bound) if ungated else gated(_launch(bound)), bound.tensors
 
     def form(self, plan: CallPlan) -> str:
         """Return a name for what ``plan`` needs compiled: all that decides values which are known to the compiler."""

@@ -43,7 +43,7 @@ class HostsTritonExecutor(TritonExecutor):
         host: all ranks.
         nodes: their nodes, each of consecutive ranks.
         lease: ``lease(nbytes)`` gives memory of NVSHMEM. Collective; it raises on all ranks or on none.
-        max_bytes, timeout_s, device, algorithms: as for :class:`TritonExecutor`.
+        max_bytes, timeout_s, device, algorithms, exclusive: as for :class:`TritonExecutor`.
         ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended.
 
     Raises:
@@ -63,9 +63,10 @@ class HostsTritonExecutor(TritonExecutor):
         device: torch.device,
         algorithms: Algorithms,
         ended: Callable[[int], None] = lambda rank: None,
+        exclusive: bool = True,
     ):
         self._hosts, self._layout_of_nodes, self._ended = host, nodes, ended
-        super().__init__(lease, host, max_bytes, timeout_s, device, algorithms, nodes.nodes)
+        super().__init__(lease, host, max_bytes, timeout_s, device, algorithms, nodes.nodes, exclusive)
         self._peers = nodes.peers(host.rank)
         self._told = 0
         self._stop_looking = threading.Event()

@@ -676,6 +676,7 @@ def exchange_headers(
     RELEASE_NEXT: tl.constexpr,
     puts=0,
     PUTS: tl.constexpr = False,
+    GATE: tl.constexpr = False,
 ):
     """Send this rank's header to every rank, and wait until every rank has sent the same one.
 
@@ -687,6 +688,9 @@ def exchange_headers(
     instruction, and no order between them is needed. With RELEASE_NEXT, the next kernel is allowed to launch before the
     wait. With PUTS, ranks whose regions are not mapped get it by puts, through the table ``puts``
     (:mod:`.network`).
+
+    With GATE, the kernel of the call comes behind this one: the epoch stays, and the next kernel may launch only after
+    the wait. That kernel sends the same header again, and finds those of all ranks.
     """
     RANKS: tl.constexpr = MAX_WORLD if WORLD <= MAX_WORLD else MOST_RANKS
     threads = thread_ids(WARPS)
@@ -704,8 +708,11 @@ def exchange_headers(
     tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank * HEADER_WORDS + words, mine, mask=once)
     if PUTS:
         put_header(call, puts, row, WORLD)
-    leave_epoch(call, extent, SLOTS)
-    release_next_kernel(RELEASE_NEXT)
+    if GATE:
+        report_fault_if_stopped(call)
+    else:
+        leave_epoch(call, extent, SLOTS)
+        release_next_kernel(RELEASE_NEXT)
     waiting = call.live
     started = call.started
     polls = 0
@@ -725,3 +732,5 @@ def exchange_headers(
                 started, live = check_deadline(call, started, call.rank * 0, True, WORLD)
                 waiting = waiting & live
             yield_core()
+    if GATE:
+        release_next_kernel(RELEASE_NEXT)
