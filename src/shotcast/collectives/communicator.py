@@ -32,7 +32,7 @@ from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.forked import watch
-from shotcast.collectives.growth import grow
+from shotcast.collectives.growth import Growths, grow
 from shotcast.collectives.interface import BatchExecutor
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
@@ -55,6 +55,10 @@ DEFAULT_TIMEOUT_S = 600.0
 MAX_WORKSPACE_MESSAGE = 512 << 20
 """The largest value of ``max_bytes``."""
 _KEPT_CALLS = 4096
+_PATIENCE_S = 0.5
+"""How long the host of a GPU waits for the others in a call that has not been made before.
+
+Once all ranks have compiled it, no call waits on the host."""
 _CLOSE_GRACE_S = 5.0
 _TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
 
@@ -249,8 +253,12 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         )
         self._executor = built.executor
         self._first_use: FirstUse | None = None
+        self._growths: Growths | None = None
         if self._executor is not None:
-            self._first_use = FirstUse(self._host, self._executor)
+            on_gpu = self.device.type == "cuda"
+            self._first_use = FirstUse(self._host, self._executor, None if exclusive or not on_gpu else _PATIENCE_S)
+            if on_gpu and not exclusive:
+                self._growths = Growths(self._host.store("growths"), self.world_size, _PATIENCE_S)
             self._peers.tell(self._executor.mark_gone)
         library = "gloo" if self.device.type == "cpu" or gpus_are_shared() else "nccl"
         compares = self._checks_vendor and self._executor is None
@@ -454,6 +462,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if call is None:
                 problem = self._resolver.problem(op, dtype, count, reduction, root, sizes, norm, sms)
                 call = self._kept(key, self._resolver.resolve(problem, algorithm, capturing, launch))
+            if self._growths is not None and call.needs and algorithm == "auto":
+                call = self._within_workspace(call, capturing, op, dtype, count, reduction, root, sizes, norm, sms)
             if norm is None or not call.by_library:
                 self._execute(call, x, out, capturing, tensors)
             elif not capturing:
@@ -463,6 +473,18 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             return call
         finally:
             self._lock.release()
+
+    def _within_workspace(self, call: Call, capturing: bool, *problem: Any) -> Call:
+        """Return a call for the workspace as it is, in place of one for which ranks are not there to make it larger."""
+        executor = self._executor
+        assert executor is not None
+        assert self._growths is not None
+        if call.room <= executor.room or self._batch_invariant:  # where what fits may have no algorithm
+            return call
+        if not capturing and self._growths.all_there():
+            return call
+        within = self._resolver.within(executor.room)
+        return within.resolve(within.problem(*problem), "auto", capturing)
 
     def _run_kernel(self, own: KernelCall, *operands: torch.Tensor) -> None:
         """Make a call that brings its launches, for the rooms above. There are several ranks, with kernels of GPUs."""
@@ -705,8 +727,11 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             patience = max(self._timeout_s, 10.0)
             self._drain()
             executor, vendor = self._executor, self._vendor
-            own = executor.epoch if executor is not None else 0, vendor.generation, vendor.needs_reset()
-            epochs, generations, failed = zip(*self._host.all_gather(own, patience, what="reset"), strict=True)
+            asked = self._growths.asked if self._growths is not None else 0
+            own = executor.epoch if executor is not None else 0, asked, vendor.generation, vendor.needs_reset()
+            epochs, growths, generations, failed = zip(*self._host.all_gather(own, patience, what="reset"), strict=True)
+            if self._growths is not None:
+                self._growths.asked = max(growths)
             if executor is not None:
                 executor.clear(max(epochs))
             if any(failed):

@@ -42,13 +42,19 @@ class FirstUse:
     until the deadline, which counts while no rank compiles. A rank that makes another call will not come: then this
     call begins, and its header exchange names the mismatch. Nor will any come once a fault has stopped the calls.
 
+    Args:
+        host: the ranks.
+        executor: compiles for them.
+        patience_s: how long a rank is awaited that has not begun to compile; None for the deadline. Then the call
+            begins, and waits for that rank on the GPU. Its host may wait for what this one does after the call.
+
     Attributes:
         known: the forms that the ranks have met for, and those of messages that this rank has compiled. A call that
             failed before is none of them: after a reset, the ranks meet again.
     """
 
-    def __init__(self, host: StoreGroup, executor: Executor):
-        self._host, self._executor = host, executor
+    def __init__(self, host: StoreGroup, executor: Executor, patience_s: float | None = None):
+        self._host, self._executor, self._patience_s = host, executor, patience_s
         self._store: dist.Store = host.store("first-use")
         self.known: set[Form] = set()
         self._announced: set[str] = set()
@@ -113,13 +119,16 @@ class FirstUse:
     def _meet(self, form: Form, what: str, timeout_s: float) -> bool:
         """Wait until every rank that the call needs is ready, or will not come. Returns whether they have met.
 
-        Ranks that exchange messages need not: the sender of one may be far ahead of its receiver.
+        Ranks that exchange messages need not: the sender of one may be far ahead of its receiver. Nor need those that
+        are not waited for until the deadline.
         """
         message = form.partner >= 0
         awaited = [(form.name, rank) for rank in range(self._host.world_size)]
         if message:
             awaited = [(form.partner_name, form.partner)]
-        patience_s = min(timeout_s / 2, _MESSAGE_PATIENCE_S) if message else timeout_s
+        goes_on = message or self._patience_s is not None
+        limit_s = _MESSAGE_PATIENCE_S if message else self._patience_s
+        patience_s = timeout_s if limit_s is None else min(timeout_s / 2, limit_s)
         waited = compiled = 0.0
         pause, looked = 0.0005, time.monotonic()
         while late := [rank for name, rank in awaited if not self._store.check([f"ready/{name}/{rank}"])]:
@@ -133,7 +142,7 @@ class FirstUse:
             if waited > _HEADERS_AFTER_S and not message and self._in_a_call(late):
                 return False
             if waited > patience_s or compiled > _COMPILE_LIMIT_S:
-                if message:
+                if goes_on:
                     return True
                 raise self._timeout(late, what, timeout_s, "late")
             time.sleep(pause)

@@ -3,11 +3,18 @@
 Ranks allocate together, so a rank that is absent, or calls something else, would make the others wait in an allocation
 that no deadline limits. Therefore they first exchange the header of the call, on the terms of every call: by its
 deadline, the absent rank is named.
+
+A rank may also be late because its host waits for what another rank does after this call. So the ranks of a
+communicator that is not exclusive first find out whether all of them are there in a moment (:class:`Growths`). If not,
+the workspace stays as it is, and the call is made by what fits: in pieces, or by the vendor library.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+
+import torch.distributed as dist
 
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.first_use import Form
@@ -45,3 +52,42 @@ def grow(
         return fault
     executor.grow(call.room)
     return True
+
+
+_LOOK_S = 0.001
+
+
+class Growths:
+    """The decisions of the ranks of a communicator whether to grow now.
+
+    Args:
+        store: of these ranks alone.
+        world_size: their number.
+        patience_s: how long ranks wait for each other.
+
+    Attributes:
+        asked: calls that would have grown the workspace, the same number on all ranks.
+    """
+
+    def __init__(self, store: dist.Store, world_size: int, patience_s: float):
+        self._store, self._world_size, self._patience_s = store, world_size, patience_s
+        self.asked = 0
+
+    def all_there(self) -> bool:
+        """Return, alike on all ranks, whether all of them come to this call within the patience of the first.
+
+        Calls wait for the others if they are the first, second, fourth, eighth, ... to ask.
+        """
+        self.asked += 1
+        if self.asked & (self.asked - 1):
+            return False
+        here, decision = f"here/{self.asked}", f"decision/{self.asked}"
+        if self._store.add(here, 1) == self._world_size:
+            self._store.compare_set(decision, "", "grow")
+        until = time.monotonic() + self._patience_s
+        while not self._store.check([decision]):
+            if time.monotonic() > until:
+                self._store.compare_set(decision, "", "stay")
+                break
+            time.sleep(_LOOK_S)
+        return bool(self._store.get(decision) == b"grow")

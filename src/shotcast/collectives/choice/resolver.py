@@ -86,6 +86,11 @@ class Resolver:
     executor: Executor | None
     graphs: bool
 
+    def within(self, max_bytes: int) -> Resolver:
+        """Return the resolver of calls in a workspace for messages of ``max_bytes``, which stays as it is."""
+        topology = dataclasses.replace(self.topology, max_bytes=max_bytes)
+        return dataclasses.replace(self, topology=topology)
+
     def problem(
         self,
         op: Op,

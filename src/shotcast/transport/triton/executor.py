@@ -301,15 +301,12 @@ class TritonExecutor:
     def pieces(self, plan: CallPlan) -> list[tuple[CallPlan, int]]:
         """Return the calls that make up ``plan``, with the byte at which each begins.
 
-        There are several where a message is beyond the largest workspace and the algorithm divides it, or beyond the
-        cells between nodes, through which all of it passes.
+        There are several where a message is beyond the workspace that it is planned for and the algorithm divides it,
+        or beyond the cells between nodes, through which all of it passes.
         """
         form = self._algorithms.form(plan)
-        most = (
-            self._layout(self._rooms[-1]).piece_bytes
-            if form.between_nodes
-            else layout.piece(plan.dtype, self._rooms[-1])
-        )
+        room = next(size for size in self._rooms if size >= plan.room)
+        most = self._layout(room).piece_bytes if form.between_nodes else layout.piece(plan.dtype, room)
         if plan.nbytes <= most or not form.divides:
             return [(plan, 0)]
         pieces = []
