@@ -34,6 +34,34 @@ class FakeStream:
         self.after.update(other.after)
 
 
+class FakeLastCall:
+    """An event, and the nodes that wait for it and record it in captures, by the number of the capture."""
+
+    def __init__(self, streams: FakeStreams):
+        self._streams = streams
+        self.after: set[int] = set()
+        self.waits: set[int] = set()
+        self.records: dict[int, set[int]] = {}
+
+    def _stream(self, handle: int) -> FakeStream:
+        return self._streams.all[handle]
+
+    def record(self, stream: int) -> None:
+        assert not self._stream(stream).capture, "a plain record would join the capture"
+        self.after = set(self._stream(stream).eager)
+
+    def wait(self, stream: int) -> None:
+        assert not self._stream(stream).capture
+        self._stream(stream).eager |= self.after
+
+    def wait_captured(self, stream: int) -> None:
+        self.waits.add(self._stream(stream).capture)
+
+    def record_captured(self, stream: int) -> None:
+        capture = self._stream(stream).capture
+        self.records[capture] = self.records.get(capture, set()) | self._stream(stream).captured
+
+
 class FakeStreams:
     """The functions that a StreamChain asks of CUDA.
 
@@ -71,6 +99,10 @@ class FakeStreams:
         finally:
             self.end(capture)
             self.current = before
+
+    def LastCall(self) -> FakeLastCall:  # noqa: N802 - a class
+        self.last_call = FakeLastCall(self)
+        return self.last_call
 
     def capturing(self) -> bool:
         return self.current.capture != 0

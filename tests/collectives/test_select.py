@@ -17,6 +17,7 @@ from shotcast.collectives.algorithm import FUSED, Algorithm, Algorithms, Collect
 from shotcast.collectives.choice import select
 from shotcast.collectives.choice.candidates import (
     candidates,
+    fitted,
     keeps_bits,
     launch_obstacle,
     launch_shape,
@@ -48,6 +49,7 @@ def make_topology(
     multicast: bool = False,
     allow_fp8: bool = False,
     nodes: int = 1,
+    exclusive: bool = True,
 ) -> Topology:
     """Return the topology of so many ranks on each of ``nodes`` nodes."""
     device = "cuda" if kernels == "triton" else "cpu"
@@ -56,7 +58,7 @@ def make_topology(
     if nodes > 1:
         network, cost = ("tcp" if kernels == "compiled" else "peer stores"), NetworkCost(50.0, 2.0)
     facts = layout, device, "cpu", kernels, obstacle, multicast, max_bytes, registered(), allow_fp8, network, cost
-    return Topology(*facts)
+    return Topology(*facts, exclusive=exclusive)
 
 
 def problem(
@@ -858,3 +860,38 @@ def test_text_of_an_explanation() -> None:
     assert "ring (8 programs of 1 warps, 128 words a tile), by argument: named" in str(message)
     vendor = Explanation("all_reduce", 64, "int8", "vendor", compiled, "legality", "why", ("vendor",), by_library=True)
     assert "int8: vendor, by legality: why" in str(vendor)
+
+
+class TestSharedCommunicators:
+    """Grids of communicators that are not exclusive leave room for those of others."""
+
+    @given(problems)
+    def test_no_launch_holds_more_than_a_third_of_the_gpu(self, case: CollectiveProblem) -> None:
+        shared = dataclasses.replace(case, topology=dataclasses.replace(case.topology, exclusive=False))
+        alone = {one.algorithm: one.launch for one in candidates(case)}
+        for found in candidates(shared):
+            algorithm = case.topology.algorithms[found.algorithm]
+            launch, whole = found.launch, alone[found.algorithm]
+            if case.topology.kernels != "triton" or algorithm.library or algorithm.keeps_to_sms:
+                assert launch == whole
+                continue
+            assert launch.programs * launch.num_warps <= 1024
+            if whole.programs * whole.num_warps <= 1024:
+                assert launch == whole
+            for other in launch_shapes(shared, found.algorithm):
+                assert other.programs * other.num_warps <= 1024
+
+    def test_a_tuned_launch_that_would_fill_the_gpu_is_replaced(self) -> None:
+        topology = make_topology("triton", 2, 64 << 20, exclusive=False)
+        case = problem(nbytes=64 << 20, dtype="bfloat16", topology=topology)
+        assert fitted(case, "two_shot", LaunchShape(8192, 1024, 8)) == LaunchShape(128, 2048, 8)
+        assert fitted(case, "two_shot", LaunchShape(128, 1024, 8)) == LaunchShape(128, 1024, 8)
+
+    def test_a_fused_call_that_would_fill_the_gpu_says_so(self) -> None:
+        topology = make_topology("triton", 2, 64 << 20, exclusive=False)
+        case = dataclasses.replace(
+            problem(Op.ALL_REDUCE_RMS_NORM, 8 << 20, "bfloat16", topology), norm=wire.Norm(hidden=4096)
+        )
+        assert "the communicator is not exclusive" in obstacle(case, "one_shot")
+        alone = dataclasses.replace(case, topology=dataclasses.replace(topology, exclusive=True))
+        assert "exclusive" not in obstacle(alone, "one_shot")

@@ -30,6 +30,17 @@ class Calls:
         self.made += 1
         self.waited_for = set(stream.after)
         stream.after.add(self.made)
+        self.chain.leave(captured)
+        return self.made
+
+    def replay(self, capture: int, stream: FakeStream) -> int:
+        """Launch a graph with calls on a stream; return the number of a call that it ends with."""
+        event = self.streams.last_call
+        assert event.records[capture], "nothing in the graph records its calls"
+        self.waited_for = stream.eager | (event.after if capture in event.waits else set())
+        self.made += 1
+        event.after = self.waited_for | {self.made}  # the node that records waits for the calls
+        stream.eager |= event.after
         return self.made
 
 
@@ -135,3 +146,39 @@ def test_each_call_waits_for_the_one_before_it(actions: list[tuple[str, int]]) -
             before = last.get(stream.capture)
             last[stream.capture] = calls.call(stream)
             assert before is None or before in calls.waited_for
+
+
+REPLAYS = st.lists(
+    st.tuples(st.sampled_from(["call", "call", "graph", "replay", "replay"]), st.integers(0, 3)), max_size=60
+)
+
+
+@given(REPLAYS)
+def test_replays_have_a_place_among_the_calls(actions: list[tuple[str, int]]) -> None:
+    """Each call and each replay waits for the one before it, from the first capture on, on whatever stream it is."""
+    calls = Calls(5, replays=True)
+    capturing = calls.streams.all[4]
+    graphs: list[int] = []
+    last = 0
+    for action, number in actions:
+        stream = calls.streams.all[number]
+        if action == "graph":
+            with calls.streams.captured(capturing):
+                graphs.append(capturing.capture)
+                calls.call(capturing)
+                calls.call(capturing)
+                assert calls.made - 1 in calls.waited_for, "calls of one capture are chained"
+        elif action == "call":
+            before, last = last, calls.call(stream)
+            assert not before or before in calls.waited_for
+        elif graphs:
+            before, last = last, calls.replay(graphs[number % len(graphs)], stream)
+            assert not before or before in calls.waited_for
+
+
+def test_replays_are_left_to_others_unless_they_are_asked_for() -> None:
+    calls = Calls(2)
+    with calls.streams.captured(calls.streams.all[1]):
+        calls.call(calls.streams.all[1])
+    calls.call(calls.streams.all[0])
+    assert not hasattr(calls.streams, "last_call")

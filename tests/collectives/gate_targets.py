@@ -1,0 +1,132 @@
+"""Functions that the ranks of tests/collectives/test_gates.py run, with the GPUs' kernels in the interpreter."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from workers import check, inputs, straggle
+
+import shotcast
+from shotcast.collectives import reference
+from shotcast.collectives.growth import Growths
+from shotcast.device.triton.launch import Launch
+from shotcast.transport.triton import layout
+from shotcast.wire import LaunchShape, Op
+
+SEVERAL = LaunchShape(6, 16, 1)
+"""A launch of more programs than the interpreter takes by itself."""
+
+
+@contextmanager
+def launched() -> Iterator[list[tuple[str, float]]]:
+    """Yield the kernels that are launched, with the time of each."""
+    seen: list[tuple[str, float]] = []
+    real = Launch.__call__
+
+    def spied(launch: Launch, *arguments: Any) -> None:
+        seen.append((launch._kernel.__name__, time.monotonic()))
+        real(launch, *arguments)
+
+    with mock.patch.object(Launch, "__call__", spied):
+        yield seen
+
+
+def late_rank(exclusive: bool) -> float:
+    """Return how long after its own call began this rank launched the grid, where rank 1 came 0.5 s later."""
+    with shotcast.Communicator(device="cpu", timeout_s=30, exclusive=exclusive) as comm:
+        x = torch.arange(256.0) + comm.rank
+        comm._run(Op.ALL_REDUCE, x, torch.empty_like(x), algorithm="two_shot", launch=SEVERAL)
+        comm._host.barrier()
+        if comm.rank == 1:
+            time.sleep(0.5)
+        begun = time.monotonic()
+        with launched() as seen:
+            comm._run(Op.ALL_REDUCE, x, torch.empty_like(x), algorithm="two_shot", launch=SEVERAL)
+        assert [name for name, _ in seen] == ([] if exclusive else ["gate"]) + ["two_shot_all_reduce"]
+        return seen[-1][1] - begun
+
+
+def calls_with_stragglers(calls: int) -> int:
+    """Make gated calls of changing size and form, some behind a gate and some a barrier; return the epoch."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        shared, own = random.Random(1), random.Random(comm.rank)
+        for number in range(calls):
+            straggle(comm, own)
+            count = shared.randrange(1, 2000)
+            xs = inputs(count, torch.float32, comm.world_size, number, "cpu")
+            kind = shared.choice(["one_shot", "two_shot", "gather", "barrier"])
+            launch = LaunchShape(shared.randrange(1, 9), 16, 1)
+            if kind == "barrier":
+                comm.barrier()
+            elif kind == "gather":
+                out = torch.empty(count * comm.world_size)
+                comm._run(Op.ALL_GATHER, xs[comm.rank], out, launch=launch)
+                check(out, torch.cat(xs), number)
+            else:
+                out = torch.empty(count)
+                comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm=kind, launch=launch)
+                check(out, reference.all_reduce(xs, kind), number)
+        comm.check()
+        assert comm._executor is not None
+        return comm._executor.epoch
+
+
+def absent(limit_s: float) -> tuple[str, float]:
+    """Wait at a gate for a rank that comes too late; then reset, and call again."""
+    with shotcast.Communicator(device="cpu", timeout_s=limit_s) as comm:
+        x, out = torch.ones(256), torch.empty(256)
+
+        def call() -> None:
+            comm._run(Op.ALL_REDUCE, x, out, algorithm="two_shot", launch=SEVERAL)
+
+        call()
+        said, took = "", 0.0
+        comm._host.barrier()
+        if comm.rank == 0:
+            begun = time.monotonic()
+            with pytest.raises(shotcast.CollectiveTimeout) as failure:
+                call()
+            said, took = str(failure.value), time.monotonic() - begun
+            assert failure.value.missing == (1,)
+        else:
+            time.sleep(2.5 * limit_s)
+        comm.reset()
+        call()
+        assert torch.equal(out, torch.full([256], float(comm.world_size)))
+        return said, took
+
+
+def differing() -> str:
+    """Make calls that differ; return the error, which the gate has found."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        x = torch.ones(256 + 16 * comm.rank)
+        comm._run(Op.ALL_REDUCE, torch.ones(64), torch.empty(64), algorithm="two_shot", launch=SEVERAL)
+        with launched() as seen, pytest.raises(shotcast.CollectiveMismatch) as failure:
+            comm._run(Op.ALL_REDUCE, x, torch.empty_like(x), algorithm="two_shot", launch=SEVERAL)
+        assert "gate" in [name for name, _ in seen]
+        return str(failure.value)
+
+
+def growth_with_late_ranks() -> list[tuple[int, int]]:
+    """Make calls that need a larger workspace, for which rank 1 is late at first; return workspaces and decisions."""
+    layout.FIRST_ROOM = 1 << 12
+    seen = []
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        assert comm._executor is not None
+        comm.all_reduce(torch.ones(4))
+        growths = comm._growths = Growths(comm._host.store("growths of a test"), comm.world_size, 0.2)
+        for late_s, count in ((0.6, 1 << 13), (0.0, 1 << 13), (0.0, 3000)):
+            comm._host.barrier()
+            if comm.rank == 1:
+                time.sleep(late_s)
+            xs = inputs(count, torch.float32, comm.world_size, count, "cpu")
+            check(comm.all_reduce(xs[comm.rank]), reference.all_reduce(xs, "two_shot"), late_s)
+            seen.append((len(comm._executor.workspaces), growths.asked))
+    return seen
