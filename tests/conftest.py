@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# What commands print is compared as a pipe gets it: a shell or a CI may ask for colors, or another width.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"):
+    os.environ.pop(_name, None)
+# Servers of tests are on this machine, whatever proxy its user has.
+for _name in ("NO_PROXY", "no_proxy"):
+    os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1", "localhost")))
 
 # Tests share few cores: how long an example takes says nothing about the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,7 @@ _RANGE = math.log(1e3)
 """Constants are sought within a factor of this around where the fit begins, so that those that measurements leave open
 stay finite."""
 _MOST_STEPS = 200
+_EDGES = 3
 
 
 def fit_kernel(points: Sequence[KernelPoint], start: KernelCost) -> KernelFit:
@@ -143,6 +145,8 @@ class FusedNormFit(NamedTuple):
 def fit_fused_norm(points: Sequence[FusedNormPoint]) -> FusedNormFit:
     """Fit d, f and x of all-reduces with residual and norm, as :func:`fit_kernel` fits those of kernels.
 
+    Where the sum bounds no message, d is the largest that the messages allow.
+
     Raises:
         ConfigError: there are fewer measurements than constants, or one of no positive time.
     """
@@ -154,8 +158,10 @@ def fit_fused_norm(points: Sequence[FusedNormPoint]) -> FusedNormFit:
     if not (np.all(times > 0) and np.all(sums > 0) and np.all(nbytes > 0)):
         raise ConfigError("a fused norm takes more than 0 us, and a message has bytes; measure it again")
 
-    def errors(constants: np.ndarray) -> np.ndarray:
+    def errors(constants: np.ndarray, tied: int | None = None) -> np.ndarray:
         beyond, fixed, rate = np.exp(constants)
+        if tied is not None:
+            beyond = fixed + nbytes[tied] / rate - sums[tied]
         return np.log(np.maximum(sums + beyond, fixed + nbytes / rate) / times)
 
     # a constant that bounds no message does not move, so the search begins once for each number of small messages that
@@ -167,7 +173,20 @@ def fit_fused_norm(points: Sequence[FusedNormPoint]) -> FusedNormFit:
         fixed = np.median((times - nbytes / rate)[:bounded])
         begin = np.log(np.maximum([beyond, fixed, rate], 1e-2))
         found.append(_least_squares(errors, begin, [0, 1, 2]))
-    constants, wrong = min(found, key=lambda each: float(each[1] @ each[1]))
+    # where both bounds of a message are the same, the errors have an edge, on the way to which a search stops wherever
+    # rounding leads it; so the best one goes on along the edges around it
+    best, _ = min(found, key=lambda each: float(each[1] @ each[1]))
+    beyond, fixed, rate = np.exp(best)
+    for tied in np.argsort(np.abs(fixed + nbytes / rate - sums - beyond), kind="stable")[:_EDGES]:
+        along, wrong = _least_squares(partial(errors, tied=tied), best, [1, 2])
+        _, fixed, rate = np.exp(along)
+        if (beyond := fixed + nbytes[tied] / rate - sums[tied]) > 0:
+            found.append((np.log([beyond, fixed, rate]), wrong))
+    # where no sum bounds a message, all d up to an edge are as good
+    least = min(float(wrong @ wrong) for _, wrong in found)
+    constants, wrong = max(
+        (each for each in found if each[1] @ each[1] <= least * (1 + 1e-9)), key=lambda each: each[0][0]
+    )
     beyond, fixed, rate = (float(np.exp(constant)) for constant in constants)
     return FusedNormFit(FusedNormCost(beyond, fixed, rate / 1e3), *_spread(wrong), len(points))
 
