@@ -79,7 +79,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="llama-3.1-8b", help="a preset, or tiny")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--world-size", type=int, default=2)

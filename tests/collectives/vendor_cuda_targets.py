@@ -146,7 +146,7 @@ def every_operation(counts: list[int]) -> int:
 
 
 def absent(victim: int, deadline_s: float) -> list[dict[str, Any]]:
-    """Have the victim stay away from an int32 all-reduce, eager and replayed. Return what the others saw.
+    """Have the victim stay away from an all-reduce by NCCL, eager and replayed. Return what the others saw.
 
     The device is waited for, as a user's program does: that must end by itself.
     """
@@ -154,6 +154,7 @@ def absent(victim: int, deadline_s: float) -> list[dict[str, Any]]:
     with Communicator(device="cuda", timeout_s=60) as comm:
         x = torch.ones(1000, dtype=torch.int32, device=comm.device)
         comm.all_reduce(x)
+        assert comm.calls_by_library == 1
         torch.cuda.synchronize()
         for replayed in (False, True):
             graph = torch.cuda.CUDAGraph()
@@ -188,6 +189,7 @@ def replayed_after_a_reset(victim: int) -> str:
     with Communicator(device="cuda", timeout_s=60) as comm:
         x = torch.ones(1000, dtype=torch.int32, device=comm.device)
         comm.all_reduce(x)
+        assert comm.calls_by_library == 1
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             comm.all_reduce(x)
@@ -223,6 +225,7 @@ def killed_inside(victim: int) -> dict[str, Any]:
     comm = Communicator(device="cuda")
     x = torch.ones(1 << 26, dtype=torch.int32, device=comm.device)
     comm.all_reduce(x)
+    assert comm.calls_by_library == 1
     torch.cuda.synchronize()
     comm._host.barrier()
     for _ in range(2000):

@@ -30,7 +30,7 @@ def sums(visible: list[str], device: str | None) -> tuple[str, str, bool, int]:
         assert comm.all_reduce(x).tolist() == [comm.world_size] * 1000
         comm.check()
         facts = str(comm.device), comm.topology.kernels, comm.explain(x).by_library
-    return *facts, matrix("cuda", ["float32", "bfloat16"], [1, 4099, 1 << 20], 0, 32 << 20)
+    return *facts, matrix(facts[0], ["float32", "bfloat16"], [1, 4099, 1 << 20], 0, 32 << 20)
 
 
 def by_process_group(visible: list[str]) -> tuple[list[float], dict[str, dict[str, int]]]:

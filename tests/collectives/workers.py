@@ -92,7 +92,7 @@ def matrix(
             xs = inputs(count, dtype, size, seed + count, comm.device)
             x = shifted(xs[rank], shift)
             for algorithm in comm.candidates(x):
-                if algorithm == "vendor" or (algorithm == "multimem" and device == "cuda"):
+                if algorithm == "vendor" or (algorithm == "multimem" and comm.device.type == "cuda"):
                     continue  # the vendor and the switch round differently
                 straggle(comm, rng)
                 wanted = reference.all_reduce(xs, algorithm, comm.topology.layout)

@@ -42,6 +42,31 @@ def test_a_script_that_knows_nothing_of_us(tmp_path: Path) -> None:
     subprocess.run(command, env=entry_points.environment(tmp_path), check=True, timeout=120)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("imported", ["after the group", pytest.param("before the group", marks=pytest.mark.full)])
+def test_dynamo_traces_the_group_as_one(imported: str, tmp_path: Path) -> None:
+    """PyTorch 2.11's takes its own class alone for a group, and is told of ours whenever it is imported."""
+    script = f"""
+        import sys
+        import torch
+        import torch.distributed as dist
+        import torch.distributed._functional_collectives as funcol
+        if {imported == "before the group"}:
+            import torch._dynamo
+        dist.init_process_group("shotcast", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        assert ("torch._dynamo" in sys.modules) == {imported == "before the group"}
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def step(x, group):
+            return funcol.all_reduce(x + dist.get_world_size(group) + dist.get_rank(group), "sum", group)
+
+        assert step(torch.zeros(3), dist.group.WORLD).tolist() == [1.0] * 3
+        dist.destroy_process_group()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    subprocess.run(command, env=entry_points.environment(tmp_path), check=True, timeout=120)
+
+
 def test_a_script_that_destroys_nothing_ends(tmp_path: Path) -> None:
     script = """
         import torch

@@ -100,6 +100,7 @@ def check(form: Form, tmp_path: Path) -> None:
     # exactly the arithmetic that is written
     assert not [key for key in counts if re.match(r"(fma|mad)\.[\w.]*f(32|16)", key)]
     assert {key for key in counts if ".ftz" in key} == {"rsqrt.approx.ftz.f32"}
+    assert terms_of_float_sums(kernel.asm["ttgir"]) <= {1, 2}, "layouts decide the order of more"
     short = {"bfloat16": "bf16", "float16": "f16"}.get(form.dtype)
     rounds = {key for key in counts if re.match(r"cvt\.[\w.]*(?<!\.)\.(bf16|f16)(x2)?\.f32", key)}
     assert all(re.fullmatch(rf"cvt\.rn\.{short}(x2)?\.f32", key) for key in rounds), rounds
@@ -110,6 +111,16 @@ def check(form: Form, tmp_path: Path) -> None:
     wide_tiles = form.world_size == 8 or (form.name.startswith("fused_two_shot") and (form.weight or form.kind != RMS))
     assert used["REG"] <= (224 if wide_tiles else 144 if "shot" in form.name else 128)
     assert used["STACK"] <= (MAX_STACK if "shot" in form.name else 48 if form.world_size < 8 else 96)
+
+
+def terms_of_float_sums(ttgir: str) -> set[int]:
+    """Return how many terms the floating-point sums of a kernel have that add up along a dimension of a tensor."""
+    reductions = re.findall(
+        r'"tt\.reduce"\([^)]*\) <\{axis = (\d+) : i32\}> \(\{(.*?)\}\) : \(tensor<((?:\d+x)+)', ttgir, re.S
+    )
+    sums = {int(shape.split("x")[int(axis)]) for axis, body, shape in reductions if "arith.addf" in body}
+    assert sums
+    return sums
 
 
 @pytest.mark.parametrize("words", [1, 4, 16, 250, 256, 257, 2048, 4096, 5000, tiles.MAX_ROW_WORDS])

@@ -43,6 +43,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     group = ShotcastProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, options.group_id, backend_options
     )
+    torch_private.trace_as_group(ShotcastProcessGroup)
     bound = torch_private.bound_device()
     if bound is not None:
         group.bound_device_id = bound

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.machinery
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -204,3 +207,50 @@ def own_connection(store: dist.Store) -> dist.Store:
     """Return a store with the same keys for use by another thread: a store serves one call at a time, and some wait."""
     copied: dist.Store = store.clone()  # type: ignore[attr-defined]
     return copied
+
+
+_DYNAMO_GROUPS = "torch._dynamo.variables.distributed"
+
+
+@functools.cache
+def trace_as_group(kind: type) -> None:
+    """Have Dynamo trace objects of a class derived from ProcessGroup as groups.
+
+    Dynamo of PyTorch 2.11 takes no derived class for a group; that of 2.13 does. It is told once it is imported, which
+    this does not do, as that takes more than a second.
+    """
+    if _DYNAMO_GROUPS in sys.modules:
+        _add_to_groups(sys.modules[_DYNAMO_GROUPS], kind)
+    else:
+        sys.meta_path.insert(0, _DynamoFinder(kind))
+
+
+class _DynamoFinder(importlib.abc.MetaPathFinder):
+    """Finds the module of Dynamo that knows groups, and adds a class to these when it is executed."""
+
+    def __init__(self, kind: type):
+        self._kind = kind
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _DYNAMO_GROUPS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def execute_and_add(module: ModuleType) -> None:
+                execute(module)
+                _add_to_groups(module, self._kind)
+
+            loader.exec_module = execute_and_add
+        return spec
+
+
+def _add_to_groups(module: Any, kind: type) -> None:
+    groups = getattr(module, "ProcessGroupVariable", None)  # gone where derived classes are known
+    if groups is not None:
+        known = groups.is_process_group
+        groups.is_process_group = staticmethod(lambda value: type(value) is kind or known(value))

@@ -56,7 +56,8 @@ def sums_of_leaves(low, high, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     """Sum the values of each leaf of a row, the 128 words (or all, if there are fewer) that a warp loads at once.
 
     ``low`` and ``high`` are the values of BLOCK words (16 or more). They are added up within each quad, and then over
-    32 quads by the lanes of a warp.
+    32 quads as the lanes of a warp do: quads 16 apart, then 8 apart, and so on. Each step is a sum of two, because the
+    order of a longer one follows from which threads hold the values, and that from loads as other as those of weights.
     """
     QUADS: tl.constexpr = BLOCK // 4
     LANES: tl.constexpr = QUADS if QUADS < 32 else 32
@@ -65,7 +66,11 @@ def sums_of_leaves(low, high, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
         values = low + high
     even, odd = tl.split(tl.reshape(values, [QUADS, 2, 2]))
     first, second = tl.split(even + odd)
-    return tl.sum(tl.reshape(first + second, [QUADS // LANES, LANES]), axis=1)
+    sums = first + second
+    for level in tl.static_range(5):
+        if LANES >> level > 1:
+            sums = tl.sum(tl.reshape(sums, [QUADS // LANES, 2, LANES >> (level + 1)]), axis=1)
+    return tl.reshape(sums, [QUADS // LANES])
 
 
 @triton.jit
