@@ -17,6 +17,7 @@ from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import norm_addresses
 from shotcast.memory import driver
+from shotcast.memory.arena import arena_of
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target, raise_failures
@@ -320,8 +321,9 @@ class TritonExecutor:
     def grow(self, room: int) -> None:
         """Let later calls use a new workspace, for messages of ``room`` bytes or more. Collective.
 
-        It waits for the other ranks and the current stream; where a large block of memory is released, PyTorch waits
-        for the whole GPU. Calls that were bound before go on using the workspace before.
+        It waits for the other ranks and the current stream, not for others, whose calls may wait for what this rank
+        has yet to do. So the memory of the workspace before is given back but not released
+        (:mod:`shotcast.memory.arena`). Calls that were bound before go on using that workspace.
 
         Raises:
             ConfigError: on all ranks; a rank has too little memory.
@@ -472,9 +474,10 @@ class TritonExecutor:
         return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     def drain(self) -> None:
-        """Wait for this rank's kernels."""
+        """Wait for this rank's kernels. Memory that was given back is released."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        arena_of(self.device).release()
 
     def clear(self, epoch: int) -> None:
         """Reset all memory to its first state, the last call being number ``epoch``. Between two host barriers."""
@@ -492,3 +495,4 @@ class TritonExecutor:
             self._closed = True
         for workspace in self.workspaces:
             workspace.close()
+        arena_of(self.device).release()
