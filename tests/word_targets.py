@@ -302,9 +302,9 @@ def patience(waited_s: float, patient: bool) -> bool:
 
 
 def marked(ranks: int) -> tuple[list[bool], Fault | None]:
-    """Have the host mark ``ranks`` as ended between two checks. Return whether four checks let it go on; the fault."""
+    """Have the host mark ``ranks`` as ended between two checks. Return whether the checks let it go on; the fault."""
     program, checks = Waiting(1.0), []
-    for check in range(4):
+    for check in range(3):
         if check == 1:
             program.host[layout.HOST_GONE] = ranks
         checks.append(program.goes_on())

@@ -472,8 +472,8 @@ def check_deadline(
     tells the host, at every check, whom it would name; programs that hold tiles leave that to those that do not.
 
     The host marks in its own memory, since a store to the GPU's would be queued behind kernels that wait. Warps could
-    read different marks there. So each program adds what it reads to a word of the region, by an atomic that gives all
-    warps one value: what the checks before have found.
+    read different marks there. So each program adds what it reads to a word of the region, by an atomic, and reads that
+    by another, which gives all warps one value.
 
     With EXTENDED_DEADLINE the program waits a quarter longer. This is for a wait for data that peers compute from the
     data of others: a peer that lacks those data then expires first, and names the rank that did not send them.
@@ -486,7 +486,8 @@ def check_deadline(
     fault = tl.atomic_add(call.own + ABORT, 0, sem="relaxed", scope="sys")
     host = host_words(call.own)
     marks = tl.load(host + HOST_GONE, volatile=True)
-    gone = tl.atomic_or(call.own + GONE, marks, sem="relaxed", scope="gpu").to(tl.int32)
+    tl.atomic_or(call.own + GONE, marks, sem="relaxed", scope="gpu")
+    gone = tl.atomic_or(call.own + GONE, marks * 0, sem="relaxed", scope="gpu").to(tl.int32)
     live = (fault == 0).to(tl.int32)
     if started == 0:
         started = now
