@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ _ShmBuffer = shm.ShmBuffer
 
 def with_multicast(fn: Callable[..., Any], *args: Any) -> Any:
     """Call ``fn(*args)`` in the interpreter, with communicators that have a multicast address."""
+    os.environ["SHOTCAST_MULTICAST"] = "1"
     shm.ShmBuffer = EmulatedBuffer  # type: ignore[misc,assignment]
     arena._process = arena.Process()  # without blocks that have no such address
     return fn(*args)

@@ -20,6 +20,7 @@ from shotcast.device.triton.float8 import from_words, to_words
 from shotcast.device.triton.words import load_words, nan_unless, pack, store_words, sum_words, unpack
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.sync import Call, check_deadline, enter, escape_sentinel
+from shotcast.wire import Fault
 
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 GUARD = 0xA5
@@ -94,7 +95,7 @@ def look_kernel(control, table, started, live, EXTENDED_DEADLINE: tl.constexpr):
     zero = tl.program_id(0) * 0
     none = tl.load(started) * 0
     call = Call(own, peers, zero, none, none, none + 5, zero, zero + 1, tl.load(started))
-    _, still = check_deadline(call, tl.load(started), zero + 1, False, 1, EXTENDED_DEADLINE)
+    _, still = check_deadline(call, tl.load(started), zero + 1, False, 1, EXTENDED_DEADLINE, True)
     tl.store(live, still)
 
 
@@ -276,17 +277,49 @@ def guards(name: str) -> None:
     assert not (stopped == -1).any()
 
 
-def patience(waited: float, patient: bool) -> tuple[bool, bool]:
-    """Check the deadline in a program that has waited ``waited`` of its timeout: (it goes on, it stopped the call)."""
-    timeout_ns = 10**10
-    control = torch.zeros(layout.CONTROL_WORDS, dtype=torch.int64)
-    status = torch.zeros(1, dtype=torch.int64)
-    control[layout.TIMEOUT], control[layout.STATUS] = timeout_ns, status.data_ptr()
-    table = torch.tensor([control.data_ptr()] * 9)
-    started = torch.tensor([time.monotonic_ns() - int(waited * timeout_ns)])
-    live = torch.zeros(1, dtype=torch.int32)
-    look_kernel[(1,)](control, table, started, live, patient)
-    return bool(live[0]), bool(control[layout.ABORT] != 0)
+class Waiting:
+    """A program that has waited ``waited_s`` of ten seconds for rank 0."""
+
+    def __init__(self, waited_s: float, patient: bool = False):
+        self.control = torch.zeros(layout.CONTROL_WORDS, dtype=torch.int64)
+        self.host = torch.zeros(layout.HOST_WORDS, dtype=torch.int64)
+        self.control[layout.TIMEOUT], self.control[layout.STATUS] = 10**10, self.host.data_ptr()
+        self._table = torch.tensor([self.control.data_ptr()] * 9)
+        self._started = torch.tensor([time.monotonic_ns() - int(waited_s * 1e9)])
+        self._patient = patient
+
+    def goes_on(self) -> bool:
+        """Check the deadline; return whether the program goes on. If it does not, the abort word is set."""
+        live = torch.zeros(1, dtype=torch.int32)
+        look_kernel[(1,)](self.control, self._table, self._started, live, self._patient)
+        assert bool(self.control[layout.ABORT] == 0) == bool(live[0])
+        assert self.control[layout.ABORT] == self.host[layout.HOST_FAULT]
+        return bool(live[0])
+
+
+def patience(waited_s: float, patient: bool) -> bool:
+    return Waiting(waited_s, patient).goes_on()
+
+
+def marked(ranks: int) -> tuple[list[bool], Fault | None]:
+    """Have the host mark ``ranks`` as ended between two checks. Return whether the checks let it go on; the fault."""
+    program, checks = Waiting(1.0), []
+    for check in range(3):
+        if check == 1:
+            program.host[layout.HOST_GONE] = ranks
+        checks.append(program.goes_on())
+        assert program.host[layout.HOST_GONE] == (ranks if check else 0), "the host's word is the host's"
+        if not checks[-1]:
+            return checks, Fault.decode(int(program.host[layout.HOST_FAULT]))
+    return checks, None
+
+
+def notices(waited_s: float) -> Fault | None:
+    """Return what the host is told of a program that goes on."""
+    program = Waiting(waited_s)
+    assert program.goes_on()
+    word = int(program.host[layout.HOST_WAIT])
+    return Fault.decode(word) if word else None
 
 
 @triton.jit

@@ -64,8 +64,11 @@ def cpu_kernels() -> str:
 
 
 def multicast() -> bool:
-    """SHOTCAST_MULTICAST: 0 keeps kernels from using multicast addresses that the allocator offers."""
-    return _read("SHOTCAST_MULTICAST", lambda text: _FLAG[text.lower()], True, "0 or 1")
+    """SHOTCAST_MULTICAST: 1 lets kernels use multicast addresses that the allocator offers.
+
+    No kernel has used one on hardware so far.
+    """
+    return _read("SHOTCAST_MULTICAST", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def allow_fp8() -> bool:

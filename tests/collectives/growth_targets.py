@@ -273,7 +273,7 @@ def failing_on_one_rank(failing: int) -> list[str]:
         raise torch.OutOfMemoryError("no room")
 
     errors = []
-    for name in ("_host_word", "Workspace"):
+    for name in ("_host_words", "Workspace"):
         real = getattr(executor, name)
         setattr(executor, name, fails if int(os.environ["RANK"]) == failing else real)
         try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from workers import changing_sizes, check, failing_call, inputs, settle, shifted, straggle, warm
 
 import shotcast
@@ -17,7 +19,7 @@ from executor_calls import clear_after_read_from, run_call
 from shotcast import wire
 from shotcast.collectives import reference
 from shotcast.collectives.norm_operands import norm_operands
-from shotcast.wire import Op
+from shotcast.wire import Fault, Op
 
 
 class Case(NamedTuple):
@@ -328,3 +330,31 @@ def replayed(algorithm: str, timeout_s: float) -> tuple[BaseException | None, li
     comm._host.barrier()
     comm.close()
     return error, nans, took
+
+
+def told_of_a_long_wait(late: int, notice_s: float) -> tuple[set[Fault], Fault | None]:
+    """Bring rank ``late`` some seconds after the others; return what their hosts hear meanwhile, and then."""
+    from shotcast.transport.triton import sync
+
+    sync.WAIT_NOTICE_NS = tl.constexpr(int(notice_s * 1e9))
+    heard: set[Fault] = set()
+    with shotcast.Communicator(device="cpu", timeout_s=60, max_bytes=1 << 18) as comm:
+        warm(comm, "two_shot")
+        came = threading.Event()
+
+        def listen() -> None:
+            while not came.wait(0.02):
+                if wait := comm._executor.waits():
+                    heard.add(wait)
+
+        comm._host.barrier()
+        if comm.rank == late:
+            time.sleep(notice_s + 3)
+        listener = threading.Thread(target=listen)
+        listener.start()
+        warm(comm, "two_shot")
+        came.set()
+        listener.join()
+        comm.check()
+        comm._executor.waits()
+        return heard, comm._executor.waits()

@@ -27,6 +27,7 @@ from interpreter_targets import (
     run_cases,
     sentinels,
     silent_after_its_header,
+    told_of_a_long_wait,
     with_late_programs,
     words_left_in_slots,
 )
@@ -267,6 +268,15 @@ def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> 
         assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
         assert outcome["again_s"] < 1
         assert outcome["left"] == []
+
+
+@pytest.mark.timing
+def test_a_host_hears_whom_its_kernels_wait_for() -> None:
+    """Long before the deadline, and no more once the rank has come."""
+    (heard, afterwards), (heard_late, _) = interpreted(told_of_a_long_wait, 2, 1, 0.5)
+    assert [(wait.op, wait.ranks) for wait in heard] == [("all_reduce", (1,))]
+    assert afterwards is None
+    assert not heard_late
 
 
 @pytest.mark.timing

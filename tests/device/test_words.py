@@ -10,6 +10,7 @@ import pytest
 
 import word_targets as targets
 from quick_interpreter import interpret
+from shotcast import wire
 
 HALVES = ["float16", "bfloat16"]
 FLOATS = ["float32", *HALVES]
@@ -61,10 +62,24 @@ def test_sentinel_is_sent_as_nan(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waited", "patient", "goes_on"), [(0.9, False, True), (1.1, False, False), (1.1, True, True), (1.4, True, False)]
+    ("waited_s", "patient", "goes_on"), [(9, False, True), (11, False, False), (11, True, True), (14, True, False)]
 )
-def test_patient_programs_wait_a_quarter_longer(waited: float, patient: bool, goes_on: bool) -> None:
-    assert run(targets.patience, waited, patient) == (goes_on, not goes_on)
+def test_patient_programs_wait_a_quarter_longer(waited_s: float, patient: bool, goes_on: bool) -> None:
+    assert run(targets.patience, waited_s, patient) is goes_on
+
+
+def test_a_mark_in_the_memory_of_the_host_ends_the_wait_for_that_rank_alone() -> None:
+    """A store to the memory of the GPU could be queued behind the kernel that waits."""
+    checks, fault = run(targets.marked, 0b01)
+    assert checks == [True, False]
+    assert (fault.kind, fault.ranks, fault.epoch32) == (wire.DEAD, (0,), 5)
+    assert run(targets.marked, 0b10) == ([True] * 3, None), "it does not wait for rank 1"
+
+
+def test_the_host_is_told_of_a_long_wait_before_the_deadline() -> None:
+    assert run(targets.notices, 4) is None
+    fault = run(targets.notices, 6)
+    assert (fault.kind, fault.ranks, fault.epoch32) == (wire.TIMEOUT, (0,), 5)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="memory below 2^31 is asked for as x86-64 has it")

@@ -81,13 +81,14 @@ def test_no_cgroup(tmp_path: Path) -> None:
     [
         ("SHOTCAST_MULTICAST", "0", True),
         ("SHOTCAST_MULTICAST", "1", False),
+        ("SHOTCAST_MULTICAST", "", True),
         ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", True),
         ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0", False),
     ],
 )
-def test_who_switches_multicast_off(monkeypatch: pytest.MonkeyPatch, name: str, text: str, off: bool) -> None:
-    for other in ("SHOTCAST_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
-        monkeypatch.delenv(other, raising=False)
+def test_who_leaves_multicast_off(monkeypatch: pytest.MonkeyPatch, name: str, text: str, off: bool) -> None:
+    monkeypatch.setenv("SHOTCAST_MULTICAST", "1")
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
     monkeypatch.setenv(name, text)
     assert detect.multicast_disabled_by() == (name if off else "")
 
@@ -167,7 +168,7 @@ class TestAdvice:
 
     def test_multicast_off(self, host: HostFacts) -> None:
         facts = self.gpus(host, 2, multicast_disabled_by="SHOTCAST_MULTICAST")
-        assert "SHOTCAST_MULTICAST disables it, so peer stores are used" in self.texts(facts, Level.NOTE)
+        assert "which SHOTCAST_MULTICAST leaves off, so peer stores are used" in self.texts(facts, Level.NOTE)
 
     def test_gpus_apart(self, host: HostFacts) -> None:
         peers = ((True, True, False), (True, True, True), (False, True, True))

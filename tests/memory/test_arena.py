@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -31,13 +32,24 @@ MIB = 1 << 20
 class Machine:
     """Some processes, each a thread, and the blocks that they have in memory."""
 
-    def __init__(self, count: int, multicast: bool = False, room: Sequence[int] | None = None):
+    def __init__(self, count: int, multicast: bool = False, room: Sequence[int] | None = None, waits: bool = False):
         self.processes = [Process() for _ in range(count)]
-        self.arenas = [Arena(process) for process in self.processes]
+        self.waits = [0] * count
+        self.busy: set[int] = set()
+        """The processes in whose device a graph is captured."""
+        self.arenas = [
+            Arena(process, wait=functools.partial(self._wait, number) if waits else None)
+            for number, process in enumerate(self.processes)
+        ]
         self.multicast = multicast
         self.free = list(room or [1 << 60] * count)
         self.made = 0
         self._threads = ThreadPoolExecutor(count)
+
+    def _wait(self, number: int) -> None:
+        if number in self.busy:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.waits[number] += 1
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -280,6 +292,68 @@ def test_room_on_some_ranks_only_is_none(machine: Machine) -> None:
     assert machine.made == 3, "rank 2 has room in the block of three, and rank 1 has none"
     for leases in (pair, mine, other):
         close_all(leases)
+
+
+GPUS = pytest.mark.parametrize("machine", [{"waits": True}], indirect=True)
+
+
+@GPUS
+def test_memory_whose_release_waits_is_kept_and_leased_again(machine: Machine) -> None:
+    """A kernel may wait there for what its rank does only after this. So no lease, close or look may wait for it."""
+    large = KEPT_BYTES + MIB
+    parent, grown = machine.lease([0, 1], MIB), machine.lease([0, 1], large)
+    close_all(grown)
+    del grown
+    gc.collect()
+    kept = Held(block_of(MIB), block_of(MIB) + block_of(large))
+    assert [machine.arenas[rank].held for rank in (0, 1)] == [kept] * 2
+    again = machine.lease([1, 0], large)
+    assert machine.made == 2
+    close_all(again)
+    machine.lease([0, 1], 2 * MIB)[0].abandon()
+    assert machine.waits == [0] * 4
+    machine.busy.add(0)
+    with pytest.raises(RuntimeError, match="capturing"):
+        machine.arenas[0].release()
+    assert machine.arenas[0].held == kept, "nothing is released while a graph is captured"
+    machine.busy.clear()
+    for rank in (0, 1):
+        machine.arenas[rank].release()
+        assert machine.arenas[rank].held == Held(block_of(MIB), block_of(MIB)), "small blocks may be kept"
+    assert machine.waits == [1, 1, 0, 0]
+    close_all(parent)
+    for rank in (0, 1):
+        machine.arenas[rank].release()
+        machine.arenas[rank].release()
+        assert machine.arenas[rank].held == Held(0, 0)
+    assert machine.waits == [2, 2, 0, 0], "nothing to release is nothing to wait for"
+
+
+@GPUS
+def test_ranks_without_memory_release_theirs_together(machine: Machine) -> None:
+    """Memory of a rank is free when no rank maps it, so those with enough release too."""
+    large = KEPT_BYTES + MIB
+    machine.free[1] = large + 2 * MIB
+    parent = machine.lease([0, 1], MIB)
+    close_all(machine.lease([0, 1], large))
+    grown = machine.lease([0, 1], large + PAGE)
+    assert machine.waits == [1, 1, 0, 0]
+    whole = block_of(MIB) + block_of(large + PAGE)
+    assert [machine.arenas[rank].held for rank in (0, 1)] == [Held(whole, whole)] * 2
+    errors = machine.lease([0, 1], large)
+    assert ["rank 1: wanted" in str(error) for error in errors] == [True] * 2
+    assert machine.waits == [1, 1, 0, 0], "there was nothing to release"
+    close_all(grown)
+    machine.busy.add(0)
+    errors = machine.lease([0, 1], large + 2 * PAGE)
+    assert [str(error) for error in errors] == [
+        "rank 0: memory of cpu cannot be released now: operation not permitted when stream is capturing"
+    ] * 2
+    machine.busy.clear()
+    close_all(parent)
+    for rank in (0, 1):
+        machine.arenas[rank].release()
+        assert machine.arenas[rank].held == Held(0, 0)
 
 
 @pytest.mark.parametrize("machine", [{"multicast": True}], indirect=True)

@@ -144,7 +144,7 @@ def _multicast(facts: HostFacts) -> Finding:
     if facts.multicast_disabled_by:
         return Finding(
             Level.NOTE,
-            f"The GPUs offer multicast; {facts.multicast_disabled_by} disables it, so peer stores are used.",
+            f"The GPUs offer multicast, which {facts.multicast_disabled_by} leaves off, so peer stores are used.",
         )
     return Finding(
         Level.GOOD,

@@ -44,7 +44,7 @@ class HostFacts:
         shm_bytes, shm_free_bytes: size and free space of the tmpfs that CPU ranks share; 0 if it does not exist.
         versions: of Python and the libraries; a library that is not installed is absent.
         peer_access: ``peer_access[i][j]`` says whether GPU i may read and write GPU j's memory.
-        multicast_disabled_by: the environment variable that disables multicast, or "".
+        multicast_disabled_by: the environment variable that leaves multicast off, set or not, or "".
         cuda_error: why there is no GPU although this PyTorch is built with CUDA, or "".
     """
 
@@ -239,7 +239,7 @@ def _gpus(torch: Any) -> tuple[tuple[GpuFacts, ...], tuple[tuple[bool, ...], ...
 
 
 def multicast_disabled_by() -> str:
-    """Return the environment variable that disables multicast, or ""."""
+    """Return the environment variable that leaves multicast off, or ""."""
     if not env.multicast():
         return "SHOTCAST_MULTICAST"
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # PyTorch's allocator, which allocates our memory, reads it

@@ -11,10 +11,15 @@ rank never closes, because it was killed, that part stays unused until the block
 
 A block is released when no lease is open in it. While others are open, small empty blocks are kept for the next
 communicator: splits that come and go find their memory mapped.
+
+Releasing memory of a GPU waits for all of its work, also for kernels that wait for what this rank has yet to do, and
+is not allowed while a graph is captured. So blocks there stay, to be leased again, until a communicator that has waited
+for the GPU anyway calls :meth:`Arena.release`, or the ranks of a lease have no memory without them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import secrets
@@ -26,7 +31,7 @@ import torch
 
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.holdings import Held, Notice
-from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target
+from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target, raise_failures
 from shotcast.units import align_up
 
 PAGE = 4096
@@ -100,7 +105,7 @@ class _Block:
         return self.buffer.view(member, start + nbytes - PAGE, (ranks,), torch.int64)
 
     def _is_free(self, part: _Part) -> bool:
-        return not part.open and bool(self.marks(self.own, part.start, part.nbytes, part.ranks).all())
+        return not part.open and all(self.marks(self.own, part.start, part.nbytes, part.ranks).tolist())
 
     @property
     def in_use(self) -> bool:
@@ -171,18 +176,25 @@ class Arena:
         process: a member of its blocks.
         granularity: blocks have multiples of this many bytes.
         name: of the device.
+        wait: waits for all work of the device, before a block may be released; None where that needs no wait.
     """
 
-    def __init__(self, process: Process, granularity: int = PAGE, name: str = "cpu"):
-        self._process, self._granularity, self._name = process, granularity, name
+    def __init__(
+        self,
+        process: Process,
+        granularity: int = PAGE,
+        name: str = "cpu",
+        wait: Callable[[], None] | None = None,
+    ):
+        self._process, self._granularity, self._name, self._wait = process, granularity, name, wait
         self._blocks: list[_Block] = []
         self._lock = threading.Lock()
 
     @property
     def held(self) -> Held:
         """The bytes that are leased now, and those of all blocks."""
+        self._drop_empty()
         with self._lock:
-            self._release_empty()
             return self._held()
 
     def _held(self) -> Held:
@@ -205,8 +217,8 @@ class Arena:
             CollectiveTimeout: naming ranks that did not come.
         """
         nbytes = align_up(nbytes, PAGE) + PAGE
+        self._drop_empty()
         with self._lock:
-            self._release_empty()
             reserved = {block.name: (block, part) for block in self._blocks if (part := block.reserve(nbytes))}
         offered = {name: part.start for name, (_, part) in reserved.items()}
         new_name = f"{self._process.name}/{next(self._process.numbers)}"
@@ -241,7 +253,7 @@ class Arena:
     def _new_block(
         self, group: HostGroup, name: str, members: tuple[str, ...], nbytes: int, allocate: Allocate
     ) -> tuple[_Block, _Part]:
-        buffer = allocate(group, align_up(nbytes, self._granularity))
+        buffer = self._allocated(group, align_up(nbytes, self._granularity), allocate)
         try:
             multicast = all(group.all_gather(bool(buffer.multicast_address)))
         except BaseException:
@@ -254,28 +266,70 @@ class Arena:
             self._blocks.append(block)
         return block, part
 
+    def _allocated(self, group: HostGroup, nbytes: int, allocate: Allocate) -> SymmetricBuffer:
+        """Make the buffer of a block. Where a rank has too little memory, all ranks first release what they can.
+
+        All have to, since memory of a rank is not free while another has it mapped.
+        """
+        try:
+            return allocate(group, nbytes)
+        except ConfigError:
+            if self._wait is None or not any(group.all_gather(self._has_empty())):
+                raise
+        failure = ""
+        try:
+            self.release()
+        except RuntimeError as error:
+            failure = f"memory of {self._name} cannot be released now: {error}"
+        raise_failures(group, failure)
+        return allocate(group, nbytes)
+
+    def _has_empty(self) -> bool:
+        with self._lock:
+            return not all(block.in_use for block in self._blocks)
+
     def give_back(self, part: _Part) -> None:
-        """Note that this rank has closed a lease, and release the blocks that are not worth keeping.
+        """Note that this rank has closed a lease, and release the blocks that are not worth keeping, unless that waits.
 
         A lease may be collected, and so given back, at any moment. If that is while this arena is being worked on, the
         next use of the arena releases the blocks.
         """
         part.open = False
-        if self._lock.acquire(blocking=False):
+        self._drop_empty(blocking=False)
+
+    def release(self) -> None:
+        """Wait for the device, and release the blocks that are not worth keeping.
+
+        Raises RuntimeError, and releases nothing, if the device cannot be waited for, as while a graph is captured.
+        """
+        if self._wait is not None and self._has_empty():
+            self._wait()
+        with self._lock:
+            unused = self._take_empty()
+        for block in unused:  # without the lock, as it may wait for work of other threads
+            block.buffer.close()
+
+    def _drop_empty(self, blocking: bool = True) -> None:
+        if self._lock.acquire(blocking):
             try:
-                self._release_empty()
+                for block in () if self._wait else self._take_empty():
+                    block.buffer.close()
+                self._process.notice.say(self._name, self._held())
             finally:
                 self._lock.release()
 
-    def _release_empty(self) -> None:
+    def _take_empty(self) -> list[_Block]:
+        """Take away the blocks that are not worth keeping, which the caller closes."""
         empty = [block for block in self._blocks if not block.in_use]
         kept = KEPT_BYTES if len(empty) < len(self._blocks) else 0
+        taken = []
         for block in reversed(empty):  # the latest first
             kept -= block.buffer.nbytes
             if kept < 0:
                 self._blocks.remove(block)
-                block.buffer.close()
+                taken.append(block)
         self._process.notice.say(self._name, self._held())
+        return taken
 
 
 def _serves(block: _Block, members: Sequence[str], starts: Sequence[int], multicast: bool) -> bool:
@@ -302,8 +356,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def arena_of(device: torch.device) -> Arena:
     """Return the arena of a device of this process; there is one for all CPU ranks' shared memory."""
-    granularity = PAGE if device.type == "cpu" else 2 << 20
-    return _process.arenas.setdefault(str(device), Arena(_process, granularity, str(device)))
+    name = str(device)
+    if device.type == "cpu":
+        return _process.arenas.setdefault(name, Arena(_process, PAGE, name))
+    wait = functools.partial(torch.cuda.synchronize, device)
+    return _process.arenas.setdefault(name, Arena(_process, 2 << 20, name, wait))
 
 
 def held() -> dict[str, Held]:

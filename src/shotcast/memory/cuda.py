@@ -20,6 +20,7 @@ from shotcast.memory.symmetric import HostGroup, raise_failures
 from shotcast.units import about_size
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class StoreRanks(HostGroup, Protocol):
@@ -49,8 +50,7 @@ class CudaBuffer:
     """
 
     def __init__(self, group: StoreRanks, nbytes: int, device: torch.device, repeated: bool):
-        if not env.multicast():
-            os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        settings = [name for name, wanted in ((_OVERLAPPING, repeated), (_NO_MULTICAST, not env.multicast())) if wanted]
         self.nbytes = nbytes
         failure, tensor = "", None
         with torch.cuda.device(device):
@@ -66,7 +66,7 @@ class CudaBuffer:
             assert tensor is not None
             name = min(group.all_gather(f"shotcast/{secrets.token_hex(8)}"))
             try:
-                with _numbers_may_repeat() if repeated else contextlib.nullcontext():
+                with _pytorch_told(settings):
                     self._handle = _shared(tensor, group, name)
                 tensor.zero_()
             except RuntimeError as error:
@@ -93,20 +93,22 @@ class CudaBuffer:
 
 
 @contextlib.contextmanager
-def _numbers_may_repeat() -> Iterator[None]:
-    """Let PyTorch share memory between ranks whose devices have equal numbers, within this context alone.
+def _pytorch_told(settings: Sequence[str]) -> Iterator[None]:
+    """Set variables to 1 that PyTorch reads when it shares memory, within this context alone.
 
-    It goes without multicast then, which ranks must agree on: later memory may be of ranks that never were in here.
+    With equal numbers of devices it goes without multicast, which ranks must agree on: later memory may be of ranks
+    that never were in here. And memory of others, which the program shares by PyTorch, may have multicast.
     """
-    before = os.environ.get(_OVERLAPPING)
-    os.environ[_OVERLAPPING] = "1"
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(dict.fromkeys(settings, "1"))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_OVERLAPPING]
-        else:
-            os.environ[_OVERLAPPING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import norm_addresses
 from shotcast.memory import driver
+from shotcast.memory.arena import arena_of
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target, raise_failures
@@ -171,9 +172,15 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _host_word(device: torch.device) -> torch.Tensor:
-    """Return a word of the host's memory into which kernels of ``device`` can store."""
-    return torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+def _host_words(device: torch.device) -> torch.Tensor:
+    """Return the words of the host's memory that kernels of ``device`` store to and read."""
+    words = torch.zeros(layout.HOST_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    _words_in_use[words.data_ptr()] = words
+    return words
+
+
+_words_in_use: dict[int, torch.Tensor] = {}
+"""Words by address, until their executor is closed. If it never is, kernels may go on storing there."""
 
 
 def _wait_for_stream(device: torch.device) -> None:
@@ -234,20 +241,26 @@ class TritonExecutor:
         self._algorithms, self._nodes, self._exclusive = algorithms, nodes, exclusive
         failure = ""
         try:
-            self._status = _host_word(device)
+            self._use_words(_host_words(device))
             if on_gpu:
-                driver.side_stream(device.index)  # made here, as the thread of the mark has no context
+                driver.side_stream(device.index)  # made here, as other threads have no context
         except RuntimeError as error:
             failure = f"there is too little memory for a communicator on {device}: {error}"
         raise_failures(group, failure)
-        self._status_word = ctypes.c_int64.from_address(self._status.data_ptr())
         self._timeout_s = timeout_s
-        self._marking, self._gone, self._closed = threading.Lock(), 0, False
+        self._marking, self._closed = threading.Lock(), False
         self.workspaces: list[Workspace] = []
         self._captured = False
         self.room = 0
         self.grow(1)
         self.own_address = self.workspaces[0].context.own_address
+
+    def _use_words(self, words: torch.Tensor) -> None:
+        self._host_words = words
+        self._status_word, self._gone_word, self._wait_word = (
+            ctypes.c_int64.from_address(words.data_ptr() + 8 * at)
+            for at in (layout.HOST_FAULT, layout.HOST_GONE, layout.HOST_WAIT)
+        )
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -329,8 +342,9 @@ class TritonExecutor:
     def grow(self, room: int) -> None:
         """Let later calls use a new workspace, for messages of ``room`` bytes or more. Collective.
 
-        It waits for the other ranks and the current stream; where a large block of memory is released, PyTorch waits
-        for the whole GPU. Calls that were bound before go on using the workspace before.
+        It waits for the other ranks and the current stream, not for others, whose calls may wait for what this rank
+        has yet to do. So the memory of the workspace before is given back but not released
+        (:mod:`shotcast.memory.arena`). Calls that were bound before go on using that workspace.
 
         Raises:
             ConfigError: on all ranks; a rank has too little memory.
@@ -353,7 +367,6 @@ class TritonExecutor:
             if len(self.workspaces) > 1 and not self._captured:
                 unused = self.workspaces.pop()
             self.workspaces.append(workspace)
-            workspace.mark_gone(self._gone)
         if unused is not None:
             unused.close()
         self._captured, self.room = False, where.max_bytes
@@ -377,13 +390,12 @@ class TritonExecutor:
     @torch.inference_mode(False)
     def _workspace(self, memory: Memory, where: Layout) -> Workspace:
         rank, world_size = self._group.rank, self._group.world_size
-        status = self._status.data_ptr()
         workspace = Workspace(
             memory,
             where,
             rank,
             world_size,
-            status,
+            self._host_words.data_ptr(),
             self.device,
             self._algorithms.header,
             self._nodes,
@@ -415,6 +427,17 @@ class TritonExecutor:
         """Return the fault that a finished kernel of this rank has seen, or None. Never synchronises."""
         word = self._status_word.value
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
+
+    def waits(self) -> Fault | None:
+        """Return the call in which this rank has waited for others for :data:`.layout.WAIT_NOTICE_NS`, or None.
+
+        It has the operation, the epoch and the late ranks, as the fault at the deadline would. Kernels say so thousands
+        of times a second; None means that none has since the last look. Never synchronises; any thread may look.
+        """
+        word = self._wait_word.value
+        self._wait_word.value = 0
+        wait = Fault.decode(word & 0xFFFFFFFFFFFFFFFF)
+        return wait if wait.ranks else None
 
     @property
     def stopped(self) -> bool:
@@ -470,30 +493,25 @@ class TritonExecutor:
 
     def _mark_gone(self, rank: int) -> None:
         with self._marking:
-            self._gone |= 1 << rank
-            if self._closed:
-                return
-            for workspace in self.workspaces:
-                workspace.mark_gone(self._gone)
+            self._gone_word.value |= 1 << rank
 
     def idle(self) -> bool:
         """Return whether all work of the current stream has ended."""
         return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     def drain(self) -> None:
-        """Wait for this rank's kernels."""
+        """Wait for this rank's kernels. Memory that was given back is released."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        arena_of(self.device).release()
 
     def clear(self, epoch: int) -> None:
         """Reset all memory to its first state, the last call being number ``epoch``. Between two host barriers."""
         with self._marking:
             for workspace in self.workspaces:
                 workspace.clear(epoch, self._timeout_s)
-            self._status_word.value = 0
-            self.drain()  # marks are stored past the stream
-            for workspace in self.workspaces:
-                workspace.mark_gone(self._gone)
+            self._status_word.value = self._wait_word.value = 0
+            self.drain()  # peers may store there once all ranks have cleared theirs
 
     def close(self) -> None:
         """Give the memory back. This rank has drained; other ranks may not have. A second call does nothing."""
@@ -501,3 +519,5 @@ class TritonExecutor:
             self._closed = True
         for workspace in self.workspaces:
             workspace.close()
+        _words_in_use.pop(self._host_words.data_ptr(), None)
+        arena_of(self.device).release()

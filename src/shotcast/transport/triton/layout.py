@@ -21,9 +21,9 @@ READERS = 1  # programs of the current call that have read EPOCH
 GENERATION = 2  # 0, 1 or 2: the generation that the next call with slots uses
 EXTENT = 3  # [3 generations] quads of slots that the latest call of each has used
 TIMEOUT = 6  # deadline of a call, in ns
-STATUS = 7  # address of the host's copy of the abort word (pinned)
+STATUS = 7  # address of the host's words (pinned), which are below
 CLOCK = 8  # latest time that any waiting program has read
-GONE = 9  # a bit for each rank whose process has ended; the host sets it
+GONE = 9  # a bit for each rank whose process has ended, as programs have found it in the host's word
 ABORT = 16  # 0, or the fault that stopped the communicator (wire.Fault)
 HEADERS = 32  # [2 parities of the epoch][8 ranks][HEADER_WORDS]
 SENT = 64  # [8 peers][CHANNELS] chunks sent to each peer
@@ -38,6 +38,15 @@ MESSAGE_MISMATCH = MESSAGE_READERS + 1  # [2][HEADER_WORDS] the header received,
 WIDE_HEADERS = 1152  # [2 parities of the epoch][16 ranks][HEADER_WORDS], in place of HEADERS, of more than 8 ranks
 PARTS_CAME = 1216  # the epoch of an all_to_all of which a part differs, then [8 ranks] bytes that came, and expected
 CONTROL_WORDS = 2048
+
+# Words of the host's memory, in 64-bit words from the address in STATUS; each has a cache line of its own.
+HOST_FAULT = 0  # the abort word, once a call of this rank has seen it
+HOST_GONE = 8  # a bit for each rank whose process has ended; the host sets it, past all streams
+HOST_WAIT = 16  # what the fault of a call would be that has waited for WAIT_NOTICE_NS; stored again at every check
+HOST_WORDS = 24
+
+WAIT_NOTICE_NS = 5_000_000_000
+"""The wait, in ns, after which a call tells the host which ranks it waits for."""
 
 MOST_RANKS = 16
 """The most ranks that kernels serve which put to other hosts: those that a fault can name at once."""

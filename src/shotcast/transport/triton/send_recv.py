@@ -88,7 +88,7 @@ def await_header(call, peer, peer_region, WORLD: tl.constexpr, WARPS: tl.constex
             stop(call, FAULT_MISMATCH, (call.rank * 0 + 1) << peer, WORLD)
             waiting = waiting * 0
         elif polls % POLLS_PER_CHECK == 0:
-            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
+            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD, TELLS=True)
             waiting = waiting & live
     if (waiting == 0) & (live != 0) & (call.live != 0):
         tl.store(peer_region + RECEIVES_BEGUN + call.rank, call.epoch + 1)
@@ -109,7 +109,7 @@ def await_count(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constex
         waiting = (counted < needed).to(tl.int32)
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
-            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
+            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD, TELLS=True)
             waiting = waiting & live
     return with_status(call, live, started)
 

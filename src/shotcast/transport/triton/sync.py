@@ -59,6 +59,10 @@ TIMEOUT = tl.constexpr(layout.TIMEOUT)
 STATUS = tl.constexpr(layout.STATUS)
 CLOCK = tl.constexpr(layout.CLOCK)
 GONE = tl.constexpr(layout.GONE)
+HOST_FAULT = tl.constexpr(layout.HOST_FAULT)
+HOST_GONE = tl.constexpr(layout.HOST_GONE)
+HOST_WAIT = tl.constexpr(layout.HOST_WAIT)
+WAIT_NOTICE_NS = tl.constexpr(layout.WAIT_NOTICE_NS)
 ABORT = tl.constexpr(layout.ABORT)
 HEADERS = tl.constexpr(layout.HEADERS)
 HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
@@ -155,10 +159,15 @@ def enter(own_address, peers_address, rank, header_size, header_call, WARPS: tl.
 
 
 @triton.jit
+def host_words(own):
+    """Return a pointer to the host's words."""
+    return tl.load(own + STATUS).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
 def report_fault(own, fault):
     """Store the fault in the host's copy of the abort word."""
-    status = tl.load(own + STATUS).to(tl.pointer_type(tl.int64))
-    tl.store(status, fault)
+    tl.store(host_words(own) + HOST_FAULT, fault)
 
 
 @triton.jit
@@ -446,14 +455,25 @@ def await_words(
 
 @triton.jit
 def check_deadline(
-    call, started, late_ranks, BY_HEADERS: tl.constexpr, WORLD: tl.constexpr, EXTENDED_DEADLINE: tl.constexpr = False
+    call,
+    started,
+    late_ranks,
+    BY_HEADERS: tl.constexpr,
+    WORLD: tl.constexpr,
+    EXTENDED_DEADLINE: tl.constexpr = False,
+    TELLS: tl.constexpr = False,
 ):
     """Check for a program that waits: has a peer stopped the call, or has the deadline passed? Returns (started, live).
 
     The deadline counts from the program's first check, over all waits of the call. When it passes, this rank stops the
     call on every rank. The fault names the ranks whose header is missing. If all headers came, or without BY_HEADERS,
     it names the ranks in the bit mask ``late_ranks``, whose data is missing. A rank whose process has ended, which the
-    host marks, is not waited for: the fault names it at once.
+    host marks, is not waited for: the fault names it at once. With TELLS, a program that has waited for WAIT_NOTICE_NS
+    tells the host, at every check, whom it would name; programs that hold tiles leave that to those that do not.
+
+    The host marks in its own memory, since a store to the GPU's would be queued behind kernels that wait. Warps could
+    read different marks there. So each program adds what it reads to a word of the region, by an atomic, and reads that
+    by another, which gives all warps one value.
 
     With EXTENDED_DEADLINE the program waits a quarter longer. This is for a wait for data that peers compute from the
     data of others: a peer that lacks those data then expires first, and names the rank that did not send them.
@@ -464,14 +484,20 @@ def check_deadline(
     if EXTENDED_DEADLINE:
         timeout += timeout // 4
     fault = tl.atomic_add(call.own + ABORT, 0, sem="relaxed", scope="sys")
-    gone = tl.atomic_add(call.own + GONE, 0, sem="relaxed", scope="sys").to(tl.int32)
+    host = host_words(call.own)
+    marks = tl.load(host + HOST_GONE, volatile=True)
+    tl.atomic_or(call.own + GONE, marks, sem="relaxed", scope="gpu")
+    gone = tl.atomic_or(call.own + GONE, marks * 0, sem="relaxed", scope="gpu").to(tl.int32)
     live = (fault == 0).to(tl.int32)
     if started == 0:
         started = now
     expired = now - started > timeout
+    tells = expired & False
+    if TELLS:
+        tells = now - started > WAIT_NOTICE_NS
     if fault != 0:
         report_fault(call.own, fault)
-    elif expired | (gone != 0):
+    elif expired | tells | (gone != 0):
         named = late_ranks
         dead = gone & late_ranks
         if BY_HEADERS:
@@ -491,15 +517,23 @@ def check_deadline(
         elif expired:
             stop(call, FAULT_TIMEOUT, named, WORLD)
             live = live * 0
+        elif tells:
+            tl.store(host + HOST_WAIT, fault_word(call, FAULT_TIMEOUT, named))
     return started, live
+
+
+@triton.jit
+def fault_word(call, kind, ranks):
+    """Return a fault of the call as the abort word holds it (:class:`shotcast.wire.Fault`)."""
+    op = (call.header_call >> OP_AT) & 63
+    fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << FAULT_MASK_AT)  # up to 16 ranks: block 0
+    return fault | (op << FAULT_OP_AT) | (op * 0 + kind << FAULT_KIND_AT)
 
 
 @triton.jit
 def stop(call, kind, ranks, WORLD: tl.constexpr):
     """Stop the call on every rank: set the abort word in every region, and this host's copy of it."""
-    op = (call.header_call >> OP_AT) & 63
-    fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << FAULT_MASK_AT)  # up to 16 ranks: block 0
-    fault = fault | (op << FAULT_OP_AT) | (op * 0 + kind << FAULT_KIND_AT)
+    fault = fault_word(call, kind, ranks)
     lanes = tl.arange(0, MAX_WORLD if WORLD <= MAX_WORLD else MOST_RANKS)
     bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
     tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=(lanes < WORLD) & (bases != 0))
@@ -729,7 +763,7 @@ def exchange_headers(
                 stop(call, FAULT_MISMATCH, ranks_of_cells(differing_cells, RANKS), WORLD)
                 waiting = waiting * 0
             elif polls % POLLS_PER_CHECK == 0:
-                started, live = check_deadline(call, started, call.rank * 0, True, WORLD)
+                started, live = check_deadline(call, started, call.rank * 0, True, WORLD, TELLS=True)
                 waiting = waiting & live
             yield_core()
     if GATE:

@@ -28,7 +28,7 @@ class Workspace:
         memory: symmetric memory of ``where.nbytes``. It has a multicast address on all ranks or on none.
         where: the layout of a region.
         rank, world_size: of the communicator.
-        status_address: the host's word that faults of this rank's calls are reported to.
+        host_address: of the host's words (:data:`.layout.HOST_FAULT` and others), which kernels store to and read.
         device: where the kernels run.
         header_of: ``header_of(plan)``, the header of a plan.
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
@@ -46,7 +46,7 @@ class Workspace:
         where: Layout,
         rank: int,
         world_size: int,
-        status_address: int,
+        host_address: int,
         device: torch.device,
         header_of: Callable[[CallPlan], HeaderWords],
         nodes: int = 1,
@@ -54,7 +54,7 @@ class Workspace:
     ):
         self.memory, self.where = memory, where
         self._rank, self._world = rank, world_size
-        self._status_address, self._device = status_address, device
+        self._host_address, self._device = host_address, device
         self._control = memory.view(rank, 0, (layout.CONTROL_WORDS,), torch.int64)
         table = list(memory.addresses) + [0] * (wire.MAX_WORLD_SIZE - world_size) + [memory.multicast_address]
         self._headers_at, self._header_ranks = layout.HEADERS, wire.MAX_WORLD_SIZE
@@ -147,14 +147,6 @@ class Workspace:
                 texts.setdefault(self._rank, f"expects {expected // item} from rank {sender}")
         return texts
 
-    def mark_gone(self, ranks: int) -> None:
-        """Set the word with a bit for each rank whose process has ended. Any thread may call it, beside kernels."""
-        address = self.context.own_address + 8 * layout.GONE
-        if self._device.type == "cuda":
-            driver.side_stream(self._device.index).write_word(address, ranks)
-        else:
-            ctypes.c_int64.from_address(address).value = ranks
-
     def stop(self, fault: int) -> None:
         """Stop the calls of this workspace for a fault that another node has found. Any thread may call it.
 
@@ -181,7 +173,7 @@ class Workspace:
         words = self.memory.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
         words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
         words[where.slots_at * 4 : where.network_at * 4].fill_(-1)
-        self._control[layout.STATUS] = self._status_address
+        self._control[layout.STATUS] = self._host_address
         self.set_epoch(epoch)
         self.set_timeout(timeout_s)
 
