@@ -593,6 +593,10 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         if capturing:
             raise ConfigError(f"{call.label} would connect ranks inside a graph capture; call it once before")
 
+    def _stream_of_last_call(self) -> torch.cuda.Stream | None:
+        """Return the stream of the last eager call on a GPU, behind all calls so far; None for none to wait for."""
+        return None if self._chain is None else cast("torch.cuda.Stream | None", self._chain.last())
+
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def explain(

@@ -58,6 +58,13 @@ class StreamChain:
             self._follow_eager(self._current_stream(self._device), handle)
         return False
 
+    def last(self) -> Any:
+        """Return the stream of the last eager call, which has waited for all before it.
+
+        None if there was none, or if that stream is being captured now, so that nobody outside can wait for it.
+        """
+        return None if self._eager is None or self._capture_id(self._eager) else self._eager
+
     def _follow_eager(self, stream: Any, handle: int) -> None:
         if self._eager is not None:
             if self._capture_id(self._eager):
