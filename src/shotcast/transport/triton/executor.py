@@ -175,7 +175,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
 
 def _host_word(device: torch.device) -> torch.Tensor:
     """Return a word of the host's memory into which kernels of ``device`` can store."""
-    return torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
 def _wait_for_stream(device: torch.device) -> None:
