@@ -26,6 +26,7 @@ from shotcast.collectives.calls.started import StartedCalls
 from shotcast.collectives.choice.agreement import agree, find_tables, outside_contract, versions
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
+from shotcast.collectives.dropped import CLOSER, Held
 from shotcast.collectives.executor_factory import build_executor
 from shotcast.collectives.fast_path import CpuFastPath, GpuFastPath
 from shotcast.collectives.faults import error_of
@@ -280,6 +281,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self._fast_path = self._own_path  # None while calls that were started may be outstanding
         register(self)
         watch(self)
+        held = Held(self._executor, self._vendor, self._peers, self._chain, self.device)
+        self._dropped = CLOSER.watch(self, held)
         self._check_registered()
 
     def _check_registered(self) -> None:
@@ -741,6 +744,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if self._closed:
                 return
             self._closed = True
+            self._dropped.detach()
             if self._own_path is not None:
                 self._own_path.close()
             self._drain()  # while the ends of processes are still watched, as no call waits for dead ranks

@@ -58,6 +58,11 @@ class StreamChain:
             self._follow_eager(self._current_stream(self._device), handle)
         return False
 
+    @property
+    def has_captured(self) -> bool:
+        """Return whether calls have been captured in graphs, which may be replayed."""
+        return bool(self._captured)
+
     def last(self) -> Any:
         """Return the stream of the last eager call, which has waited for all before it.
 
