@@ -219,15 +219,23 @@ def shapes() -> None:
         assert comm.barrier() is None
 
 
-def many_different_calls(calls: int) -> int:
-    """Make more different calls than a communicator remembers. Return how many it remembers."""
+def many_different_calls(calls: int) -> tuple[int, bool]:
+    """Make more different calls than a communicator remembers, and one again and again.
+
+    Return how many are remembered, and whether that one is among them.
+    """
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         x = torch.ones(calls)
+        comm.all_reduce(x)
+        (hot,) = comm._calls.values()
         for count in range(calls):
+            if count % 1000 == 0:
+                comm.all_reduce(x)
             got = comm.all_reduce(x[:count])
             assert got.numel() == count
             assert not count or float(got[-1]) == comm.world_size
-        return len(comm._calls)
+        remembered = [*comm._calls.values(), *comm._calls._old.values()]
+        return len(remembered), any(call is hot for call in remembered)
 
 
 def sums_with_chunks(algorithms: list[str]) -> tuple[bytes, str]:

@@ -9,7 +9,7 @@ import torch
 
 
 class FakeNccl:
-    """Notes calls in ``calls``; the ``fails_at``-th message raises. Synchronous calls have no work, as from PyTorch 2.8."""
+    """Notes calls in ``calls``; the ``fails_at``-th message raises. Synchronous calls have no work (PyTorch 2.8)."""
 
     def __init__(self, fails_at: int = -1):
         self.calls: list[Any] = []

@@ -11,10 +11,10 @@ KEPT_CALLS = 4096
 
 
 class KeptCalls(dict[Any, Call]):
-    """Calls by their arguments; which are used takes no note, as that would cost each call.
+    """Calls by their arguments. To look one up leaves no trace, as that would cost every call.
 
-    Half of them are young. When more would be, they become the old ones, and the old ones are forgotten. An old call that
-    is made is young again, so one that is made between any 2,048 new ones is never forgotten.
+    Half of them are young. When more would be, these become the old ones, and the old ones are forgotten. An old call
+    that is made is young again, so a call that is made once between any 2,048 new ones is never forgotten.
     """
 
     __slots__ = ("_old",)

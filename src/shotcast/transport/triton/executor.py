@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
@@ -25,7 +28,6 @@ from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
 from shotcast.transport.triton.bound_kernel import BoundKernel
 from shotcast.transport.triton.layout import Layout
-from shotcast.transport.triton.uneven import of_no_size
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op
 
@@ -72,19 +74,28 @@ class Memory(SymmetricBuffer, Protocol):
 
 
 class BoundCall:
-    """A call with its kernels: only the addresses of its tensors are open."""
+    """A call with its kernels: the addresses of its tensors are open, and the sizes of parts that two ranks know."""
 
-    __slots__ = ("_executor", "_pieces", "_plan", "_tensors")
+    __slots__ = ("_executor", "_of_sizes", "_pieces", "_plan", "_sizes", "_tensors")
 
     def __init__(self, executor: TritonExecutor, plan: CallPlan):
         self._executor, self._plan = executor, plan
         self._pieces: dict[bool, tuple[_Piece, ...]] = {}
         self._tensors = ""
+        self._sizes = plan.sizes if plan.op is Op.ALL_TO_ALL_UNEVEN else ()
+        self._of_sizes: Callable[[tuple[int, ...]], Sequence[int]] | None = None
 
-    def run(self, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None) -> None:
+    def run(
+        self,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        norm: NormTensors | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         """Launch the kernels on the current stream. ``x`` and ``out`` are contiguous and of the plan's sizes.
 
-        Those of a fused call (``norm``), and its ``x``, begin at multiples of 16 bytes.
+        Those of a fused call (``norm``), and its ``x``, begin at multiples of 16 bytes. ``sizes`` are those of an
+        uneven all_to_all, in place of the plan's.
         """
         executor = self._executor
         own = executor.own_address
@@ -96,14 +107,18 @@ class BoundCall:
             index = executor.device.index
             if current_device() != index:
                 with torch.cuda.device(executor.device):
-                    self.run(x, out, norm)
+                    self.run(x, out, norm, sizes)
                 return
             stream = raw_stream(index)
         aligned = not (source | target) & 15
+        if sizes := sizes or self._sizes:
+            aligned = aligned and not wire.DTYPES[self._plan.dtype] * functools.reduce(operator.or_, sizes) & 15
         pieces = self._pieces.get(aligned) or self._bind(aligned)
         for launch, start in pieces:
             if self._tensors == "x and out":
                 launch(stream, (source + start, target + start))
+            elif self._of_sizes is not None:
+                launch(stream, (source, target, *self._of_sizes(sizes)))
             elif self._tensors == "x and norm":
                 assert norm is not None
                 launch(stream, (source, *norm_addresses(norm, own)))
@@ -128,14 +143,14 @@ class BoundCall:
             for aligned in (True, False):
                 for piece in self._pieces.get(aligned) or self._bind(aligned):
                     piece.launch.load()
-            if self._plan.op is Op.ALL_TO_ALL_UNEVEN:  # the sizes of other ranks, and of later calls, are not known
-                _launch(self._executor.kernel(of_no_size(self._plan), True)).load()
 
     def _bind(self, aligned: bool) -> tuple[_Piece, ...]:
         pieces = []
         for plan, start in self._executor.pieces(self._plan):
             bound = self._executor.kernel(plan, aligned)
             self._tensors = bound.tensors
+            if isinstance(bound, KernelLaunch):
+                self._of_sizes = bound.of_sizes
             pieces.append(_Piece(_launch(bound), start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
@@ -276,8 +291,6 @@ class TritonExecutor:
         shape, context = plan.launch, self.workspaces[0].context
         # to and from a root go parts as large as those of an all_gather
         alike = dataclasses.replace(plan, op=Op.ALL_GATHER) if plan.op in (Op.GATHER, Op.SCATTER) else None
-        if plan.op is Op.ALL_TO_ALL_UNEVEN:
-            alike = of_no_size(plan)  # the form of all ranks, whatever their sizes
         pieces = [alike] if alike is not None else [piece for piece, _ in self.pieces(plan)]
         sizes = {(context.clears(piece), context.unit(piece), context.in_one_step(piece)) for piece in pieces}
         return (
