@@ -219,6 +219,56 @@ def shapes() -> None:
         assert comm.barrier() is None
 
 
+def first_calls_in_inference_mode() -> None:
+    """Make the first calls of each kind in inference mode, and later ones in it and outside, also on its tensors."""
+
+    def calls(x: torch.Tensor, flags: torch.Tensor) -> None:
+        size = comm.world_size
+        for algorithm in ("auto", "vendor"):
+            assert comm.all_reduce(x, out=x.clone(), algorithm=algorithm)[0] == size
+            assert comm.all_reduce(x, out=out, algorithm=algorithm, reduction="avg")[0] == 1
+            assert comm.all_reduce(flags, out=flags, algorithm=algorithm).all()
+            assert comm.reduce_scatter(x, algorithm=algorithm)[0] == size
+            assert comm.all_gather(x, algorithm=algorithm).sum() == size * x.numel()
+            assert comm.all_to_all(x, algorithm=algorithm)[0] == 1
+            assert comm.broadcast(x, 0, algorithm=algorithm)[0] == 1
+        assert comm.start("all_reduce", x).wait()[0] == size
+        comm.barrier()
+
+    with torch.inference_mode():
+        comm = shotcast.Communicator(timeout_s=60, device="cpu")
+        x, flags = torch.ones(8 * comm.world_size), torch.ones(8, dtype=torch.bool)
+        out = torch.empty_like(x)
+        calls(x, flags)
+    with comm:
+        calls(x, flags)
+        out = torch.empty_like(out)
+        calls(torch.ones(8 * comm.world_size), torch.ones(8, dtype=torch.bool))
+        leaf = torch.ones(8 * comm.world_size, requires_grad=True)
+        comm.all_reduce(leaf).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad[0] == comm.world_size
+        comm.set_timeout(30)
+        with torch.inference_mode():
+            calls(x, flags)
+        comm.reset()
+        calls(x, flags)
+
+
+def calls_with_a_default_device() -> None:
+    """Make calls while tensors are made on another device unless somebody says which."""
+    torch.set_default_device("meta")
+    try:
+        with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+            x = torch.ones(6, device="cpu")
+            for algorithm in ("auto", "vendor"):
+                assert comm.all_reduce(x, algorithm=algorithm).tolist() == [float(comm.world_size)] * 6
+                assert comm.all_gather(x[:0], algorithm=algorithm).device.type == "cpu"
+            comm.barrier()
+    finally:
+        torch.set_default_device(None)
+
+
 def many_different_calls(calls: int) -> tuple[int, bool]:
     """Make more different calls than a communicator remembers, and one again and again.
 
