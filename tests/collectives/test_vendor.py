@@ -99,8 +99,17 @@ def test_first_calls_in_inference_mode_serve_all_modes(env: dict[str, str]) -> N
     shotcast.spawn(targets.first_calls_in_inference_mode, 2, env=env, timeout_s=100)
 
 
-def test_a_default_device_is_harmless() -> None:
-    shotcast.spawn(targets.calls_with_a_default_device, 2, timeout_s=60)
+@pytest.mark.parametrize(
+    ("world_size", "env"),
+    [
+        (2, {}),
+        (2, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}),
+        (3, {"SHOTCAST_RANKS_PER_NODE": "2"}),  # the library serves all calls
+    ],
+    ids=str,
+)
+def test_a_default_device_is_harmless(world_size: int, env: dict[str, str]) -> None:
+    shotcast.spawn(targets.calls_with_a_default_device, world_size, env=env, timeout_s=100)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "max", "bor", "prod", "min", "band"])

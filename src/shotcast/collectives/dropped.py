@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from shotcast.memory import driver
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.05
+"""Time between two looks for the end of a capture."""
+
 
 class Held(NamedTuple):
     """What a communicator has to give back; none of it refers to the communicator."""
@@ -37,7 +41,9 @@ class Held(NamedTuple):
 
     def close(self) -> None:
         """Wait for the kernels, then close all parts."""
-        if self.chain is not None and (stream := self.chain.last()) is not None:
+        if self.chain is not None and self.chain.has_eager:
+            while (stream := self.chain.last()) is None:  # it is being captured
+                time.sleep(_LOOK_S)
             stream.record_event().synchronize()
         self.vendor.close()
         self.peers.close()

@@ -59,6 +59,11 @@ class StreamChain:
         return False
 
     @property
+    def has_eager(self) -> bool:
+        """Return whether there were eager calls."""
+        return self._eager is not None
+
+    @property
     def has_captured(self) -> bool:
         """Return whether calls have been captured in graphs, which may be replayed."""
         return bool(self._captured)
