@@ -219,15 +219,73 @@ def shapes() -> None:
         assert comm.barrier() is None
 
 
-def many_different_calls(calls: int) -> int:
-    """Make more different calls than a communicator remembers. Return how many it remembers."""
+def first_calls_in_inference_mode() -> None:
+    """Make the first calls of each kind in inference mode, and later ones in it and outside, also on its tensors."""
+
+    def calls(x: torch.Tensor, flags: torch.Tensor) -> None:
+        size = comm.world_size
+        for algorithm in ("auto", "vendor"):
+            assert comm.all_reduce(x, out=x.clone(), algorithm=algorithm)[0] == size
+            assert comm.all_reduce(x, out=out, algorithm=algorithm, reduction="avg")[0] == 1
+            assert comm.all_reduce(flags, out=flags, algorithm=algorithm).all()
+            assert comm.reduce_scatter(x, algorithm=algorithm)[0] == size
+            assert comm.all_gather(x, algorithm=algorithm).sum() == size * x.numel()
+            assert comm.all_to_all(x, algorithm=algorithm)[0] == 1
+            assert comm.broadcast(x, 0, algorithm=algorithm)[0] == 1
+        assert comm.start("all_reduce", x).wait()[0] == size
+        comm.barrier()
+
+    with torch.inference_mode():
+        comm = shotcast.Communicator(timeout_s=60, device="cpu")
+        x, flags = torch.ones(8 * comm.world_size), torch.ones(8, dtype=torch.bool)
+        out = torch.empty_like(x)
+        calls(x, flags)
+    with comm:
+        calls(x, flags)
+        out = torch.empty_like(out)
+        calls(torch.ones(8 * comm.world_size), torch.ones(8, dtype=torch.bool))
+        leaf = torch.ones(8 * comm.world_size, requires_grad=True)
+        comm.all_reduce(leaf).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad[0] == comm.world_size
+        comm.set_timeout(30)
+        with torch.inference_mode():
+            calls(x, flags)
+        comm.reset()
+        calls(x, flags)
+
+
+def calls_with_a_default_device() -> None:
+    """Make calls while tensors are made on another device unless somebody says which."""
+    torch.set_default_device("meta")
+    try:
+        with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+            x = torch.ones(6, device="cpu")
+            for algorithm in ("auto", "vendor"):
+                assert comm.all_reduce(x, algorithm=algorithm).tolist() == [float(comm.world_size)] * 6
+                assert comm.all_gather(x[:0], algorithm=algorithm).device.type == "cpu"
+            comm.barrier()
+    finally:
+        torch.set_default_device(None)
+
+
+def many_different_calls(calls: int) -> tuple[int, bool]:
+    """Make more different calls than a communicator remembers, and one again and again.
+
+    Return how many are remembered, and whether that one is among them.
+    """
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         x = torch.ones(calls)
+        comm.all_reduce(x)
+        (hot,) = comm._calls.values()
         for count in range(calls):
+            if count % 1000 == 0:
+                comm.all_reduce(x)
             got = comm.all_reduce(x[:count])
             assert got.numel() == count
             assert not count or float(got[-1]) == comm.world_size
-        return len(comm._calls)
+        remembered = [*comm._calls.values(), *comm._calls._old.values()]
+        return len(remembered), any(call is hot for call in remembered)
 
 
 def sums_with_chunks(algorithms: list[str]) -> tuple[bytes, str]:

@@ -104,6 +104,23 @@ def test_what_ended_captures_left_is_dropped() -> None:
         assert going_on in calls.chain._captured
 
 
+def test_the_stream_of_the_last_eager_call_is_behind_all_calls() -> None:
+    """Who waits for its end, as a barrier on the host does, has waited for the calls of every stream."""
+    calls = Calls(4)
+    one, two, three, captured = calls.streams.all
+    assert calls.chain.last() is None
+    made = {calls.call(stream) for stream in (one, two, three, one)}
+    assert calls.chain.last() is one
+    with calls.streams.captured(captured):
+        calls.call(captured)
+    assert calls.chain.last() is one, "what is captured runs with its replays"
+    assert one.eager == made
+    capture = calls.streams.begin(one)
+    assert calls.chain.last() is None, "an event of a stream that is being captured is in no time"
+    calls.streams.end(capture)
+    assert calls.chain.last() is one
+
+
 def test_an_eager_call_cannot_wait_for_a_stream_that_is_captured_now() -> None:
     calls = Calls(2)
     first, second = calls.streams.all

@@ -36,6 +36,23 @@ def check_differing(found: list[list[tuple[str, tuple[int, ...], tuple[str, ...]
             assert "rank 0: sends 9000 of float32 to rank 1; rank 1: expects 2 from rank 0" in told[3][0]
 
 
+@pytest.mark.parametrize("algorithm", ["one_shot", "vendor"])
+def test_sizes_are_no_calls_of_their_own(algorithm: str) -> None:
+    for remembered, _ in shotcast.spawn(targets.many_sizes, 2, algorithm, 20, timeout_s=60):
+        assert remembered == 1
+
+
+def test_sizes_are_arguments_of_kernels() -> None:
+    for remembered, _ in interpret(targets.many_sizes, 2, "one_shot", 1, env=GPU_COLLECTIVES):
+        assert remembered == 1
+
+
+@pytest.mark.timing
+def test_new_sizes_take_at_most_twice_as_long() -> None:
+    for _, (same, new) in shotcast.spawn(targets.many_sizes, 2, "one_shot", 500, timeout_s=60):
+        assert new < 2 * same
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", GPU_WORLD_SIZES)
 class TestOnGpus:
@@ -45,6 +62,11 @@ class TestOnGpus:
 
     def test_sizes_that_differ(self, world_size: int) -> None:
         check_differing(shotcast.spawn(targets.differing_sizes, world_size, "cuda", timeout_s=200))
+
+    def test_new_sizes_take_the_host_at_most_twice_as_long(self, world_size: int) -> None:
+        for remembered, (same, new) in shotcast.spawn(targets.host_times, world_size, timeout_s=200):
+            assert remembered == 2, "with the barrier"
+            assert new < 2 * same
 
     @pytest.mark.parametrize("most", [60, 300_000])
     def test_graphs(self, world_size: int, most: int) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
 import communicator_targets as targets
 import pytest
 import torch
+import torch.distributed as dist
 
 import shotcast
 from shotcast.collectives.reference import reduced
@@ -55,6 +61,55 @@ def test_two_ranks_that_both_send_first_are_told(kernels: dict[str, str]) -> Non
     assert any(told)
     for text, own in zip(texts, told, strict=True):
         assert own or "The rank that found the mismatch reports the calls" in text
+
+
+def test_nccl_connected_in_inference_mode_counts_calls_in_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts in a tensor of the device, which it makes with the connection."""
+    zeros = torch.zeros
+
+    def unpinned(*shape: int, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        return zeros(*shape, **how)
+
+    def copied(target: Any, source: Any, nbytes: Any, stream: Any) -> int:
+        ctypes.memmove(target, source.value, nbytes.value)
+        return 0
+
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(nccl, "raw_stream", lambda _: 0)
+    monkeypatch.setattr(nccl.driver, "library", lambda: SimpleNamespace(cuMemcpyDtoHAsync_v2=copied))
+    monkeypatch.setattr(nccl.NcclGroup, "_connect", lambda *_: None)
+    monkeypatch.setattr(nccl.NcclGroup, "_enqueue", lambda *_: None)
+    plan = CallPlan(Op.BARRIER, "vendor", "uint8", 0)
+    with torch.inference_mode():
+        group = nccl.NcclGroup(dist.HashStore(), 0, 1, torch.device("cpu"), 5.0, lambda: None)
+        group.run(plan, None, None)
+    group.run(plan, None, None)
+    with torch.no_grad():
+        group.run(plan, None, None)
+    with torch.inference_mode():
+        group.run(plan, None, None)
+    assert group.progress() == (4, 4)
+    assert group._word.fill_(1).item() == 1
+
+
+@pytest.mark.parametrize("env", [{}, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}], ids=str)
+def test_first_calls_in_inference_mode_serve_all_modes(env: dict[str, str]) -> None:
+    shotcast.spawn(targets.first_calls_in_inference_mode, 2, env=env, timeout_s=100)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "env"),
+    [
+        (2, {}),
+        (2, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}),
+        (3, {"SHOTCAST_RANKS_PER_NODE": "2"}),  # the library serves all calls
+    ],
+    ids=str,
+)
+def test_a_default_device_is_harmless(world_size: int, env: dict[str, str]) -> None:
+    shotcast.spawn(targets.calls_with_a_default_device, world_size, env=env, timeout_s=100)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "max", "bor", "prod", "min", "band"])

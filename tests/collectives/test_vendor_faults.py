@@ -337,7 +337,7 @@ class TestCallsOnADevice:
 
     def test_the_deadline(self, parts: Any) -> None:
         parts.device.begun = 1
-        parts.known.recent.append(_Begun("all_to_all", 1, HeaderWords(1 << 47 | 8, 5)))
+        parts.known.recent.append(_Begun("all_to_all", 1, HeaderWords(1 << 47 | 8, 5), 0.2))
         assert 0.19 < self.look(parts, 2) < 0.5
         with pytest.raises(shotcast.CollectiveTimeout, match="all_to_all") as caught:
             parts.vendor.check()
@@ -347,6 +347,20 @@ class TestCallsOnADevice:
     def test_a_changed_deadline(self, parts: Any) -> None:
         parts.device.set_timeout = lambda timeout_s: None
         parts.vendor.set_timeout(60)
+        parts.device.begun = 1
+        assert self.look(parts, 0.5) == 0.5
+
+    def test_each_call_has_the_deadline_that_it_was_made_with(self, parts: Any) -> None:
+        """A deadline of one call is set for the time in which it is enqueued, and the device begins it later."""
+        parts.vendor._timeout_s = 600.0
+        parts.known.recent += [_Begun("all_to_all", 1, None, 0.3), _Begun("broadcast", 2, None, 0.1)]
+        parts.device.begun = 1
+        assert 0.29 < self.look(parts, 2) < 0.6
+        with pytest.raises(shotcast.CollectiveTimeout, match=r"all_to_all.* 0\.3 s"):
+            parts.vendor.check()
+
+    def test_a_long_deadline_of_one_call(self, parts: Any) -> None:
+        parts.known.recent.append(_Begun("all_to_all", 1, None, 600.0))
         parts.device.begun = 1
         assert self.look(parts, 0.5) == 0.5
 

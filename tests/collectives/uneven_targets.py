@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from operation_targets import matrix_of
 from workers import settle, shifted
 
 import shotcast
+from shotcast.transport.cpu.executor import BoundCall
+from shotcast.transport.cpu.waiting import DONE
+from shotcast.wire import Op
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.int16, torch.float64)
 
@@ -66,6 +70,74 @@ def differing_sizes(device: str) -> list[tuple[str, tuple[int, ...], tuple[str, 
         got = comm.all_to_all(x, input_sizes=[2] * size, output_sizes=[2] * size, algorithm="one_shot")
         assert got.tolist() == [2.0 * rank, 2.0 * rank + 1] * size, "calls go on after a reset"
     return found
+
+
+def _sizes(rank: int, size: int, number: int) -> dict[str, list[int]]:
+    """Return sizes of a call that no call of another number has, for 2 ranks and more."""
+    rows = [[number + (i * size + j) % 3 for j in range(size)] for i in range(size)]
+    return {"input_sizes": rows[rank], "output_sizes": [row[rank] for row in rows]}
+
+
+def many_sizes(algorithm: str, count: int) -> tuple[int, list[float]]:
+    """Exchange parts of sizes that no call before had. Return how many calls are remembered, and times.
+
+    The times are those of calls of the same sizes and of others without the exchange, the least of several runs of
+    ``count`` each; of own kernels alone.
+    """
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        x = torch.arange(60_000.0) + 100_000 * rank
+        for number in (0, 1, 3, 900, 2, 0, 5000):
+            sizes = _sizes(rank, size, number)
+            got = comm.all_to_all(x[: sum(sizes["input_sizes"])], algorithm=algorithm, **sizes)
+            wanted, before = [], [sum(_sizes(r, size, number)["input_sizes"][:rank]) for r in range(size)]
+            for r, (start, part) in enumerate(zip(before, sizes["output_sizes"], strict=True)):
+                wanted.append(torch.arange(float(part)) + start + 100_000 * r)
+            assert torch.equal(got, torch.cat(wanted)), (number, got)
+
+        made = next(call.bound for call in comm._calls.values() if call.plan.op is Op.ALL_TO_ALL_UNEVEN)
+        if not (isinstance(made, BoundCall) and algorithm == "one_shot"):
+            return len(comm._calls), []
+        made._function = lambda *_: DONE
+
+        def run(numbers: range | list[int]) -> float:
+            given = [_sizes(rank, size, number) for number in numbers]
+            xs = [x[: sum(sizes["input_sizes"])] for sizes in given]
+            begun = time.thread_time()
+            for part, sizes in zip(xs, given, strict=True):
+                comm.all_to_all(part, algorithm=algorithm, **sizes)
+            return time.thread_time() - begun
+
+        times = [
+            min(run([100 + 5 * count // 2] * count) for _ in range(5)),
+            min(run(range(100 + turn * count, 100 + (turn + 1) * count)) for turn in range(5)),
+        ]
+        return len(comm._calls), times
+
+
+def host_times() -> tuple[int, list[float]]:
+    """Return how many calls are remembered, and the times of the host for sizes of calls before and for new ones."""
+    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+        rank, size = comm.rank, comm.world_size
+        x = torch.ones(20_000, device=comm.device)
+        out = torch.empty_like(x)
+
+        def run(numbers: range | list[int]) -> float:
+            given = [_sizes(rank, size, number) for number in numbers]
+            parts = [(x[: sum(each["input_sizes"])], out[: sum(each["output_sizes"])]) for each in given]
+            comm.barrier()
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for (part, into), sizes in zip(parts, given, strict=True):
+                comm.all_to_all(part, out=into, **sizes)
+            took = time.perf_counter() - begun
+            torch.cuda.synchronize()
+            return took
+
+        run([20, 21, 22, 23, 24])
+        times = [min(run([20] * 200) for _ in range(5)), min(run(range(n, n + 200)) for n in range(100, 1100, 200))]
+        comm.check()
+        return len(comm._calls), times
 
 
 def captured(most: int) -> None:

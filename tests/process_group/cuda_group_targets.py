@@ -12,7 +12,7 @@ from group_targets import backend, values
 
 from shotcast.collectives.rank_device import gpu_of
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout
-from shotcast.process_group import counts
+from shotcast.process_group import counts, torch_private
 
 
 def device() -> torch.device:
@@ -150,6 +150,139 @@ def messages() -> None:
             for work in [start() for start in (starts if rank % 2 == 0 else reversed(starts))]:
                 work.wait()
             assert bool((y == before).all())
+
+
+def inner_calls() -> None:
+    """Make synchronous and asynchronous calls of the NCCL inside, which serves no call of own kernels."""
+    gpu = device()
+    with backend(60.0) as (_, size):
+        for asynchronous in (False, True):
+            x = torch.ones(16, device=gpu).to(torch.float8_e4m3fn)
+            work = dist.all_reduce(x, async_op=asynchronous)
+            assert (work is not None) == asynchronous
+            if work is not None:
+                assert work.wait()
+                assert work.is_success()
+            assert bool((x.float() == size).all())
+            whole = torch.ones(4 * size, device=gpu).to(torch.float8_e5m2)
+            part = torch.empty(4, dtype=torch.float8_e5m2, device=gpu)
+            work = dist.reduce_scatter_tensor(part, whole, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert bool((part.float() == size).all())
+        x = torch.ones(16, device=gpu).to(torch.float8_e4m3fn)
+        work = dist.group.WORLD.allreduce([x], torch_private.AllreduceOptions())  # type: ignore[union-attr]
+        assert work.wait()
+        assert work.is_completed()
+        assert work.get_future().wait()[0] is x
+        assert counts()["all_reduce"] == {"inner": 3}
+
+
+def inference_mode() -> None:
+    """Make the first call of the library in inference mode, and later ones outside."""
+    gpu = device()
+    with backend(60.0) as (_, size):
+        x = torch.ones(12 << 20, device=gpu)
+        out = torch.empty(size * x.numel(), device=gpu)  # longer than messages of own kernels
+        with torch.inference_mode():
+            dist.all_gather_into_tensor(out, x)
+            flags = torch.ones(3 << 26, dtype=torch.bool, device=gpu)
+        for _ in range(2):
+            dist.all_gather_into_tensor(out, x)
+            dist.all_reduce(flags)
+        torch.cuda.synchronize()
+        assert bool((out == 1).all())
+        assert bool(flags.all())
+        assert counts()["all_gather"] == {"library": 3}
+
+
+def barrier_after_streams() -> None:
+    """Return from a barrier behind the calls of every stream, whichever is the current one."""
+    gpu = device()
+    with backend(60.0) as (_, size):
+        x = torch.ones(1024, device=gpu)
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+        for make in (lambda: dist.barrier(), lambda: dist.group.WORLD.barrier(_barrier_on(gpu)).wait()):  # type: ignore[union-attr]
+            streams = [torch.cuda.Stream() for _ in range(3)]
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(500_000_000)
+                    dist.all_reduce(x)
+            make()
+            assert all(stream.query() for stream in streams)
+        assert x[0] == size**7
+
+
+def factors() -> None:
+    """Start sums whose factor is given up at once, behind long work, while its memory is wanted."""
+    gpu = device()
+    with backend(60.0) as (_, size):
+        x = torch.ones(1 << 20, device=gpu)
+        dist.all_reduce(x, op=dist._make_nccl_premul_sum(torch.full((1,), 2.0, device=gpu)))  # type: ignore[attr-defined]
+        assert bool((x == 2.0 * size).all())
+        for number in range(20):
+            y = torch.ones(1 << 20, device=gpu)
+            before = dist.all_reduce(torch.ones(1 << 24, device=gpu), async_op=True)
+            torch.cuda._sleep(20_000_000)
+            factor = torch.full((1,), 2.0 + number, device=gpu)
+            work = dist.all_reduce(y, op=dist._make_nccl_premul_sum(factor), async_op=True)  # type: ignore[attr-defined]
+            del factor
+            others = [torch.full((1,), 99.0, device=gpu) for _ in range(64)]
+            assert before is not None
+            assert work is not None
+            work.wait()
+            assert bool((y == (2.0 + number) * size).all())
+            del others
+
+
+def default_device() -> None:
+    """Make the first calls while new tensors are on the GPU unless somebody says otherwise."""
+    gpu = device()
+    torch.set_default_device(gpu)
+    try:
+        with backend(60.0) as (_, size):
+            x = torch.ones(1024)
+            dist.all_reduce(x)
+            out = torch.empty(size * (12 << 20))
+            dist.all_gather_into_tensor(out, torch.ones(12 << 20))  # by the library
+            host = torch.ones(8, device="cpu")
+            dist.all_reduce(host)
+            torch.cuda.synchronize()
+            assert bool((x == size).all())
+            assert bool((out == 1).all())
+            assert host.tolist() == [float(size)] * 8
+    finally:
+        torch.set_default_device(None)
+
+
+def timeout_of_one_call(asynchronous: bool) -> tuple[str, float]:
+    """Leave rank 1 out of a call by the library that has a deadline of its own; return the error and the seconds."""
+    gpu = device()
+    with backend(100.0) as (rank, size):
+        group = dist.new_group(timeout=timedelta(seconds=100))
+        x = torch.ones(12 << 20, device=gpu)
+        out = torch.empty(size * x.numel(), device=gpu)
+        dist.all_gather_into_tensor(out, x, group=group)
+        torch.cuda.synchronize()
+        dist.barrier()
+        text, begun = "nothing", time.monotonic()
+        try:
+            if rank != 1:
+                options = torch_private.AllgatherOptions()
+                options.timeout, options.asyncOp = timedelta(seconds=3), asynchronous
+                work = group._allgather_base(out, x, options)
+                torch.cuda.synchronize()
+                work.wait()
+                group.allreduce([torch.ones(8, device=gpu)]).wait()
+            else:
+                time.sleep(8)
+        except CollectiveTimeout as error:
+            text = f"{error.reason} after {error.timeout_s:g} s"
+        took = time.monotonic() - begun
+        time.sleep(max(0.0, 9 - took))
+        dist.barrier()
+    return text, took
 
 
 def ddp() -> list[float]:

@@ -9,7 +9,7 @@ import torch
 
 
 class FakeNccl:
-    """Notes calls in ``calls``; the ``fails_at``-th message raises."""
+    """Notes calls in ``calls``; the ``fails_at``-th message raises. Synchronous calls have no work (PyTorch 2.8)."""
 
     def __init__(self, fails_at: int = -1):
         self.calls: list[Any] = []
@@ -22,6 +22,19 @@ class FakeNccl:
         if self._messages - 1 == self._fails_at:
             raise RuntimeError("an error of the library")
         return self._work()
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        assert len(tensors) == 1
+        self.calls.append(("allreduce", opts.asyncOp))
+        return self._work() if opts.asyncOp else None
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        self.calls.append(("allreduce_coalesced", opts.asyncOp))
+        return self._work() if opts.asyncOp else None
+
+    def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any) -> Any:
+        self.calls.append(("_reduce_scatter_base", opts.asyncOp))
+        return self._work() if opts.asyncOp else None
 
     def _work(self) -> Any:
         return SimpleNamespace(wait=lambda: True, is_completed=lambda: True, is_success=lambda: True)
@@ -44,11 +57,11 @@ class FakeNccl:
 
 
 class _OnGpu(torch.Tensor):
-    is_cpu = False
+    is_cpu, is_cuda = False, True
     device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def on_gpu() -> torch.Tensor:
+def on_gpu(count: int = 2) -> torch.Tensor:
     """Return a tensor that says that it lies on a GPU."""
-    return torch.zeros(2).as_subclass(_OnGpu)
+    return torch.zeros(count).as_subclass(_OnGpu)

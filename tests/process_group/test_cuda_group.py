@@ -13,7 +13,13 @@ WORLD_SIZES = [n for n in (2, 4) if enough_gpus(n)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", ["collectives", "streams", "captured", "messages", "bound"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("collectives", "streams", "captured", "messages", "bound"),
+        *("inner_calls", "inference_mode", "barrier_after_streams", "factors", "default_device"),
+    ],
+)
 def test_calls(name: str, world_size: int) -> None:
     shotcast.spawn(getattr(targets, name), world_size, timeout_s=200)
 
@@ -28,6 +34,17 @@ def test_late_ranks_and_calls_that_differ() -> None:
     (late, first), (_, second) = shotcast.spawn(targets.faults, 2, timeout_s=200)
     assert late == "CollectiveTimeout"
     assert (first, second) == ("CollectiveMismatch", "CollectiveMismatch")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("compared", ["1", "0"])
+def test_a_call_of_the_library_has_its_own_deadline(asynchronous: bool, compared: str) -> None:
+    """Kernels that compare headers end at it, and where nothing compares the watch of the library ends the call."""
+    env = {"SHOTCAST_CHECK_VENDOR": compared}
+    (text, took), _ = shotcast.spawn(targets.timeout_of_one_call, 2, asynchronous, env=env, timeout_s=200)
+    assert text.startswith("late")
+    assert took < 8
+    assert compared == "1" or text == "late after 3 s"
 
 
 def test_an_eager_call_takes_at_most_twice_that_of_the_communicator() -> None:

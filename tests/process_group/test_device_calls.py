@@ -23,7 +23,7 @@ from fake_nccl import FakeNccl, on_gpu
 import shotcast
 from shotcast.collectives.started import Handle, Outcome
 from shotcast.errors import CollectiveTimeout, ConfigError, UnsupportedError
-from shotcast.process_group import calls, registration, torch_private
+from shotcast.process_group import calls, registration, torch_private, works
 from shotcast.process_group.group import ShotcastProcessGroup
 from shotcast.process_group.messages import OfThread
 from shotcast.process_group.works import DoneWork, InnerWork, SeveralWorks, StreamWork, ThreadWork
@@ -35,7 +35,7 @@ def group(inners: dict[str, Any]) -> ShotcastProcessGroup:
     torch._C._distributed_c10d.ProcessGroup.__init__(made, 1, 4)
     made._rank, made._world_size, made._name = 1, 4, "of a test"
     made._inners, made._thread, made._quick = inners, OfThread(), 0
-    made._counts = Counter()
+    made._counts, made._on_cpu = Counter(), SimpleNamespace(comm=None)  # type: ignore[assignment]
     made._meaning = lambda op, error, limit_s: error  # type: ignore[method-assign]
     return made
 
@@ -98,6 +98,93 @@ def test_blocks_belong_to_threads() -> None:
     together = found._end_coalescing(torch.device("cpu"))
     assert isinstance(together, SeveralWorks)
     assert together._works == [ours]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_call_of_nccl_without_a_work_is_over(asynchronous: bool) -> None:
+    """PyTorch returns none of a synchronous call, which is on the current stream by then."""
+    found, nccl = of_gpus()
+    one, several = torch_private.AllreduceOptions(), torch_private.AllreduceCoalescedOptions()
+    scatter = torch_private.ReduceScatterOptions()
+    one.asyncOp = several.asyncOp = scatter.asyncOp = asynchronous
+
+    def on_gpus(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.float8_e4m3fn)  # what no own kernel adds up
+
+    x, out = on_gpus(8), on_gpus(2)
+    found._inners["cpu"] = nccl  # the tensors of this test are on the CPU
+    made = [
+        found.allreduce([x], one),
+        found.allreduce_coalesced([x, x], several),
+        found.reduce_scatter_single_coalesced([out], [x], scatter),
+    ]
+    assert [type(work) for work in made] == [
+        InnerWork if asynchronous else DoneWork,
+        InnerWork if asynchronous else DoneWork,
+        SeveralWorks,
+    ]
+    assert [name for name, _ in nccl.calls] == ["allreduce", "allreduce_coalesced", "_reduce_scatter_base"]
+    for work, result in zip(made, ([x], [x, x], [out]), strict=True):
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert all(one is other for one, other in zip(work.result(), result, strict=True))
+        if not asynchronous:
+            assert work.get_future().wait() is not None
+    found._start_coalescing(torch.device("cuda"))
+    found.allreduce([x], one)
+    assert found._end_coalescing(torch.device("cuda")).wait()
+    assert found.counts()["all_reduce"] == {"inner": 2}
+
+
+def test_a_batch_of_nccl_without_a_work_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, nccl = of_gpus()
+    monkeypatch.setattr(nccl, "_work", lambda: None)
+    found._start_coalescing(torch.device("cuda"))
+    work = found._message("send", on_gpu(), 2, 0)
+    together = found._end_coalescing(torch.device("cuda"))
+    assert work.wait()
+    assert together.wait()
+    assert together.is_completed()
+    assert found._message("recv", on_gpu(), 2, 0).wait()
+
+
+def test_what_is_left_to_do_is_done_where_there_is_no_work() -> None:
+    finished: list[bool] = []
+    assert works.inner_work(None, [3], lambda error, _: error, lambda: finished.append(True)).wait()
+    assert finished == [True]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda found, x, out, opts: found.allreduce([x], opts.AllreduceOptions),
+        lambda found, x, out, opts: found.allreduce_coalesced([x], opts.AllreduceCoalescedOptions),
+        lambda found, x, out, opts: found.reduce([x], opts.ReduceOptions),
+        lambda found, x, out, opts: found.reduce_scatter([out], [[out] * 4], opts.ReduceScatterOptions),
+        lambda found, x, out, opts: found.reduce_scatter_single(out, x, opts.ReduceScatterOptions),
+        lambda found, x, out, opts: found.reduce_scatter_single_coalesced([out], [x], opts.ReduceScatterOptions),
+    ],
+)
+def test_a_call_uses_the_factor_of_its_sum(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream of an asynchronous call reads it later, when another tensor might have its memory."""
+    found, factor, used = group({}), on_gpu(1), list[Any]()
+
+    def options(name: str) -> Any:
+        made = getattr(torch_private, name)()
+        made.reduceOp = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
+        made.asyncOp = True
+        return made
+
+    names = ("AllreduceOptions", "AllreduceCoalescedOptions", "ReduceOptions", "ReduceScatterOptions")
+    given = SimpleNamespace(**{name: options(name) for name in names})
+    monkeypatch.setattr(found, "_own", lambda op, make, result, operands, *_: used.extend(operands))
+    make(found, torch.ones(8), torch.ones(2), given)
+    assert not any(one is factor for one in used)
+    monkeypatch.setattr(torch_private, "premul_factor", lambda _: factor)
+    make(found, torch.ones(8), torch.ones(2), given)
+    assert any(one is factor for one in used)
 
 
 class _FakeGloo:
@@ -302,18 +389,18 @@ def test_a_barrier_on_the_host_waits_for_gpus_and_tells_of_their_faults(monkeypa
         call(SimpleNamespace(calls_by_library=0, barrier=lambda: happened.append("barrier")))
 
     of_gpus, gpu = group({}), torch.device("cuda", 0)
-    started, current = _Stream("started calls", happened), _Stream("calls", happened)
+    last, current = _Stream("the last call", happened), _Stream("calls", happened)
     of_gpus._calls = {
         torch.device("cpu"): SimpleNamespace(comm=None, make=make),
-        gpu: SimpleNamespace(comm=SimpleNamespace(check=check), stream=started),
-        torch.device("cuda", 1): SimpleNamespace(comm=None, stream=None),
+        gpu: SimpleNamespace(comm=SimpleNamespace(check=check, _stream_of_last_call=lambda: last)),
+        torch.device("cuda", 1): SimpleNamespace(comm=None),
     }
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(ConfigError, match="stopped"):
         of_gpus.barrier()
-    recorded = ["record calls", "record started calls", "issued"]
-    assert happened == [*recorded, "end of calls", "end of started calls", "barrier", "check"]
+    recorded = ["record calls", "record the last call", "issued"]
+    assert happened == [*recorded, "end of calls", "end of the last call", "barrier", "check"]
 
 
 def test_a_group_is_bound_to_a_device_while_it_is_initialised_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shotcast.collectives.registry import registered
 from shotcast.device.triton.launch import Launch
-from shotcast.errors import UnsupportedError
-from shotcast.transport.triton import layout
-from shotcast.transport.triton.binding import KernelContext
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.transport.triton import executor as executor_module
+from shotcast.transport.triton import layout, uneven
+from shotcast.transport.triton.binding import SIZED, KernelContext
 from shotcast.transport.triton.executor import TritonExecutor
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.multimem import multimem_all_reduce
@@ -136,3 +139,41 @@ def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: 
         forms = {executor.form(dataclasses.replace(plan, nbytes=size)) for size in sizes}
     assert (len(forms) == 1) == (compiled[0] == compiled[1])
     assert compiled[0] != compiled[1] or sizes == (1 << 16, 16)
+
+
+def test_the_sizes_of_an_uneven_call_are_arguments_of_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes launch the same kernel, which knows only whether all of them are multiples of 16 bytes."""
+    shape = LaunchShape(64, 2048, 16, 1 << 16)
+    executor = executor_of_four()
+    executor.own_address, executor.device = 1 << 40, torch.device("cpu")
+    bound = executor.bind(CallPlan(Op.ALL_TO_ALL_UNEVEN, "one_shot", "bfloat16", 0, launch=shape))
+    given: list[tuple[bool, dict[str, int]]] = []
+    for aligned in (True, False):
+        ((launch, _),) = bound._bind(aligned)
+        assert launch._open_names == ("x", "out", *SIZED)
+        assert not any(launch._arguments[name] for name in SIZED)
+        assert launch._arguments["UNIT"] == (16 if aligned else 2)
+
+        def keep(stream: int, values: Sequence[int], aligned: bool = aligned) -> None:
+            given.append((aligned, dict(zip(("x", "out", *SIZED), values, strict=True))))
+
+        bound._pieces[aligned] = (bound._pieces[aligned][0]._replace(launch=keep),)
+    x, out = torch.zeros(1 << 20, dtype=torch.bfloat16), torch.zeros(1 << 20, dtype=torch.bfloat16)
+    assert not (x.data_ptr() | out.data_ptr()) & 15
+    monkeypatch.setattr(executor_module, "INTERPRETED", True)  # no stream
+    bound.run(x, out, None, (8, 0, 24, 400_000, 16, 0, 32, 200_000))
+    bound.run(x, out, None, (8, 1, 24, 40, 16, 1, 32, 200))
+    with pytest.raises(ConfigError, match=r"takes .* steps through a window"):
+        bound.run(x, out, None, (1 << 50, 0, 0, 0, 0, 0, 0, 0))
+    (aligned, first), (other, second) = given
+    assert (aligned, other) == (True, False)
+    assert (first["x"], first["out"]) == (x.data_ptr(), out.data_ptr())
+    # rank 1 of four sends to 2, 3 and 0, in this order
+    assert [first[f"size{i}"] for i in range(7)] == [48, 800_000, 16, 0, 0, 0, 0]
+    assert [first[f"first{i}"] for i in range(7)] == [16, 64, 0, 0, 0, 0, 0]
+    assert [first[f"start{i}"] for i in range(9)] == [0, 32, 32, 96, *[400_096] * 5]
+    assert (first["own_first"], first["own_start"], first["own_nbytes"]) == (16, 32, 0)
+    assert (first["longest_sent"], first["longest_received"]) == (800_000, 400_000)
+    head = uneven.head_bytes(executor.workspaces[0].context)
+    assert first["chunks_sent"] == -(-(800_000 - head) // (1 << 16)) > 0
+    assert (second["own_nbytes"], second["longest_sent"], second["chunks_sent"]) == (2, 80, 0)

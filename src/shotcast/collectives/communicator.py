@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from shotcast.collectives.calls.started import StartedCalls
 from shotcast.collectives.choice.agreement import agree, find_tables, outside_contract, versions
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
+from shotcast.collectives.dropped import CLOSER, Held
 from shotcast.collectives.executor_factory import build_executor
 from shotcast.collectives.fast_path import CpuFastPath, GpuFastPath
 from shotcast.collectives.faults import error_of
@@ -34,6 +36,7 @@ from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths, grow
 from shotcast.collectives.interface import BatchExecutor
+from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
@@ -54,7 +57,6 @@ DEFAULT_TIMEOUT_S = 600.0
 """The default deadline of a call; a rank may write a checkpoint meanwhile. Dead ranks are not waited for."""
 MAX_WORKSPACE_MESSAGE = 512 << 20
 """The largest value of ``max_bytes``."""
-_KEPT_CALLS = 4096
 _PATIENCE_S = 0.5
 """How long the host of a GPU waits for the others in a call that has not been made before.
 
@@ -211,7 +213,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self.device = torch.device("cuda", 0) if nodes.own_gpus else device
         self.max_bytes = DEFAULT_MAX_BYTES[self.device.type] if max_bytes is None else max_bytes
         self._lock = threading.Lock()
-        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._calls = KeptCalls()
         self._chain = StreamChain(self.device, replays=not exclusive) if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._checks_vendor = env.check_vendor()
@@ -306,6 +308,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self._fast_path = self._own_path  # None while calls that were started may be outstanding
         register(self)
         watch(self)
+        held = Held(self._executor, self._vendor, self._peers, self._chain, self.device)
+        self._dropped = CLOSER.watch(self, held)
         self._check_registered()
 
     def _check_registered(self) -> None:
@@ -453,19 +457,22 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             dtype = None if whole is None else whole.dtype
             if count is None:
                 count = 0 if whole is None else whole.numel()
+            of_two: tuple[int, ...] = ()
+            if op is Op.ALL_TO_ALL_UNEVEN:  # two ranks each know a size, so nothing that ranks agree on goes by it
+                sizes, of_two = of_two, sizes
             key: tuple[Any, ...] = (count, dtype, algorithm, reduction)  # what the fast path looks up
             if sms is not None:
                 sm_budget(sms)  # True and 16.0 would find what 1 and 16 have left
             if op is not Op.ALL_REDUCE or capturing or launch is not None or sms is not None:
                 key = (*key, op, root, sizes, norm, capturing, launch, sms)
-            call = self._calls.get(key)
+            call = self._calls.get(key) or self._calls.recall(key)
             if call is None:
                 problem = self._resolver.problem(op, dtype, count, reduction, root, sizes, norm, sms)
-                call = self._kept(key, self._resolver.resolve(problem, algorithm, capturing, launch))
+                call = self._calls.keep(key, self._resolver.resolve(problem, algorithm, capturing, launch))
             if self._growths is not None and call.needs and algorithm == "auto":
                 call = self._within_workspace(call, capturing, op, dtype, count, reduction, root, sizes, norm, sms)
             if norm is None or not call.by_library:
-                self._execute(call, x, out, capturing, tensors)
+                self._execute(call, x, out, capturing, tensors, of_two)
             elif not capturing:
                 self._compile(call, capturing)  # the same call captured may take an own kernel
             if self._chain is not None and self.world_size > 1:
@@ -496,9 +503,10 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if self._closed:
                 raise ClosedError(f"{own.plan.op.label}: this communicator was closed")
             capturing = self._chain.enter() if self._chain is not None else False
-            call = self._calls.get((own, capturing))
+            key = own, capturing
+            call = self._calls.get(key) or self._calls.recall(key)
             if call is None:
-                call = self._kept((own, capturing), self._resolver.resolve_kernel(own))
+                call = self._calls.keep(key, self._resolver.resolve_kernel(own))
             self._prepare(call, capturing)
             assert call.kernel is not None
             with torch.cuda.nvtx.range(call.label) if self._nvtx else contextlib.nullcontext():
@@ -509,13 +517,6 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 self._chain.leave(capturing)
         finally:
             self._lock.release()
-
-    def _kept(self, key: tuple[Any, ...], call: Call) -> Call:
-        """Remember a call, and return it."""
-        if len(self._calls) >= _KEPT_CALLS:
-            self._calls.clear()
-        self._calls[key] = call
-        return call
 
     def _run_at_once(self, executor: BatchExecutor, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> bool:
         if self._starter is not None:
@@ -532,10 +533,10 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             plans, announce = [], self._first_use.announce if self._first_use is not None else None
             for op, x, peer in messages:
                 key = op, x.numel(), x.dtype, peer
-                call = self._calls.get(key)
+                call = self._calls.get(key) or self._calls.recall(key)
                 if call is None:
                     problem = self._resolver.problem(op, x.dtype, x.numel(), "sum", peer, (), None)
-                    call = self._kept(key, self._resolver.resolve(problem, "auto", False))
+                    call = self._calls.keep(key, self._resolver.resolve(problem, "auto", False))
                 if call.by_library:
                     return False
                 plans.append((call.plan, x))
@@ -585,6 +586,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         out: torch.Tensor | None,
         capturing: bool,
         tensors: NormTensors | None,
+        sizes: tuple[int, ...],
     ) -> None:
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
@@ -592,11 +594,11 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             return
         self._prepare(call, capturing)
         if not self._nvtx:
-            self._launch(call, x, out, tensors)
+            self._launch(call, x, out, tensors, sizes)
             return
         torch.cuda.nvtx.range_push(call.label)
         try:
-            self._launch(call, x, out, tensors)
+            self._launch(call, x, out, tensors, sizes)
         finally:
             torch.cuda.nvtx.range_pop()
 
@@ -614,11 +616,16 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             self._check_vendor_calls(call, capturing)
 
     def _launch(
-        self, call: Call, x: torch.Tensor | None, out: torch.Tensor | None, tensors: NormTensors | None
+        self,
+        call: Call,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        tensors: NormTensors | None,
+        sizes: tuple[int, ...],
     ) -> None:
         executor = self._executor
         if executor is not None and call.bound is not None and (self._checks_vendor or not call.by_library):
-            call.bound.run(x, out, tensors)
+            call.bound.run(x, out, tensors, sizes)
             if self._chain is None and (fault := executor.fault()):
                 raise self._error(fault)
         if call.by_library:
@@ -626,7 +633,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 torch.cuda.current_stream(self.device).synchronize()  # until the headers have been compared
                 self.check()
             try:
-                self._vendor.run(call.plan, x, out)
+                self._vendor.run(dataclasses.replace(call.plan, sizes=sizes) if sizes else call.plan, x, out)
             except ShotcastError:
                 self.check()  # a fault that own kernels report is the cause
                 raise
@@ -636,6 +643,10 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self._vendor.check()
         if capturing:
             raise ConfigError(f"{call.label} would connect ranks inside a graph capture; call it once before")
+
+    def _stream_of_last_call(self) -> torch.cuda.Stream | None:
+        """Return the stream of the last eager call on a GPU, behind all calls so far; None for none to wait for."""
+        return None if self._chain is None else cast("torch.cuda.Stream | None", self._chain.last())
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -786,6 +797,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if self._closed:
                 return
             self._closed = True
+            self._dropped.detach()
             if self._own_path is not None:
                 self._own_path.close()
             self._drain()  # while the ends of processes are still watched, as no call waits for dead ranks

@@ -56,7 +56,7 @@ def _input(problem: CollectiveProblem, elements: int, rank: int, dtype: torch.dt
     """Return the input of a rank: uniform in -1..1, integers in -100..100."""
     count = elements if problem.op is Op.ALL_GATHER else elements * problem.topology.world_size
     generator = torch.Generator().manual_seed(1000 * int(problem.op) + rank)
-    values = torch.empty(count).uniform_(-1.0, 1.0, generator=generator)
+    values = torch.empty(count, device="cpu").uniform_(-1.0, 1.0, generator=generator)
     return values.to(dtype) if dtype.is_floating_point else (100 * values).to(dtype)
 
 

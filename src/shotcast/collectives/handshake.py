@@ -22,7 +22,13 @@ class Handshake:
     def __init__(self, own: BoundCall, answer: BoundCall):
         self._in_turn = own, answer
 
-    def run(self, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None) -> None:
+    def run(
+        self,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        norm: NormTensors | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         """Exchange the headers; the tensors are left alone."""
         for bound in self._in_turn:
             bound.run(None, None)

@@ -171,7 +171,13 @@ Enqueue = Callable[[int, Sequence[Any]], None]
 class BoundCall(Protocol):
     """A call plan that an executor has bound to its kernels; it is run again and again with other tensors."""
 
-    def run(self, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None) -> None: ...
+    def run(
+        self,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        norm: NormTensors | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None: ...
     def one_launch(self, aligned: bool) -> Enqueue | None: ...
     def load(self) -> None: ...
 

@@ -176,7 +176,7 @@ def fp8_error_bound(xs: Iterable[torch.Tensor]) -> torch.Tensor:
     Each part, and their sum, is rounded to e4m3 with the scale of its block; ``docs/reference/numerics.md`` has the
     bound, here with the largest value of all.
     """
-    parts, total = torch.zeros(()), torch.zeros(())
+    parts, total = torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
     for x in xs:
         parts, total = parts + _e4m3_error(x.abs()), total + x
     return parts + _e4m3_error(total.abs() + parts)
@@ -191,7 +191,7 @@ def rounded_nodes_error_bound(xs: Iterable[torch.Tensor], dtype: torch.dtype | N
         dtype: float16 or bfloat16; None for a bound that holds for both, that of bfloat16.
     """
     unit = torch.finfo(torch.bfloat16 if dtype is None else dtype).eps / 2
-    magnitude, ranks = torch.zeros(()), 0
+    magnitude, ranks = torch.zeros((), device="cpu"), 0
     for x in xs:
         magnitude, ranks = magnitude + x.abs(), ranks + 1
     return (unit + ranks * 2.0**-23) * magnitude

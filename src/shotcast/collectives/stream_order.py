@@ -63,6 +63,8 @@ class StreamChain:
         handle = self._raw_stream(self._index)
         if self._last is not None:
             self._last.wait(handle)
+            if handle != self._eager_handle:
+                self._eager, self._eager_handle = self._current_stream(self._device), handle
         elif handle != self._eager_handle:
             self._follow_eager(self._current_stream(self._device), handle)
         return False
@@ -75,6 +77,23 @@ class StreamChain:
                 self._last.record_captured(stream)
             else:
                 self._last.record(stream)
+
+    @property
+    def has_eager(self) -> bool:
+        """Return whether there were eager calls."""
+        return self._eager is not None
+
+    @property
+    def has_captured(self) -> bool:
+        """Return whether calls have been captured in graphs, which may be replayed."""
+        return bool(self._captured)
+
+    def last(self) -> Any:
+        """Return the stream of the last eager call, which has waited for all before it.
+
+        None if there was none, or if that stream is being captured now, so that nobody outside can wait for it.
+        """
+        return None if self._eager is None or self._capture_id(self._eager) else self._eager
 
     def _follow_eager(self, stream: Any, handle: int) -> None:
         if self._eager is not None:

@@ -155,7 +155,7 @@ def _peer_errors(rank: int) -> Iterator[None]:
 
 def _broadcast_invitation(job: Communicator, invitation: Any) -> Any:
     """Broadcast the address and key of rank 0's listener, and return them on every rank."""
-    page = torch.zeros(_INVITATION_BYTES, dtype=torch.uint8)
+    page = torch.zeros(_INVITATION_BYTES, dtype=torch.uint8, device="cpu")
     if job.rank == 0:
         data = pickle.dumps(invitation)
         page[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -16,7 +16,7 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
 
     PyTorch does not reuse it before the copies from it are done.
     """
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def copy_to_device(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:

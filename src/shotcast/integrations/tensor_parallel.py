@@ -173,9 +173,9 @@ def _obstacles(group: dist.ProcessGroup, asked: bool, why: str) -> tuple[bool, s
     Collective. The deadline is longer than that of the construction, whose others may wait for a rank that has failed.
     """
     text = why.encode()[: _REASON_BYTES - 2]
-    own = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
+    own = torch.zeros(_REASON_BYTES, dtype=torch.uint8, device="cpu")
     own[0], own[1] = asked, bool(why)
-    own[2 : 2 + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    own[2 : 2 + len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     work = dist.all_gather(rows, own, group=group, async_op=True)
     assert work is not None

@@ -87,9 +87,9 @@ class Rope:
         if self.rope_type == "dynamic":
             stretched = max(positions / self.original_max_position, 1.0)
             theta *= (1 + self.factor * (stretched - 1)) ** (head_dim / (head_dim - 2))
-        base = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        base = 1.0 / theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
         if self.divisors is not None:
-            return base / torch.tensor(self.divisors)
+            return base / torch.tensor(self.divisors, device="cpu")
         if self.rope_type == "linear":
             return base / self.factor
         if self.rope_type == "llama3":
@@ -105,7 +105,7 @@ class Rope:
 
             low = max(math.floor(pair_of(self.beta_fast)), 0)
             high = min(math.ceil(pair_of(self.beta_slow)), head_dim - 1)
-            ramp = (torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)
+            ramp = (torch.arange(head_dim // 2, device="cpu").float() - low) / max(high - low, 0.001)
             unscaled = 1 - ramp.clamp(0, 1)
             return unscaled * base + (1 - unscaled) * base / self.factor
         return base
@@ -121,6 +121,6 @@ class Rope:
 
         They are computed in float32 throughout, as in training and in other implementations.
         """
-        angles = torch.arange(positions).float()[:, None] * self.frequencies(head_dim, positions)
+        angles = torch.arange(positions, device="cpu").float()[:, None] * self.frequencies(head_dim, positions)
         magnitude = self.magnitude()
         return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)

@@ -56,7 +56,7 @@ class DeviceStepTimer:
         from shotcast.kernels.triton.timestamps import SpanTimers
 
         self._timers = SpanTimers(2, device)
-        self._host_totals = torch.zeros(2, 2, dtype=torch.int64).pin_memory()
+        self._host_totals = torch.zeros(2, 2, dtype=torch.int64, device="cpu").pin_memory()
         self._arrived = torch.cuda.Event()
         self._latest_totals = [[0, 0], [0, 0]]
         self._cost: TimestampCost | None = None

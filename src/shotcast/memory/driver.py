@@ -69,7 +69,7 @@ def new_stream(device: torch.device) -> torch.cuda.ExternalStream:
     Those that PyTorch makes come round again after 32. Captures may be under way.
     """
     made, non_blocking = ctypes.c_void_p(), 1
-    with _relaxed():
+    with relaxed():
         check(library().cuStreamCreate(ctypes.byref(made), non_blocking), "creating a stream")
     handle = made.value
     assert handle is not None
@@ -79,12 +79,12 @@ def new_stream(device: torch.device) -> torch.cuda.ExternalStream:
 
 
 def _destroy(handle: int) -> None:
-    with _relaxed():
+    with relaxed():
         library().cuStreamDestroy_v2(ctypes.c_void_p(handle))  # its work goes on
 
 
 @contextlib.contextmanager
-def _relaxed() -> Iterator[None]:
+def relaxed() -> Iterator[None]:
     """Let this thread make calls that could disturb a capture, if they were ordered with it."""
     mode = ctypes.c_int(2)
     check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "relaxing captures")

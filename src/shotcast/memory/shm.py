@@ -217,7 +217,7 @@ class ShmBuffer:
                 f"there are {self._nbytes} bytes on each of {len(self._maps)} ranks"
             )
         if count == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return torch.frombuffer(self._maps[rank], dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
     def close(self) -> None:

@@ -163,7 +163,8 @@ def _values(tensor: _StoredTensor, stored: np.ndarray, left: int, right: int) ->
         return torch.from_numpy(np.array(stored[:, left:right]))
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not len(stored) or left == right:
-        return torch.empty(len(stored), right - left, dtype=torch.bfloat16 if kind.name == "BF16" else torch.float32)
+        dtype = torch.bfloat16 if kind.name == "BF16" else torch.float32
+        return torch.empty(len(stored), right - left, dtype=dtype, device="cpu")
     first, last = left // block, -(-right // block)
     part = np.array(stored[:, first * block_bytes : last * block_bytes])
     if kind.name == "BF16":

@@ -33,7 +33,10 @@ class RandomWeights(Checkpoint):
         self._seed = seed
         longest = max(shape[-1] for shape in shapes.values())
         # made on the CPU, since the generator of a GPU gives other numbers
-        table = torch.randn(_TABLE_SIZE + longest, generator=torch.Generator().manual_seed(seed)) * _STANDARD_DEVIATION
+        table = (
+            torch.randn(_TABLE_SIZE + longest, generator=torch.Generator().manual_seed(seed), device="cpu")
+            * _STANDARD_DEVIATION
+        )
         self._table = table.to(device, dtype)
 
     def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:

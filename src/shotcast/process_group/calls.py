@@ -88,7 +88,7 @@ class Calls:
             comm.all_reduce(_scaled(own, factor), out=data.outputs[0], reduction=name)
             data.finish()
 
-        return self._own("all_reduce", make, [given], data.all(), opts, x.device)
+        return self._own("all_reduce", make, [given], data.all(factor), opts, x.device)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> DoneWork:
         """Reduce tensors of all ranks, in place."""
@@ -109,7 +109,7 @@ class Calls:
             comm.all_reduce_coalesced(own, outs=data.outputs, reduction=name)
             data.finish()
 
-        return self._own("all_reduce_coalesced", make, list(tensors), data.all(), opts, xs[0].device)
+        return self._own("all_reduce_coalesced", make, list(tensors), data.all(factor), opts, xs[0].device)
 
     def reduce(self, tensors: Any, opts: Any = None, root: int = 0, op: Any = None) -> DoneWork:
         """Reduce a tensor of all ranks to one of them, in place there."""
@@ -134,7 +134,7 @@ class Calls:
             comm.reduce(_scaled(own, factor), opts.rootRank, out=out, reduction=name)
             data.finish()
 
-        return self._own("reduce", make, [given], data.all(), opts, x.device)
+        return self._own("reduce", make, [given], data.all(factor), opts, x.device)
 
     def reduce_scatter(self, outputs: Any, inputs: Any = None, opts: Any = None, op: Any = None) -> DoneWork:
         """Reduce the i-th tensor of a list of all ranks to rank i."""
@@ -165,7 +165,7 @@ class Calls:
                 flat(data.outputs[0]).copy_(own[before : before + out.numel()])
             data.finish()
 
-        return self._own("reduce_scatter", make, [given], data.all(), opts, out.device)
+        return self._own("reduce_scatter", make, [given], data.all(factor), opts, out.device)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
         """Reduce the i-th part of a tensor of all ranks to rank i."""
@@ -192,7 +192,7 @@ class Calls:
             comm.reduce_scatter(source, out=flat(data.outputs[0]), reduction=name)
             data.finish()
 
-        return self._own("reduce_scatter", make, [output], data.all(), opts, out.device)
+        return self._own("reduce_scatter", make, [output], data.all(factor), opts, out.device)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Reduce the i-th parts of tensors of all ranks to rank i."""
@@ -219,7 +219,7 @@ class Calls:
             comm.reduce_scatter_coalesced(sources, outs=[flat(out) for out in data.outputs], reduction=name)
             data.finish()
 
-        return self._own("reduce_scatter_coalesced", make, list(outputs), data.all(), opts, outs[0].device)
+        return self._own("reduce_scatter_coalesced", make, list(outputs), data.all(factor), opts, outs[0].device)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 

@@ -171,11 +171,6 @@ class DeviceCalls:
         """Return the error of a wait that ended before its call."""
         return CollectiveTimeout(self._meeting.rank, self._meeting.ended(), op, 0, limit_s, "pending")
 
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """The stream of asynchronous calls on a GPU, if there was one."""
-        return self._starter.stream if isinstance(self._starter, StreamStarter) else None
-
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls."""
         self.timeout_s = timeout_s

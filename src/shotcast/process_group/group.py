@@ -27,7 +27,7 @@ from shotcast.process_group.messages import Batch, HeldWork, Message, OfThread, 
 from shotcast.process_group.names import BACKEND
 from shotcast.process_group.served import INNER, LIBRARY, MOVED_AS_THEY_ARE, OWN, Way, way_of
 from shotcast.process_group.torch_private import is_profiled
-from shotcast.process_group.works import DONE, DoneWork, InnerWork, SeveralWorks, seconds
+from shotcast.process_group.works import DONE, DoneWork, SeveralWorks, inner_work, seconds
 
 _SUM = dist.ReduceOp.SUM
 _NO_TIMEOUT = timedelta(0)
@@ -215,7 +215,8 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         ends = []
         for device, calls in list(self._calls.items()):
             if device.type == "cuda" and calls.comm is not None and not torch.cuda.is_current_stream_capturing():
-                for stream in filter(None, (torch.cuda.current_stream(device), calls.stream)):
+                # every call waits for the one before it, so the last one is the end of all
+                for stream in filter(None, (torch.cuda.current_stream(device), calls.comm._stream_of_last_call())):
                     ends.append(stream.record_event().synchronize)
         return ends
 
@@ -252,7 +253,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             work = begin(inner)
         except RuntimeError as error:
             raise self._meaning(op, error, None) from error
-        return self._issued(InnerWork(work, result, functools.partial(self._meaning, op), finish))
+        return self._issued(inner_work(work, result, functools.partial(self._meaning, op), finish))
 
     def _message(self, op: str, x: torch.Tensor, peer: int, tag: int) -> DoneWork:
         inner = self._inners.get(x.device.type)
@@ -290,7 +291,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             work = begin_together(inner, messages)
         except RuntimeError as error:
             raise meaning(error, None) from error
-        return InnerWork(work, [message.x for message in messages], meaning)
+        return inner_work(work, [message.x for message in messages], meaning)
 
     def _meaning(self, op: str, error: Exception, limit_s: float | None) -> Exception:
         """Return the error to raise for one of the inner library."""

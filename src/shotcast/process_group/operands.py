@@ -28,9 +28,10 @@ class Operands:
             self.outputs.append(room)
             self._copies.append((out, room))
 
-    def all(self) -> list[torch.Tensor]:
-        """Return every tensor that the call uses."""
-        return [*self.inputs, *self.outputs, *(out for out, _ in self._copies)]
+    def all(self, factor: object = None) -> list[torch.Tensor]:
+        """Return every tensor that the call uses, with the factor of its inputs if that is one of a GPU."""
+        factors = [factor] if isinstance(factor, torch.Tensor) and factor.is_cuda else []
+        return [*self.inputs, *self.outputs, *(out for out, _ in self._copies), *factors]
 
     def finish(self) -> None:
         """Copy results to where the call has them."""

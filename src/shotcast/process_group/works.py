@@ -283,6 +283,23 @@ class InnerWork(DoneWork):
         return self._result
 
 
+def inner_work(
+    work: Any,
+    result: Any,
+    meaning: Callable[[Exception, float | None], Exception],
+    finish: Callable[[], Any] | None = None,
+) -> DoneWork:
+    """Return the work of a call of the inner group; arguments as of :class:`InnerWork`.
+
+    NCCL returns no work of a synchronous call, which is on the current stream by then, as an own synchronous call is.
+    """
+    if work is not None:
+        return InnerWork(work, result, meaning, finish)
+    if finish is not None:
+        finish()
+    return DoneWork(result)
+
+
 class SeveralWorks(DoneWork):
     """Calls that are waited for together.
 

@@ -77,7 +77,7 @@ class GlooGroup:
         return 0, 0
 
     def headers(self, own: HeaderWords) -> list[HeaderWords]:
-        mine = torch.tensor(own)
+        mine = torch.tensor(own, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self._world_size)]
         self._wait(lambda: self._group.allgather([rows], [mine]))
         return [HeaderWords(*row.tolist()) for row in rows]

@@ -50,6 +50,7 @@ class NcclGroup:
 
     library = "nccl"
 
+    @torch.inference_mode(False)  # later calls write into its tensors in any mode
     def __init__(
         self,
         store: dist.Store,
@@ -65,7 +66,7 @@ class NcclGroup:
         self._stopped = False
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._word = torch.zeros_like(self._count)  # what barriers reduce
-        self._marks = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._marks = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
         self._words = (ctypes.c_int64 * 2).from_address(self._marks.data_ptr())
         torch.cuda.current_stream(device).synchronize()  # the count is zero
         trouble: list[Exception] = []

@@ -34,11 +34,12 @@ _REMEMBERED = 1024
 
 
 class _Begun(NamedTuple):
-    """A call that this rank has made."""
+    """A call that this rank has made, and its deadline."""
 
     op: str
     number: int
     header: HeaderWords | None
+    timeout_s: float
 
 
 @dataclasses.dataclass
@@ -61,10 +62,10 @@ class _Connected:
     waiting: int = -1
     since: float = 0.0
 
-    def begun(self, number: int) -> _Begun:
-        """Return the call that the device has begun as its ``number``-th."""
+    def begun(self, number: int, timeout_s: float) -> _Begun:
+        """Return the call that the device has begun as its ``number``-th; ``timeout_s`` is the deadline of others."""
         known = [] if self.captured else [one for one in self.recent if one.number == number]
-        return known[0] if known else _Begun("a captured call" if self.captured else "a call", number, None)
+        return known[0] if known else _Begun("a captured call" if self.captured else "a call", number, None, timeout_s)
 
 
 class Vendor:
@@ -148,7 +149,7 @@ class Vendor:
         sent = dataclasses.replace(plan, root=self._host.rank) if plan.op is Op.SEND else plan
         header = self._algorithms.header(sent)
         known = self._connected.get(members)
-        call = _Begun(plan.op.label, known.calls + 1 if known else 1, header)
+        call = _Begun(plan.op.label, known.calls + 1 if known else 1, header, self._timeout_s)
         begun = time.monotonic()
         try:
             known = known or self._connect(members, self._timeout_s)
@@ -159,7 +160,7 @@ class Vendor:
             if self._compares and not known.captured:
                 self._compare(known, call)
             root = members.index(plan.root) if plan.op in (Op.SEND, Op.RECV) else plan.root
-            with torch.no_grad():  # otherwise out would carry the gradient of a copy
+            with torch.inference_mode():  # out may be a tensor of that mode; and gets no gradient of a copy
                 known.group.run(dataclasses.replace(plan, root=root), x, out)
             self.served += 1
         except RefusedError as error:
@@ -187,7 +188,7 @@ class Vendor:
 
     def connect(self, limit_s: float) -> None:
         """Connect all ranks, which call this together. Raises what :meth:`run` raises."""
-        call, begun = _Begun("connecting", 0, None), time.monotonic()
+        call, begun = _Begun("connecting", 0, None, limit_s), time.monotonic()
         try:
             self._connect(self._all, limit_s)
         except CallError as error:
@@ -297,7 +298,7 @@ class Vendor:
         rank, where = self._host.rank, self._host.where(ranks)
         if reason == "dead" and where and not set(ranks) & set(self._host.gone):
             reason = "unreachable"  # connections to another node broke, and why cannot be seen from here
-        return CollectiveTimeout(rank, ranks, call.op, call.number, self._timeout_s, reason, where)
+        return CollectiveTimeout(rank, ranks, call.op, call.number, call.timeout_s, reason, where)
 
     def _library_error(self, call: _Begun, detail: str) -> ShotcastError:
         return ShotcastError(
@@ -324,16 +325,16 @@ class Vendor:
             if begun == ended or begun != known.waiting:
                 known.waiting, known.since = (-1 if begun == ended else begun), now
                 continue
-            failure = CallError("the deadline has passed", "deadline")
+            failure, call = CallError("the deadline has passed", "deadline"), known.begun(begun, self._timeout_s)
             try:
                 known.group.check()
                 self._interrupted(known.members)
-                if now - known.since <= self._timeout_s:
+                if now - known.since <= call.timeout_s:
                     continue
             except CallError as error:
                 failure = error
             # in a thread of its own, as other communicators are to be looked at meanwhile
-            arguments = known.members, known.begun(begun), known.since, failure
+            arguments = known.members, call, known.since, failure
             threading.Thread(target=self._fail, args=arguments, daemon=True).start()
             return
 

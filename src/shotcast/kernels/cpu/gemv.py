@@ -72,7 +72,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         float32 [rows, outputs].
     """
     run = _compiled(weight.dtype)
-    out = torch.empty(x.shape[0], weight.shape[0])
+    out = torch.empty(x.shape[0], weight.shape[0], device="cpu")
     bits = weight if weight.dtype == torch.float32 else weight.view(torch.uint16)
     arrays = x.float().contiguous().numpy(), bits.numpy(), out.numpy()
     parts = None if weight.numel() * weight.element_size() >= _THREADS_FROM_BYTES else 1

@@ -85,7 +85,7 @@ def parts_of(plan: CallPlan, world_size: int) -> list[int]:
 
 
 class BoundCall:
-    """A call with its compiled function and its record: only the addresses of its tensors are open."""
+    """A call with its compiled function and its record: the addresses of its tensors are open, and sizes of parts."""
 
     __slots__ = ("_executor", "_function", "_record", "_record_address", "call", "plan")
 
@@ -95,16 +95,24 @@ class BoundCall:
         self._record = array("q")
         self._record_address = 0
 
-    def run(self, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None) -> None:
+    def run(
+        self,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        norm: NormTensors | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         """Make the call on contiguous CPU tensors; block until it is done or has failed (:meth:`CpuExecutor.fault`).
 
         ``x`` and ``out`` are as large as the plan says, in any alignment; None where the operation has none. Without
         ``out``, a broadcast or all_reduce is in place. The fused operations write what ``norm`` has, and no ``out``.
-        Raises ClosedError.
+        ``sizes`` are those of an uneven all_to_all, in place of the plan's. Raises ClosedError.
         """
         executor, plan = self._executor, self.plan
         if self._function is None or executor.closed:
             self.load()
+        if sizes and not self.call.header_only:
+            executor.put_sizes(self._record, plan, sizes)
         assert self._function is not None
         if self.call.norms:
             executor.place(plan, norm)
@@ -116,7 +124,7 @@ class BoundCall:
         except BaseException as error:  # a signal handler raised while the compiled code waited, or just afterwards
             status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
         if status != DONE:
-            executor.fail(status, plan, self.header)
+            executor.fail(status, dataclasses.replace(plan, sizes=sizes) if sizes else plan, self.header)
             if norm is None:
                 in_place = out is None and plan.op in (Op.ALL_REDUCE, Op.BROADCAST)
                 written = [x if in_place else out]
@@ -258,14 +266,26 @@ class CpuExecutor:
 
     def _put_parts(self, record: array[int], plan: CallPlan) -> None:
         """Write where the part of each rank begins, and its bytes."""
+        if plan.op is Op.ALL_TO_ALL_UNEVEN:
+            record.extend([0] * 2 * self._world_size)
+            self.put_sizes(record, plan, plan.sizes)
+            return
         sizes = parts_of(plan, self._world_size)
         for rank, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
             record[layout.EXTENTS // 8 + rank] = size
             record[layout.OFFSETS // 8 + rank] = end - size
-        if plan.op is Op.ALL_TO_ALL_UNEVEN:
-            sent = [size * wire.DTYPES[plan.dtype] for size in plan.sizes[: self._world_size]]
-            for size, end in zip(sent, itertools.accumulate(sent), strict=True):
-                record.extend((end - size, size))
+
+    def put_sizes(self, record: array[int], plan: CallPlan, sizes: Sequence[int]) -> None:
+        """Write the parts of an uneven all_to_all, of the elements sent to each rank and then received from each."""
+        item = wire.DTYPES[plan.dtype]
+        end, at = 0, layout.PARTS // 8
+        for size in sizes[: self._world_size]:
+            record[at], record[at + 1] = end, size * item
+            end, at = end + size * item, at + 2
+        end, extent, offset = 0, layout.EXTENTS // 8, layout.OFFSETS // 8
+        for rank, size in enumerate(sizes[self._world_size :]):
+            record[extent + rank], record[offset + rank] = size * item, end
+            end += size * item
 
     def _check_rows(self, plan: CallPlan) -> None:
         hidden = 0 if plan.norm is None else plan.norm.hidden

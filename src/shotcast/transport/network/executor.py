@@ -159,7 +159,7 @@ class HostsExecutor(CpuExecutor):
         )
         deadline_s = self.timeout_s
         self.set_timeout(max(deadline_s, _CONNECT_S))  # ranks come as late as they please to a construction
-        x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4)
+        x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4, dtype=torch.float32, device="cpu")
         out = torch.empty_like(x)
 
         def tried_us(call: BoundCall) -> float:

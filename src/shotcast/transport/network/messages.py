@@ -190,7 +190,13 @@ class Message:
     def one_launch(self, aligned: bool) -> None:
         """Return None: messages are not kernels on a stream."""
 
-    def run(self, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None) -> None:
+    def run(
+        self,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        norm: NormTensors | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         """Send ``x``, or receive into ``out`` or else ``x``; block until that is done or has failed."""
         if self._function is None:
             self.load()

@@ -23,8 +23,15 @@ from shotcast.transport.triton.lanes import LanesOfCalls
 from shotcast.transport.triton.layout import Layout
 from shotcast.wire import CallPlan, HeaderWords, Op
 
+SIZED = (
+    *(f"{name}{i}" for name, count in (("first", 7), ("size", 7), ("start", 9)) for i in range(count)),
+    *("own_first", "own_start", "own_nbytes", "longest_sent", "longest_received", "chunks_sent"),
+)
+"""The arguments of a kernel that the sizes of the parts of a call decide, which differ from call to call."""
+
 TENSORS: dict[str, tuple[str, ...]] = {
     "x and out": ("x", "out"),
+    "x, out and sizes": ("x", "out", *SIZED),
     "x and norm": ("x", *NORM_ADDRESSES),
     "x": ("data",),
     "out": ("data",),
@@ -48,6 +55,7 @@ class KernelLaunch(NamedTuple):
         arguments: every argument by name; addresses of the call's tensors stand for any.
         tensors: a key of :data:`TENSORS`.
         options: of the compilation, such as ``maxnreg``.
+        of_sizes: returns the arguments :data:`SIZED` of a call whose parts have these sizes; None where they have none.
     """
 
     kernel: Any
@@ -56,6 +64,7 @@ class KernelLaunch(NamedTuple):
     arguments: dict[str, Any]
     tensors: str
     options: dict[str, Any]
+    of_sizes: Callable[[tuple[int, ...]], Sequence[int]] | None = None
 
 
 class Enqueue(Protocol):

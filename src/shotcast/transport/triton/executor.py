@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
@@ -27,7 +30,6 @@ from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, Ke
 from shotcast.transport.triton.bound_kernel import BoundKernel
 from shotcast.transport.triton.gates import gated
 from shotcast.transport.triton.layout import Layout
-from shotcast.transport.triton.uneven import of_no_size
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op
 
@@ -74,19 +76,28 @@ class Memory(SymmetricBuffer, Protocol):
 
 
 class BoundCall:
-    """A call with its kernels: only the addresses of its tensors are open."""
+    """A call with its kernels: the addresses of its tensors are open, and the sizes of parts that two ranks know."""
 
-    __slots__ = ("_executor", "_pieces", "_plan", "_tensors")
+    __slots__ = ("_executor", "_of_sizes", "_pieces", "_plan", "_sizes", "_tensors")
 
     def __init__(self, executor: TritonExecutor, plan: CallPlan):
         self._executor, self._plan = executor, plan
         self._pieces: dict[bool, tuple[_Piece, ...]] = {}
         self._tensors = ""
+        self._sizes = plan.sizes if plan.op is Op.ALL_TO_ALL_UNEVEN else ()
+        self._of_sizes: Callable[[tuple[int, ...]], Sequence[int]] | None = None
 
-    def run(self, x: torch.Tensor | None, out: torch.Tensor | None, norm: NormTensors | None = None) -> None:
+    def run(
+        self,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        norm: NormTensors | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         """Launch the kernels on the current stream. ``x`` and ``out`` are contiguous and of the plan's sizes.
 
-        Those of a fused call (``norm``), and its ``x``, begin at multiples of 16 bytes.
+        Those of a fused call (``norm``), and its ``x``, begin at multiples of 16 bytes. ``sizes`` are those of an
+        uneven all_to_all, in place of the plan's.
         """
         executor = self._executor
         own = executor.own_address
@@ -98,14 +109,18 @@ class BoundCall:
             index = executor.device.index
             if current_device() != index:
                 with torch.cuda.device(executor.device):
-                    self.run(x, out, norm)
+                    self.run(x, out, norm, sizes)
                 return
             stream = raw_stream(index)
         aligned = not (source | target) & 15
+        if sizes := sizes or self._sizes:
+            aligned = aligned and not wire.DTYPES[self._plan.dtype] * functools.reduce(operator.or_, sizes) & 15
         pieces = self._pieces.get(aligned) or self._bind(aligned)
         for launch, start in pieces:
             if self._tensors == "x and out":
                 launch(stream, (source + start, target + start))
+            elif self._of_sizes is not None:
+                launch(stream, (source, target, *self._of_sizes(sizes)))
             elif self._tensors == "x and norm":
                 assert norm is not None
                 launch(stream, (source, *norm_addresses(norm, own)))
@@ -130,13 +145,14 @@ class BoundCall:
             for aligned in (True, False):
                 for piece in self._pieces.get(aligned) or self._bind(aligned):
                     piece.launch.load()
-            if self._plan.op is Op.ALL_TO_ALL_UNEVEN:  # the sizes of other ranks, and of later calls, are not known
-                self._executor.launch(of_no_size(self._plan), True)[0].load()
 
     def _bind(self, aligned: bool) -> tuple[_Piece, ...]:
         pieces = []
         for plan, start in self._executor.pieces(self._plan):
-            launch, self._tensors = self._executor.launch(plan, aligned)
+            launch, bound = self._executor.launch(plan, aligned)
+            self._tensors = bound.tensors
+            if isinstance(bound, KernelLaunch):
+                self._of_sizes = bound.of_sizes
             pieces.append(_Piece(launch, start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
@@ -284,25 +300,23 @@ class TritonExecutor:
         launch: KernelLaunch | EnqueuedCall = self._algorithms.kernel(plan, "triton")(plan, context)
         return launch
 
-    def launch(self, plan: CallPlan, aligned: bool) -> tuple[Enqueue, str]:
+    def launch(self, plan: CallPlan, aligned: bool) -> tuple[Enqueue, KernelLaunch | EnqueuedCall]:
         """Return what enqueues a plan or a piece, behind a gate where its grid is not to wait for other ranks.
 
-        The second value is a key of :data:`.binding.TENSORS`. Raises ConfigError as :meth:`kernel` does.
+        The second value is what it enqueues. Raises ConfigError as :meth:`kernel` does.
         """
         bound = self.kernel(plan, aligned)
         if isinstance(bound, EnqueuedCall):
-            return bound.launch, bound.tensors
+            return bound.launch, bound
         # a message waits for one rank, in few programs (send_recv.py)
         ungated = self._exclusive or plan.op in (Op.SEND, Op.RECV)
-        return _launch(bound) if ungated else gated(_launch(bound)), bound.tensors
+        return _launch(bound) if ungated else gated(_launch(bound)), bound
 
     def form(self, plan: CallPlan) -> str:
         """Return a name for what ``plan`` needs compiled: all that decides values which are known to the compiler."""
         shape, context = plan.launch, self.workspaces[0].context
         # to and from a root go parts as large as those of an all_gather
         alike = dataclasses.replace(plan, op=Op.ALL_GATHER) if plan.op in (Op.GATHER, Op.SCATTER) else None
-        if plan.op is Op.ALL_TO_ALL_UNEVEN:
-            alike = of_no_size(plan)  # the form of all ranks, whatever their sizes
         pieces = [alike] if alike is not None else [piece for piece, _ in self.pieces(plan)]
         sizes = {(context.clears(piece), context.unit(piece), context.in_one_step(piece)) for piece in pieces}
         return (

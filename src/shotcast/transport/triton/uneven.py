@@ -12,7 +12,9 @@ exact to the bit.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -23,7 +25,7 @@ from shotcast.device.triton.intrinsics import INTERPRETED, await_prior_kernel, k
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import SIZED, KernelContext, KernelLaunch
 from shotcast.transport.triton.few_sms import CHUNKS_SENT, bytes_in_chunk, load_window, words_in
 from shotcast.transport.triton.sync import (
     await_progress,
@@ -318,46 +320,48 @@ HEAD_BYTES = 128 << 10
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_to_all of uneven parts.
+    """Return the launch of an all_to_all of uneven parts; their sizes are those of each call."""
+    none: dict[str, Any] = dict.fromkeys(SIZED, 0)
+    bound = context.launch(
+        exchange_parts,
+        plan,
+        tensors="x, out and sizes",
+        head_nbytes=head_bytes(context),
+        chunk_nbytes=plan.launch.chunk_bytes,
+        HEAD_BLOCK=plan.launch.block_words if INTERPRETED else 32 * plan.launch.num_warps,
+        **none,
+    )
+    return bound._replace(of_sizes=functools.lru_cache(256)(functools.partial(sized_arguments, plan, context)))
+
+
+def sized_arguments(plan: CallPlan, context: KernelContext, sizes: tuple[int, ...]) -> Sequence[int]:
+    """Return the arguments :data:`SIZED` for the elements that this rank sends to each rank, and then receives.
 
     Raises:
         ConfigError: a part takes more steps through the window than are counted.
     """
-    item, world_size, shape = wire.DTYPES[plan.dtype], context.world_size, plan.launch
-    sent, received = ([item * size for size in half] for half in (plan.sizes[:world_size], plan.sizes[world_size:]))
-    others = [r for r in range(world_size) if r != context.rank]
-    longest_sent, longest_received = max(sent[r] for r in others), max(received[r] for r in others)
-    head = head_bytes(context)
-    chunks = -(-max(longest_sent - head, 0) // shape.chunk_bytes)
+    item, world_size, rank, shape = wire.DTYPES[plan.dtype], context.world_size, context.rank, plan.launch
+    nbytes = [item * size for size in sizes]
+    sent, received = nbytes[:world_size], nbytes[world_size:]
+    longest_sent, longest_received = (max(*half[:rank], *half[rank + 1 :], 0) for half in (sent, received))
+    chunks = -(-max(longest_sent - head_bytes(context), 0) // shape.chunk_bytes)
     steps = -(-chunks // shape.programs)
     if steps + 1 >= 1 << layout.PROGRESS_STEP_BITS:
         raise ConfigError(
             f"all_to_all: a part of {longest_sent} bytes takes {steps} steps through a window of "
             f"{context.layout.window_quads * layout.QUAD} bytes; a larger max_bytes makes them fewer"
         )
-    x_starts, starts = ([sum(sizes[:rank]) for rank in range(world_size + 1)] for sizes in (sent, received))
-    peers = [(context.rank + 1 + i) % world_size for i in range(world_size - 1)]
-    unused = [0] * (wire.MAX_WORLD_SIZE - world_size)
-    arguments: dict[str, Any] = {}
-    for name, values in (
-        ("first", [x_starts[peer] for peer in peers] + unused),
-        ("size", [sent[peer] for peer in peers] + unused),
-        ("start", starts + [starts[-1]] * len(unused)),
-    ):
-        arguments |= {f"{name}{i}": value for i, value in enumerate(values)}
-    return context.launch(
-        exchange_parts,
-        plan,
-        own_first=x_starts[context.rank],
-        own_start=starts[context.rank],
-        own_nbytes=sent[context.rank],
-        longest_sent=longest_sent,
-        longest_received=longest_received,
-        chunks_sent=chunks,
-        head_nbytes=head,
-        chunk_nbytes=shape.chunk_bytes,
-        HEAD_BLOCK=shape.block_words if INTERPRETED else 32 * shape.num_warps,
-        **arguments,
+    firsts, starts = (list(itertools.accumulate(half, initial=0)) for half in (sent, received))
+    peers = [*range(rank + 1, world_size), *range(rank)]
+    unused = wire.MAX_WORLD_SIZE - world_size
+    return (
+        *(firsts[peer] for peer in peers),
+        *[0] * unused,
+        *(sent[peer] for peer in peers),
+        *[0] * unused,
+        *starts,
+        *[starts[-1]] * unused,
+        *(firsts[rank], starts[rank], sent[rank], longest_sent, longest_received, chunks),
     )
 
 
@@ -365,8 +369,3 @@ def head_bytes(context: KernelContext) -> int:
     """Return the bytes of a head: what there is room for in the cells of a call, all ranks having as much."""
     room = context.layout.cells_quads // context.world_size - HEAD_QUADS_BEFORE.value
     return min(HEAD_BYTES, room // 2 * layout.QUAD)
-
-
-def of_no_size(plan: CallPlan) -> CallPlan:
-    """Return a plan of parts without bytes, whose kernel is the one for sizes that are multiples of 16 bytes."""
-    return dataclasses.replace(plan, sizes=(0,) * len(plan.sizes))

@@ -182,6 +182,6 @@ class Workspace:
 
         A second call does nothing.
         """
-        self._control = self._peers = self._puts = self._cells = torch.empty(0, dtype=torch.int64)
+        self._control = self._peers = self._puts = self._cells = torch.empty(0, dtype=torch.int64, device="cpu")
         self._arrivals = self._cells
         self.memory.close()

@@ -1,0 +1,107 @@
+"""Give back what communicators hold that nobody refers to any more, and nobody has closed.
+
+A communicator may be collected at any moment, in a thread that holds any lock, and while its kernels run. So its
+finalizer only puts what it held into a queue, and one thread of the process waits for the kernels and closes the parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from shotcast.collectives.interface import Executor
+from shotcast.collectives.peer_watch import PeerWatch
+from shotcast.collectives.stream_order import StreamChain
+from shotcast.collectives.vendor.vendor import Vendor
+from shotcast.memory import driver
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+"""Time between two looks for the end of a capture."""
+
+
+class Held(NamedTuple):
+    """What a communicator has to give back; none of it refers to the communicator."""
+
+    executor: Executor | None
+    vendor: Vendor
+    peers: PeerWatch
+    chain: StreamChain | None
+    device: torch.device
+
+    def close(self) -> None:
+        """Wait for the kernels, then close all parts."""
+        if self.chain is not None and self.chain.has_eager:
+            while (stream := self.chain.last()) is None:  # it is being captured
+                time.sleep(_LOOK_S)
+            stream.record_event().synchronize()
+        self.vendor.close()
+        self.peers.close()
+        if self.executor is not None:
+            self.executor.close()
+
+
+class _Closer:
+    """The thread that closes; a forked process has one of its own."""
+
+    def __init__(self) -> None:
+        self._dropped: queue.SimpleQueue[Held] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._kept: list[Held] = []
+
+    def watch(self, comm: Any, held: Held) -> weakref.finalize[..., Any]:
+        """Close ``held`` once ``comm`` has been collected, unless what is returned is detached before."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="shotcast dropped", daemon=True)
+                self._thread.start()
+        end = weakref.finalize(comm, self._dropped.put, held)  # which may be called within itself
+        end.atexit = False
+        return end
+
+    def _run(self) -> None:
+        while True:
+            held = self._dropped.get()
+            if held.chain is not None and held.chain.has_captured:
+                self._kept.append(held)  # for replays, of which nobody tells
+                continue
+            try:
+                with _beside_captures(held.device):
+                    held.close()
+            except Exception:
+                logger.exception("a communicator that was dropped could not give back all that it held")
+            del held
+
+
+@contextlib.contextmanager
+def _beside_captures(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one, and leave captures of other threads alone."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(device), driver.relaxed():
+        yield
+
+
+CLOSER = _Closer()
+
+
+def _after_fork() -> None:
+    global CLOSER
+    _inherited.append(CLOSER)  # what it holds is the maker's
+    CLOSER = _Closer()
+
+
+_inherited: list[_Closer] = []
+os.register_at_fork(after_in_child=_after_fork)
