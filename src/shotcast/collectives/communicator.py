@@ -37,7 +37,7 @@ from shotcast.collectives.interface import BatchExecutor
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
-from shotcast.collectives.reductions import Reduction, reduction_name
+from shotcast.collectives.reductions import Reduction, divide, is_divided, reduction_name
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd, operators
@@ -325,8 +325,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 ``ring``, ``multimem`` (by name only), ``vendor``, or the name of a registered algorithm; over several
                 nodes ``nvrar``, ``nvrar_pairs``, ``nvrar_two_shot``, ``nvrar_halving`` and ``nvrar_16bit`` (by name
                 only, loses precision), of which ``docs/reference/algorithms.md`` tells.
-            reduction: ``sum``, ``avg`` (no integers), ``prod``, ``max`` or ``min``, of integers and bool also ``band``,
-                ``bor`` or ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines
+            reduction: ``sum``, ``avg``, ``prod``, ``max`` or ``min``, of integers and bool also ``band``, ``bor`` or
+                ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines
                 them for each dtype.
             sms: the most SMs that own kernels may occupy on a GPU, so that other work goes on beside the call; None for
                 as many as are fastest. The same on all ranks. CPU ranks ignore it, and the vendor library, which
@@ -425,6 +425,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             capturing = self._chain.enter() if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or x is None else x
             dtype = None if whole is None else whole.dtype
+            divides = reduction == "avg" and is_divided(str(dtype).removeprefix("torch."), reduction)
+            if divides:
+                reduction = "sum"
             if count is None:
                 count = 0 if whole is None else whole.numel()
             key: tuple[Any, ...] = (count, dtype, algorithm, reduction)  # what the fast path looks up
@@ -438,6 +441,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 call = self._kept(key, self._resolver.resolve(problem, algorithm, capturing, launch))
             if norm is None or not call.by_library:
                 self._execute(call, x, out, capturing, tensors)
+                if divides and out is not None:
+                    divide(out, self.world_size)
             elif not capturing:
                 self._compile(call, capturing)  # the same call captured may take an own kernel
             return call

@@ -588,6 +588,8 @@ def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:
         if isinstance(factor, torch.Tensor) and factor.numel() != 1:
             raise ValueError(f"the factor of PREMUL_SUM is one number, not {factor.numel()}")
         return "sum", factor
+    if op == dist.ReduceOp.AVG and torch.bool in dtypes:
+        raise TypeError("AVG takes numbers, not torch.bool")
     return reduction_name(op), None
 
 
