@@ -91,4 +91,80 @@ def averages_of_a_communicator() -> None:
         assert torch.equal(comm.reduce_scatter(x, reduction="avg"), wanted.chunk(size)[rank])
         assert torch.equal(comm.all_reduce(x, reduction=dist.ReduceOp.AVG), wanted)
         assert comm.explain(x, reduction="avg") == comm.explain(x)
+    version = x._version
+    comm.all_reduce(x, out=x)
+    comm.all_reduce(x, out=x, reduction="avg")
+    comm.broadcast(x, 0)
+    assert x._version >= version + 3
     comm.close()
+
+
+def changed_in_place(rank: int, size: int, asynchronous: bool) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """Return calls that write to a tensor with a multiple of ``size`` rows."""
+
+    def parts(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.ones_like(x) for _ in range(size)]
+
+    def message(x: torch.Tensor) -> Any:
+        y = torch.ones_like(x)
+        ops = [dist.P2POp(dist.isend, y, (rank + 1) % size), dist.P2POp(dist.irecv, x, (rank - 1) % size)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    late = {"async_op": asynchronous}
+    return {
+        "all_reduce": lambda x: dist.all_reduce(x, **late),
+        "average": lambda x: dist.all_reduce(x, dist.ReduceOp.AVG, **late),
+        "integers": lambda x: dist.all_reduce(x.view(torch.int32), dist.ReduceOp.AVG, **late),
+        "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced([x], **late),
+        "broadcast": lambda x: dist.broadcast(x, 0, **late),
+        "reduce": lambda x: dist.reduce(x, 0, **late),
+        "reduce_scatter": lambda x: dist.reduce_scatter(x, parts(x), **late),
+        "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, torch.cat(parts(x)), **late),
+        "all_gather": lambda x: dist.all_gather([x, *parts(x)[1:]], torch.ones_like(x), **late),
+        "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(x, x.chunk(size)[rank].clone(), **late),
+        "gather": lambda x: dist.gather(torch.ones_like(x), [x, *parts(x)[1:]] if rank == 0 else None, 0, **late),
+        "scatter": lambda x: dist.scatter(x, parts(x) if rank == 0 else None, 0, **late),
+        "all_to_all": lambda x: dist.all_to_all([x, *parts(x)[1:]], parts(x), **late),
+        "all_to_all_single": lambda x: dist.all_to_all_single(x, torch.ones_like(x), **late),
+        "message": message,
+    }
+
+
+def versions(asynchronous: bool) -> None:
+    """Write to tensors in place; autograd's versions of them stay as they are, as with Gloo."""
+    with backend() as (rank, size):
+        for name, call in changed_in_place(rank, size, asynchronous).items():
+            for x in (torch.ones(6), torch.ones(6), torch.ones(6, 2), torch.ones(6, 2).t().contiguous().t()):
+                if not x.is_contiguous() and name in ("message", "integers"):
+                    continue
+                version, work = x._version, call(x)
+                if asynchronous and work is not None:
+                    work.wait()
+                assert x._version == version, (name, list(x.stride()))
+        w = torch.ones(4, requires_grad=True)
+        y = torch.sigmoid(w)  # keeps its result for the backward pass
+        dist.all_reduce(y.detach(), dist.ReduceOp.MAX)
+        y.sum().backward()
+        whole = torch.randn(4, 4, requires_grad=True)
+        part = whole.chunk(2)[0]
+        dist.broadcast(whole.detach(), 0)
+        (part * 1).sum()
+
+
+def inference(asynchronous: bool) -> None:
+    """Write to tensors that were made in inference mode, outside of it."""
+    with backend() as (rank, size):
+        for name, call in changed_in_place(rank, size, asynchronous).items():
+            for strided in (False, True):
+                if strided and name in ("message", "integers"):
+                    continue
+                with torch.inference_mode():
+                    x = torch.ones(6, 2).t().contiguous().t() if strided else torch.ones(6, 2)
+                    y = torch.full_like(x, rank + 1.0)
+                work = call(x)
+                if asynchronous and work is not None:
+                    work.wait()
+                assert x.is_inference()
+                dist.all_reduce(y)
+                assert (y == sum(range(1, size + 1))).all(), name

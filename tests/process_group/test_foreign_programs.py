@@ -17,3 +17,14 @@ def test_integers_are_averaged_as_by_nccl(asynchronous: bool, world_size: int) -
 
 def test_a_communicator_averages_integers() -> None:
     shotcast.spawn(targets.averages_of_a_communicator, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_calls_leave_versions_as_they_are(asynchronous: bool) -> None:
+    """Views, and what autograd has saved, outlive calls that write in place."""
+    shotcast.spawn(targets.versions, 2, asynchronous, timeout_s=60)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tensors_of_inference_mode_are_written_outside_of_it(asynchronous: bool) -> None:
+    shotcast.spawn(targets.inference, 2, asynchronous, timeout_s=60)

@@ -42,6 +42,7 @@ from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd, operators
 from shotcast.collectives.torch_ops.communicators import register
+from shotcast.collectives.torch_ops.versions import Unseen, increment_version
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError
 from shotcast.memory.host_group import Meeting, StoreGroup
@@ -190,6 +191,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self._host = StoreGroup(meeting, patience, order, name)
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         self._closed = False
+        self._counts_versions = True
         self._state_above: dict[str, Any] = {}
         """The state that modules above keep with this communicator, by their names."""
         self._peers = PeerWatch(self._host)
@@ -439,10 +441,13 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if call is None:
                 problem = self._resolver.problem(op, dtype, count, reduction, root, sizes, norm, sms)
                 call = self._kept(key, self._resolver.resolve(problem, algorithm, capturing, launch))
+            if out is not None and norm is None and self._counts_versions:
+                increment_version((out,))
             if norm is None or not call.by_library:
                 self._execute(call, x, out, capturing, tensors)
                 if divides and out is not None:
-                    divide(out, self.world_size)
+                    with Unseen():
+                        divide(out, self.world_size)
             elif not capturing:
                 self._compile(call, capturing)  # the same call captured may take an own kernel
             return call
@@ -512,6 +517,12 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         finally:
             self._lock.release()
 
+    def _leave_versions(self) -> None:
+        """Leave autograd's versions of the tensors that calls write as they are, like torch.distributed does."""
+        self._counts_versions = False
+        if self._own_path is not None:
+            self._own_path.counts_versions = False
+
     def _pause_fast_path(self) -> None:
         self._fast_path = None
 
@@ -549,7 +560,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
     ) -> None:
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
-                out.view(-1).copy_(x.detach().view(-1))
+                with Unseen():
+                    out.view(-1).copy_(x.view(-1))
             return
         self._prepare(call, capturing)
         if not self._nvtx:
@@ -587,7 +599,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 torch.cuda.current_stream(self.device).synchronize()  # until the headers have been compared
                 self.check()
             try:
-                self._vendor.run(call.plan, x, out)
+                with Unseen():
+                    self._vendor.run(call.plan, x, out)
             except ShotcastError:
                 self.check()  # a fault that own kernels report is the cause
                 raise

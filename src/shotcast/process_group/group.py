@@ -16,6 +16,7 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.rank_device import gpus_are_shared
 from shotcast.collectives.reductions import Reduction, reduction_name
 from shotcast.collectives.rendezvous import use_interface
+from shotcast.collectives.torch_ops.versions import Unseen
 from shotcast.errors import ClosedError, ConfigError, UnsupportedError
 from shotcast.memory.agreed_number import agreed_number
 from shotcast.memory.host_group import Meeting
@@ -229,7 +230,8 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     ) -> DoneWork:
         def counted(comm: Communicator) -> None:
             before = comm.calls_by_library
-            make(comm)
+            with Unseen():
+                make(comm)
             self._counts[op, OWN if comm.calls_by_library == before else LIBRARY] += 1
 
         calls = self._calls_on(device)
@@ -260,7 +262,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             return self._inner(op, Message(op, x, peer, tag).begin, [x], x.device)
         if inner is self._inners["cpu"]:  # ranks that share a GPU
             host = x.cpu() if op == "send" else torch.empty_like(x, device="cpu")
-            finish = None if op == "send" else lambda: x.copy_(host)
+            finish = None if op == "send" else functools.partial(_copy, host, x)
             return self._inner(op, Message(op, host, peer, tag).begin, [x], x.device, finish)
         if op == "recv_anysource":
             raise UnsupportedError("recv: NCCL has to know the rank that sends: give src, or use tensors on the CPU")
@@ -374,6 +376,11 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         for inner in list(self._inners.values()):
             inner.abort()
         self.shutdown()
+
+
+def _copy(host: torch.Tensor, x: torch.Tensor) -> None:
+    with Unseen():
+        x.copy_(host)
 
 
 def _profiled(name: str, make: Make, operands: Sequence[torch.Tensor]) -> Make:
