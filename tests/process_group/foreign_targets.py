@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from group_targets import backend, refused
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shotcast
 from shotcast.process_group import counts
@@ -168,3 +170,145 @@ def inference(asynchronous: bool) -> None:
                 assert x.is_inference()
                 dist.all_reduce(y)
                 assert (y == sum(range(1, size + 1))).all(), name
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operators of torch.distributed that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Doubled(TorchDispatchMode):
+    """Gives calls copies of their tensors, twice as large."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.c10d.allreduce_.default:
+            return func(*args, **(kwargs or {}))
+        copies = [2 * x for x in args[0]]
+        result = func(copies, *args[1:])
+        Work.unbox(result[1]).wait()
+        for x, copy in zip(args[0], copies, strict=True):
+            x.copy_(copy)
+        return args[0], result[1]
+
+
+class Counted(TorchDispatchMode):
+    """Makes a call of its own for each that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = torch.zeros(1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            one = torch.ones(1)
+            dist.all_reduce(one)
+            self.ranks += one
+        return func(*args, **(kwargs or {}))
+
+
+def modes(asynchronous: bool) -> None:
+    """Make calls under dispatch modes, which see what they see of Gloo; the calls are made by own kernels."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with backend() as (rank, size):
+        gloo = dist.new_group(backend="gloo")
+        given = dist.distributed_c10d._get_default_group()
+        found: list[tuple[list[str], dict[Any, int]]] = []
+        for group in (gloo, given):
+            outer, inner, counter = Recorder(), Recorder(), CommDebugMode()
+            with outer, counter, inner:
+                calls_of_all(group, rank, size, asynchronous)
+            assert outer.seen == inner.seen
+            found.append((inner.seen, dict(counter.get_comm_counts())))
+        assert found[0] == found[1]
+        assert len(found[0][0]) == 15, found
+        assert all("inner" not in ways for op, ways in counts().items() if op not in ("send", "recv")), counts()
+        assert torch._C._len_torch_dispatch_stack() == 0
+
+        x = torch.full((4,), rank + 1.0)
+        with Recorder() as recorder, Doubled():
+            dist.all_reduce(x)
+        assert (x == 2 * sum(range(1, size + 1))).all(), x
+        assert recorder.seen == ["c10d::allreduce_"]
+        with Counted() as counted:
+            dist.broadcast(x, 0)
+            dist.all_reduce(x)
+        assert counted.ranks == 2 * size
+        with CommDebugMode() as counter:
+            y = functional.all_reduce(torch.ones(3), "sum", given)
+            assert (y == size).all()
+        assert counter.get_total_counts() == 1, counter.get_comm_counts()
+        with Recorder() as recorder:
+            refused(ValueError, "the root is one of", given.broadcast, torch.ones(2), size)
+            refused(TypeError, "PREMUL_SUM", dist.all_reduce, x.int(), dist._make_nccl_premul_sum(0.5))
+        assert recorder.seen == ["c10d::broadcast_", "c10d::allreduce_"]
+        with Recorder() as recorder, dist._coalescing_manager(given, torch.device("cpu")):  # which Gloo does not have
+            dist.all_reduce(x)
+            dist.all_reduce(x)
+        assert recorder.seen == ["c10d::allreduce_coalesced_"]
+        before = counts()["all_reduce"]
+        with FakeTensorMode(), Recorder() as recorder:
+            dist.all_reduce(torch.ones(3))
+        assert recorder.seen == ["c10d::allreduce_"]
+        with FakeTensorMode():
+            dist.all_reduce(torch.ones(3))
+        assert counts()["all_reduce"] == before
+
+
+def calls_of_all(group: Any, rank: int, size: int, asynchronous: bool) -> None:
+    """Make every call of torch.distributed, and check what it gives."""
+
+    def call(method: Callable[..., Any], *args: Any) -> None:
+        work = method(*args, group=group, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+
+    total = float(sum(range(1, size + 1)))
+    own, every = torch.full((2,), rank + 1.0), torch.arange(1.0, size + 1).repeat_interleave(2)
+    for _ in range(2):
+        x = own.clone()
+        call(dist.all_reduce, x)
+        assert (x == total).all()
+    x = own.clone()
+    call(dist.all_reduce_coalesced, [x])
+    assert (x == total).all()
+    call(dist.reduce, x, 0)
+    x = own.clone()
+    call(dist.broadcast, x, 1)
+    assert (x == 2).all()
+    outs = [torch.empty(2) for _ in range(size)]
+    call(dist.all_gather, outs, own)
+    assert torch.equal(torch.cat(outs), every)
+    out = torch.empty(2 * size)
+    call(dist.all_gather_into_tensor, out, own)
+    assert torch.equal(out, every)
+    part = torch.empty(2)
+    call(dist.reduce_scatter, part, [own.clone() for _ in range(size)])
+    assert (part == total).all()
+    call(dist.reduce_scatter_tensor, part, own.repeat(size))
+    assert (part == total).all()
+    gathered = [torch.empty(2) for _ in range(size)] if rank == 0 else None
+    call(dist.gather, own, gathered, 0)
+    assert rank or torch.equal(torch.cat(gathered or []), every)
+    call(dist.scatter, part, list(every.split(2)) if rank == 0 else None, 0)
+    assert torch.equal(part, own)
+    call(dist.all_to_all, outs, [own.clone() for _ in range(size)])
+    assert torch.equal(torch.cat(outs), every)
+    call(dist.all_to_all_single, out, own.repeat(size))
+    assert torch.equal(out, every)
+    call(dist.barrier)
+    if rank == 0:
+        dist.send(own, 1, group)
+    elif rank == 1:
+        dist.recv(part, 0, group)
+        assert (part == 1).all()

@@ -28,3 +28,9 @@ def test_calls_leave_versions_as_they_are(asynchronous: bool) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_tensors_of_inference_mode_are_written_outside_of_it(asynchronous: bool) -> None:
     shotcast.spawn(targets.inference, 2, asynchronous, timeout_s=60)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_dispatch_modes_see_the_calls(asynchronous: bool) -> None:
+    """CommDebugMode counts them, as it does those of Gloo."""
+    shotcast.spawn(targets.modes, 2, asynchronous, timeout_s=60)

@@ -27,7 +27,7 @@ from shotcast.process_group.ends import ProcessEnds
 from shotcast.process_group.messages import Batch, HeldWork, Message, OfThread, begin_together
 from shotcast.process_group.names import BACKEND
 from shotcast.process_group.served import INNER, LIBRARY, MOVED_AS_THEY_ARE, OWN, Way, way_of
-from shotcast.process_group.torch_private import is_profiled
+from shotcast.process_group.torch_private import dispatch_modes, is_profiled
 from shotcast.process_group.works import DONE, DoneWork, InnerWork, SeveralWorks, seconds
 
 _SUM = dist.ReduceOp.SUM
@@ -151,7 +151,8 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> DoneWork:
         """Reduce a tensor of all ranks, in place."""
         alone = type(opts) is _AllreduceOptions and not opts.asyncOp and len(tensors) == 1
-        if alone and self._thread.works is None and opts.timeout <= _NO_TIMEOUT and not is_profiled():
+        watched = is_profiled() or dispatch_modes()
+        if alone and self._thread.works is None and opts.timeout <= _NO_TIMEOUT and not watched:
             x = tensors[0]
             calls = self._on_cpu if x.is_cpu else self._calls.get(x.device)
             if calls is not None and calls.comm is not None and opts.reduceOp == _SUM and calls.again(x):
