@@ -129,7 +129,7 @@ def refused() -> None:
                 lambda: ours.all_reduce(x, "prod", comm),
             ),
             (shotcast.ConfigError, "one of sum", lambda: ours.all_reduce(x, dist.ReduceOp.SUM, comm)),
-            (shotcast.UnsupportedError, "avg takes floating", lambda: ours.all_reduce(x.int(), "avg", comm)),
+            (shotcast.UnsupportedError, "avg takes floating", lambda: ours.all_reduce(x.bool(), "avg", comm)),
             (shotcast.ConfigError, "no dimension 2", lambda: ours.all_gather_tensor(x, 2, comm)),
             (shotcast.ConfigError, "no dimension -3", lambda: ours.reduce_scatter_tensor(x, "sum", -3, comm)),
             (shotcast.ConfigError, "dimension 0 of", lambda: ours.reduce_scatter_tensor(x[1:], "sum", 0, comm)),

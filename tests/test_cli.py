@@ -472,7 +472,7 @@ class TestErrors:
             (["--algorithms", "bring"], "unknown algorithms for all_reduce on cpu: bring; known: one_shot,"),
             (["--dtype", "complex64"], "choose from float32"),
             (["--op", "mean"], "choose from sum, prod"),
-            (["--op", "avg", "-d", "int"], "there is no avg of int32"),
+            (["--op", "avg", "-d", "int"], "avg of int32 is not measured"),
             (["--between", "gemm", "-d", "int"], "products between calls are of float32"),
             (["--iters", "1"], "at least 5"),
             (["--between", "sleep"], "no work 'sleep' between calls; choose from gemm"),

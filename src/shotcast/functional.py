@@ -6,7 +6,7 @@ Code written for those functions runs with these: pass a communicator where they
   PyTorch's own) returns them unchanged.
 - Results are differentiable, except those of :func:`broadcast`, under every name: the ``_autograd`` names are the same
   functions. PyTorch's plain names are differentiable from 2.12 on.
-- ``avg`` takes floating point. Reductions have the bits of ``docs/reference/numerics.md``.
+- ``avg`` of integers is cut to a whole number. Reductions have the bits of ``docs/reference/numerics.md``.
 - ``src`` is a rank of the communicator.
 
 The functions can be traced under ``torch.compile(fullgraph=True)``, alone and mixed with PyTorch's.

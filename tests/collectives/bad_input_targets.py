@@ -88,10 +88,10 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         UnsupportedError,
         ("int16", "gloo"),
     ),
-    "average of integers": (
-        lambda c: c.all_reduce(x(6, dtype=torch.int32), reduction="avg"),
+    "average of bool": (
+        lambda c: c.all_reduce(x(6, dtype=torch.bool), reduction="avg"),
         UnsupportedError,
-        ("avg takes floating-point tensors, not int32",),
+        ("avg takes floating-point tensors and int8, uint8, int16, int32, int64, not bool",),
     ),
     "or of floats": (
         lambda c: c.all_reduce(x(6), reduction=dist.ReduceOp.BOR),

@@ -67,7 +67,7 @@ class BenchConfig:
         if self.reduction != "sum" and (self._fused or not OPERATIONS[self.op].reduces):
             raise ConfigError(f"{self.op} takes no reduction")
         if self.reduction not in wire.REDUCED[self.dtype]:
-            raise ConfigError(f"there is no {self.reduction} of {self.dtype}")
+            raise ConfigError(f"{self.reduction} of {self.dtype} is not measured")
         if self.between and self.dtype not in wire.REDUCIBLE:
             raise ConfigError(f"matrix products between calls are of {', '.join(wire.REDUCIBLE)}, not {self.dtype}")
         if self.device not in ("cpu", "cuda"):

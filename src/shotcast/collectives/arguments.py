@@ -8,7 +8,6 @@ import warnings
 import torch
 from torch.compiler import is_compiling
 
-from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.wire import MAX_SMS, Op
 
@@ -73,7 +72,7 @@ def _warn(text: str) -> None:
 def output(
     x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], own_at: int | None = None
 ) -> torch.Tensor:
-    """Return ``out``, which will be written, after checking it against ``shape`` and ``x``; for None, a new tensor.
+    """Return ``out``, after checking it against ``shape`` and ``x``; for None, a new tensor.
 
     Args:
         own_at: where a call reads ``x`` while it writes ``out``, the one byte of the larger at which the smaller of the
@@ -86,10 +85,8 @@ def output(
         raise ConfigError(f"out must be {list(shape)} of {x.dtype}; it is {list(out.shape)} of {out.dtype}")
     if out.requires_grad:
         writable(out, "out")
-    if not is_compiling():
-        if own_at is not None:
-            _in_place_or_apart(x, out, own_at)
-        increment_version((out,))
+    if own_at is not None and not is_compiling():
+        _in_place_or_apart(x, out, own_at)
     return out
 
 

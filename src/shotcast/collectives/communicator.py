@@ -40,11 +40,12 @@ from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
-from shotcast.collectives.reductions import Reduction, reduction_name
+from shotcast.collectives.reductions import Reduction, divide, is_divided, reduction_name
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd, operators
 from shotcast.collectives.torch_ops.communicators import register
+from shotcast.collectives.torch_ops.versions import Unseen, increment_version
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError
 from shotcast.memory.host_group import Meeting, StoreGroup
@@ -205,6 +206,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self._host = StoreGroup(meeting, patience, order, name)
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         self._closed = False
+        self._counts_versions = True
         self._state_above: dict[str, Any] = {}
         """The state that modules above keep with this communicator, by their names."""
         self._peers = PeerWatch(self._host)
@@ -355,8 +357,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 ``ring``, ``multimem`` (by name only), ``vendor``, or the name of a registered algorithm; over several
                 nodes ``nvrar``, ``nvrar_pairs``, ``nvrar_two_shot``, ``nvrar_halving`` and ``nvrar_16bit`` (by name
                 only, loses precision), of which ``docs/reference/algorithms.md`` tells.
-            reduction: ``sum``, ``avg`` (no integers), ``prod``, ``max`` or ``min``, of integers and bool also ``band``,
-                ``bor`` or ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines
+            reduction: ``sum``, ``avg``, ``prod``, ``max`` or ``min``, of integers and bool also ``band``, ``bor`` or
+                ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines
                 them for each dtype.
             sms: the most SMs that own kernels may occupy on a GPU, so that other work goes on beside the call; None for
                 as many as are fastest. The same on all ranks. CPU ranks ignore it, and the vendor library, which
@@ -455,6 +457,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             capturing = self._chain.enter() if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or x is None else x
             dtype = None if whole is None else whole.dtype
+            divides = reduction == "avg" and is_divided(str(dtype).removeprefix("torch."), reduction)
+            if divides:
+                reduction = "sum"
             if count is None:
                 count = 0 if whole is None else whole.numel()
             of_two: tuple[int, ...] = ()
@@ -471,8 +476,13 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 call = self._calls.keep(key, self._resolver.resolve(problem, algorithm, capturing, launch))
             if self._growths is not None and call.needs and algorithm == "auto":
                 call = self._within_workspace(call, capturing, op, dtype, count, reduction, root, sizes, norm, sms)
+            if out is not None and norm is None and self._counts_versions:
+                increment_version((out,))
             if norm is None or not call.by_library:
                 self._execute(call, x, out, capturing, tensors, of_two)
+                if divides and out is not None:
+                    with Unseen():
+                        divide(out, self.world_size)
             elif not capturing:
                 self._compile(call, capturing)  # the same call captured may take an own kernel
             if self._chain is not None and self.world_size > 1:
@@ -552,6 +562,12 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         finally:
             self._lock.release()
 
+    def _leave_versions(self) -> None:
+        """Leave autograd's versions of the tensors that calls write as they are, like torch.distributed does."""
+        self._counts_versions = False
+        if self._own_path is not None:
+            self._own_path.counts_versions = False
+
     def _pause_fast_path(self) -> None:
         self._fast_path = None
 
@@ -590,7 +606,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
     ) -> None:
         if self.world_size == 1:
             if x is not None and out is not None and out.data_ptr() != x.data_ptr():
-                out.view(-1).copy_(x.detach().view(-1))
+                with Unseen():
+                    out.view(-1).copy_(x.view(-1))
             return
         self._prepare(call, capturing)
         if not self._nvtx:
@@ -633,7 +650,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 torch.cuda.current_stream(self.device).synchronize()  # until the headers have been compared
                 self.check()
             try:
-                self._vendor.run(dataclasses.replace(call.plan, sizes=sizes) if sizes else call.plan, x, out)
+                with Unseen():
+                    self._vendor.run(dataclasses.replace(call.plan, sizes=sizes) if sizes else call.plan, x, out)
             except ShotcastError:
                 self.check()  # a fault that own kernels report is the cause
                 raise

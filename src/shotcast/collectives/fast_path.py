@@ -34,6 +34,9 @@ class GpuFastPath:
         chain: of its calls.
         lock: held during a call.
         device: of the communicator.
+
+    Attributes:
+        counts_versions: calls count up autograd's versions of the tensors that they write.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class GpuFastPath:
         self._find, self._executor, self._vendor, self._chain = calls.get, executor, vendor, chain
         self._lock, self._device, self._index = lock, device, device.index
         self._closed = False
+        self.counts_versions = True
 
     def close(self) -> None:
         """Make no more calls. The caller holds the lock."""
@@ -99,7 +103,8 @@ class GpuFastPath:
         try:
             if self._closed or self._executor.fault() or self._vendor.failed or self._chain.enter():
                 return False
-            increment_version((out,))
+            if self.counts_versions:
+                increment_version((out,))
             enqueue(raw_stream(self._index), addresses)
             self._chain.leave(False)
         finally:
@@ -113,6 +118,9 @@ class CpuFastPath:
     Args:
         calls, executor, vendor, lock: as of :class:`GpuFastPath`.
         check: raises the fault that has stopped the communicator.
+
+    Attributes:
+        counts_versions: as of :class:`GpuFastPath`.
     """
 
     def __init__(
@@ -126,6 +134,7 @@ class CpuFastPath:
         self._find, self._executor, self._vendor = calls.get, executor, vendor
         self._lock, self._check = lock, check
         self._closed = False
+        self.counts_versions = True
         # PyTorch takes longer to say whether a tensor is negated lazily than for all else, and it is always the same
         self._x: Callable[[], torch.Tensor | None] = _no_tensor
         self._out: Callable[[], torch.Tensor | None] = _no_tensor
@@ -176,7 +185,8 @@ class CpuFastPath:
             executor = self._executor
             if self._closed or self._vendor.failed or executor.fault():
                 return False
-            increment_version((out,))
+            if self.counts_versions:
+                increment_version((out,))
             assert call.bound is not None
             call.bound.run(x, out)
             if executor.fault():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from shotcast import wire
@@ -21,6 +22,8 @@ _OF_TORCH = {
     dist.ReduceOp.BXOR: "bxor",
 }
 """The names of PyTorch's reductions."""
+_AVERAGED_INTEGERS = ("int8", "uint8", "int16", "int32", "int64")
+"""Integers that PyTorch divides."""
 
 
 def reduction_name(reduction: Reduction) -> str:
@@ -41,7 +44,18 @@ def reduction_name(reduction: Reduction) -> str:
 def check_reduction(dtype: str, reduction: str) -> None:
     """Raise UnsupportedError unless a reduction is defined for a dtype."""
     floats = dtype not in (*wire.INTEGERS, "bool")
-    if reduction == "avg" and not floats:
-        raise UnsupportedError(f"avg takes floating-point tensors, not {dtype}; the sum of integers is exact")
+    if reduction == "avg" and not floats and not is_divided(dtype, reduction):
+        integers = ", ".join(_AVERAGED_INTEGERS)
+        raise UnsupportedError(f"avg takes floating-point tensors and {integers}, not {dtype}")
     if reduction in ("band", "bor", "bxor") and floats:
         raise UnsupportedError(f"{reduction} takes integers and bool, not {dtype}")
+
+
+def is_divided(dtype: str, reduction: str) -> bool:
+    """Return whether a reduction is the sum, divided afterwards: the average of integers, as NCCL has it."""
+    return reduction == "avg" and dtype in _AVERAGED_INTEGERS
+
+
+def divide(total: torch.Tensor, ranks: int) -> None:
+    """Divide a sum of integers by the number of ranks, toward zero."""
+    total.div_(ranks, rounding_mode="trunc")

@@ -16,6 +16,7 @@ from shotcast.collectives.reductions import reduction_name
 from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
 from shotcast.process_group.device_calls import Make
+from shotcast.process_group.modes import visible
 from shotcast.process_group.operands import Operands, flat, movable
 from shotcast.process_group.served import MOVED_AS_THEY_ARE, is_scaled, way_of
 from shotcast.process_group.works import DoneWork, SeveralWorks
@@ -72,6 +73,7 @@ class Calls:
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
+    @visible("allreduce")
     def _all_reduce(self, tensors: Any, opts: Any, op: Any, timeout: timedelta | None) -> DoneWork:
         opts = _options(torch_private.AllreduceOptions, opts, op, timeout)
         given = _only(tensors, "allreduce")
@@ -90,6 +92,7 @@ class Calls:
 
         return self._own("all_reduce", make, [given], data.all(factor), opts, x.device)
 
+    @visible()
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> DoneWork:
         """Reduce tensors of all ranks, in place."""
         opts = opts if opts is not None else torch_private.AllreduceCoalescedOptions()
@@ -111,6 +114,7 @@ class Calls:
 
         return self._own("all_reduce_coalesced", make, list(tensors), data.all(factor), opts, xs[0].device)
 
+    @visible()
     def reduce(self, tensors: Any, opts: Any = None, root: int = 0, op: Any = None) -> DoneWork:
         """Reduce a tensor of all ranks to one of them, in place there."""
         if isinstance(opts, int):  # (tensor, root, op)
@@ -136,6 +140,7 @@ class Calls:
 
         return self._own("reduce", make, [given], data.all(factor), opts, x.device)
 
+    @visible()
     def reduce_scatter(self, outputs: Any, inputs: Any = None, opts: Any = None, op: Any = None) -> DoneWork:
         """Reduce the i-th tensor of a list of all ranks to rank i."""
         opts = _options(torch_private.ReduceScatterOptions, opts, op, None)
@@ -167,6 +172,7 @@ class Calls:
 
         return self._own("reduce_scatter", make, [given], data.all(factor), opts, out.device)
 
+    @visible("_reduce_scatter_base")
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
         """Reduce the i-th part of a tensor of all ranks to rank i."""
         opts = opts if opts is not None else torch_private.ReduceScatterOptions()
@@ -194,6 +200,7 @@ class Calls:
 
         return self._own("reduce_scatter", make, [output], data.all(factor), opts, out.device)
 
+    @visible("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Reduce the i-th parts of tensors of all ranks to rank i."""
         opts = opts if opts is not None else torch_private.ReduceScatterOptions()
@@ -223,6 +230,7 @@ class Calls:
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
+    @visible()
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> DoneWork:
         """Copy a tensor of one rank to all."""
         if isinstance(opts, int):  # (tensor, root)
@@ -247,6 +255,7 @@ class Calls:
 
         return self._own("broadcast", make, [given], data.all(), opts, x.device)
 
+    @visible()
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> DoneWork:
         """Give every rank the tensors of all, in a list."""
         opts = _options(torch_private.AllgatherOptions, opts, None, timeout)
@@ -273,6 +282,7 @@ class Calls:
 
         return self._own("all_gather", make, result, data.all(), opts, x.device)
 
+    @visible("_allgather_base")
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
         """Give every rank the tensors of all, in one."""
         opts = opts if opts is not None else torch_private.AllgatherOptions()
@@ -294,6 +304,7 @@ class Calls:
 
         return self._own("all_gather", make, [output], data.all(), opts, out.device)
 
+    @visible("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Give every rank tensors of all, each in one."""
         opts = opts if opts is not None else torch_private.AllgatherOptions()
@@ -319,6 +330,7 @@ class Calls:
 
         return self._own("all_gather_coalesced", make, list(outputs), data.all(), opts, outs[0].device)
 
+    @visible()
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Give every rank tensors of all; ``outputs[r][i]`` gets the i-th of rank r."""
         opts = opts if opts is not None else torch_private.AllgatherOptions()
@@ -349,6 +361,7 @@ class Calls:
 
         return self._own("all_gather_coalesced", make, list(outputs), data.all(), opts, xs[0].device)
 
+    @visible()
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> DoneWork:
         """Give one rank the tensors of all."""
         if isinstance(opts, int):
@@ -380,6 +393,7 @@ class Calls:
 
         return self._own("gather", make, given, data.all(), opts, x.device)
 
+    @visible()
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> DoneWork:
         """Give every rank a tensor of one rank's list."""
         if isinstance(opts, int):
@@ -412,6 +426,7 @@ class Calls:
 
         return self._own("scatter", make, [given], data.all(), opts, out.device)
 
+    @visible()
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Send the i-th tensor of a list to rank i."""
         opts = opts if opts is not None else torch_private.AllToAllOptions()
@@ -432,6 +447,7 @@ class Calls:
 
         return self._own("all_to_all", make, list(outputs), data.all(), opts, outs[0].device)
 
+    @visible("alltoall_base")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -507,6 +523,7 @@ class Calls:
         width = x.numel() // x.shape[0] if x.shape[0] else 0
         return [int(size) * width for size in rows]
 
+    @visible()
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> DoneWork:
         """Wait until all ranks have come here. On GPUs the host waits too."""
         opts = _options(torch_private.BarrierOptions, opts, None, timeout)
@@ -525,14 +542,17 @@ class Calls:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
+    @visible()
     def send(self, tensors: Any, dst: int, tag: int = 0) -> DoneWork:
         """Send a tensor to a rank."""
         return self._message("send", torch_private.plain(_only(tensors, "send")), dst, tag)
 
+    @visible()
     def recv(self, tensors: Any, src: int, tag: int = 0) -> DoneWork:
         """Receive a tensor from a rank."""
         return self._message("recv", torch_private.plain(_only(tensors, "recv")), src, tag)
 
+    @visible()
     def recv_anysource(self, tensors: Any, tag: int = 0) -> DoneWork:
         """Receive a tensor from any rank."""
         return self._message("recv_anysource", torch_private.plain(_only(tensors, "recv")), -1, tag)
@@ -588,6 +608,8 @@ def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:
         if isinstance(factor, torch.Tensor) and factor.numel() != 1:
             raise ValueError(f"the factor of PREMUL_SUM is one number, not {factor.numel()}")
         return "sum", factor
+    if op == dist.ReduceOp.AVG and torch.bool in dtypes:
+        raise TypeError("AVG takes numbers, not torch.bool")
     return reduction_name(op), None
 
 

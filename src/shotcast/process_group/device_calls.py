@@ -59,6 +59,7 @@ class DeviceCalls:
                 self.comm = Communicator.from_store(
                     meeting, self._device, timeout_s=self.timeout_s, setup_timeout_s=self.timeout_s
                 )
+                self.comm._leave_versions()
             except ShotcastError as error:  # later calls would wait as long again
                 self._error = error
                 raise

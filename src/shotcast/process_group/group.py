@@ -16,6 +16,7 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.rank_device import gpus_are_shared
 from shotcast.collectives.reductions import Reduction, reduction_name
 from shotcast.collectives.rendezvous import use_interface
+from shotcast.collectives.torch_ops.versions import Unseen
 from shotcast.errors import ClosedError, ConfigError, UnsupportedError
 from shotcast.memory.agreed_number import agreed_number
 from shotcast.memory.host_group import Meeting
@@ -26,7 +27,7 @@ from shotcast.process_group.ends import ProcessEnds
 from shotcast.process_group.messages import Batch, HeldWork, Message, OfThread, begin_together
 from shotcast.process_group.names import BACKEND
 from shotcast.process_group.served import INNER, LIBRARY, MOVED_AS_THEY_ARE, OWN, Way, way_of
-from shotcast.process_group.torch_private import is_profiled
+from shotcast.process_group.torch_private import dispatch_modes, is_profiled
 from shotcast.process_group.works import DONE, DoneWork, SeveralWorks, inner_work, seconds
 
 _SUM = dist.ReduceOp.SUM
@@ -150,7 +151,8 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> DoneWork:
         """Reduce a tensor of all ranks, in place."""
         alone = type(opts) is _AllreduceOptions and not opts.asyncOp and len(tensors) == 1
-        if alone and self._thread.works is None and opts.timeout <= _NO_TIMEOUT and not is_profiled():
+        watched = is_profiled() or dispatch_modes()
+        if alone and self._thread.works is None and opts.timeout <= _NO_TIMEOUT and not watched:
             x = tensors[0]
             calls = self._on_cpu if x.is_cpu else self._calls.get(x.device)
             if calls is not None and calls.comm is not None and opts.reduceOp == _SUM and calls.again(x):
@@ -230,7 +232,8 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     ) -> DoneWork:
         def counted(comm: Communicator) -> None:
             before = comm.calls_by_library
-            make(comm)
+            with Unseen():
+                make(comm)
             self._counts[op, OWN if comm.calls_by_library == before else LIBRARY] += 1
 
         calls = self._calls_on(device)
@@ -261,7 +264,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             return self._inner(op, Message(op, x, peer, tag).begin, [x], x.device)
         if inner is self._inners["cpu"]:  # ranks that share a GPU
             host = x.cpu() if op == "send" else torch.empty_like(x, device="cpu")
-            finish = None if op == "send" else lambda: x.copy_(host)
+            finish = None if op == "send" else functools.partial(_copy, host, x)
             return self._inner(op, Message(op, host, peer, tag).begin, [x], x.device, finish)
         if op == "recv_anysource":
             raise UnsupportedError("recv: NCCL has to know the rank that sends: give src, or use tensors on the CPU")
@@ -375,6 +378,11 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         for inner in list(self._inners.values()):
             inner.abort()
         self.shutdown()
+
+
+def _copy(host: torch.Tensor, x: torch.Tensor) -> None:
+    with Unseen():
+        x.copy_(host)
 
 
 def _profiled(name: str, make: Make, operands: Sequence[torch.Tensor]) -> Make:

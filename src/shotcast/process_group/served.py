@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from shotcast import wire
-from shotcast.collectives.reductions import check_reduction
+from shotcast.collectives.reductions import check_reduction, is_divided
 from shotcast.errors import ConfigError, UnsupportedError
 
 OWN, LIBRARY, INNER = "own", "library", "inner"
@@ -75,6 +75,6 @@ def way_of(op: str, dtype: torch.dtype, reduction: str = "sum", layout: torch.la
         check_reduction(name, reduction)
     except UnsupportedError as error:
         return Way(INNER, str(error))
-    if reduction not in wire.REDUCED[name]:
+    if reduction not in wire.REDUCED[name] and not is_divided(name, reduction):
         return Way(INNER, f"no own kernel has {reduction} of {name}")
     return _OWN

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C import _profiler
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
+from torch.utils import _python_dispatch, _pytree
 
 Told = weakref.WeakMethod[Callable[[timedelta], None]]
 """A method that is told of a timeout, of an object that may be gone."""
@@ -36,6 +38,63 @@ GatherOptions: Any = c10d.GatherOptions
 ReduceOptions: Any = c10d.ReduceOptions
 ReduceScatterOptions: Any = c10d.ReduceScatterOptions
 ScatterOptions: Any = c10d.ScatterOptions
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return how many dispatch modes the thread is in."""
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """The base of dispatch modes, which needs nothing of torch.compile."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def users_modes() -> list[Any]:
+    """Return the dispatch modes of the thread, the top one last, without those of PyTorch's own tracing below them."""
+    return [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+
+
+@contextlib.contextmanager
+def replaced_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Put others in the place of :func:`users_modes`."""
+    before = users_modes()
+    _replace(before, modes)
+    try:
+        yield
+    finally:
+        _replace(modes, before)
+
+
+def _replace(modes: Sequence[Any], others: Sequence[Any]) -> None:
+    for _ in modes:
+        _python_dispatch._pop_mode()
+    for mode in others:
+        _python_dispatch._push_mode(mode)
+
+
+def group_of_operators(group: Any) -> Any:
+    """Return a group of C++ of these ranks, whose methods are operators of ``torch.ops.c10d``."""
+    return ProcessGroup(group.rank(), group.size())
+
+
+@functools.cache
+def place_of_group(operator: Any) -> int | None:
+    """Return which argument of an operator of ``torch.ops.c10d`` is its group; None for other operators."""
+    if getattr(operator, "namespace", None) != "c10d":
+        return None
+    names = [argument.name for argument in operator._schema.arguments]
+    return names.index("process_group") if "process_group" in names else None
+
+
+def unboxed_group(boxed: Any) -> Any:
+    """Return the group that an operator was given."""
+    return ProcessGroup.unbox(boxed)
+
+
+def tensors_of(arguments: Any) -> list[torch.Tensor]:
+    """Return all tensors of the arguments of an operator."""
+    return [x for x in _pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
 
 
 def premul_factor(op: Any) -> float | torch.Tensor:
@@ -68,8 +127,8 @@ def has_no_data(x: torch.Tensor) -> bool:
 
 
 _BATCH = inspect.unwrap(distributed_c10d.batch_isend_irecv).__code__
-_FRAMES_TO_BATCH = 8
-"""The most frames from a method of a group to the batch that called it; four without wrappers."""
+_FRAMES_TO_BATCH = 24
+"""The most frames from a method of a group to the batch that called it; five without wrappers and dispatch modes."""
 
 
 def batch_of_caller() -> tuple[Any, list[tuple[str, torch.Tensor, int, int]]] | None:

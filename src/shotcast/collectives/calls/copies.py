@@ -11,7 +11,6 @@ from torch.compiler import is_compiling
 from shotcast.collectives.arguments import dense, output, rank_in, rows_per_rank, valid, writable
 from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.torch_ops import autograd, operators
-from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
@@ -166,6 +165,5 @@ class CopyCalls(Caller):
         if x.requires_grad and torch.is_grad_enabled():
             writable(x, "x")
             return autograd.written(autograd.Broadcast, x, x, self, root, algorithm)
-        increment_version((x,))
         self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root)
         return x

@@ -18,7 +18,7 @@ from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import Form
 from shotcast.collectives.handshake import Handshake
 from shotcast.collectives.interface import BoundCall, BoundKernel, Enqueue, Executor, KernelExecutor
-from shotcast.collectives.reductions import Reduction, check_reduction, reduction_name
+from shotcast.collectives.reductions import Reduction, check_reduction, is_divided, reduction_name
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.units import format_size
@@ -111,6 +111,8 @@ class Resolver:
             raise UnsupportedError(f"{op.label}: dtype {dtype} is not served; {', '.join(wire.DTYPES)} are")
         reduction = reduction_name(reduction)
         check_reduction(name, reduction)
+        if is_divided(name, reduction):
+            reduction = "sum"
         on_sms = self.topology.device == "cuda" or self.topology.kernels == "interpreter"
         return CollectiveProblem(
             op, count * dtype.itemsize, name, self.topology, root, sizes, reduction, norm, budget if on_sms else 0

@@ -1,0 +1,96 @@
+"""Calls under dispatch modes of PyTorch, such as CommDebugMode, which see those of a process group of C++.
+
+There, a method of the group is an operator of ``torch.ops.c10d``, whose kernel calls the library. The methods of a
+group of Python are called without any operator. Under a mode, they go through the operator, too: modes see it, and
+where its kernel would be, the method makes the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from shotcast.process_group import torch_private
+from shotcast.process_group.torch_private import dispatch_modes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def visible(*others: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let modes see the calls of a method; ``others`` are names that PyTorch has for it beside its own."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        name = next(name for name in (method.__name__, *others) if hasattr(torch_private.ProcessGroup, name))
+
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not dispatch_modes():
+                return method(*args, **kwargs)
+            return _dispatched(name, method, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _dispatched(name: str, method: Callable[..., Any], group: Any, /, *args: Any, **kwargs: Any) -> Any:
+    seeing = [mode for mode in torch_private.users_modes() if not isinstance(mode, _Begin | _End)]
+    if not seeing:
+        return method(group, *args, **kwargs)
+    end = _End(group, functools.partial(method, group, *args, **kwargs))
+    operator = getattr(torch_private.group_of_operators(group), name)
+    given = {key: value for key, value in kwargs.items() if value is not None}
+    with torch_private.replaced_modes([end, *seeing, _Begin(end)]):
+        work = operator(*[value for value in args if value is not None], **given)
+    return work if end.work is None else end.work
+
+
+class _Begin(torch_private.DispatchMode):
+    """The mode before all others, which gives the operator the group of Python.
+
+    Args:
+        end: is told of the operands.
+    """
+
+    def __init__(self, end: _End):
+        super().__init__()
+        self._end = end
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (place := torch_private.place_of_group(func)) is not None:
+            args = (*args[:place], self._end.group.boxed(), *args[place + 1 :])
+            self._end.operands = torch_private.tensors_of(args)
+        return func(*args, **(kwargs or {}))
+
+
+class _End(torch_private.DispatchMode):
+    """The mode behind all others, which makes the call. Where a mode has replaced operands, PyTorch's kernel makes it.
+
+    Args:
+        group: of the call.
+        make: makes it.
+
+    Attributes:
+        operands: the tensors of the call.
+        work: of the call, once it is made.
+    """
+
+    def __init__(self, group: Any, make: Callable[[], Any]):
+        super().__init__()
+        self.group, self._make = group, make
+        self.operands: list[Any] = []
+        self.work: Any = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = torch_private.place_of_group(func)
+        if place is None or torch_private.unboxed_group(args[place]) is not self.group or not self._has_operands(args):
+            return func(*args, **(kwargs or {}))
+        self.work = self._make()
+        boxed = self.work.boxed()
+        return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
+
+    def _has_operands(self, args: Any) -> bool:
+        found = torch_private.tensors_of(args)
+        return len(found) == len(self.operands) and all(a is b for a, b in zip(found, self.operands, strict=True))
