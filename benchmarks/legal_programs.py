@@ -41,8 +41,10 @@ from shotcast.launcher.spawn import RankGroup
 LIBRARY = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT_S = {"cpu": 40.0, "cuda": 30.0}
 START_S = 180.0
-GRACE_S = 2.0
+GRACE_S = 1.0
 """How long ranks may go on when one of them has failed."""
+HANG_S = 5.0
+"""How much longer than its deadline a step takes if it hangs."""
 BATCH = 20
 MOST_FAILURES = 20
 """A run ends after so many failures."""
@@ -59,11 +61,13 @@ class Failure:
         number: of the program.
         kind: ``wrong``, ``error``, ``died`` or ``hang``.
         text: what the ranks say, and where they were.
+        is_over: all ranks have ended the program, and may run another one.
     """
 
     number: int
     kind: str
     text: str
+    is_over: bool = False
 
 
 class RankSet:
@@ -107,7 +111,7 @@ class RankSet:
                     said[rank] = word
                     failed_at = min(failed_at, time.monotonic())
             oldest = min((max(since, self._place(rank)[3]) for rank in missing.values()), default=float("inf"))
-            if failed_at == float("inf") and time.monotonic() > oldest + self.orders.timeout_s + 10:
+            if failed_at == float("inf") and time.monotonic() > oldest + self.orders.timeout_s + HANG_S:
                 break
         if not missing and not said:
             return None
@@ -115,14 +119,14 @@ class RankSet:
         kinds = {word[1] for word in said.values()}
         kind = next((one for one in ("wrong", "error", "died") if one in kinds), "hang")
         program = given or draw(seed, number, self.orders.device, self.world_size)
-        stacks = self._stacks(set(missing.values())) if kind in ("hang", "error") else {}
+        stacks = self._stacks(set(missing.values())) if kind == "hang" else {}
         lines = []
         for rank in range(self.world_size):
             state = said[rank][2] if rank in said else "no word from it" if rank in missing.values() else "ended all"
             lines.append(f"rank {rank}, {self._where(rank, program)}: {state}")
             if rank in stacks:
                 lines.append(stacks[rank])
-        return Failure(number, kind, "\n".join(lines))
+        return Failure(number, kind, "\n".join(lines), not missing and kinds == {"wrong"} and len(numbers) == 1)
 
     def _place(self, rank: int) -> tuple[int, int, int, float]:
         found: tuple[int, int, int, float] = PLACE.unpack_from(self._places.read_bytes(), rank * PLACE.size)
@@ -164,9 +168,14 @@ class Runner:
         if self._set is None:
             self._set = RankSet(self.world_size, self.orders)
         failure = self._set.run(seed, numbers, given)
-        if failure is not None:
+        if failure is not None and not failure.is_over:
             self.end()
         return failure
+
+    def repeat(self, seed: int, number: int, given: Program) -> Failure | None:
+        """Run a program until it fails, a few times at most."""
+        runs = (self.run(seed, [number], given) for _ in range(REPEATS))
+        return next((failure for failure in runs if failure is not None), None)
 
     def end(self) -> None:
         if self._set is not None:
@@ -216,7 +225,7 @@ class Campaign:
         """Run one program a few times."""
         check(program)
         with Runner(self.world_size, self.orders) as runner:
-            failure = runner.run(self.seed, [0] * REPEATS, program)
+            failure = runner.repeat(self.seed, 0, program)
         self.done += 1
         self.kinds.update(census(program))
         if failure is not None:
@@ -232,9 +241,9 @@ class Campaign:
 
                 def fails(candidate: Program) -> bool:
                     nonlocal failure
-                    found = runner.run(self.seed, [failure.number] * REPEATS, candidate)
+                    found = runner.repeat(self.seed, failure.number, candidate)
                     if found is not None:
-                        failure = dataclasses.replace(found, number=failure.number)
+                        failure = found
                     return found is not None
 
                 alone = fails(program)
@@ -243,7 +252,7 @@ class Campaign:
         library, by_library = LIBRARY[self.orders.device], ""
         if self.shrink_s > 0 and self.orders.backend != library:
             with Runner(self.world_size, dataclasses.replace(self.orders, backend=library, plant=None)) as runner:
-                found = runner.run(self.seed, [failure.number] * REPEATS, small)
+                found = runner.repeat(self.seed, failure.number, small)
             by_library = f"{library} ends it" if found is None else f"{library}: {found.kind}\n{found.text}"
         if alone:
             self.say(f"shrunk from {len(program.steps)} to {len(small.steps)} steps ({by_library}):\n{small.text()}")

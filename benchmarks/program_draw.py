@@ -42,10 +42,10 @@ DTYPES = {
 """Few on GPUs, where each takes kernels of its own."""
 PRODUCTS = {"cpu": (16, 64, 128), "cuda": (256, 1024, 2048, 4096)}
 SIZES = {
-    "cpu": ((0.95, 1 << 14), (0.997, 1 << 20), (1.0, LARGEST)),
-    "cuda": ((0.8, 1 << 16), (0.95, 4 << 20), (1.0, LARGEST)),
+    "cpu": ((0.92, 4, 1 << 15), (0.995, 1 << 15, 1 << 20), (1.0, 1 << 20, LARGEST)),
+    "cuda": ((0.8, 4, 1 << 16), (0.95, 1 << 16, 4 << 20), (1.0, 4 << 20, LARGEST)),
 }
-"""How many programs have slots of at most so many bytes."""
+"""How many programs have a largest slot of at least and at most so many bytes."""
 CALLS = {
     "all_reduce": 8,
     "all_gather": 4,
@@ -107,8 +107,8 @@ class _Draw:
         dtypes = DTYPES[self.device]
         common, mixed = self.rng.choice(dtypes), self.rng.random() < 0.3
         share = self.rng.random()
-        most = next(most for part, most in SIZES[self.device] if share <= part)
-        part = self._between(1, max(1, most // 4 // self.world_size))
+        least, most = next((least, most) for part, least, most in SIZES[self.device] if share <= part)
+        part = self._between(*(max(1, nbytes // 4 // self.world_size) for nbytes in (least, most)))
         sizes = [part, part * self.world_size]
         for _ in range(self.rng.randint(0, 1) if most == LARGEST else self.rng.randint(1, 4)):
             sizes.append(self.rng.choice((part, part * self.world_size, self._between(1, part * self.world_size))))

@@ -104,11 +104,12 @@ def serve(orders: Orders, address: str, places: str) -> None:
                     wrong = ranks.run(program, number)
                 except Exception:
                     parent.send((number, "error", traceback.format_exc()))
-                    time.sleep(3600)  # the groups are of no use now, and the parent ends this process
+                    return time.sleep(3600)  # the groups are of no use now, and the parent ends this process
                 if wrong:
                     parent.send((number, "wrong", "\n".join(wrong)))
-                    time.sleep(3600)
-            parent.send("done")
+                    break
+            else:
+                parent.send("done")
 
 
 class Ranks:
