@@ -35,6 +35,7 @@ from program_shrink import shrink
 from program_steps import Capture, Program, check, read
 from rich.console import Console
 
+from shotcast.bench import kernels
 from shotcast.hardware.detect import detect
 from shotcast.launcher.spawn import RankGroup
 
@@ -330,6 +331,7 @@ def main(arguments: Sequence[str] | None = None, plant: Callable[[], None] | Non
         "kinds": dict(sorted(campaign.kinds.items())),
         "failures": campaign.failures,
         "environment": detect().as_json(),
+        "kernels": kernels.of_collectives(asked.device),
     }
     screen.print(
         f"{asked.backend} on {asked.device} x{asked.world_size}, seed {seed}: {record['programs']} programs "

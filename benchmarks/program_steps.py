@@ -14,7 +14,8 @@ front. Values are small whole numbers, or halves of them, so that sums are exact
   all ranks first. Slots of another group's call count alike.
 - A stream that uses a slot first waits for the stream that used it last (the ranks see to that). Calls of one group on
   several streams need no more: libraries order them as the host issues them, replays of graphs too.
-- At most four groups have calls under way on GPUs, since each call of NCCL holds SMs while it waits.
+- At most four groups have asynchronous calls under way on GPUs, since each call of NCCL holds SMs while it waits;
+  collective calls and messages of a group count apart.
 - What a graph captures has been made eagerly before, waits for all it starts, and has neither barriers nor sleeps of
   the host. A batch of messages concerns all ranks of its group where the library wants that of a first call (GPUs).
 - No result is read that the library leaves open (what ``reduce`` does to the tensors of other ranks than the root), and
@@ -505,9 +506,9 @@ class Rules:
         self.under_way[step.label] = ranks, step
         for slot in step.slots:
             self.contents[slot] = replace(self.contents[slot], label=step.label)
-        groups = {call.group for _, call in self.under_way.values()}
+        users = {(call.group, type(call)) for _, call in self.under_way.values()}
         self.need(
-            self.device == "cpu" or len(groups) <= GROUPS_UNDER_WAY,
+            self.device == "cpu" or len(users) <= GROUPS_UNDER_WAY,
             "too many groups have calls under way",
             label=next(iter(self.under_way)),
         )

@@ -40,6 +40,7 @@ from program_values import Expected
 import shotcast
 from shotcast.collectives.rank_device import enough_gpus
 
+DATA = sorted((Path(__file__).parents[2] / "benchmarks/data").glob("*/legal_programs.json"))
 CPU = ("--device", "cpu", "--timeout", "30")
 PAIR = (Group((0, 1)),)
 THREE = (Group((0, 1, 2)), Group((0, 1)), Group((1, 2)))
@@ -54,7 +55,7 @@ def run(file: Path, world_size: int, *more: str, plant: Callable[[], None] | Non
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size", "programs"), [("shotcast", 2, 40), ("shotcast", 3, 20), ("gloo", 3, 10)]
+    ("backend", "world_size", "programs"), [("shotcast", 2, 40), ("shotcast", 3, 20), ("gloo", 3, 5)]
 )
 def test_programs_end_with_the_right_values(tmp_path: Path, backend: str, world_size: int, programs: int) -> None:
     more = "--backend", backend, "--programs", str(programs), "--seed", "1", "--shrink", "30"
@@ -83,6 +84,14 @@ def test_programs_on_gpus(tmp_path: Path, backend: str) -> None:
     assert legal_programs.main([*command, "--json", str(file)]) == 0, file.read_text()
 
 
+@pytest.mark.parametrize("path", DATA, ids=lambda path: path.parent.name)
+def test_kept_runs_add_up(path: Path, tmp_path: Path) -> None:
+    record = json.loads(path.read_text())
+    for run in record["runs"]:
+        legal_programs.add(tmp_path / "runs.json", run)
+    assert json.loads((tmp_path / "runs.json").read_text()) == record
+
+
 # -- planted faults ---------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +100,7 @@ def test_programs_on_gpus(tmp_path: Path, backend: str) -> None:
     [
         (targets.wrong_sums, ["wrong"], 1),
         (targets.dropped_waits, ["wrong"], 4),
-        (targets.swapped_calls, ["wrong", "error", "hang"], 5),
+        pytest.param(targets.swapped_calls, ["wrong", "error", "hang"], 5, marks=pytest.mark.full),
     ],
 )
 def test_planted_faults_are_found_and_shrunk(
@@ -248,6 +257,10 @@ def test_rules_refuse_ranks_and_groups_that_a_gpu_has_no_room_for() -> None:
     with pytest.raises(IllegalError, match="too many groups"):
         check(Program("cuda", 2, groups, (Slot(4),) * 5, calls))
     check(Program("cuda", 2, groups, (Slot(4),) * 5, (*calls[:4], Wait(1), calls[4])))
+    message = Messages("batch", ((0, 1), (1, 0)), 0, (3, 4), 2, label=9)
+    check(Program("cuda", 2, groups, (Slot(4),) * 5, (*calls[:3], message)))
+    with pytest.raises(IllegalError, match="too many groups"):
+        check(Program("cuda", 2, groups, (Slot(4),) * 6, (*calls[:3], replace(message, slots=(4, 5)), calls[3])))
 
 
 def test_expected_values_by_hand() -> None:
