@@ -36,6 +36,7 @@ from program_steps import Capture, Program, check, read
 from rich.console import Console
 
 from shotcast.bench import kernels
+from shotcast.errors import RankFailed
 from shotcast.hardware.detect import detect
 from shotcast.launcher.spawn import RankGroup
 
@@ -149,6 +150,12 @@ class RankSet:
         found = self._job.results(0.0, return_exceptions=True)
         return {rank: str(found[rank]) for rank in ranks}
 
+    def finish(self) -> None:
+        """Let ranks that wait for orders destroy their groups and end. Raises RankFailed if one does not."""
+        for connection in self._ranks:
+            connection.send(None)
+        self._job.results(self.orders.timeout_s + HANG_S)
+
     def end(self) -> None:
         atexit.unregister(self.end)
         self._job.kill()
@@ -177,6 +184,17 @@ class Runner:
         """Run a program until it fails, a few times at most."""
         runs = (self.run(seed, [number], given) for _ in range(REPEATS))
         return next((failure for failure in runs if failure is not None), None)
+
+    def finish(self) -> str:
+        """Let the ranks end in order. Return what went wrong."""
+        try:
+            if self._set is not None:
+                self._set.finish()
+        except RankFailed as error:
+            return str(error)
+        finally:
+            self.end()
+        return ""
 
     def end(self) -> None:
         if self._set is not None:
@@ -221,16 +239,24 @@ class Campaign:
                 self.done += number - numbers.start
                 if failure is not None:
                     self.examine(failure, draw(self.seed, failure.number, self.orders.device, self.world_size))
+            self.note_end(runner.finish(), number - 1)
 
     def given(self, program: Program) -> None:
         """Run one program a few times."""
         check(program)
         with Runner(self.world_size, self.orders) as runner:
             failure = runner.repeat(self.seed, 0, program)
+            self.note_end(runner.finish(), 0)
         self.done += 1
         self.kinds.update(census(program))
         if failure is not None:
             self.examine(failure, program)
+
+    def note_end(self, text: str, number: int) -> None:
+        """Note that groups could not be destroyed after a program."""
+        if text:
+            self.say(f"the groups were not destroyed: {text}")
+            self.failures.append({"number": number, "kind": "end", "text": text})
 
     def examine(self, failure: Failure, program: Program) -> None:
         """Shrink a program that failed, and print it."""

@@ -94,10 +94,10 @@ def serve(orders: Orders, address: str, places: str) -> None:
         ranks = Ranks(orders, Place(places, rank))
         parent.send("ready")
         while True:
-            try:
-                seed, numbers, given = parent.recv()
-            except EOFError:
-                return
+            order = parent.recv()
+            if order is None:
+                return dist.destroy_process_group()
+            seed, numbers, given = order
             for number in numbers:
                 program = given or draw(seed, number, orders.device, ranks.world_size)
                 try:
