@@ -141,6 +141,13 @@ def test_a_hang_is_ended_and_says_where_it_was(tmp_path: Path) -> None:
     assert "in call\n" in failure["text"], "the stack"
 
 
+@pytest.mark.parametrize("replays_do_nothing", [False, True])
+def test_streams_and_graphs_of_an_emulated_gpu(replays_do_nothing: bool) -> None:
+    for replays, wrong in shotcast.spawn(targets.emulated_gpu, 2, 4, 60, replays_do_nothing, timeout_s=200):
+        assert replays >= 10
+        assert bool(wrong) == replays_do_nothing
+
+
 # -- what is drawn ----------------------------------------------------------------------------------------------------
 
 
