@@ -145,6 +145,7 @@ OTHERS = (
     "deepspeed_",
     "torch_suite",
     "stress",
+    "legal_programs",
     "training",
     "frameworks",
     "process_group",
