@@ -54,6 +54,7 @@ def build_executor(
     timeout_s: float,
     algorithms: Algorithms,
     ended: Callable[[int], None],
+    left: Callable[[int], None] = lambda rank: None,
 ) -> BuiltExecutor:
     """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
 
@@ -63,6 +64,7 @@ def build_executor(
         device, max_bytes, timeout_s: those of the communicator.
         algorithms: those that plans name.
         ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended, on any thread.
+        left: ``left(rank)`` is told of those that have left.
 
     Raises:
         ConfigError: on all ranks, if one of them has too little memory, or cannot be reached by a peer.
@@ -79,7 +81,7 @@ def build_executor(
     if compiled and nodes.layout.nodes > 1:
         from shotcast.transport.network.executor import HostsExecutor
 
-        hosts = HostsExecutor(host, nodes.layout, max_bytes, timeout_s, algorithms, ended)
+        hosts = HostsExecutor(host, nodes.layout, max_bytes, timeout_s, algorithms, ended, left)
         cost = NetworkCost(*hosts.network)
         return BuiltExecutor(hosts, "compiled", "", False, "tcp", cost)
     if compiled:
