@@ -15,7 +15,7 @@ _AT_S = (10.0, 60.0, 300.0, 1200.0)
 
 
 class WaitLog:
-    """What the log says of one wait."""
+    """The lines of the log about one wait."""
 
     def __init__(self) -> None:
         self._said = 0
