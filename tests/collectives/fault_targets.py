@@ -582,6 +582,7 @@ def waits(late: int) -> tuple[list[str], list[str]]:
             comm.barrier()
             comm.all_reduce(x)
             comm.all_reduce(x, algorithm="vendor")
+            comm.send(x, 1 - late) if is_late else comm.recv(x, late)
             calls = (
                 lambda: comm.all_reduce(x),
                 lambda: comm.recv(x, 1 - comm.rank) if comm.rank != late else comm.send(x, 1 - comm.rank),
