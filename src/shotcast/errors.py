@@ -5,6 +5,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 
+_STOPPED = "The communicator is stopped: reset() it when every rank is alive, otherwise close() it and build a new one"
+
 
 class ShotcastError(RuntimeError):
     """The base class of all errors of this package."""
@@ -25,19 +27,26 @@ class ClosedError(ShotcastError):
 class CollectiveTimeout(ShotcastError):
     """Not every rank took part in a call: a rank is late beyond the deadline, or cannot come any more.
 
+    Ranks are those of the job, as torchrun and torch.distributed count them, also in a part of its ranks; in a group
+    that a store alone joins, they are those of the group.
+
     Attributes:
         rank: the rank that reports.
         missing: the ranks that had not arrived, ascending.
         op: the name of the operation, for example ``"all_reduce"``.
-        epoch: the number of the call on this communicator, counted from 1.
+        epoch: the number of the call on this communicator, counted from 1; 0 where calls have no numbers.
         timeout_s: the deadline of the call, in seconds.
         reason: ``"late"``: the missing ranks did not come within ``timeout_s``, though no process is known to have
             ended; ``"pending"``: a wait for the call ended before the call, which goes on, and ``missing`` has the
-            ranks whose processes have ended; ``"dead"``: their processes have ended, which is said at once;
-            ``"interrupted"``: a signal, such as that of Ctrl-C, or an abort ended the call on them;
-            ``"unreachable"``: the connection to them was lost, which is said at once, or their node did not answer
-            within ``timeout_s``.
+            ranks whose processes have ended; ``"dead"``: their processes have ended, which is said at once; ``"left"``:
+            they have closed the communicator or destroyed the group, which is said at once; ``"interrupted"``: a
+            signal, such as that of Ctrl-C, or an abort ended the call on them; ``"unreachable"``: the connection to
+            them was lost, which is said at once, or their node did not answer within ``timeout_s``.
         where: the missing ranks with their nodes, such as ``2, 3 (node b)``; empty where all ranks are on one node.
+        group: the name of the group; empty for all ranks of the job.
+        advice: what to do now; empty for a communicator, which can be reset.
+        refused: the name of an operation that was not made, as the call ``epoch`` had stopped the group before; empty
+            in the error of that call.
     """
 
     def __init__(
@@ -49,6 +58,9 @@ class CollectiveTimeout(ShotcastError):
         timeout_s: float,
         reason: str = "late",
         where: str = "",
+        group: str = "",
+        advice: str = "",
+        refused: str = "",
     ):
         self.rank = rank
         self.missing = tuple(missing)
@@ -57,12 +69,16 @@ class CollectiveTimeout(ShotcastError):
         self.timeout_s = timeout_s
         self.reason = reason
         self.where = where
+        self.group = group
+        self.advice = advice
+        self.refused = refused
         ranks = where or ", ".join(map(str, self.missing))
-        after = (
-            "The communicator is stopped: reset() it when every rank is alive, otherwise close() it and build a new one"
-        )
+        after = advice or _STOPPED
         if reason == "dead":
             happened = f"cannot complete, as processes have ended; dead ranks: {ranks}"
+        elif reason == "left":
+            happened = f"cannot complete, as ranks have left the group; ranks that left: {ranks}"
+            after = advice or "The communicator is stopped: close() it and build a new one"
         elif reason == "pending":
             happened = f"was not over after {timeout_s:g} s (Work.wait)"
             happened += f"; dead ranks: {ranks}" if ranks else ""
@@ -77,14 +93,20 @@ class CollectiveTimeout(ShotcastError):
         else:
             ranks = ranks or "none (all started the call, but data did not arrive)"
             happened = f"did not complete within its timeout of {timeout_s:g} s (timeout_s); missing ranks: {ranks}"
-        super().__init__(f"rank {rank}: {op} (call {epoch}) {happened}. {after}")
+        if refused:
+            super().__init__(f"rank {rank}: {_not_made(refused, group, epoch)}: {op} {happened}. {after}")
+        else:
+            super().__init__(f"rank {rank}: {call_text(op, epoch, group)} {happened}. {after}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.missing, self.op, self.epoch, self.timeout_s, self.reason, self.where)
+        fields = self.rank, self.missing, self.op, self.epoch, self.timeout_s, self.reason, self.where
+        return type(self), (*fields, self.group, self.advice, self.refused)
 
 
 class CollectiveMismatch(ShotcastError):
     """The ranks did not make the same call.
+
+    Ranks are those of the job, as in :class:`CollectiveTimeout`.
 
     Attributes:
         rank: the rank that reports.
@@ -93,26 +115,70 @@ class CollectiveMismatch(ShotcastError):
         fields: the fields that differ, a subset of ``("op", "dtype", "algorithm", "root", "reduction", "nbytes")``, or
             ``("sizes",)`` where the parts of an uneven all_to_all have other sizes than their receiver expects.
         epoch: the number of the call on this communicator, counted from 1.
+        group, advice, refused: as of :class:`CollectiveTimeout`.
     """
 
     def __init__(
-        self, rank: int, calls: Mapping[int, str], differing: Sequence[int], fields: Sequence[str], epoch: int
+        self,
+        rank: int,
+        calls: Mapping[int, str],
+        differing: Sequence[int],
+        fields: Sequence[str],
+        epoch: int,
+        group: str = "",
+        advice: str = "",
+        refused: str = "",
     ):
         self.rank = rank
         self.calls = dict(calls)
         self.differing = tuple(differing)
         self.fields = tuple(fields)
         self.epoch = epoch
+        self.group = group
+        self.advice = advice
+        self.refused = refused
         descriptions = "; ".join(f"rank {r}: {call}" for r, call in sorted(self.calls.items()))
         descriptions = descriptions or "The rank that found the mismatch reports the calls"
+        what = f"{_not_made(refused, group, epoch)}: it" if refused else call_text("call", epoch, group)
+        after = f". {advice}" if advice else "; reset() the communicator to go on"
         super().__init__(
-            f"rank {rank}: call {epoch} differs between ranks in {', '.join(self.fields) or 'its header'}; "
+            f"rank {rank}: {what} differs between ranks in {', '.join(self.fields) or 'its header'}; "
             f"differing ranks: {', '.join(map(str, self.differing)) or 'unknown'}. {descriptions}. "
-            f"Every rank must make the same calls in the same order; reset() the communicator to go on"
+            f"Every rank must make the same calls in the same order{after}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.calls, self.differing, self.fields, self.epoch)
+        fields = self.rank, self.calls, self.differing, self.fields, self.epoch
+        return type(self), (*fields, self.group, self.advice, self.refused)
+
+
+def call_text(op: str, epoch: int, group: str) -> str:
+    """Return a call in words, such as ``all_reduce (call 12) of group tp``."""
+    number = "" if epoch == 0 else f" {epoch}" if op == "call" else f" (call {epoch})"
+    return f"{op}{number}{f' of group {group}' if group else ''}"
+
+
+def _not_made(refused: str, group: str, epoch: int) -> str:
+    by = f"call {epoch}" if epoch else "a call before"
+    return f"{refused} was not made: {f'group {group}' if group else 'the group'} was stopped by {by}"
+
+
+def not_made(op: str, first: ShotcastError) -> ShotcastError:
+    """Return the error of a call that was not made, as that of ``first`` had stopped its group, with it as the cause.
+
+    It has the class and the attributes of ``first``.
+    """
+    later: ShotcastError
+    if isinstance(first, CollectiveTimeout):
+        fields = first.rank, first.missing, first.op, first.epoch, first.timeout_s, first.reason, first.where
+        later = CollectiveTimeout(*fields, first.group, first.advice, op)
+    elif isinstance(first, CollectiveMismatch):
+        about = first.rank, first.calls, first.differing, first.fields, first.epoch
+        later = CollectiveMismatch(*about, first.group, first.advice, op)
+    else:
+        later = type(first)(f"{op} was not made: the group was stopped before. {first}")
+    later.__cause__ = first
+    return later
 
 
 class RankFailed(ShotcastError):

@@ -6,6 +6,7 @@ message into slices. All of it is plain integers, so that kernels, compiled host
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -377,8 +378,13 @@ class Header:
     def _norms(self) -> bool:
         return self.op.endswith(("_norm", "_norm_all_gather"))
 
-    def differs(self, fields: Collection[str]) -> str:
-        """Return the call in words, with those of its launch and piece that are among ``fields``, which differ."""
+    def differs(self, fields: Collection[str], ranks: Sequence[int] = ()) -> str:
+        """Return the call in words, with those of its launch and piece that are among ``fields``, which differ.
+
+        ``ranks`` has the number by which people know each rank; it may be empty where they know it by the rank.
+        """
+        if (self.op == "send" or self.op in _ROOTED) and self.root < len(ranks):
+            return dataclasses.replace(self, root=ranks[self.root]).differs(fields)
         what = "rows or launch" if self._norms else "launch"
         end = f" in {what} #{self.launch:04x}" if "launch" in fields else ""
         return f"{self}{end}{f', piece {self.piece}' if 'piece' in fields else ''}"
@@ -406,9 +412,10 @@ class Header:
         return f"{what}({self.dtype}, {size}, {self.algorithm}{end})"
 
 
-TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE, PARTS_DIFFER = 1, 2, 3, 4, 5, 6
+TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE, PARTS_DIFFER, LEFT = 1, 2, 3, 4, 5, 6, 7
 """Kinds of faults: a rank is late, calls differ, a rank's process has ended, a signal ended a rank's call, the
-connection to a rank was lost or its node does not answer, a rank sends a part of another size than is expected."""
+connection to a rank was lost or its node does not answer, a rank sends a part of another size than is expected, a rank
+has left. Who finds that a rank is gone may not know that it has left, and says that it has ended."""
 UNEVEN = 1
 """The root field of an uneven all_gather, whose size field holds the digest of the sizes of all ranks."""
 
@@ -444,13 +451,28 @@ class Fault:
         )
 
 
+class Wait(NamedTuple):
+    """A call that waits for other ranks.
+
+    Attributes:
+        op, epoch: of the call; 0 for messages.
+        since: when the call began to wait, by ``time.monotonic``.
+        peers: the other ends of messages; empty for a collective call.
+    """
+
+    op: str
+    epoch: int
+    since: float
+    peers: tuple[int, ...] = ()
+
+
 def encode_fault(kind: int, op: int, ranks: Collection[int], epoch: int) -> int:
     """Return the abort word of a fault; see :class:`Fault`.
 
     A word names the ranks of one block of 16: of the ranks given, those in the block of the lowest.
 
     Args:
-        kind: TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE or PARTS_DIFFER.
+        kind: TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE, PARTS_DIFFER or LEFT.
         ranks: the ranks at fault, below :data:`MAX_NAMED_RANKS`.
         epoch: of the call; for a message, its number.
     """

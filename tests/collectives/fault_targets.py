@@ -511,3 +511,93 @@ def timeouts_of_each_rank() -> tuple[float, str]:
         for dtype in FLOATS.values():
             assert comm.all_reduce(torch.ones(3, dtype=dtype)).tolist() == [comm.world_size] * 3
         return took, kind
+
+
+def left_after_its_last_call(victim: int) -> dict[str, Any]:
+    """Have a rank close communicators after its part of the last calls, and live on; return what the others learn."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        n, big = comm.world_size, torch.ones(1 << 22)
+        for _ in range(5):  # ranks leave while others are in the last call, whose data is all there
+            part = comm.split(0)
+            assert part is not None
+            assert float(part.all_reduce(big)[-1]) == n
+            part.close()
+        part = comm.split(0)
+        assert part is not None
+        x = torch.ones(3)
+        part.all_reduce(x)
+        part.barrier()
+        if comm.rank == victim:
+            for other in range(n):
+                if other != victim:
+                    part.send(x, other)
+            part.close()
+            for _ in range(3):
+                comm.barrier()
+            return {}
+        part.recv(torch.zeros(3), victim) if comm.rank == 0 else None
+        comm.barrier()
+        time.sleep(0.3)
+        if comm.rank != 0:
+            assert part.recv(torch.zeros(3), victim).tolist() == [1.0] * 3, "the message came before it left"
+        comm.barrier()
+        found: dict[str, Any] = {}
+        for what, call in (
+            ("all_reduce", lambda: part.all_reduce(x)),
+            ("again", part.barrier),
+            ("split", lambda: part.split(0)),
+        ):
+            begun = time.monotonic()
+            with pytest.raises(CollectiveTimeout) as caught:
+                call()
+            found[what] = caught.value, time.monotonic() - begun
+        found["cause"] = found["again"][0].__cause__, 0.0
+        comm.barrier()
+        part.close()
+        return found
+
+
+def waits(late: int) -> tuple[list[str], list[str]]:
+    """Have a rank come late to calls of each kind. Return what the log of this rank says, and the names of threads."""
+    import logging
+    import threading
+
+    from shotcast.collectives import wait_watch
+    from shotcast.memory import wait_log
+
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    logging.getLogger("shotcast").addHandler(Lines())
+    wait_log._AT_S = (0.4, 1.0)
+    wait_watch._PERIOD_S = 0.1
+    with shotcast.Communicator(device="cpu", timeout_s=30) as whole:
+        comm = whole.split(0 if whole.rank else None)
+        whole.barrier()
+        if comm is not None:
+            x, is_late = torch.ones(4), comm.rank == late
+            comm.barrier()
+            comm.all_reduce(x)
+            comm.all_reduce(x, algorithm="vendor")
+            comm.send(x, 1 - late) if is_late else comm.recv(x, late)
+            calls = (
+                lambda: comm.all_reduce(x),
+                lambda: comm.recv(x, 1 - comm.rank) if comm.rank != late else comm.send(x, 1 - comm.rank),
+                lambda: comm.batch_send_recv([(x, 1 - late)], []) if is_late else comm.batch_send_recv([], [(x, late)]),
+                lambda: comm.split(0).close(),
+            )
+            for call in calls:
+                comm.barrier()
+                time.sleep(2.6 if is_late else 0.0)
+                call()
+            comm.close()
+        whole.barrier()
+    until = time.monotonic() + 5
+    while (
+        left := [one.name for one in threading.enumerate() if one.name == "shotcast waits"]
+    ) and time.monotonic() < until:
+        time.sleep(0.01)
+    return lines, left

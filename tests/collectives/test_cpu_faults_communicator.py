@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -143,12 +144,39 @@ class TestDeadIsNotLate:
     def test_ranks_that_leave_when_they_are_done(self) -> None:
         assert shotcast.spawn(targets.leave_one_by_one, 4, timeout_s=30) == [10.0] * 4
 
+    def test_a_rank_that_has_left(self) -> None:
+        results = shotcast.spawn(targets.left_after_its_last_call, 3, 1, timeout_s=60)
+        assert results.pop(1) == {}
+        for found in results:
+            for what in ("all_reduce", "again", "split"):
+                error, took = found[what]
+                assert (error.missing, error.reason, error.group) == ((1,), "left", "split(color=0)"), what
+                assert "ranks that left: 1" in str(error)
+                assert took < 1
+            assert "barrier was not made: group split(color=0) was stopped by call 3: all_reduce" in str(
+                found["again"][0]
+            )
+            assert str(found["cause"][0]) == str(found["all_reduce"][0])
+
     def test_during_the_construction_of_another_communicator(self) -> None:
         results = shotcast.spawn(targets.killed_in_split, 3, 2, timeout_s=30, return_exceptions=True)
         assert isinstance(results.pop(2), RankFailed)
         for error, took in results:
             assert (error.missing, error.reason, error.op) == ((2,), "dead", "split")
             assert took < SOON_S
+
+
+class TestWaits:
+    def test_the_log_says_who_is_awaited(self) -> None:
+        """Once or twice for each wait; ranks are those of the job, though the communicator is one of two of them."""
+        results = shotcast.spawn(targets.waits, 3, 1, timeout_s=60)
+        assert not any(threads for _, threads in results), "the watch ends with the last communicator"
+        lines = results[1][0]
+        for what in (r"all_reduce \(call 5\)", "send or recv", "batch_send_recv", r"split \(call \d+\)"):
+            pattern = (
+                rf"WARNING: rank 1: {what} of group split\(color=0\) waits for rank 2, for \d s so far; its timeout is"
+            )
+            assert sum(re.match(pattern, line) is not None for line in lines) in (1, 2), (what, lines)
 
 
 class TestFirstUse:

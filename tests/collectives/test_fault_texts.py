@@ -13,6 +13,7 @@ from shotcast.collectives.faults import error_of
 from shotcast.errors import CollectiveTimeout
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.members import Members
 from shotcast.wire import Fault, Op
 
 NODES = NodeLayout.of_keys(["a", "a", "b", "b", "c", "c"])
@@ -23,6 +24,7 @@ def group(layout: NodeLayout) -> Any:
     """Return the ranks of a job, as far as a rank's errors need them."""
     host: Any = object.__new__(StoreGroup)
     host.rank, host.world_size, host.layout = 0, layout.world_size, layout
+    host.members, host.gone, host.left = Members(0), range(layout.world_size), ()
     return host
 
 

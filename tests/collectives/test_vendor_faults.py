@@ -32,6 +32,7 @@ from shotcast.collectives.vendor.watch import CallWatch
 from shotcast.errors import RankFailed
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.members import Members
 from shotcast.wire import CallPlan, HeaderWords, Op
 
 SLACK_S = 1.0
@@ -310,6 +311,7 @@ class TestCallsOnADevice:
         store, gone, faults = dist.HashStore(), set[int](), list[int]()
         host: Any = object.__new__(StoreGroup)
         host.rank, host.world_size, host.gone, host.layout = 0, 2, gone, NodeLayout.one_node(2)
+        host.members, host.left = Members(0), ()
         host._store = store
         cpu = torch.device("cpu")
         vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults))

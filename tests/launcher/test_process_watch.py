@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shotcast.launcher.process_watch import ProcessId, ProcessWatch, _start_time
+from shotcast.launcher.process_watch import ProcessId, ProcessWatch, _start_time, tell
 
 
 @pytest.fixture
@@ -119,3 +119,44 @@ def test_a_forked_child_watches_nothing_and_can_begin_anew(sleeper: subprocess.P
         os._exit(0 if told.wait(5) and fresh else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert seen.wait(5), "the parent's watch goes on"
+
+
+def test_what_a_process_tells_is_heard_with_its_token() -> None:
+    watch = ProcessWatch()
+    heard: list[int] = []
+    before = descriptors()
+    other = watch.hear("other", lambda number: heard.append(-number))
+    end = watch.hear("token", heard.append)
+    assert threads() == 1
+    program = (
+        "from shotcast.launcher.process_watch import ProcessId, tell\n"
+        f"to = ProcessId({ProcessId.own().space!r}, {ProcessId.own().pid}, {ProcessId.own().started})\n"
+        "for number in range(30): tell(to, 'token', number)\n"
+        "tell(to, 'guessed', 99)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert eventually(lambda: len(heard) == 30)
+    assert heard == list(range(30))
+    end()
+    tell(ProcessId.own(), "token", 1)
+    tell(ProcessId.own(), "other", 5)
+    assert eventually(lambda: heard[30:] == [-5])
+    other()
+    assert eventually(lambda: threads() == 0)
+    assert eventually(lambda: descriptors() == before)
+    tell(ProcessId.own(), "token", 1)  # to nobody
+
+
+def test_a_forked_process_hears_for_itself() -> None:
+    watch = ProcessWatch()
+    end = watch.hear("token", lambda number: None)
+    child = os.fork()
+    if child == 0:
+        heard: list[int] = []
+        watch.abandon()
+        watch.hear("token", heard.append)
+        tell(ProcessId.own(), "token", 7)
+        os._exit(0 if eventually(lambda: heard == [7]) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    end()
+    assert eventually(lambda: threads() == 0)

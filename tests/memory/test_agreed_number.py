@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shotcast.errors import CollectiveTimeout
 from shotcast.memory.agreed_number import agreed_number
+from shotcast.memory.members import Members
 
 RANKS = 3
 
@@ -46,7 +47,7 @@ def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def attempt(store: Any, rank: int, timeout_s: float = 20.0) -> Callable[[], int]:
-    return lambda: agreed_number(store, rank, RANKS, timeout_s)
+    return lambda: agreed_number(store, Members(rank), RANKS, timeout_s)
 
 
 KEPT = {"numbers", *(f"here/{rank}" for rank in range(RANKS))}
@@ -57,7 +58,7 @@ def test_numbers_ascend_and_leave_no_keys() -> None:
     for number in range(20):
         assert together([attempt(store, rank) for rank in range(RANKS)]) == [number] * RANKS
         assert set(store.list_keys()) == KEPT
-    assert agreed_number(dist.HashStore(), 0, 1, 1.0) == 0
+    assert agreed_number(dist.HashStore(), Members(0), 1, 1.0) == 0
 
 
 @pytest.mark.parametrize("slow", range(RANKS))

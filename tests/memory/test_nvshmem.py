@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from shotcast.errors import ClosedError, CollectiveTimeout, ConfigError
 from shotcast.memory import nvshmem, nvshmem_library
+from shotcast.memory.members import Members
 from shotcast.memory.nvshmem import PAGE, Heap, HeapLease
 
 CPU = torch.device("cpu")
@@ -127,6 +128,7 @@ class Group:
         self.job, self.meeting, self.rank, self.process = job, meeting, rank, process
         self.world_size = len(meeting.values)
         self.gone: set[int] = set()
+        self.timeout = Members(rank).timeout
 
     def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
         self.meeting.values[self.rank] = value

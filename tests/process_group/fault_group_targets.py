@@ -270,3 +270,100 @@ def detail() -> None:
         assert gradient.is_sparse
         assert sorted(set(gradient.coalesce().indices()[0].tolist())) == [0, 1, 2]
         assert counts()["all_reduce"]["inner"] == 2
+
+
+def subgroups() -> dict[str, Any]:
+    """Kill rank 2 of the job in a group of ranks 1 and 2; return what rank 1 learns in that group and in a split."""
+    found: dict[str, Any] = {}
+    with backend(60.0) as (rank, _):
+        from datetime import timedelta
+
+        import shotcast.process_group as ours
+
+        group = dist.new_group([1, 2], group_desc="tp")
+        hurried = dist.new_group([1, 2], timeout=timedelta(seconds=2))
+        if rank == 0:
+            dist.distributed_c10d._get_default_store().wait(["rank 1 is done"], timedelta(seconds=50))
+            os._exit(0)  # the group of all ranks is not destroyed by a rank that is dead
+        x = torch.ones(4)
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=hurried)
+        differing = dist.new_group([1, 2], group_desc="pp", use_local_synchronization=True)
+        found["mismatch"] = _error_of(lambda: dist.all_reduce(torch.zeros(4 + rank), group=differing))
+        if rank == 2:
+            time.sleep(6)  # late for what follows
+            os.kill(os.getpid(), signal.SIGKILL)
+        found["barrier"] = _error_of(lambda: ours.monitored_barrier(group, 0.5))
+        found["late"] = _error_of(lambda: dist.all_reduce(x, group=hurried))
+        work = dist.all_reduce(x, group=group, async_op=True)
+        found["pending"] = _error_of(lambda: work.wait(timedelta(milliseconds=50)))
+        found["dead"] = _error_of(work.wait)
+        found["again"] = _error_of(lambda: dist.barrier(group))
+        found["cause"] = found["again"].__cause__
+        dist.distributed_c10d._get_default_store().set("rank 1 is done", "")
+        return found
+
+
+def _error_of(call: Any) -> BaseException:
+    try:
+        call()
+    except ShotcastError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def left() -> dict[str, Any]:
+    """Have rank 1 leave groups, and live on; return what the others learn, and when."""
+    found: dict[str, Any] = {}
+    with backend(60.0) as (rank, _):
+        groups = {when: dist.new_group() for when in ("after a call", "before any call")}
+        store = dist.distributed_c10d._get_default_store()
+        x = torch.ones(4)
+        dist.all_reduce(x, group=groups["after a call"])
+        for group in groups.values():
+            if rank == 1:
+                dist.destroy_process_group(group)
+        dist.barrier()
+        if rank != 1:
+            for when, group in groups.items():
+                begun = time.monotonic()
+                error = _error_of(lambda group=group: dist.all_reduce(x, group=group))
+                found[when] = error, time.monotonic() - begun
+            store.add("done", 1)
+        while store.add("done", 0) < 2:
+            time.sleep(0.05)
+    return found
+
+
+def connections() -> int:
+    """Make groups and their first calls; return the connections to the store that this takes."""
+    made = []
+    real = {
+        kind: kind.__dict__["clone"]
+        for kind in (dist.Store, dist.TCPStore, dist.PrefixStore)
+        if "clone" in kind.__dict__
+    }
+
+    def counted(clone: Any) -> Any:
+        def count(store: Any) -> Any:
+            made.append(store)
+            return clone(store)
+
+        return count
+
+    for kind, clone in real.items():
+        kind.clone = counted(clone)  # type: ignore[attr-defined]
+    try:
+        with backend() as (rank, size):
+            dist.all_reduce(values(rank))
+            assert len(made) == 1
+            for _ in range(3):
+                group, x = dist.new_group(), values(rank)
+                dist.all_reduce(x, group=group)
+                assert torch.equal(x, sum(values(r) for r in range(size)))
+        with backend() as (rank, _):  # of another store, or of another time
+            dist.all_reduce(values(rank))
+    finally:
+        for kind, clone in real.items():
+            kind.clone = clone  # type: ignore[attr-defined]
+    return len(made)

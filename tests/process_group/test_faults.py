@@ -22,6 +22,46 @@ def test_a_killed_rank_is_named(when: str) -> None:
 
 
 @pytest.mark.timing
+def test_errors_of_a_part_name_ranks_of_the_job_and_the_group() -> None:
+    found = shotcast.spawn(targets.subgroups, 3, timeout_s=60, return_exceptions=True)[1]
+    assert isinstance(found, dict), found
+    for what, group in (("late", ""), ("pending", "tp"), ("dead", "tp"), ("again", "tp")):
+        error = found[what]
+        assert isinstance(error, shotcast.CollectiveTimeout), error
+        assert (error.rank, error.op) == (1, "all_reduce"), what
+        assert error.missing == (() if what == "pending" and not error.missing else (2,)), what
+        assert error.reason == {"again": "dead"}.get(what, what)
+        assert not group or error.group == group
+        assert "reset()" not in str(error)
+        assert error.reason == "pending" or "make a new one" in str(error)
+    assert "all_reduce (call 2) of group tp cannot complete, as processes have ended; dead ranks: 2" in str(
+        found["dead"]
+    )
+    assert str(found["again"]).startswith("rank 1: barrier was not made: group tp was stopped by call 2: all_reduce ")
+    assert str(found["cause"]) == str(found["dead"])
+    different = found["mismatch"]
+    assert (different.rank, different.differing, sorted(different.calls)) == (1, (2,), [1, 2])
+    assert "of group pp differs" in str(different)
+    assert "reset()" not in str(different)
+    assert "monitored_barrier of group tp: " in str(found["barrier"])
+    assert "Rank 2 failed" in str(found["barrier"]) or "rank 2" in str(found["barrier"]), found["barrier"]
+
+
+@pytest.mark.timing
+def test_a_rank_that_left_its_group_is_named_at_once() -> None:
+    found = shotcast.spawn(targets.left, 3, timeout_s=60)
+    assert found[1] == {}
+    for rank in (0, 2):
+        for error, took in found[rank].values():
+            assert (error.missing, error.reason) == ((1,), "left"), error
+            assert took < 5  # of 60
+
+
+def test_all_groups_share_one_connection_to_the_store() -> None:
+    assert max(shotcast.spawn(targets.connections, 2, timeout_s=60)) == 2  # one for each time that there was a job
+
+
+@pytest.mark.timing
 def test_a_rank_killed_in_ddp_is_named() -> None:
     results = shotcast.spawn(targets.killed_in_ddp, 2, timeout_s=40, return_exceptions=True)
     assert "dead ranks: 1" in results[0]

@@ -22,10 +22,11 @@ import time
 import types
 import unittest
 from collections import Counter
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shotcast import process_group
 from shotcast.hardware.detect import detect
 from shotcast.process_group import BACKEND, registration
 
@@ -79,17 +80,6 @@ class Record(unittest.TestResult):
     addError = addFailure  # noqa: N815
 
 
-def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """Call the method of a group, which ``dist.monitored_barrier`` refuses to do for any name but that of Gloo."""
-    import torch.distributed as dist
-
-    if dist.get_rank(group) < 0:
-        return
-    found = dist.group.WORLD if group is None else group
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    found.monitored_barrier(limit, wait_all_ranks)
-
-
 def suite_class(selection: str, backend: str, world_size: int, folder: str) -> type[unittest.TestCase]:
     """Import the suite under the name ``selection`` and return its tests with ranks of ``backend``."""
     os.environ.update(BACKEND=selection, WORLD_SIZE=str(world_size), INIT_METHOD=f"file://{folder}/init")
@@ -115,7 +105,7 @@ def suite_class(selection: str, backend: str, world_size: int, folder: str) -> t
     os.environ["BACKEND"] = backend
     if backend == BACKEND:
         registration.register()
-        dist.monitored_barrier = monitored_barrier
+        dist.monitored_barrier = process_group.monitored_barrier
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
         """The suite with forked ranks, which need not import PyTorch again."""

@@ -58,7 +58,7 @@ class _Part:
 class Hosts:
     """All ranks, on pipes."""
 
-    name, meeting_point = "test", "127.0.0.1"
+    name, meeting_point, left = "test", "127.0.0.1", ()
 
     def __init__(self, group: LocalGroup):
         self._group, self.rank, self.world_size = group, group.rank, group.world_size

@@ -65,6 +65,24 @@ def _framed(message: dict[str, int]) -> bytes:
     return struct.pack("!I", len(text)) + text
 
 
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_peer_that_leaves_for_good_is_told_from_one_that_resets(for_good: bool) -> None:
+    own, peer = socket.socketpair()
+    ended: list[int] = []
+    left: list[int] = []
+    for one in (own, peer):
+        one.setblocking(False)
+    here = ControlPlane({1: own}, lambda epoch: [], lambda word: None, ended.append, left.append)
+    there = ControlPlane({0: peer}, lambda epoch: [], lambda word: None, lambda node: None)
+    there.part(for_good)
+    until = time.monotonic() + 5
+    while not here.parted and time.monotonic() < until:
+        time.sleep(0.01)
+    here.close()
+    there.close()
+    assert (ended, left) == ([], [1] if for_good else [])
+
+
 def test_a_plane_that_has_parted_hears_nothing() -> None:
     """It keeps its connection, so that a peer that has not parted hears no end of it."""
     own, peer = socket.socketpair()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import threading
@@ -35,7 +36,7 @@ from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths, grow
-from shotcast.collectives.interface import BatchExecutor
+from shotcast.collectives.interface import BatchExecutor, WaitingExecutor
 from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
@@ -47,7 +48,8 @@ from shotcast.collectives.torch_ops import autograd, operators
 from shotcast.collectives.torch_ops.communicators import register
 from shotcast.collectives.torch_ops.versions import Unseen, increment_version
 from shotcast.collectives.vendor.vendor import Vendor
-from shotcast.errors import ClosedError, ConfigError, ShotcastError
+from shotcast.collectives.wait_watch import CallWaits
+from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
 from shotcast.memory.host_group import Meeting, StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
@@ -188,6 +190,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         name: str | None = None,
         setup_timeout_s: float | None = None,
         undecided: bool = False,
+        title: str | None = None,
     ) -> None:
         self._timeout_s = _seconds(timeout_s)
         if not isinstance(allow_fp8, bool | None):
@@ -203,10 +206,12 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             raise ConfigError(f"max_bytes is a whole number in 1..{MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
         self._meeting = meeting
         patience = SETUP_TIMEOUT_S if setup_timeout_s is None else setup_timeout_s
-        self._host = StoreGroup(meeting, patience, order, name)
+        self._host = StoreGroup(meeting, patience, order, name, title)
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         self._closed = False
         self._counts_versions = True
+        self._first: ShotcastError | None = None
+        """The error of the call that has stopped this communicator, once somebody has seen it."""
         self._state_above: dict[str, Any] = {}
         """The state that modules above keep with this communicator, by their names."""
         self._peers = PeerWatch(self._host)
@@ -254,16 +259,20 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             self._algorithms,
             exclusive,
             self._peers.ended,
+            self._peers.departed,
         )
         self._executor = built.executor
         self._first_use: FirstUse | None = None
         self._growths: Growths | None = None
+        self._waits: CallWaits | None = None
         if self._executor is not None:
             on_gpu = self.device.type == "cuda"
             self._first_use = FirstUse(self._host, self._executor, None if exclusive or not on_gpu else _PATIENCE_S)
             if on_gpu and not exclusive:
                 self._growths = Growths(self._host.store("growths"), self.world_size, _PATIENCE_S)
             self._peers.tell(self._executor.mark_gone)
+            if built.kernels == "compiled":
+                self._waits = CallWaits(cast(WaitingExecutor, self._executor), self._host)
         library = "gloo" if self.device.type == "cpu" or gpus_are_shared() else "nccl"
         compares = self._checks_vendor and self._executor is None
         executor = self._executor  # not the communicator: a cycle would keep what it holds for longer
@@ -536,10 +545,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         try:
             if self._closed:
                 raise ClosedError("batch_send_recv: this communicator was closed")
-            if fault := executor.fault():
-                raise self._error(fault)
-            if self._vendor.failed:
-                self._vendor.check()
+            self._refuse_if_stopped("batch_send_recv")
             plans, announce = [], self._first_use.announce if self._first_use is not None else None
             for op, x, peer in messages:
                 key = op, x.numel(), x.dtype, peer
@@ -622,15 +628,17 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
     def _prepare(self, call: Call, capturing: bool) -> None:
         """Raise what a call before has met, and compile and make room for this one."""
         executor = self._executor
+        if (executor is not None and executor.fault()) or self._vendor.failed:
+            self._refuse_if_stopped(call.plan.op.label)
         if executor is not None:
-            if fault := executor.fault():
-                raise self._error(fault)
             if call.needs:
                 self._compile(call, capturing)
             if capturing:
                 executor.keep()
-        if self._vendor.failed or (call.by_library and not self._vendor.connected(call.plan)):
-            self._check_vendor_calls(call, capturing)
+        if call.by_library and not self._vendor.connected(call.plan):
+            self._refuse_if_stopped(call.plan.op.label)
+            if capturing:
+                raise ConfigError(f"{call.label} would connect ranks inside a graph capture; call it once before")
 
     def _launch(
         self,
@@ -656,11 +664,15 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 self.check()  # a fault that own kernels report is the cause
                 raise
 
-    def _check_vendor_calls(self, call: Call, capturing: bool) -> None:
-        """Raise if calls of the vendor library have failed, or if ranks would connect in a graph capture."""
-        self._vendor.check()
-        if capturing:
-            raise ConfigError(f"{call.label} would connect ranks inside a graph capture; call it once before")
+    def _refuse_if_stopped(self, op: str) -> None:
+        """Raise if a call before has stopped this communicator: its error, or once that was seen, that of no call."""
+        first = self._first
+        try:
+            self.check()
+        except ShotcastError:
+            if first is not None:
+                raise not_made(op, first) from first
+            raise
 
     def _stream_of_last_call(self) -> torch.cuda.Stream | None:
         """Return the stream of the last eager call on a GPU, behind all calls so far; None for none to wait for."""
@@ -716,11 +728,19 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             raise ClosedError("check: this communicator was closed")
         if self._executor is not None and (fault := self._executor.fault()):
             raise self._error(fault)
-        self._vendor.check()
+        try:
+            self._vendor.check()
+        except ShotcastError as error:
+            self._first = self._first or error
+            raise
 
     def _error(self, fault: Fault) -> ShotcastError:
+        """Return the error of the call that has stopped this communicator."""
         assert self._executor is not None
-        return error_of(fault, self._executor, self._host, self._timeout_s, self._algorithms.names)
+        if self._first is None:
+            self._first = error_of(fault, self._executor, self._host, self._timeout_s, self._algorithms.names)
+            return self._first
+        return copy.copy(self._first)
 
     def _interrupt(self) -> None:
         """End this rank's calls from another thread, but for own kernels on GPUs.
@@ -761,6 +781,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             epochs, growths, generations, failed = zip(*self._host.all_gather(own, patience, what="reset"), strict=True)
             if self._growths is not None:
                 self._growths.asked = max(growths)
+            self._first = None
             if executor is not None:
                 executor.clear(max(epochs))
             if any(failed):
@@ -801,7 +822,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         room = self.max_bytes if max_bytes is None else max_bytes
         name = f"{self.name}/split {number}/{color}"
         modes = self._allow_fp8, self._batch_invariant, self._exclusive if exclusive is None else exclusive
-        child._start(self._meeting, self.device, room, self._timeout_s, *modes, order, name)
+        parent = f"{self._host.members.group}." if self._host.members.group else ""
+        title = f"{parent}split(color={color})"
+        child._start(self._meeting, self.device, room, self._timeout_s, *modes, order, name, None, False, title)
         return child
 
     def close(self) -> None:
@@ -819,6 +842,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if self._own_path is not None:
                 self._own_path.close()
             self._drain()  # while the ends of processes are still watched, as no call waits for dead ranks
+            self._peers.leave()
+            if self._waits is not None:
+                self._waits.close()
             if self._starter is not None:
                 self._starter.close()
             self._vendor.close()

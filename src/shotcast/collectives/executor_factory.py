@@ -55,6 +55,7 @@ def build_executor(
     algorithms: Algorithms,
     exclusive: bool,
     ended: Callable[[int], None],
+    left: Callable[[int], None] = lambda rank: None,
 ) -> BuiltExecutor:
     """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
 
@@ -65,6 +66,7 @@ def build_executor(
         algorithms: those that plans name.
         exclusive: calls may fill the GPU while they wait for other ranks.
         ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended, on any thread.
+        left: ``left(rank)`` is told of those that have left.
 
     Raises:
         ConfigError: on all ranks, if one of them has too little memory, or cannot be reached by a peer.
@@ -81,7 +83,7 @@ def build_executor(
     if compiled and nodes.layout.nodes > 1:
         from shotcast.transport.network.executor import HostsExecutor
 
-        hosts = HostsExecutor(host, nodes.layout, max_bytes, timeout_s, algorithms, ended)
+        hosts = HostsExecutor(host, nodes.layout, max_bytes, timeout_s, algorithms, ended, left)
         cost = NetworkCost(*hosts.network)
         return BuiltExecutor(hosts, "compiled", "", False, "tcp", cost)
     if compiled:

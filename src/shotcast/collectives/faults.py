@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shotcast import wire
 from shotcast.collectives.interface import Executor
-from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ShotcastError
+from shotcast.errors import CollectiveMismatch, ShotcastError
 from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.members import Members
 from shotcast.wire import Fault, Header, HeaderWords, Op
 
 _FIELDS = ("op", "dtype", "algorithm", "root", "reduction", "nbytes")
@@ -19,6 +20,7 @@ _REASONS = {
     wire.DEAD: "dead",
     wire.INTERRUPTED: "interrupted",
     wire.UNREACHABLE: "unreachable",
+    wire.LEFT: "left",
 }
 _PATIENCE_S = 0.2
 
@@ -38,21 +40,25 @@ def error_of(
         # the fault may be of a call that this rank has not begun: the nearest epoch with those 32 bits
         epoch = now - ((now - fault.epoch32 + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
     if fault.kind == wire.PARTS_DIFFER:
-        return CollectiveMismatch(host.rank, executor.parts(epoch), fault.ranks, ("sizes",), epoch)
+        return host.members.mismatch(executor.parts(epoch), fault.ranks, ("sizes",), epoch)
     if fault.kind != wire.MISMATCH:
-        reason, where = _REASONS[fault.kind], host.where(fault.ranks)
-        return CollectiveTimeout(host.rank, fault.ranks, fault.op, epoch, timeout_s, reason, where)
+        return host.timeout(fault.ranks, fault.op, epoch, timeout_s, _REASONS[fault.kind])
     headers = _headers(executor, fault, epoch, min(_PATIENCE_S, timeout_s / 2))
     known = {r: words for r, words in enumerate(headers) if words is not None}
-    return mismatch_of(host.rank, known, epoch, algorithms, fault.ranks)
+    return mismatch_of(host.members, known, epoch, algorithms, fault.ranks)
 
 
 def mismatch_of(
-    rank: int, headers: Mapping[int, HeaderWords], epoch: int, algorithms: Sequence[str], differing: Sequence[int] = ()
+    members: Members,
+    headers: Mapping[int, HeaderWords],
+    epoch: int,
+    algorithms: Sequence[str],
+    differing: Sequence[int] = (),
 ) -> CollectiveMismatch:
-    """Return the error for calls that differ, as ``rank`` sees it.
+    """Return the error for calls that differ, as a rank sees it.
 
     Args:
+        members: the ranks.
         headers: of the calls, by rank, as far as they are known.
         epoch: the number of the call.
         algorithms: names, in the order of their codes in headers.
@@ -65,8 +71,8 @@ def mismatch_of(
         # the largest group of equal calls is taken to be right; of equally large ones, the one of the lowest rank
         usual = max(found, key=found.count)
         differing = tuple(r for r, header in known.items() if header != usual)
-    calls = {r: header.differs(fields) for r, header in known.items()}
-    return CollectiveMismatch(rank, calls, differing, fields, epoch)
+    calls = {r: header.differs(fields, members.ranks) for r, header in known.items()}
+    return members.mismatch(calls, differing, fields, epoch)
 
 
 def _differing(fields: Sequence[str], headers: Collection[Header]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from shotcast.collectives.interface import Executor
 from shotcast.errors import CollectiveTimeout
 from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.wait_log import WaitLog, wait_text
 
 _COMPILE_LIMIT_S = 300.0
 """The limit for a rank that compiles, and lives: far longer than any compilation takes."""
@@ -130,7 +132,7 @@ class FirstUse:
         limit_s = _MESSAGE_PATIENCE_S if message else self._patience_s
         patience_s = timeout_s if limit_s is None else min(timeout_s / 2, limit_s)
         waited = compiled = 0.0
-        pause, looked = 0.0005, time.monotonic()
+        pause, looked, log = 0.0005, time.monotonic(), WaitLog()
         while late := [rank for name, rank in awaited if not self._store.check([f"ready/{name}/{rank}"])]:
             dead = [rank for rank in late if rank in self._host.gone]
             if self._executor.stopped:  # asked after: a rank that ends has told its fault before, which is the cause
@@ -145,6 +147,7 @@ class FirstUse:
                 if goes_on:
                     return True
                 raise self._timeout(late, what, timeout_s, "late")
+            log.look(waited, functools.partial(self._text, late, what, waited, timeout_s))
             time.sleep(pause)
             pause, before, looked = min(2 * pause, 0.02), looked, time.monotonic()
             if any(self._store.check([f"begun/{name}/{rank}"]) for name, rank in awaited if rank in late):
@@ -175,6 +178,8 @@ class FirstUse:
         headers = self._executor.headers(self._executor.epoch + 1)
         return any(headers[rank] is not None for rank in ranks)
 
+    def _text(self, ranks: list[int], what: str, waited_s: float, timeout_s: float) -> str:
+        return wait_text(self._host.members, ranks, what, self._executor.epoch + 1, waited_s, timeout_s)
+
     def _timeout(self, ranks: list[int], what: str, timeout_s: float, reason: str) -> CollectiveTimeout:
-        epoch = self._executor.epoch + 1
-        return CollectiveTimeout(self._host.rank, ranks, what, epoch, timeout_s, reason, self._host.where(ranks))
+        return self._host.timeout(ranks, what, self._executor.epoch + 1, timeout_s, reason)

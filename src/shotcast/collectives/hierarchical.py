@@ -51,8 +51,7 @@ class HierarchicalAllReduce:
         assert node is not None
         assert peers is not None
         self.node, self.peers = node, peers
-        self._ranks = {node.name: layout.members[number], peers.name: layout.peers(comm.rank)}
-        self._layout = layout
+        self._host = comm._host
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of ``x`` over all ranks, in ``out`` if it is given (which may be ``x``).
@@ -63,15 +62,15 @@ class HierarchicalAllReduce:
         missing = -flat.numel() % self.node.world_size
         if missing:
             flat = torch.nn.functional.pad(flat, (0, missing))
-        part = self._of(self.node, lambda: self.node.reduce_scatter(flat))
-        self._of(self.peers, lambda: self.peers.all_reduce(part, out=part, algorithm=LIBRARY))
-        whole = self._of(self.node, lambda: self.node.all_gather(part))[: x.numel()].view(x.shape)
+        part = self._of(lambda: self.node.reduce_scatter(flat))
+        self._of(lambda: self.peers.all_reduce(part, out=part, algorithm=LIBRARY))
+        whole = self._of(lambda: self.node.all_gather(part))[: x.numel()].view(x.shape)
         return whole if out is None else out.copy_(whole)
 
     def check(self) -> None:
         """Raise if a call has failed, as :meth:`Communicator.check` does."""
         for comm in (self.node, self.peers):
-            self._of(comm, comm.check)
+            self._of(comm.check)
 
     def close(self) -> None:
         """Close both communicators. A second call does nothing."""
@@ -86,18 +85,15 @@ class HierarchicalAllReduce:
     ) -> None:
         self.close()
 
-    def _of(self, comm: Communicator, call: Callable[[], T]) -> T:
-        """Return what ``call`` returns; an error of ``comm`` names ranks as the communicator over all nodes does."""
-        ranks = self._ranks[comm.name]
+    def _of(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns; an error names the group over all nodes, and the nodes of ranks."""
+        members = self._host.members
         try:
             return call()
         except CollectiveTimeout as error:
-            missing = [ranks[rank] for rank in error.missing]
-            where = self._layout.describe(missing)
-            raise CollectiveTimeout(
-                ranks[error.rank], missing, error.op, error.epoch, error.timeout_s, error.reason, where
-            ) from None
+            where = self._host.where([r for r in range(self._host.world_size) if members.known(r) in error.missing])
+            fields = error.rank, error.missing, error.op, error.epoch, error.timeout_s, error.reason, where
+            raise CollectiveTimeout(*fields, members.group, error.advice, error.refused) from error.__cause__
         except CollectiveMismatch as error:
-            calls = {ranks[rank]: text for rank, text in error.calls.items()}
-            differing = [ranks[rank] for rank in error.differing]
-            raise CollectiveMismatch(ranks[error.rank], calls, differing, error.fields, error.epoch) from None
+            about = error.rank, error.calls, error.differing, error.fields, error.epoch
+            raise CollectiveMismatch(*about, members.group, error.advice, error.refused) from error.__cause__

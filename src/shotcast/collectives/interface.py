@@ -11,7 +11,7 @@ from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.collectives.reductions import Reduction
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
-from shotcast.wire import CallPlan, Fault, HeaderWords
+from shotcast.wire import CallPlan, Fault, HeaderWords, Wait
 
 
 class Collectives(Protocol):
@@ -251,6 +251,20 @@ class KernelExecutor(Executor, Protocol):
     """An executor that also runs calls which bring their launches."""
 
     def bind_kernel(self, call: KernelCall, /) -> BoundKernel: ...
+
+
+class WaitingExecutor(Executor, Protocol):
+    """An executor whose memory tells another thread that a call waits, and for whom."""
+
+    @property
+    def timeout_s(self) -> float: ...
+    def wait(self) -> Wait | None:
+        """Return the wait that this rank is in, if there is one. Any thread may call it, and blocks for nothing."""
+        ...
+
+    def awaited(self, wait: Wait, /) -> list[int]:
+        """Return the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
+        ...
 
 
 class BatchExecutor(Executor, Protocol):

@@ -1,43 +1,63 @@
-"""Watch the processes of the other ranks of a communicator."""
+"""Watch the processes of the other ranks of a communicator, and learn from them when they leave it."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
-from shotcast.launcher.process_watch import WATCH, ProcessId
+from shotcast.launcher.process_watch import WATCH, ProcessId, tell
 from shotcast.memory.host_group import StoreGroup
 
 
 class PeerWatch:
-    """Learns when the process of another rank ends. Construction is collective.
+    """Learns when the process of another rank ends, or closes the communicator. Construction is collective.
+
+    A rank that closes it tells the processes of its machine; those of other machines learn it from their connections.
 
     Attributes:
-        gone: the ranks whose processes have ended; grows on the thread of the watch.
+        gone: the ranks whose processes have ended, and those that have left; grows on the thread of the watch.
+        left: those of them that have left.
     """
 
     def __init__(self, host: StoreGroup):
         self.gone: set[int] = set()
         self._told: list[Callable[[int], None]] = []
-        processes = host.all_gather(ProcessId.own(), what="construction")
-        self._ends = []
-        for rank, process in enumerate(processes):
-            if process != processes[host.rank]:
+        self.left: set[int] = set()
+        self._rank, token = host.rank, secrets.token_hex(8)
+        self._ends: list[Callable[[], None] | None] = []
+        if host.world_size > 1:
+            self._ends.append(WATCH.hear(token, self.departed))
+        processes = host.all_gather((ProcessId.own(), token), what="construction")
+        self._peers = [peer for peer in processes if peer[0] != processes[host.rank][0]]
+        for rank, (process, _) in enumerate(processes):
+            if process != processes[host.rank][0]:
                 self._ends.append(WATCH.add(process, lambda rank=rank: self.ended(rank)))  # type: ignore[misc]
-        host.gone = self.gone
+        host.gone, host.left = self.gone, self.left
 
     def tell(self, gone: Callable[[int], None]) -> None:
-        """Call ``gone(rank)`` for each rank whose process ends or has ended, on any thread."""
+        """Call ``gone(rank)`` for each rank that ends or leaves, or has done so, on any thread."""
         self._told.append(gone)
         for rank in sorted(self.gone):
             gone(rank)
 
     def ended(self, rank: int) -> None:
-        """Tell all of the end of a process, on any thread. Those of other machines are watched elsewhere."""
+        """Tell all of a rank that is gone, on any thread. Those of other machines are watched elsewhere."""
         if rank in self.gone:
             return
         self.gone.add(rank)
         for gone in self._told:
             gone(rank)
+
+    def departed(self, rank: int) -> None:
+        """Tell all of a rank that has left, on any thread."""
+        self.left.add(rank)
+        self.ended(rank)
+
+    def leave(self) -> None:
+        """Tell the others that this rank has made its last call, whose data are where peers read them."""
+        for process, token in self._peers:
+            tell(process, token, self._rank)
+        self._peers = []
 
     def close(self) -> None:
         """End the watch. A second call does nothing."""

@@ -80,11 +80,14 @@ class NodeLayout:
         local = self.local_rank_of(rank)
         return tuple(ranks[local] for ranks in self.members)
 
-    def describe(self, ranks: Iterable[int]) -> str:
-        """Return ranks in words, with their nodes, such as ``2, 3 (node b), 4 (node c)``."""
+    def describe(self, ranks: Iterable[int], known: Sequence[int] = ()) -> str:
+        """Return ranks in words, with their nodes, such as ``2, 3 (node b), 4 (node c)``.
+
+        ``known`` has the number by which people know each rank; it may be empty where they know it by the rank.
+        """
         wanted = set(ranks)
         groups = (
-            (name, [rank for rank in members if rank in wanted])
+            (name, [known[rank] if known else rank for rank in members if rank in wanted])
             for name, members in zip(self.names, self.members, strict=True)
         )
         return ", ".join(f"{', '.join(map(str, found))} (node {name})" for name, found in groups if found)

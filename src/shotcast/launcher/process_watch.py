@@ -1,19 +1,28 @@
-"""Notice at once that a process has ended, so that no rank waits for one that is gone.
+"""Notice at once that a process has ended, or has left a group, so that no rank waits for one that is gone.
 
 A killed rank is not a late one: a late rank is worth waiting for, up to a deadline of many minutes. Linux tells the two
-apart without polling: a pidfd of a process becomes readable when the process ends.
+apart without polling: a pidfd of a process becomes readable when the process ends. One that leaves and lives on says so
+by a datagram to the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import logging
 import os
 import select
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+logger = logging.getLogger(__name__)
+
+_SEND_S = 0.1
+"""The longest wait for a process that takes no more datagrams now."""
+_LONGEST_BYTES = 64
 _START_TIME = 19
 """The field of /proc/PID/stat behind the command that holds the start time, in clock ticks since the machine began."""
 
@@ -46,6 +55,27 @@ class ProcessId:
             return False
         return _start_time(self.pid) != self.started or _state(self.pid) in ("Z", "X")
 
+    @property
+    def address(self) -> bytes:
+        """The address of a socket at which the process hears from others of its machine."""
+        return f"\0shotcast/{self.space}/{self.pid}/{self.started}".encode()
+
+
+def tell(process: ProcessId, token: str, number: int) -> None:
+    """Tell a process of this machine a number; it does nothing where the process does not hear, or has ended.
+
+    Args:
+        token: that of :meth:`ProcessWatch.hear`.
+    """
+    if not process.space or process.space != ProcessId.own().space:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
+        one.settimeout(_SEND_S)
+        try:
+            one.sendto(f"{token} {number}".encode(), process.address)
+        except OSError as error:  # it has closed the communicator too, or is stopped
+            logger.debug("process %d was not told that a rank has left: %s", process.pid, error)
+
 
 def _start_time(pid: int) -> int:
     """Return when a process started; 0 if it is gone, or the system does not say."""
@@ -68,9 +98,9 @@ def _fields(pid: int) -> list[str]:
 
 
 class ProcessWatch:
-    """One thread that waits for the end of any number of processes of this machine.
+    """One thread that waits for the end of any number of processes of this machine, and hears what they tell.
 
-    The thread runs while something is watched. A forked child has an empty watch of its own.
+    The thread runs while something is watched or heard. A forked child has an empty watch of its own.
     """
 
     def __init__(self) -> None:
@@ -78,6 +108,8 @@ class ProcessWatch:
         self._numbers = itertools.count()
         self._callbacks: dict[ProcessId, dict[int, Callable[[], None]]] = {}
         self._descriptors: dict[int, ProcessId] = {}
+        self._hearers: dict[str, Callable[[int], None]] = {}
+        self._socket: socket.socket | None = None
         self._epoll: select.epoll | None = None
         self._wake = -1
 
@@ -108,16 +140,63 @@ class ProcessWatch:
             self._callbacks[process][number] = ended
         return lambda: self._remove(process, number)
 
-    def _register(self, descriptor: int, process: ProcessId) -> None:
+    def hear(self, token: str, told: Callable[[int], None]) -> Callable[[], None]:
+        """Call ``told(number)``, on the thread of the watch, for each number that is told by :func:`tell`.
+
+        Nothing is told where the system has no such sockets. Returns a function that ends this.
+
+        Args:
+            token: what nobody guesses, and those know that are to tell.
+        """
+        with self._lock:
+            if self._socket is None:
+                heard = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+                try:
+                    heard.bind(ProcessId.own().address)
+                except OSError as error:
+                    heard.close()
+                    logger.debug("this process does not hear of ranks that leave: %s", error)
+                    return lambda: None
+                self._socket = heard
+                self._started().register(heard, select.EPOLLIN)
+            self._hearers[token] = told
+        return lambda: self._unhear(token)
+
+    def _unhear(self, token: str) -> None:
+        with self._lock:
+            self._hearers.pop(token, None)
+            if self._hearers or self._socket is None:
+                return
+            assert self._epoll is not None
+            self._epoll.unregister(self._socket)
+            self._socket.close()
+            self._socket = None
+            self._end_if_idle()
+
+    def _heard(self) -> list[Callable[[], None]]:
+        """Return what to call for the datagrams that have come. The caller holds the lock."""
+        found: list[Callable[[], None]] = []
+        with contextlib.suppress(BlockingIOError):
+            while self._socket is not None:
+                token, _, number = self._socket.recv(_LONGEST_BYTES).decode(errors="replace").partition(" ")
+                if token in self._hearers and number.isdecimal():
+                    found.append(functools.partial(self._hearers[token], int(number)))
+        return found
+
+    def _started(self) -> select.epoll:
+        """Return what the thread waits in; start both if need be. The caller holds the lock."""
         if self._epoll is None:
             self._epoll = select.epoll()
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._epoll.register(self._wake, select.EPOLLIN)
             arguments = (self._epoll, self._wake)
             threading.Thread(target=self._run, args=arguments, name="shotcast process watch", daemon=True).start()
+        return self._epoll
+
+    def _register(self, descriptor: int, process: ProcessId) -> None:
         self._callbacks[process] = {}
         self._descriptors[descriptor] = process
-        self._epoll.register(descriptor, select.EPOLLIN)
+        self._started().register(descriptor, select.EPOLLIN)
 
     def _remove(self, process: ProcessId, number: int) -> None:
         with self._lock:
@@ -128,21 +207,26 @@ class ProcessWatch:
             self._forget(descriptor)
 
     def _forget(self, descriptor: int) -> list[Callable[[], None]]:
-        """Close a descriptor and return its callbacks; end the thread with the last one. The caller holds the lock."""
+        """Close a descriptor and return its callbacks. The caller holds the lock."""
         assert self._epoll is not None
         process = self._descriptors.pop(descriptor)
         self._epoll.unregister(descriptor)
         os.close(descriptor)
-        if not self._descriptors:
+        self._end_if_idle()
+        return list(self._callbacks.pop(process).values())
+
+    def _end_if_idle(self) -> None:
+        if not self._descriptors and self._socket is None:
             os.eventfd_write(self._wake, 1)  # its thread closes both
             self._epoll, self._wake = None, -1
-        return list(self._callbacks.pop(process).values())
 
     def _run(self, epoll: select.epoll, wake: int) -> None:
         while True:
             ready = [descriptor for descriptor, _ in epoll.poll()]
             ended: list[Callable[[], None]] = []
             with self._lock:
+                if self._epoll is epoll:
+                    ended += self._heard()  # first: a rank that has left may have ended, too
                 for descriptor in ready:
                     if descriptor in self._descriptors and self._epoll is epoll:
                         ended += self._forget(descriptor)
@@ -160,6 +244,9 @@ class ProcessWatch:
             os.close(descriptor)
         if self._epoll is not None:
             self._epoll.close()
+        if self._socket is not None:
+            self._socket.close()
+        self._hearers, self._socket = {}, None
         self._callbacks, self._descriptors = {}, {}
         self._epoll, self._wake = None, -1
 

@@ -55,7 +55,7 @@ class Failure:
             return 0
         if isinstance(self.exception, ConnectionError):
             return 5
-        if isinstance(self.exception, CollectiveTimeout) and self.exception.reason == "dead":
+        if isinstance(self.exception, CollectiveTimeout) and self.exception.reason in ("dead", "left"):
             return 4
         if isinstance(self.exception, CollectiveTimeout | CollectiveMismatch):
             return 3

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
 
-from shotcast.errors import CollectiveTimeout
+from shotcast.memory.members import Members, departed
+from shotcast.memory.wait_log import WaitLog, wait_text
 
 _HOLDS = "holds "
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
@@ -33,25 +34,33 @@ _LOOK_S = 0.25
 
 def agreed_number(
     store: dist.Store,
-    rank: int,
+    members: Members,
     world_size: int,
     timeout_s: float,
     what: str = "construction",
     ended: Callable[[], Sequence[int]] = tuple,
+    left: Callable[[], Collection[int]] = tuple,
 ) -> int:
     """Return a number from 0 up, the same on all ranks. Collective.
 
     Args:
         store: what these ranks, and nobody else, use for this.
+        members: the ranks.
         what: for the error.
-        ended: returns the ranks whose processes are known to have ended, for which nobody waits.
+        ended: returns the ranks that are known to come no more, for which nobody waits.
+        left: returns those of them whose processes live on.
 
     Raises:
-        CollectiveTimeout: naming the ranks that did not come, or whose processes ended meanwhile.
+        CollectiveTimeout: naming the ranks that did not come, or that ended or left meanwhile.
     """
+    rank = members.rank
     token = secrets.token_hex(8)
     store.set(f"here/{rank}", token)
-    deadline = _Deadline(time.monotonic() + timeout_s, ended)
+
+    def text(waited_s: float) -> str:
+        return wait_text(members, _missing(store, -1, world_size), what, 0, waited_s, timeout_s)
+
+    deadline = _Deadline(time.monotonic() + timeout_s, ended, text)
     if rank == 0:
         number = store.add("numbers", 1) - 1
         missing = _lead(store, number, world_size, deadline)
@@ -61,8 +70,8 @@ def agreed_number(
         if missing:
             store.delete_key(f"invited/{token}")
     if missing:
-        reason = "dead" if deadline.dead else "late"
-        raise CollectiveTimeout(rank, deadline.dead or missing, what, 0, timeout_s, reason)
+        guilty, reason = departed(deadline.dead, left()) if deadline.dead else (missing, "late")
+        raise members.timeout(guilty, what, 0, timeout_s, reason)
     return number
 
 
@@ -72,13 +81,15 @@ class _Deadline:
     Args:
         until: by ``time.monotonic``.
         ended: as of :func:`agreed_number`.
+        text: says what is awaited, after so many seconds.
 
     Attributes:
         dead: the ranks whose end has ended the wait.
     """
 
-    def __init__(self, until: float, ended: Callable[[], Sequence[int]]):
+    def __init__(self, until: float, ended: Callable[[], Sequence[int]], text: Callable[[float], str]):
         self._until, self._ended, self._looked = until, ended, time.monotonic()
+        self._begun, self._text, self._log = self._looked, text, WaitLog()
         self.dead: list[int] = []
 
     def passed(self) -> bool:
@@ -87,6 +98,7 @@ class _Deadline:
         if now - self._looked > _LOOK_S:
             self._looked = now
             self.dead = list(self._ended())
+            self._log.look(now - self._begun, lambda: self._text(now - self._begun))
         return bool(self.dead) or now > self._until
 
 

@@ -12,9 +12,13 @@ import torch.distributed as dist
 from shotcast.errors import CollectiveTimeout
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.agreed_number import agreed_number
+from shotcast.memory.members import Members, departed
+from shotcast.memory.wait_log import WaitLog, wait_text
 
 _LONGEST_PAUSE_S = 0.02
 """Time between two looks for a value, and for the end of the process that is to send it, at most."""
+_NEWS_S = 0.2
+"""Time within which this rank learns why another is gone, after a third has found that."""
 
 
 def _job_store() -> dist.Store:
@@ -31,7 +35,11 @@ class Meeting(NamedTuple):
         store: of which they may write every key that begins with ``shotcast/``.
         rank, world_size: among them.
         name: a name that no other ranks of the store have.
-        ended: returns the ranks whose processes are known to have ended, before the ranks watch each other.
+        ended: returns the ranks that are known to come no more, before the ranks watch each other.
+        left: returns those of them that have left, though their processes live on.
+        ranks: the rank in the job of each of them; empty where they are known by their ranks here.
+        group: what people call them; empty for all ranks of the job.
+        advice: what errors say to do once a call has stopped them; empty for a communicator, which can be reset.
     """
 
     store: dist.Store
@@ -39,11 +47,28 @@ class Meeting(NamedTuple):
     world_size: int
     name: str
     ended: Callable[[], Sequence[int]] = tuple
+    left: Callable[[], Collection[int]] = tuple
+    ranks: tuple[int, ...] = ()
+    group: str = ""
+    advice: str = ""
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Meeting:
         """Return the ranks of a process group, of which this one is a member, and the job's store."""
-        return cls(_job_store(), dist.get_rank(group), dist.get_world_size(group), group.group_name)
+        ranks, store = tuple(dist.get_process_group_ranks(group)), _job_store()
+        title = "" if group is dist.group.WORLD else title_of(group)
+        place = dist.get_rank(group), dist.get_world_size(group), group.group_name
+        return cls(store, *place, ranks=ranks, group=title)
+
+    @property
+    def members(self) -> Members:
+        """The ranks as errors name them."""
+        return Members(self.rank, self.ranks, self.group, self.advice)
+
+
+def title_of(group: dist.ProcessGroup) -> str:
+    """Return what people call a process group: its description, or else the name that PyTorch gave it."""
+    return group.group_name if group.group_desc in ("", "undefined") else group.group_desc
 
 
 class StoreGroup:
@@ -57,34 +82,60 @@ class StoreGroup:
         order: for each rank of the communicator, its rank in the meeting; None for all ranks as they are.
         name: a name that no other object of the job has, on which the ranks agree; None to agree on one now, which is
             collective.
+        group: what people call the ranks; None for what they call the meeting.
 
     Raises:
         CollectiveTimeout: naming the ranks that did not come to agree on a name within ``timeout_s``.
 
     Attributes:
-        gone: ranks whose processes have ended, for which nobody waits.
+        members: the ranks as errors name them.
+        gone: ranks whose processes have ended, or that have left, for which nobody waits.
+        left: those of them that have left.
         layout: the nodes of the ranks; one node until they are known.
     """
 
-    def __init__(self, meeting: Meeting, timeout_s: float, order: Sequence[int] | None = None, name: str | None = None):
+    def __init__(
+        self,
+        meeting: Meeting,
+        timeout_s: float,
+        order: Sequence[int] | None = None,
+        name: str | None = None,
+        group: str | None = None,
+    ):
         self._meeting = meeting
         self.order = tuple(range(meeting.world_size) if order is None else order)
         self.rank = self.order.index(meeting.rank)
         self.world_size = len(self.order)
+        known = tuple(map(meeting.members.known, self.order))
+        self.members = Members(self.rank, known, meeting.group if group is None else group, meeting.advice)
         self._timeout_s = timeout_s
         if name is None:
             ours = dist.PrefixStore(f"shotcast/{meeting.name}", meeting.store)
-            number = agreed_number(ours, self.rank, self.world_size, timeout_s, ended=meeting.ended)
+            ends = meeting.ended, meeting.left
+            number = agreed_number(ours, self.members, self.world_size, timeout_s, "construction", *ends)
             name = f"{meeting.name}/{number}"
         self.name = name
         self._store = dist.PrefixStore(f"shotcast/{name}", meeting.store)
         self.steps = 0
         self.gone: Collection[int] = ()
+        self.left: Collection[int] = ()
         self.layout = NodeLayout.one_node(self.world_size)
 
     def where(self, ranks: Collection[int]) -> str:
         """Return ranks in words, with their nodes; empty where all ranks are on one node."""
-        return self.layout.describe(ranks) if self.layout.nodes > 1 else ""
+        return self.layout.describe(ranks, self.members.ranks) if self.layout.nodes > 1 else ""
+
+    def timeout(
+        self, missing: Collection[int], op: str, epoch: int, timeout_s: float, reason: str = "late"
+    ) -> CollectiveTimeout:
+        """Return the error of a call without some ranks. Those that are said to be dead may have left."""
+        guilty = list(missing)
+        if reason == "dead":
+            until = time.monotonic() + _NEWS_S
+            while not set(guilty) <= set(self.gone) and time.monotonic() < until:
+                time.sleep(0.005)
+            guilty, reason = departed(guilty, self.left)
+        return self.members.timeout(guilty, op, epoch, timeout_s, reason, self.where(guilty))
 
     @property
     def meeting_point(self) -> str:
@@ -100,7 +151,7 @@ class StoreGroup:
         ``name`` is one that no other part of this group has.
         """
         order = [self.order[rank] for rank in ranks]
-        return StoreGroup(self._meeting, self._timeout_s, order, f"{self.name}/{name}")
+        return StoreGroup(self._meeting, self._timeout_s, order, f"{self.name}/{name}", self.members.group)
 
     def store(self, name: str) -> dist.Store:
         """Return a part of the store that is reserved for ``name``."""
@@ -120,12 +171,19 @@ class StoreGroup:
         step = self.steps
         keys = [f"{step}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
-        deadline = time.monotonic() + timeout_s
-        missing = [rank for rank, key in enumerate(keys) if not self._arrives(key, rank, deadline)]
+        begun, log = time.monotonic(), WaitLog()
+
+        def look() -> None:
+            waited_s = time.monotonic() - begun
+            log.look(waited_s, lambda: wait_text(self.members, absent(), what, step, waited_s, timeout_s))
+
+        def absent() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+        missing = [rank for rank, key in enumerate(keys) if not self._arrives(key, rank, begun + timeout_s, look)]
         if missing:
             dead = [rank for rank in missing if rank in self.gone]
-            guilty, reason = dead or missing, "dead" if dead else "late"
-            raise CollectiveTimeout(self.rank, guilty, what, step, timeout_s, reason, self.where(guilty))
+            raise self.timeout(dead or missing, what, step, timeout_s, "dead" if dead else "late")
         values = [pickle.loads(value) for value in self._store.multi_get(keys)]
         self.steps += 1
         readers = f"{step}/readers"
@@ -134,7 +192,7 @@ class StoreGroup:
                 self._store.delete_key(key)
         return values
 
-    def _arrives(self, key: str, rank: int, deadline: float) -> bool:
+    def _arrives(self, key: str, rank: int, deadline: float, look: Callable[[], None]) -> bool:
         """Return whether the value of ``rank`` arrives before the deadline and the end of its process.
 
         It asks again and again, as a wait that the store limits writes a warning each time.
@@ -146,6 +204,7 @@ class StoreGroup:
                 return True
             if last:
                 return False
+            look()
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 

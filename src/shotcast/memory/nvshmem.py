@@ -46,7 +46,13 @@ class StoreRanks(HostGroup, Protocol):
 
     @property
     def gone(self) -> Collection[int]:
-        """The ranks whose processes have ended."""
+        """The ranks whose processes have ended, or that have left."""
+        ...
+
+    def timeout(
+        self, missing: Collection[int], op: str, epoch: int, timeout_s: float, reason: str = "late"
+    ) -> CollectiveTimeout:
+        """Return the error of a call without some ranks."""
         ...
 
     def store(self, name: str) -> dist.Store:
@@ -304,7 +310,7 @@ class Heap:
             if thread.is_alive() and time.monotonic() > deadline:
                 self._broken = f"{what} did not end, as another rank did not take part; start the processes again"
                 gone = sorted(group.gone)
-                raise CollectiveTimeout(group.rank, gone, what, 0, _DEADLINE_S, "dead" if gone else "late")
+                raise group.timeout(gone, what, 0, _DEADLINE_S, "dead" if gone else "late")
         if failures:
             self._broken = failures[0]
         raise_failures(group, "; ".join(failures))

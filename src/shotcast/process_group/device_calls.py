@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.started import Outcome, StreamStarter, ThreadStarter
-from shotcast.errors import ClosedError, CollectiveTimeout, ShotcastError
+from shotcast.errors import ClosedError, CollectiveTimeout, ShotcastError, not_made
 from shotcast.memory.host_group import Meeting
-from shotcast.process_group.torch_private import own_connection
 from shotcast.process_group.works import DONE, DoneWork, StreamWork, ThreadWork
 
 _DESTROYED = "this process group was destroyed"
@@ -29,7 +27,8 @@ class DeviceCalls:
     The communicator is built by the first call, on all ranks at once.
 
     Args:
-        meeting: the ranks.
+        meeting: returns the ranks, once the group has its name.
+        dead: returns those whose processes have ended.
         device: of the tensors.
         timeout_s: the deadline of calls.
 
@@ -39,8 +38,14 @@ class DeviceCalls:
         comm: the communicator, None before the first call.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device, timeout_s: float):
-        self._meeting, self._device, self.timeout_s = meeting, device, timeout_s
+    def __init__(
+        self,
+        meeting: Callable[[], Meeting],
+        dead: Callable[[], Sequence[int]],
+        device: torch.device,
+        timeout_s: float,
+    ):
+        self._meeting, self._dead, self._device, self.timeout_s = meeting, dead, device, timeout_s
         self._error: ShotcastError | None = None
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
@@ -51,11 +56,11 @@ class DeviceCalls:
         """Return the communicator; the first call builds it, which is collective."""
         if self.comm is None:
             if self._error is not None:
-                raise copy.copy(self._error)
+                raise not_made("the call", self._error) from self._error
             if self._closed:
                 raise ClosedError(_DESTROYED)
             try:
-                meeting = self._meeting._replace(store=own_connection(self._meeting.store))
+                meeting = self._meeting()
                 self.comm = Communicator.from_store(
                     meeting, self._device, timeout_s=self.timeout_s, setup_timeout_s=self.timeout_s
                 )
@@ -170,7 +175,7 @@ class DeviceCalls:
 
     def pending(self, op: str, limit_s: float) -> CollectiveTimeout:
         """Return the error of a wait that ended before its call."""
-        return CollectiveTimeout(self._meeting.rank, self._meeting.ended(), op, 0, limit_s, "pending")
+        return self._meeting().members.timeout(self._dead(), op, 0, limit_s, "pending")
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls."""

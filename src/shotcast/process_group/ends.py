@@ -1,16 +1,16 @@
-"""The ends of the processes of a group, by which an error of the inner library is explained."""
+"""The ranks of a group that come no more, by which an error of the inner library is explained."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
 
 import torch.distributed as dist
 
-from shotcast.errors import CollectiveTimeout
 from shotcast.launcher.process_watch import ProcessId
-from shotcast.process_group.torch_private import own_connection
+from shotcast.memory.members import Members, departed
 
 _LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Socket closed")
 _LATE = ("Timed out", "timed out", "imeout")
@@ -19,18 +19,18 @@ _SETTLE_S = 0.5
 
 
 class ProcessEnds:
-    """Knows which processes of a group have ended.
+    """Knows which processes of a group have ended, and which ranks have left it.
 
     Args:
-        store: of the group.
+        store: for this alone.
         rank, world_size: of this rank.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
-        # a thread may wait in the store that was given, and nobody else is answered meanwhile
-        self._store = dist.PrefixStore("shotcast processes", own_connection(store))
+        self._store = store
         self._rank, self._world_size = rank, world_size
         self._processes: dict[int, ProcessId] = {}
+        self._left: set[int] = set()
         self._store.set(str(rank), json.dumps(dataclasses.asdict(ProcessId.own())))
 
     def ended(self) -> list[int]:
@@ -40,7 +40,23 @@ class ProcessEnds:
                 self._processes[rank] = ProcessId(**json.loads(self._store.get(str(rank))))
         return [rank for rank, process in sorted(self._processes.items()) if process.has_ended()]
 
-    def meaning(self, op: str, error: Exception, timeout_s: float) -> Exception:
+    def leave(self) -> None:
+        """Tell the others that this rank has made its last call, as far as the store answers."""
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._store.set(f"left/{self._rank}", "")
+
+    def left(self) -> set[int]:
+        """Return the ranks that have left, as far as the store answers."""
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            others = (rank for rank in range(self._world_size) if rank != self._rank and rank not in self._left)
+            self._left.update(rank for rank in others if self._store.check([f"left/{rank}"]))
+        return self._left
+
+    def gone(self) -> list[int]:
+        """Return the ranks that come no more: their processes have ended, or they have left."""
+        return sorted(self.left().union(self.known()))
+
+    def meaning(self, op: str, error: Exception, timeout_s: float, members: Members) -> Exception:
         """Return the error to raise for one of the inner library.
 
         That is a CollectiveTimeout where ranks did not answer, and ``error`` itself otherwise.
@@ -49,12 +65,12 @@ class ProcessEnds:
         lost = any(part in text for part in _LOST)
         if not lost and not any(part in text for part in _LATE):
             return error
-        until, dead = time.monotonic() + _SETTLE_S, self.known()
-        while lost and not dead and time.monotonic() < until:
+        until, gone = time.monotonic() + _SETTLE_S, self.gone()
+        while lost and not gone and time.monotonic() < until:
             time.sleep(0.01)
-            dead = self.known()
-        reason = "dead" if dead else "unreachable" if lost else "late"
-        return CollectiveTimeout(self._rank, dead, op, 0, timeout_s, reason)
+            gone = self.gone()
+        guilty, reason = departed(gone, self.left()) if gone else ([], "unreachable" if lost else "late")
+        return members.timeout(guilty, op, 0, timeout_s, reason)
 
     def known(self) -> list[int]:
         """Return what :meth:`ended` does, or nothing if the store has ended with its process."""

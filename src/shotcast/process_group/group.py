@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,9 +19,10 @@ from shotcast.collectives.rank_device import gpus_are_shared
 from shotcast.collectives.reductions import Reduction, reduction_name
 from shotcast.collectives.rendezvous import use_interface
 from shotcast.collectives.torch_ops.versions import Unseen
-from shotcast.errors import ClosedError, ConfigError, UnsupportedError
+from shotcast.errors import ClosedError, ConfigError, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.agreed_number import agreed_number
-from shotcast.memory.host_group import Meeting
+from shotcast.memory.host_group import Meeting, title_of
+from shotcast.memory.members import Members
 from shotcast.process_group import torch_private
 from shotcast.process_group.calls import Begin, Calls
 from shotcast.process_group.device_calls import DeviceCalls, Make
@@ -33,6 +36,7 @@ from shotcast.process_group.works import DONE, DoneWork, SeveralWorks, inner_wor
 _SUM = dist.ReduceOp.SUM
 _NO_TIMEOUT = timedelta(0)
 """Calls without a deadline of their own have one below this."""
+_ADVICE = "The process group is stopped: destroy it on every rank (dist.destroy_process_group) and make a new one"
 _AllreduceOptions = torch_private.AllreduceOptions
 
 
@@ -48,19 +52,33 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         timeout: the deadline of calls.
         name: of the group, which no other of the job has.
         nccl_options: of the NCCL inside; None for the usual ones.
+        ranks: the rank in the job of each rank; empty for all ranks of the job.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, name: str, nccl_options: Any = None
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        name: str,
+        nccl_options: Any = None,
+        ranks: Sequence[int] = (),
     ):
         super().__init__(rank, world_size)
+        self._ranks = tuple(ranks)
         self._rank, self._world_size, self._timeout, self._name = rank, world_size, timeout, name
         self._nccl_options = nccl_options
         # a process may make the group of all ranks again on the same store, where the addresses of before still are
         meetings = dist.PrefixStore("shotcast groups", store)
-        number = agreed_number(meetings, rank, world_size, timeout.total_seconds(), "construction of the process group")
+        limit_s, what = timeout.total_seconds(), "construction of the process group"
+        members = Members(rank, self._ranks, name if ranks else "", _ADVICE)
+        number = agreed_number(meetings, members, world_size, limit_s, what)
         self._store = dist.PrefixStore(f"shotcast {number}", store)
-        self._ends = ProcessEnds(self._store, rank, world_size)
+        token = self._store.compare_set("connection", "", secrets.token_hex(8)).decode()
+        self._connection = torch_private.own_connection(store)
+        self._shared_store = dist.PrefixStore(f"shotcast group {token}", self._connection.store)
+        self._ends = ProcessEnds(dist.PrefixStore("processes", self._shared_store), rank, world_size)
         use_interface()
         kinds = dist.ProcessGroup.BackendType
         gloo = torch_private.inner_gloo(
@@ -86,6 +104,10 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def _part(self, name: str) -> dist.Store:
         """Return a part of the store."""
         return dist.PrefixStore(f"shotcast {name}", self._store)
+
+    def _members(self) -> Members:
+        """Return the ranks as errors name them. PyTorch describes a group once it is made."""
+        return Members(self._rank, self._ranks, title_of(self) if self._ranks else "", _ADVICE)
 
     def _nccl(self, name: str) -> Any:
         ranks = self._part(name), self._rank, self._world_size
@@ -202,16 +224,22 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             device = torch.device(device.type, torch.cuda.current_device())
         calls = self._calls.get(device)
         if calls is None:
-            name = f"group {self._name} on {device.type}"
-            meeting = Meeting(self._store, self._rank, self._world_size, name, self._ended)
-            calls = self._calls[device] = DeviceCalls(meeting, device, self._timeout.total_seconds())
+            meeting = functools.partial(self._meeting, device)
+            limit_s = self._timeout.total_seconds()
+            calls = self._calls[device] = DeviceCalls(meeting, self._ends.known, device, limit_s)
         return calls
 
-    def _ended(self) -> list[int]:
-        """Return the ranks whose processes have ended, while a communicator is built. Raises ClosedError on abort."""
+    def _meeting(self, device: torch.device) -> Meeting:
+        """Return where the ranks meet that make calls on a device."""
+        name, known = f"group {self._name} on {device.type}", self._members()
+        size, ends = self._world_size, (self._gone, self._ends.left)
+        return Meeting(self._shared_store, self._rank, size, name, *ends, known.ranks, known.group, known.advice)
+
+    def _gone(self) -> list[int]:
+        """Return the ranks that come no more, while a communicator is built. Raises ClosedError on abort."""
         if self._aborted:
             raise ClosedError("the process group was aborted")
-        return self._ends.known()
+        return self._ends.gone()
 
     def _ends_on_gpus(self) -> list[Callable[[], None]]:
         ends = []
@@ -296,9 +324,23 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             raise meaning(error, None) from error
         return inner_work(work, [message.x for message in messages], meaning)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks on the host, and name those that do not come; Gloo does it."""
+        try:
+            self._inners["cpu"].monitored_barrier(timeout or self._timeout, wait_all_ranks)
+        except RuntimeError as error:
+            members = self._members()
+            known = re.sub(r"\b[Rr]anks? \d+(?:, \d+)*", functools.partial(_as_known, members), str(error))
+            raise ShotcastError(
+                f"rank {members.own}: {call_text('monitored_barrier', 0, members.group)}: {known}"
+            ) from error
+
+    monitoredBarrier = monitored_barrier  # noqa: N815 - as C++ calls it
+
     def _meaning(self, op: str, error: Exception, limit_s: float | None) -> Exception:
         """Return the error to raise for one of the inner library."""
-        return self._ends.meaning(op, error, self._timeout.total_seconds() if limit_s is None else limit_s)
+        limit_s = self._timeout.total_seconds() if limit_s is None else limit_s
+        return self._ends.meaning(op, error, limit_s, self._members())
 
     def _issued(self, work: DoneWork) -> DoneWork:
         if self._thread.works is not None:
@@ -337,9 +379,9 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             return None
         name = group_name or f"{self._name}:split {self._splits}:{members[0]}"
         store = self._part(f"split {self._splits}/{members[0]}")
-        child = ShotcastProcessGroup(
-            store, members.index(self._rank), len(members), timeout or self._timeout, name, self._nccl_options
-        )
+        known = [self._members().known(rank) for rank in members]
+        place = members.index(self._rank), len(members)
+        child = ShotcastProcessGroup(store, *place, timeout or self._timeout, name, self._nccl_options, known)
         if self.bound_device_id is not None:
             child.bound_device_id = self.bound_device_id
         child._set_group_name(name)
@@ -363,6 +405,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         """
         for calls in list(self._calls.values()):
             calls.close()
+        self._ends.leave()
         for inner in list(self._inners.values()):
             inner.shutdown()
 
@@ -383,6 +426,11 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
 def _copy(host: torch.Tensor, x: torch.Tensor) -> None:
     with Unseen():
         x.copy_(host)
+
+
+def _as_known(members: Members, found: re.Match[str]) -> str:
+    """Return ranks in a text of Gloo, which has those in the group, as they are known."""
+    return re.sub(r"\d+", lambda number: str(members.known(int(number[0]))), found[0])
 
 
 def _profiled(name: str, make: Make, operands: Sequence[torch.Tensor]) -> Make:

@@ -40,9 +40,9 @@ def _create(options: Any, backend_options: Any) -> Any:
 
         found = ", ".join(f"{device}:{name}" for device, name in others.items())
         warnings.warn(f"the backend {BACKEND} serves all tensors of its groups; {found} is not used", stacklevel=2)
-    group = ShotcastProcessGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, options.group_id, backend_options
-    )
+    place = options.store, options.group_rank, options.group_size
+    ranks = options.global_ranks_in_group  # none for the group of all ranks
+    group = ShotcastProcessGroup(*place, options.timeout, options.group_id, backend_options, ranks)
     torch_private.trace_as_group(ShotcastProcessGroup)
     bound = torch_private.bound_device()
     if bound is not None:

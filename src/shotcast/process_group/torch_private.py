@@ -262,10 +262,35 @@ def profiled_range(name: str, tensors: Iterable[torch.Tensor]) -> Any:
     return _profiler._RecordFunctionFast(name, list(tensors))
 
 
-def own_connection(store: dist.Store) -> dist.Store:
-    """Return a store with the same keys for use by another thread: a store serves one call at a time, and some wait."""
-    copied: dist.Store = store.clone()  # type: ignore[attr-defined]
-    return copied
+class OwnConnection:
+    """A connection to a job's store that nobody waits in, for all groups of this process on that store.
+
+    A store serves one call at a time, and PyTorch's own calls wait in the one that it gives for ranks that are late.
+    To connect takes a reverse look-up of the host's name on both sides, 5 s where no name server answers.
+
+    Attributes:
+        store: the connection.
+    """
+
+    def __init__(self, base: dist.Store):
+        self._base = base  # its address names the connection for as long as that lasts
+        self.store: dist.Store = base.clone()  # type: ignore[attr-defined]
+
+
+_connections: weakref.WeakValueDictionary[int, OwnConnection] = weakref.WeakValueDictionary()
+
+
+def own_connection(store: dist.Store) -> OwnConnection:
+    """Return the connection of this process to the store in which the keys of ``store`` are. It lasts while it is used.
+
+    It has other keys: those of the store itself.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    found = _connections.get(id(store))
+    if found is None:
+        found = _connections[id(store)] = OwnConnection(store)
+    return found
 
 
 _DYNAMO_GROUPS = "torch._dynamo.variables.distributed"

@@ -90,7 +90,7 @@ def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
         ConfigError: on every rank; it names the setting and the value of each rank, and of several nodes these too.
     """
     reports = host.all_gather((trouble, settings), what="construction")
-    if message := "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text):
+    if message := "; ".join(f"rank {host.members.known(r)}: {text}" for r, (text, _) in enumerate(reports) if text):
         raise ConfigError(message)
     for name, value in settings.items():
         values = [other.get(name) for _, other in reports]
@@ -101,11 +101,11 @@ def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
 def _by_rank(host: StoreGroup, values: Sequence[Any]) -> str:
     """Return the value of each rank in words; on several nodes, the ranks of each value."""
     if host.layout.nodes == 1:
-        return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        return ", ".join(f"rank {host.members.known(rank)}: {value}" for rank, value in enumerate(values))
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(rank)
-    return "; ".join(f"{value} on ranks {host.layout.describe(those)}" for value, those in ranks.items())
+    return "; ".join(f"{value} on ranks {host.where(those)}" for value, those in ranks.items())
 
 
 def versions(nodes: Nodes) -> dict[str, str]:

@@ -60,7 +60,7 @@ class Blame:
     Args:
         store: a part of the job's store for this agreement alone.
         rank: of this process.
-        gone: ranks whose processes have ended.
+        gone: ranks whose processes have ended, or that have left.
     """
 
     def __init__(self, store: dist.Store, rank: int, gone: Collection[int]):
@@ -184,7 +184,7 @@ class Blame:
         dead = [rank for rank in absent if rank in self._gone]
         causes = {report["cause"] for report in reports.values()}
         if "connection" in causes and "deadline" not in causes:
-            dead = absent  # nobody gave up before, so a process that ended has broken the connection
+            dead = dead or absent  # nobody gave up before, so a process that ended has broken the connection
         interrupted = [rank for rank, report in reports.items() if report["interrupted"]]
         found = list(headers.values())
         usual = max(found, key=found.count, default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import threading
 import time
 from collections import deque
@@ -19,8 +20,9 @@ from shotcast.collectives.vendor.blame import Blame
 from shotcast.collectives.vendor.gloo import GlooGroup
 from shotcast.collectives.vendor.interface import CallError, RefusedError, VendorGroup
 from shotcast.collectives.vendor.watch import WATCH
-from shotcast.errors import CollectiveTimeout, ShotcastError, UnsupportedError
+from shotcast.errors import CollectiveTimeout, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.wait_log import WaitLog, wait_text
 from shotcast.wire import CallPlan, HeaderWords, Op
 
 _CONNECT_LIMIT_S = 120.0
@@ -52,6 +54,7 @@ class _Connected:
         captured: some call was captured in a graph, so the device may begin more calls than this rank has made.
         waiting: the number of the call that the device waited in at the last look; -1 for none.
         since: the time of the first look at that.
+        log: what the log says of that.
     """
 
     group: VendorGroup
@@ -61,6 +64,7 @@ class _Connected:
     captured: bool = False
     waiting: int = -1
     since: float = 0.0
+    log: WaitLog = dataclasses.field(default_factory=WaitLog)
 
     def begun(self, number: int, timeout_s: float) -> _Begun:
         """Return the call that the device has begun as its ``number``-th; ``timeout_s`` is the deadline of others."""
@@ -108,6 +112,7 @@ class Vendor:
         self._halting = threading.Lock()
         self._gone_at: dict[int, float] = {}
         self._looked = 0.0
+        self._wait: tuple[_Begun, float, WaitLog] | None = None
         self.served = 0
         self._begin(0)
         if library == "nccl":
@@ -151,6 +156,8 @@ class Vendor:
         known = self._connected.get(members)
         call = _Begun(plan.op.label, known.calls + 1 if known else 1, header, self._timeout_s)
         begun = time.monotonic()
+        if self._library == "gloo":
+            self._wait = call, begun, WaitLog()
         try:
             known = known or self._connect(members, self._timeout_s)
             known.calls += 1
@@ -175,6 +182,8 @@ class Vendor:
         except BaseException:  # the handler of a signal may raise anything
             self._fail(members, call, begun, CallError("a signal ended it"), interrupted=True)
             raise
+        finally:
+            self._wait = None
 
     def _compare(self, known: _Connected, call: _Begun) -> None:
         """Compare the headers of a call between its ranks. Raises CallError if they differ."""
@@ -182,7 +191,7 @@ class Vendor:
         headers = dict(zip(known.members, known.group.headers(call.header), strict=False))
         if len(set(headers.values())) > 1:
             if self._halt():
-                self._error = mismatch_of(self._host.rank, headers, call.number, self._algorithms.names)
+                self._error = mismatch_of(self._host.members, headers, call.number, self._algorithms.names)
                 self._decided.set()
             raise CallError("the calls differ")
 
@@ -225,7 +234,13 @@ class Vendor:
         """Wait until all ``members`` have come to this point. Raises CallError."""
         store.set(f"{what}/{self._host.rank}", "")
         until, pause = time.monotonic() + limit_s, 0.0005
-        while not all(store.check([f"{what}/{rank}"]) for rank in members):
+        while True:
+            left = [rank for rank in members if rank in self._host.left]  # before the look, as they came before
+            absent = [rank for rank in members if not store.check([f"{what}/{rank}"])]
+            if not absent:
+                return
+            if set(absent) & set(left):
+                raise CallError("ranks have left")
             if time.monotonic() > until:
                 raise CallError("ranks did not come to connect", "deadline")
             self._interrupted(members)
@@ -259,9 +274,14 @@ class Vendor:
         if self._stopped():
             raise CallError("a fault or an abort stopped the communicator")
         now = time.monotonic()
+        if self._wait is not None:
+            call, begun, log = self._wait
+            log.look(now - begun, lambda: self._text(call, now - begun))
         for rank in members:
+            if rank in self._host.left:
+                continue  # it took part in all calls that it was to make, and the library tells of others
             if rank in self._host.gone and now - self._gone_at.setdefault(rank, now) > _SETTLE_S:
-                raise CallError(f"the process of rank {rank} has ended")
+                raise CallError(f"the process of rank {self._host.members.known(rank)} has ended")
         if now - self._looked > _ALARM_AFTER_S:
             self._looked = now
             if self._blame.raised():
@@ -273,7 +293,7 @@ class Vendor:
         """Stop, as a call failed that began at the time ``begun``, and set the error that all ranks agree on."""
         if not self._halt():
             return
-        rank = self._host.rank
+        rank = self._host.members.own
         self._error = self._library_error(call, str(error))
         try:
             if self._stopped():
@@ -282,7 +302,7 @@ class Vendor:
             found = self._blame.verdict(members, call.header, time.monotonic() - begun, error.cause, interrupted)
             if found.reason == "mismatch":
                 names = self._algorithms.names
-                self._error = mismatch_of(rank, found.headers, call.number, names, found.ranks)
+                self._error = mismatch_of(self._host.members, found.headers, call.number, names, found.ranks)
             elif found.reason != "library":
                 self._error = self._timeout(found.ranks, call, found.reason)
         except Exception as trouble:
@@ -295,16 +315,19 @@ class Vendor:
             self._decided.set()
 
     def _timeout(self, ranks: Sequence[int], call: _Begun, reason: str) -> CollectiveTimeout:
-        rank, where = self._host.rank, self._host.where(ranks)
-        if reason == "dead" and where and not set(ranks) & set(self._host.gone):
+        if reason == "dead" and self._host.layout.nodes > 1 and not set(ranks) & set(self._host.gone):
             reason = "unreachable"  # connections to another node broke, and why cannot be seen from here
-        return CollectiveTimeout(rank, ranks, call.op, call.number, call.timeout_s, reason, where)
+        return self._host.timeout(ranks, call.op, call.number, call.timeout_s, reason)
 
     def _library_error(self, call: _Begun, detail: str) -> ShotcastError:
-        return ShotcastError(
-            f"rank {self._host.rank}: {self._library} failed in {call.op} (call {call.number}): {detail}. The "
-            f"communicator is stopped: reset() it, or close() it and build a new one"
-        )
+        members = self._host.members
+        after = members.advice or "The communicator is stopped: reset() it, or close() it and build a new one"
+        what = call_text(call.op, call.number, members.group)
+        return ShotcastError(f"rank {members.own}: {self._library} failed in {what}: {detail}. {after}")
+
+    def _text(self, call: _Begun, waited_s: float) -> str:
+        """Return that a call waits in the library, which does not tell for whom."""
+        return wait_text(self._host.members, (), call.op, call.number, waited_s, call.timeout_s, self._library)
 
     def _halt(self) -> bool:
         """End all calls under way. Returns whether this is the first fault, so that the caller sets the error."""
@@ -323,9 +346,10 @@ class Vendor:
         for known in list(self._connected.values()):
             begun, ended = known.group.progress()
             if begun == ended or begun != known.waiting:
-                known.waiting, known.since = (-1 if begun == ended else begun), now
+                known.waiting, known.since, known.log = (-1 if begun == ended else begun), now, WaitLog()
                 continue
             failure, call = CallError("the deadline has passed", "deadline"), known.begun(begun, self._timeout_s)
+            known.log.look(now - known.since, functools.partial(self._text, call, now - known.since))
             try:
                 known.group.check()
                 self._interrupted(known.members)

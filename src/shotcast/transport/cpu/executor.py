@@ -33,7 +33,7 @@ from shotcast.transport.cpu.waiting import (
     PEER_GONE,
     TIMED_OUT,
 )
-from shotcast.wire import CallPlan, Fault, HeaderWords, Op
+from shotcast.wire import CallPlan, Fault, Header, HeaderWords, Op, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ _SPINS = 20
 own, and costs where they share them, which a scheduler may decide even with cores to spare."""
 _GATHER_CHUNK = 256 << 10
 _GRACE_S = 0.2
+_SEEN_S = 0.5
+"""A rank that waits shows it more often than this."""
 _KINDS = {
     TIMED_OUT: wire.TIMEOUT,
     MISMATCHED: wire.MISMATCH,
@@ -212,6 +214,8 @@ class CpuExecutor:
         self._message_headers: tuple[int, list[HeaderWords | None]] | None = None
         self._parts: tuple[int, dict[int, str]] = (0, {})
         self._marking = threading.Lock()
+        self._looking = threading.Lock()  # held while another thread reads shared memory
+        self._messages: Wait | None = None
         self.closed = False
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -330,11 +334,15 @@ class CpuExecutor:
             record.extend((plan.root, sending, tensor.data_ptr(), plan.nbytes, *header, 0, before))
             last[plan.op, plan.root] = number
         address = record.buffer_info()[0]
+        peers = tuple(sorted({plan.root for plan, _ in messages}))
+        self._messages = Wait("batch_send_recv", 0, time.monotonic(), peers)
         interruption: BaseException | None = None
         try:
             status = batch.EXCHANGE.get()(self.context_address, address, 0, 0)
         except BaseException as error:  # a signal handler raised
             status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+        finally:
+            self._messages = None
         if status != DONE:
             words = batch.MESSAGE_BYTES // 8
             passed = record[(batch.MESSAGES + batch.PASSED) // 8 :: words]
@@ -390,6 +398,36 @@ class CpuExecutor:
             return list(self._message_headers[1])
         cells = (_words_at(address + layout.HEADERS + 16 * (epoch & 1)) for address in self._regions)
         return [HeaderWords.of_cells(pair, epoch) for pair in cells]
+
+    def wait(self) -> Wait | None:
+        """Return the wait that this rank is in, if there is one. Any thread may call it, and blocks for nothing."""
+        with self._looking:
+            if self.closed or self._messages is not None:
+                return self._messages
+            seen_s = (time.monotonic_ns() - self._word(self._rank, layout.HEARTBEAT)) / 1e9
+            deadline = self._context[layout.DEADLINE // 8]
+            if seen_s > _SEEN_S or not deadline:
+                return None
+            since = (deadline - self._context[layout.TIMEOUT // 8]) / 1e9
+            peer = self._word(self._rank, layout.WAITS_FOR) - 1
+            if peer >= 0:
+                return Wait("send or recv", 0, since, (self._known(peer),))
+            epoch = self.epoch
+            header = CpuExecutor.headers(self, epoch)[self._rank]
+            return None if header is None else Wait(Header.decode(header).op, epoch, since)
+
+    def awaited(self, wait: Wait) -> list[int]:
+        """Return the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
+        with self._looking:
+            return list(wait.peers) or self._missing()
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that keep the collective call from going on."""
+        return self._absent()
+
+    def _known(self, rank: int) -> int:
+        """Return the rank in the communicator of a rank in the shared memory."""
+        return rank
 
     def _word(self, rank: int, offset: int) -> int:
         return ctypes.c_int64.from_address(self._regions[rank] + offset).value
@@ -546,10 +584,11 @@ class CpuExecutor:
 
     def close(self) -> None:
         """Give the shared memory back. A second call does nothing; not to be called during a call."""
-        if self.closed:
-            return
-        self.closed = True
-        self._buffer.close()
+        with self._looking:
+            if self.closed:
+                return
+            self.closed = True
+            self._buffer.close()
 
     def _set(self, offset: int, value: int) -> None:
         self._context[offset // 8] = value

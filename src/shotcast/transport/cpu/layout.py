@@ -23,6 +23,7 @@ PROGRESS = 0
 HEADERS = 8
 ABORT = LINE
 HEARTBEAT = 2 * LINE  # the time at which this rank was last seen waiting
+WAITS_FOR = HEARTBEAT + 8  # whom it waits for there: 0 for a collective call, 1 + the other rank for a message
 SENT = 1024
 RECEIVED = 2048
 CONTROL_BYTES = 4096

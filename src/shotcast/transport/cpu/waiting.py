@@ -38,6 +38,7 @@ from shotcast.transport.cpu.layout import (
     SPINS,
     STEP,
     TIMEOUT,
+    WAITS_FOR,
     WORLD,
 )
 
@@ -88,6 +89,7 @@ def _wait_long(context: int, peer: int, collective: bool, address: int, target: 
     own = region(context, load(context + RANK))
     abort = own + ABORT
     looked = begun
+    store(own + WAITS_FOR, 0 if collective else peer + 1)
     while True:
         hopeless = _hopeless(context, peer, collective)  # before the word, which the rank may have written at its end
         if load_acquire(address) - target >= 0:

@@ -12,7 +12,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -43,6 +43,11 @@ class Hosts(HostGroup, Protocol):
 
     @property
     def meeting_point(self) -> str: ...
+    @property
+    def left(self) -> Collection[int]:
+        """The ranks that have left, though their processes live on."""
+        ...
+
     def part(self, ranks: Iterable[int], name: str) -> HostGroup: ...
 
 

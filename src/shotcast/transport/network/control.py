@@ -52,6 +52,7 @@ class ControlPlane:
         answer: ``answer(epoch)``: the states of the ranks of this node, in the order of local ranks.
         faulted: ``faulted(word)``: a peer reports a fault.
         ended: ``ended(node)``: the connection to a peer has ended without a farewell, so its process has, most likely.
+        left: ``left(node)``: a peer has said that it comes no more.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class ControlPlane:
         answer: Callable[[int], list[RankState]],
         faulted: Callable[[int], None],
         ended: Callable[[int], None],
+        left: Callable[[int], None] = lambda node: None,
     ):
         self._connections = dict(connections)
-        self._answer, self._faulted, self._ended = answer, faulted, ended
+        self._answer, self._faulted, self._ended, self._left = answer, faulted, ended, left
         self._lock = threading.Lock()
         self._came = threading.Condition()
         self._answers: dict[int, dict[int, list[RankState]]] = {}
@@ -194,9 +196,11 @@ class ControlPlane:
                     self._answers[message["answer"]][node] = ranks
                     self._came.notify_all()
         elif "farewell" in message:
+            if message.get("left"):
+                self._left(node)
             self.parted.add(node)
 
-    def part(self) -> None:
+    def part(self, for_good: bool = False) -> None:
         """Say farewell and hear nothing more; connections stay until :meth:`close`. A second call does nothing.
 
         Peers that all part before one closes take no connection that ends for a process that does: data that comes
@@ -206,7 +210,7 @@ class ControlPlane:
             return
         self._parting = True  # a peer that parts as well says no farewell to whom it has heard one from
         for node in self._connections:
-            self._send(node, {"farewell": True})
+            self._send(node, {"farewell": True, "left": True} if for_good else {"farewell": True})
         with self._lock:
             self._closing = True
         os.eventfd_write(self._wake, 1)
@@ -215,7 +219,7 @@ class ControlPlane:
 
     def close(self) -> None:
         """Part, and end the connections. A second call does nothing."""
-        self.part()
+        self.part(for_good=True)
         if self._closed:
             return
         self._closed = True

@@ -36,7 +36,7 @@ from shotcast.transport.network.messages import Message, MessageConnections
 from shotcast.transport.network.nvrar_pairs import ALL_REDUCE
 from shotcast.transport.network.swap import SWAP
 from shotcast.units import align_up
-from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op
+from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class HostsExecutor(CpuExecutor):
         layout: their nodes.
         max_bytes, timeout_s, algorithms: as for :class:`CpuExecutor`.
         ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended.
+        left: ``left(rank)`` is told of those that have left.
     """
 
     batches = False
@@ -92,10 +93,11 @@ class HostsExecutor(CpuExecutor):
         timeout_s: float,
         algorithms: Algorithms,
         ended: Callable[[int], None] = lambda rank: None,
+        left: Callable[[int], None] = lambda rank: None,
     ):
         if nodes.nodes > wire.MAX_NODES:
             raise ConfigError(f"own kernels serve up to {wire.MAX_NODES} nodes, not {nodes.nodes}")
-        self._hosts, self._nodes, self._told = host, nodes, ended
+        self._hosts, self._nodes, self._told, self._tell_left = host, nodes, ended, left
         self._global_rank = host.rank
         self._node = nodes.node_of(host.rank)
         self._members = nodes.members[self._node]
@@ -136,7 +138,8 @@ class HostsExecutor(CpuExecutor):
             self._put(layout.DESCRIPTORS + 8 * node, one.fileno())
         self.messages = MessageConnections(made.listener, made.hellos)
         self._links.callback(self.messages.close)
-        self._control = ControlPlane(made.control, self._states_of_node, self._mark_fault, self._peer_ended)
+        hears = self._mark_fault, self._peer_ended, self._peer_left
+        self._control = ControlPlane(made.control, self._states_of_node, *hears)
         self._links.callback(self._control.close)
 
     def _measure(self) -> NetworkSpeed:
@@ -197,6 +200,9 @@ class HostsExecutor(CpuExecutor):
     def _peer_ended(self, node: int) -> None:
         self._gone.add(self._peers[node])
         self._told(self._peers[node])
+
+    def _peer_left(self, node: int) -> None:
+        self._tell_left(self._peers[node])
 
     def _mark_fault(self, word: int) -> None:
         """Stop the calls of this node: the first fault stays, as it is the cause of those that follow."""
@@ -300,8 +306,12 @@ class HostsExecutor(CpuExecutor):
             self._network_headers = (self.epoch, headers)
             return wire.MISMATCH, [plan.root]
         if status == PEER_GONE:
-            return wire.DEAD, [plan.root]
+            return self._gone_kind([plan.root]), [plan.root]
         return wire.TIMEOUT, [plan.root]
+
+    def in_message(self, wait: Wait | None) -> None:
+        """Take note of a message between nodes that begins to wait, and with None of its end."""
+        self._messages = wait
 
     def ended(self, rank: int) -> bool:
         """Return whether the process of a rank on another node is known to have ended."""
@@ -354,14 +364,26 @@ class HostsExecutor(CpuExecutor):
         self._put(layout.LOST, 0)
         if not lost:
             gone = self._context[local_layout.GONE // 8]
-            return wire.DEAD, [rank for local, rank in enumerate(self._members) if gone >> local & 1]
+            guilty = [rank for local, rank in enumerate(self._members) if gone >> local & 1]
+            return self._gone_kind(guilty), guilty
         until = time.monotonic() + _SILENT_S
         node = lost - 1
         while node not in self._control.ended and node not in self._control.parted and time.monotonic() < until:
             time.sleep(0.002)
         dead = node in self._control.ended
         logger.info("the connection to node %s ended: %s", self._nodes.names[node], os.strerror(error) if error else "")
-        return wire.DEAD if dead else wire.UNREACHABLE, [self._peers[node]]
+        guilty = [self._peers[node]]
+        return wire.DEAD if dead else self._gone_kind(guilty, wire.UNREACHABLE), guilty
+
+    def _gone_kind(self, ranks: list[int], otherwise: int = wire.DEAD) -> int:
+        """Return the kind of a fault of ranks that come no more."""
+        return wire.LEFT if set(ranks) <= set(self._hosts.left) else otherwise
+
+    def _missing(self) -> list[int]:
+        return self._blame(TIMED_OUT)[1]
+
+    def _known(self, rank: int) -> int:
+        return self._members[rank]
 
     def waiting(self, nbytes: int) -> int:
         """Return how many messages of ``nbytes`` a sender may be ahead: between nodes, as many as the kernel takes."""

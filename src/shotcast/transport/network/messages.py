@@ -37,7 +37,7 @@ from shotcast.transport.network.layout import (
     RECEIVES,
     SENDS,
 )
-from shotcast.wire import CallPlan, HeaderWords, Op
+from shotcast.wire import CallPlan, HeaderWords, Op, Wait
 
 _SLICE_S = 0.02
 """Time between two looks for faults while a rank waits for a connection."""
@@ -170,6 +170,7 @@ class MessageExecutor(Protocol):
     @property
     def messages(self) -> MessageConnections: ...
     def ended(self, rank: int) -> bool: ...
+    def in_message(self, wait: Wait | None) -> None: ...
     def record(self, plan: CallPlan, call: HostCall) -> array[int]: ...
     def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None: ...
 
@@ -204,12 +205,15 @@ class Message:
         plan, target = self._plan, x if out is None else out
         address = 0 if target is None else target.data_ptr()
         interruption: BaseException | None = None
+        self._executor.in_message(Wait(plan.op.label, self._numbers[plan.root] + 1, time.monotonic(), (plan.root,)))
         try:
             status = self._connect()
             if status == DONE:
                 status = self._function(self._executor.context_address, self._record.buffer_info()[0], address, address)
         except BaseException as error:  # a signal handler raised while this rank waited
             status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+        finally:
+            self._executor.in_message(None)
         if status == DONE:
             self._numbers[plan.root] += 1
         else:

@@ -1,0 +1,64 @@
+"""The ranks of a group as errors and the log name them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shotcast.errors import CollectiveMismatch, CollectiveTimeout
+
+
+class Members(NamedTuple):
+    """The ranks of a group as errors and the log name them.
+
+    Attributes:
+        rank: of this process, in the group.
+        ranks: the rank in the job of each; empty where they are known by their ranks in the group.
+        group: what people call the group; empty for all ranks of the job.
+        advice: what to do once a call has stopped the group; empty for a communicator, which can be reset.
+    """
+
+    rank: int
+    ranks: tuple[int, ...] = ()
+    group: str = ""
+    advice: str = ""
+
+    @property
+    def own(self) -> int:
+        """The rank of this process, as people know it."""
+        return self.known(self.rank)
+
+    def known(self, rank: int) -> int:
+        """Return the rank in the job of a rank of the group."""
+        return self.ranks[rank] if self.ranks else rank
+
+    def text(self, ranks: Iterable[int]) -> str:
+        """Return ranks of the group in words."""
+        return ", ".join(str(rank) for rank in sorted(map(self.known, ranks)))
+
+    def timeout(
+        self,
+        missing: Iterable[int],
+        op: str,
+        epoch: int,
+        timeout_s: float,
+        reason: str = "late",
+        where: str = "",
+    ) -> CollectiveTimeout:
+        """Return the error of a call without these ranks of the group; ``where`` has them as they are known."""
+        named = sorted(map(self.known, missing))
+        return CollectiveTimeout(self.own, named, op, epoch, timeout_s, reason, where, self.group, self.advice)
+
+    def mismatch(
+        self, calls: Mapping[int, str], differing: Iterable[int], fields: Sequence[str], epoch: int
+    ) -> CollectiveMismatch:
+        """Return the error of calls that differ, by ranks of the group."""
+        named = {self.known(rank): call for rank, call in calls.items()}
+        guilty = sorted(map(self.known, differing))
+        return CollectiveMismatch(self.own, named, guilty, fields, epoch, self.group, self.advice)
+
+
+def departed(gone: Sequence[int], left: Collection[int]) -> tuple[list[int], str]:
+    """Return which of the ranks that are gone to name, and the reason: those that are dead, or else those that left."""
+    dead = [rank for rank in gone if rank not in left]
+    return (dead, "dead") if dead else (list(gone), "left")
