@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import random
 import threading
@@ -19,7 +20,7 @@ from executor_calls import clear_after_read_from, run_call
 from shotcast import wire
 from shotcast.collectives import reference
 from shotcast.collectives.norm_operands import norm_operands
-from shotcast.wire import Fault, Op
+from shotcast.wire import Op, Wait
 
 
 class Case(NamedTuple):
@@ -332,20 +333,27 @@ def replayed(algorithm: str, timeout_s: float) -> tuple[BaseException | None, li
     return error, nans, took
 
 
-def told_of_a_long_wait(late: int, notice_s: float) -> tuple[set[Fault], Fault | None]:
-    """Bring rank ``late`` some seconds after the others; return what their hosts hear meanwhile, and then."""
+def told_of_a_long_wait(late: int, notice_s: float) -> tuple[set[Any], list[str], Wait | None]:
+    """Bring rank ``late`` some seconds after the others; return what their hosts hear and log meanwhile, and then."""
+    from shotcast.memory import wait_log
     from shotcast.transport.triton import sync
 
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shotcast").addHandler(handler)
+    wait_log._AT_S = (notice_s, 1e9)
+
     sync.WAIT_NOTICE_NS = tl.constexpr(int(notice_s * 1e9))
-    heard: set[Fault] = set()
+    heard: set[tuple[str, tuple[int, ...]]] = set()
     with shotcast.Communicator(device="cpu", timeout_s=60, max_bytes=1 << 18) as comm:
         warm(comm, "two_shot")
         came = threading.Event()
 
         def listen() -> None:
             while not came.wait(0.02):
-                if wait := comm._executor.waits():
-                    heard.add(wait)
+                if wait := comm._executor.wait():
+                    heard.add((wait.op, tuple(comm._executor.awaited(wait))))
 
         comm._host.barrier()
         if comm.rank == late:
@@ -356,5 +364,5 @@ def told_of_a_long_wait(late: int, notice_s: float) -> tuple[set[Fault], Fault |
         came.set()
         listener.join()
         comm.check()
-        comm._executor.waits()
-        return heard, comm._executor.waits()
+        comm._executor.wait()
+        return heard, lines, comm._executor.wait()

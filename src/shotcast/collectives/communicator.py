@@ -271,8 +271,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if on_gpu and not exclusive:
                 self._growths = Growths(self._host.store("growths"), self.world_size, _PATIENCE_S)
             self._peers.tell(self._executor.mark_gone)
-            if built.kernels == "compiled":
-                self._waits = CallWaits(cast(WaitingExecutor, self._executor), self._host)
+            self._waits = CallWaits(cast(WaitingExecutor, self._executor), self._host)
         library = "gloo" if self.device.type == "cpu" or gpus_are_shared() else "nccl"
         compares = self._checks_vendor and self._executor is None
         executor = self._executor  # not the communicator: a cycle would keep what it holds for longer

@@ -1,4 +1,4 @@
-"""The thread that says in the log which calls of this process wait in own code on the CPU, and for whom."""
+"""The thread that says in the log which calls of this process wait in native kernels, and for whom."""
 
 from __future__ import annotations
 

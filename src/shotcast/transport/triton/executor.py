@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +32,7 @@ from shotcast.transport.triton.bound_kernel import BoundKernel
 from shotcast.transport.triton.gates import gated
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
-from shotcast.wire import CallPlan, Fault, HeaderWords, Op
+from shotcast.wire import CallPlan, Fault, HeaderWords, Op, Wait
 
 _SETTLE_S = 0.3
 """Time from the end of a process to the mark that ends waits for it. A program that has looked for a word before the
@@ -264,6 +265,8 @@ class TritonExecutor:
             failure = f"there is too little memory for a communicator on {device}: {error}"
         raise_failures(group, failure)
         self._timeout_s = timeout_s
+        self._wait: Wait | None = None
+        self._awaited: Sequence[int] = ()
         self._marking, self._closed = threading.Lock(), False
         self.workspaces: list[Workspace] = []
         self._captured = False
@@ -452,6 +455,27 @@ class TritonExecutor:
         self._wait_word.value = 0
         wait = Fault.decode(word & 0xFFFFFFFFFFFFFFFF)
         return wait if wait.ranks else None
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of calls, in seconds."""
+        return self._timeout_s
+
+    def wait(self) -> Wait | None:
+        """Return the wait that this rank is in, if it has lasted for a while. One thread calls it, again and again."""
+        notice = self.waits()
+        if notice is None:
+            self._wait = None
+        else:
+            self._awaited = notice.ranks
+            if self._wait is None or (self._wait.op, self._wait.epoch) != (notice.op, notice.epoch32):
+                since = time.monotonic() - layout.WAIT_NOTICE_NS / 1e9
+                self._wait = Wait(notice.op, notice.epoch32, since)
+        return self._wait
+
+    def awaited(self, wait: Wait) -> list[int]:
+        """Return the ranks that ``wait`` is for."""
+        return list(self._awaited)
 
     @property
     def stopped(self) -> bool:
