@@ -114,6 +114,21 @@ def differing() -> str:
         return str(failure.value)
 
 
+def forms_of_sizes() -> list[tuple[int, int]]:
+    """Make one call; return how many forms that of another size, eager and captured, would still have to load."""
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        assert comm._first_use is not None
+        comm._growths = Growths(comm._host.store("growths of a test"), comm.world_size, 0.2)
+        comm.all_reduce(torch.ones(4))
+        left = []
+        for bits in range(8, 17):
+            x = torch.ones(1 << bits - 2)
+            problem = comm._resolver.problem(Op.ALL_REDUCE, x.dtype, x.numel(), "sum", 0, (), None)
+            needs = [comm._resolver.resolve(problem, "auto", capturing).needs for capturing in (False, True)]
+            left.append(tuple(sum(one.form not in comm._first_use.known for one in each) for each in needs))
+        return left
+
+
 def growth_with_late_ranks() -> list[tuple[int, int]]:
     """Make calls that need a larger workspace, for which rank 1 is late at first; return workspaces and decisions."""
     layout.FIRST_ROOM = 1 << 12

@@ -40,6 +40,10 @@ def test_a_gate_finds_calls_that_differ() -> None:
     assert all("all_reduce" in said for said in interpreted(targets.differing, 2))
 
 
+def test_the_first_call_loads_the_kernels_of_all_sizes() -> None:
+    assert interpreted(targets.forms_of_sizes, 2) == [[(0, 0)] * 9] * 2
+
+
 def test_workspaces_grow_when_all_ranks_are_there() -> None:
     assert interpreted(targets.growth_with_late_ranks, 2) == [[(1, 1), (2, 2), (2, 2)]] * 2
 

@@ -162,6 +162,7 @@ def inner_calls() -> None:
             assert (work is not None) == asynchronous
             if work is not None:
                 assert work.wait()
+                torch.cuda.synchronize()  # the wait was one of the stream
                 assert work.is_success()
             assert bool((x.float() == size).all())
             whole = torch.ones(4 * size, device=gpu).to(torch.float8_e5m2)

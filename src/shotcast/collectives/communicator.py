@@ -33,10 +33,10 @@ from shotcast.collectives.executor_factory import build_executor
 from shotcast.collectives.fast_path import CpuFastPath, GpuFastPath
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
-from shotcast.collectives.first_use import FirstUse
+from shotcast.collectives.first_use import FirstUse, Form
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths, grow
-from shotcast.collectives.interface import BatchExecutor, WaitingExecutor
+from shotcast.collectives.interface import BatchExecutor, BoundCall, BoundKernel, GrowingExecutor, WaitingExecutor
 from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
@@ -53,13 +53,17 @@ from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
 from shotcast.memory.host_group import Meeting, StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
-from shotcast.wire import Fault, LaunchShape, Norm, Op
+from shotcast.wire import CallPlan, Fault, LaunchShape, Norm, Op
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
 DEFAULT_TIMEOUT_S = 600.0
 """The default deadline of a call; a rank may write a checkpoint meanwhile. Dead ranks are not waited for."""
 MAX_WORKSPACE_MESSAGE = 512 << 20
 """The largest value of ``max_bytes``."""
+_OF_ANY_SIZE = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST, Op.REDUCE})
+"""Operations of which the first call on a GPU loads the kernels for all sizes, where the communicator is not exclusive.
+
+A call that begins beside others could not load them: CUDA would wait for the kernels that run."""
 _PATIENCE_S = 0.5
 """How long the host of a GPU waits for the others in a call that has not been made before.
 
@@ -597,8 +601,22 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if form not in self._first_use.known:
                 if capturing:
                     raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
-                self._first_use(form, bound.load, call.plan.op.label, self._timeout_s)
+                others = self._forms_of_sizes(call)
+                load = functools.partial(self._load, bound, tuple(others.values())) if others else bound.load
+                self._first_use(form, load, call.plan.op.label, self._timeout_s)
+                self._first_use.known.update(others)
         call.needs = ()
+
+    def _forms_of_sizes(self, call: Call) -> dict[Form, CallPlan]:
+        """Return the forms that calls of other sizes take, with a plan for each, if they are to be loaded now."""
+        plan = call.plan
+        if self._growths is None or call.by_library or plan.op not in _OF_ANY_SIZE or plan.sizes:
+            return {}
+        return self._resolver.plans_of_sizes(plan)
+
+    def _load(self, bound: BoundCall | BoundKernel, plans: Sequence[CallPlan]) -> None:
+        bound.load()
+        cast(GrowingExecutor, self._executor).load(plans)
 
     def _execute(
         self,

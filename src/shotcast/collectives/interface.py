@@ -283,6 +283,10 @@ class BatchExecutor(Executor, Protocol):
 class GrowingExecutor(Executor, Protocol):
     """An executor whose workspace begins small."""
 
+    def load(self, plans: Sequence[CallPlan], /) -> None:
+        """Compile and load the kernels of plans of any size, and that of a meeting."""
+        ...
+
     def meeting(self, plan: CallPlan) -> Meeting: ...
     def grow(self, room: int) -> None:
         """Make room for messages of ``room`` bytes. Collective; raises ConfigError on all ranks."""

@@ -126,9 +126,41 @@ def _shared(tensor: torch.Tensor, group: StoreRanks, name: Any) -> Any:
     PyTorch asks the process group of that name for the ranks and their store, through which they exchange handles. One
     without a backend serves; a backend would take memory and connections of its own.
     """
-    ranks = dist.ProcessGroup(group.store(f"symmetric memory/{name}"), group.rank, group.world_size)
+    store = AlikeKeys(group.store(f"symmetric memory/{name}"))
+    ranks = dist.ProcessGroup(store, group.rank, group.world_size)
     _register_process_group(name, ranks)
     try:
         return symmetric_memory.rendezvous(tensor, group=name)
     finally:
         _unregister_process_group(name)
+
+
+class AlikeKeys(dist.Store):
+    """A store for one exchange of PyTorch, with the same keys on all ranks.
+
+    PyTorch numbers the exchanges of a process, ``CUDASymmetricMemory/<number>/<rank>``, and expects that all ranks of a
+    group have made as many, in whatever other groups. This store counts from the first number that it is asked for.
+
+    Args:
+        store: of these ranks, and this exchange alone.
+    """
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self._store, self._first = store, -1
+
+    def _alike(self, key: str) -> str:
+        name, number, rank = key.rsplit("/", 2)
+        if self._first < 0:
+            self._first = int(number)
+        return f"{name}/{int(number) - self._first}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._alike(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._alike(key))
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        alike = [self._alike(key) for key in keys]
+        self._store.wait(alike) if timeout is None else self._store.wait(alike, timeout)

@@ -298,10 +298,24 @@ class TritonExecutor:
         """
         if plan.room > self.room:
             raise ConfigError(f"{plan.op.label} needs a workspace for messages of {plan.room} bytes, not {self.room}")
+        return self._kernel(plan, aligned)
+
+    def _kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         workspace = self.workspaces[0 if plan.op in (Op.SEND, Op.RECV) else -1]
         context = dataclasses.replace(workspace.context, aligned=aligned)
         launch: KernelLaunch | EnqueuedCall = self._algorithms.kernel(plan, "triton")(plan, context)
         return launch
+
+    def load(self, plans: Sequence[CallPlan]) -> None:
+        """Compile and load the kernels of plans of any size, for tensors at multiples of 16 bytes, and a meeting.
+
+        CUDA loads no kernel while another runs. So calls load what later ones take, when nothing waits yet.
+        """
+        with _current(self.device):
+            self.meeting(plans[0]).load()
+            for plan in plans:
+                bound = self._kernel(plan, True)
+                (bound.launch if isinstance(bound, EnqueuedCall) else _launch(bound)).load()
 
     def launch(self, plan: CallPlan, aligned: bool) -> tuple[Enqueue, KernelLaunch | EnqueuedCall]:
         """Return what enqueues a plan or a piece, behind a gate where its grid is not to wait for other ranks.
