@@ -22,7 +22,7 @@ from shotcast.collectives.reductions import Reduction, check_reduction, is_divid
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.units import format_size
-from shotcast.wire import MAX_WORLD_SIZE, UNEVEN, CallPlan, LaunchShape, Norm, Op
+from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
 
 Tables = tuple[tuple[str, Table], ...]
 """Tables with their sources, in the order in which they are looked up."""
@@ -175,22 +175,20 @@ class Resolver:
             needed = max(needed, captured.room)
         return Call(plan, by_library, bound, tuple(needs.values()), needed, label)
 
-    def plans_of_sizes(self, like: CallPlan) -> dict[Form, CallPlan]:
-        """Return the plans that calls like one take, eager and captured, whatever their size: one of each form."""
+    def plans_of_longest(self, like: CallPlan) -> dict[Form, CallPlan]:
+        """Return the plans of the longest messages of calls like one, eager and captured: one of each form."""
         executor, found = self.executor, dict[Form, CallPlan]()
         assert executor is not None
-        for bits in range(4 + MAX_WORLD_SIZE.bit_length(), self.topology.max_bytes.bit_length()):
-            problem = CollectiveProblem(
-                like.op, 1 << bits, like.dtype, self.topology, like.root, reduction=like.reduction
-            )
-            for mode in MODES:
-                taken = choose(problem, "auto", self.environment, self.tables, mode).candidate
-                if not self.topology.algorithms[taken.algorithm].library:
-                    needed = room(problem, taken.algorithm)
-                    plan = dataclasses.replace(
-                        like, algorithm=taken.algorithm, nbytes=1 << bits, launch=taken.launch, room=needed
-                    )
-                    found.setdefault(Form(executor.form(plan)), plan)
+        nbytes = 1 << self.topology.max_bytes.bit_length() - 1
+        problem = CollectiveProblem(like.op, nbytes, like.dtype, self.topology, like.root, reduction=like.reduction)
+        for mode in MODES:
+            taken = choose(problem, "auto", self.environment, self.tables, mode).candidate
+            if not self.topology.algorithms[taken.algorithm].library:
+                needed = room(problem, taken.algorithm)
+                plan = dataclasses.replace(
+                    like, algorithm=taken.algorithm, nbytes=nbytes, launch=taken.launch, room=needed
+                )
+                found.setdefault(Form(executor.form(plan)), plan)
         return found
 
     def resolve_kernel(self, call: KernelCall) -> Call:

@@ -63,9 +63,10 @@ block of a product that takes all else, such as the 384 threads with 168 registe
 
 def gate_before(launch: Launch) -> Launch:
     """Return the gate of a call, whose kernel ``launch`` follows on the same stream."""
-    names = ("own", "peers", "rank", "header_size", "header_call", "WORLD", "PDL")
-    arguments = {name: launch.arguments[name] for name in names} | {"WARPS": 1}
-    arguments |= {"puts": launch.arguments.get("puts", arguments["own"]), "PUTS": launch.arguments.get("PUTS", False)}
+    given = launch.arguments
+    names = ("own", "peers", "rank", "header_size", "header_call", "WORLD")
+    arguments = {name: given[name] for name in names} | {"WARPS": 1, "PDL": given.get("PDL", False)}
+    arguments |= {"puts": given.get("puts", given["own"]), "PUTS": given.get("PUTS", False)}
     kept = ("launch_pdl", "extern_libs", *COMPILE_OPTIONS)
     options = {name: launch.options[name] for name in kept if name in launch.options}
     options |= {"num_warps": 1, "maxnreg": GATE_REGISTERS}

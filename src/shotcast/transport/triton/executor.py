@@ -309,7 +309,7 @@ class TritonExecutor:
     def load(self, plans: Sequence[CallPlan]) -> None:
         """Compile and load the kernels of plans of any size, for tensors at multiples of 16 bytes, and a meeting.
 
-        CUDA loads no kernel while another runs. So calls load what later ones take, when nothing waits yet.
+        CUDA loads no kernel while another runs. So calls load what later ones may need beside kernels that wait.
         """
         with _current(self.device):
             self.meeting(plans[0]).load()
