@@ -500,7 +500,7 @@ def silent_between_shots(op: Op, victim: int, programs: int, timeout_s: float) -
     # Patch before the first call, as the interpreter keeps what it has read. Frequent checks notice a deadline in time.
     sync.POLLS_PER_CHECK = 8
     fused_reduce_scatter.release_next_kernel = fused_two_shot.release_next_kernel = sync.release_next_kernel = release
-    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18, exclusive=True) as comm:
         shards = 1 if op in wire.ALL_REDUCE_NORMS else comm.world_size
         rows = comm.world_size if shards == 1 else 1  # one row for each rank
         operands = data(Case("float32", rows, 64), shards, comm.world_size, 1, comm.device)

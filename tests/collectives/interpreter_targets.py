@@ -74,7 +74,7 @@ def silent_after_its_header(operation: str, victim: int, timeout_s: float) -> di
     """Have rank ``victim`` exchange headers and send no data. Only the place of the missing data tells who it is."""
     from shotcast.transport.triton import sync
 
-    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18, exclusive=True) as comm:
         x, out = torch.ones(4096), torch.zeros(comm.world_size * 4096)
         programs = 0
 

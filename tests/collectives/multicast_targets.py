@@ -144,7 +144,7 @@ def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
     """Have rank ``victim`` exchange headers and send no data. Only the flags can tell the others who it is."""
     from shotcast.transport.triton import sync
 
-    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18, exclusive=True) as comm:
         warm(comm, "multimem")
         comm._host.barrier()
         programs = 0

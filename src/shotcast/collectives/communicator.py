@@ -856,7 +856,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if self._closed:
                 return
             self._closed = True
-            self._dropped.detach()
+            CLOSER.leave(self._dropped)
             if self._own_path is not None:
                 self._own_path.close()
             self._drain()  # while the ends of processes are still watched, as no call waits for dead ranks

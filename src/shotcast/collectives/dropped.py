@@ -52,36 +52,58 @@ class Held(NamedTuple):
 
 
 class _Closer:
-    """The thread that closes; a forked process has one of its own."""
+    """The thread that closes, while there are communicators; a forked process has one of its own."""
 
     def __init__(self) -> None:
-        self._dropped: queue.SimpleQueue[Held] = queue.SimpleQueue()
-        self._starting = threading.Lock()
+        self._dropped: queue.SimpleQueue[Held | None] = queue.SimpleQueue()
+        self._counting = threading.Lock()
+        self._watched = 0
         self._thread: threading.Thread | None = None
         self._kept: list[Held] = []
 
     def watch(self, comm: Any, held: Held) -> weakref.finalize[..., Any]:
-        """Close ``held`` once ``comm`` has been collected, unless what is returned is detached before."""
-        with self._starting:
+        """Close ``held`` once ``comm`` has been collected, unless :meth:`leave` is told before of what is returned."""
+        with self._counting:
+            self._watched += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shotcast dropped", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._dropped,), name="shotcast dropped", daemon=True
+                )
                 self._thread.start()
         end = weakref.finalize(comm, self._dropped.put, held)  # which may be called within itself
         end.atexit = False
         return end
 
-    def _run(self) -> None:
-        while True:
-            held = self._dropped.get()
+    def leave(self, end: weakref.finalize[..., Any]) -> None:
+        """Watch a communicator no more, as it was closed. The thread has ended after the last of them."""
+        if end.detach() is None:
+            return
+        with self._counting:
+            self._watched -= 1
+            thread = None if self._watched else self._thread
+            if thread is not None:
+                self._thread = None
+                self._dropped.put(None)
+                self._dropped = queue.SimpleQueue()  # of the next thread; nothing else will be put into this one
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self, dropped: queue.SimpleQueue[Held | None]) -> None:
+        while (held := dropped.get()) is not None:
             if held.chain is not None and held.chain.has_captured:
                 self._kept.append(held)  # for replays, of which nobody tells
-                continue
-            try:
-                with _beside_captures(held.device):
-                    held.close()
-            except Exception:
-                logger.exception("a communicator that was dropped could not give back all that it held")
+            else:
+                try:
+                    with _beside_captures(held.device):
+                        held.close()
+                except Exception:
+                    logger.exception("a communicator that was dropped could not give back all that it held")
             del held
+            with self._counting:
+                self._watched -= 1
+                if not self._watched:
+                    self._thread = None
+                    return
 
 
 @contextlib.contextmanager
