@@ -31,7 +31,7 @@ _LOOK_S = 0.05
 
 
 class Held(NamedTuple):
-    """What a communicator has to give back; none of it refers to the communicator."""
+    """The parts that a communicator has to give back; none of them refers to it."""
 
     executor: Executor | None
     vendor: Vendor

@@ -63,11 +63,7 @@ _MOST_WARPS = 1024
 A call that has passed its gate keeps them until its peers have launched the same kernel. Calls of three communicators
 and more are therefore in progress side by side, in whatever order their GPUs came to them.
 """
-_BESIDE_OTHERS = (
-    (2, LaunchShape(128, 2048, 8)),
-    (4, LaunchShape(256, 512, 4)),
-    (MAX_WORLD_SIZE, LaunchShape(128, 512, 4)),
-)
+_BESIDE_OTHERS = ((2, LaunchShape(128, 2048, 8)), (MAX_WORLD_SIZE, LaunchShape(128, 512, 4)))
 """Launches of so many warps for up to a number of ranks, whose tiles decide the registers of a thread."""
 
 
