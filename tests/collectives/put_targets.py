@@ -202,7 +202,7 @@ def communicator(nodes: int, timeout_s: float = 20.0) -> shotcast.Communicator:
     from shotcast.transport.triton.hosts import HostsTritonExecutor
 
     def build(
-        host: Any, found: Any, device: Any, max_bytes: int, timeout_s: float, algorithms: Any, ended: Any
+        host: Any, found: Any, device: Any, max_bytes: int, timeout_s: float, algorithms: Any, *told: Any
     ) -> BuiltExecutor:
         layout = found.layout
         mates = layout.members[layout.node_of(host.rank)]
@@ -214,7 +214,7 @@ def communicator(nodes: int, timeout_s: float = 20.0) -> shotcast.Communicator:
             timeout_s,
             device,
             algorithms,
-            ended,
+            told[0],
         )
         return BuiltExecutor(executor, "interpreter", "", False, "nvshmem", NetworkCost(5.0, 20.0))
 

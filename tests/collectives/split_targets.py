@@ -126,7 +126,9 @@ def own_workspace_size(small: int, large: int) -> None:
                 assert one.all_reduce(torch.ones(small)).tolist() == [one.world_size] * small
         with pytest.raises(shotcast.ConfigError, match="max_bytes is a whole number"):
             comm.split(0, max_bytes=0)
-        with pytest.raises(shotcast.ConfigError, match=f"do not agree on max_bytes: rank 0: {small}, rank 1: {large}"):
+        first = comm.rank // 2 * 2
+        told = f"do not agree on max_bytes: rank {first}: {small}, rank {first + 1}: {large}"
+        with pytest.raises(shotcast.ConfigError, match=told):
             comm.split(comm.rank // 2, max_bytes=large if comm.rank % 2 else None)
 
 

@@ -104,7 +104,7 @@ def test_first_calls_in_inference_mode_serve_all_modes(env: dict[str, str]) -> N
     [
         (2, {}),
         (2, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}),
-        (3, {"SHOTCAST_RANKS_PER_NODE": "2"}),  # the library serves all calls
+        (3, {"SHOTCAST_ALGORITHM": "vendor"}),
     ],
     ids=str,
 )

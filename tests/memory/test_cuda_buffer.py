@@ -64,7 +64,7 @@ def pytorch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         offered.repeated.append(os.environ.get(OVERLAPPING))
         offered.disabled = os.environ.get(DISABLE)
         ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined]
-        ranks.get_group_store().set("from", group)
+        ranks.get_group_store().set("CUDASymmetricMemory/3/0", group)
         offered.groups[group] = ranks.rank(), ranks.size()
         if offered.failure:
             raise RuntimeError(offered.failure)

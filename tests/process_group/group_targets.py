@@ -583,7 +583,7 @@ def first_call_on_a_thread() -> None:
         x, store = torch.ones(4), _get_default_store()
         work = dist.all_reduce(x, async_op=True)
         if rank == 0:
-            other = torch_private.own_connection(store)
+            other = store.clone()  # type: ignore[attr-defined]
 
             def look() -> None:
                 time.sleep(0.1)

@@ -423,7 +423,7 @@ def _traced(plans: list[list[CallPlan | None]], circumstances: Circumstances) ->
     with (
         changed_kernels(change) if change else contextlib.nullcontext() as changed,
         mock.patch.object(wire, "_MOST_MORE_BYTES", -1) if circumstances.two_steps else contextlib.nullcontext(),
-        shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 14) as comm,
+        shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 14, exclusive=True) as comm,
     ):
         executor: Any = comm._executor
         if circumstances.clears_from is not None:

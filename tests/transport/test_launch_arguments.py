@@ -41,7 +41,7 @@ def executor_of_four(multicast: bool = False, nodes: int = 1, max_bytes: int = M
     """Return the executor of rank 1 of four, with no memory."""
     executor: Any = object.__new__(TritonExecutor)
     executor._rooms, executor.room, executor._algorithms = (max_bytes,), max_bytes, registered()
-    executor._nodes, executor._group = nodes, SimpleNamespace(world_size=4)
+    executor._nodes, executor._group, executor._exclusive = nodes, SimpleNamespace(world_size=4), True
     where = Layout.for_messages(max_bytes, nodes=nodes, ranks_per_node=4 // nodes)
     context = KernelContext(
         rank=1,

@@ -262,9 +262,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             self.max_bytes,
             self._timeout_s,
             self._algorithms,
-            exclusive,
             self._peers.ended,
             self._peers.departed,
+            exclusive,
         )
         self._executor = built.executor
         self._first_use: FirstUse | None = None

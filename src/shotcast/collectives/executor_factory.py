@@ -53,9 +53,9 @@ def build_executor(
     max_bytes: int,
     timeout_s: float,
     algorithms: Algorithms,
-    exclusive: bool,
     ended: Callable[[int], None],
     left: Callable[[int], None] = lambda rank: None,
+    exclusive: bool = False,
 ) -> BuiltExecutor:
     """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
 

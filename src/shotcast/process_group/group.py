@@ -327,7 +327,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks on the host, and name those that do not come; Gloo does it."""
         try:
-            self._inners["cpu"].monitored_barrier(timeout or self._timeout, wait_all_ranks)
+            self._inners["cpu"].monitored_barrier(self._timeout if timeout is None else timeout, wait_all_ranks)
         except RuntimeError as error:
             members = self._members()
             known = re.sub(r"\b[Rr]anks? \d+(?:, \d+)*", functools.partial(_as_known, members), str(error))

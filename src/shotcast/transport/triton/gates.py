@@ -39,6 +39,9 @@ class Gated:
         self._launch(stream, call_values)
 
 
-def gated(launch: Launch) -> Enqueue:
-    """Return the launch behind a gate, or the launch itself where its grid is one program, as that of a barrier is."""
-    return launch if launch.programs == 1 else Gated(launch)
+def gated(launch: Enqueue) -> Enqueue:
+    """Return a kernel behind a gate, or as it is where its grid is one program, as that of a barrier is.
+
+    What enqueues more than one kernel keeps to few SMs by itself.
+    """
+    return Gated(launch) if isinstance(launch, Launch) and launch.programs > 1 else launch
