@@ -44,14 +44,14 @@ LIBRARY = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT_S = {"cpu": 40.0, "cuda": 30.0}
 START_S = 180.0
 GRACE_S = 1.0
-"""How long ranks may go on when one of them has failed."""
+"""The time that ranks may go on when one of them has failed."""
 HANG_S = 5.0
-"""How much longer than its deadline a step takes if it hangs."""
+"""The time beyond its deadline after which a step hangs."""
 BATCH = 20
 MOST_FAILURES = 20
 """A run ends after so many failures."""
 REPEATS = 3
-"""How often a program is run before it counts as one that does not fail."""
+"""The runs of a program before it counts as one that does not fail."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "SHOTCAST_MULTICAST": "0"}
 
 

@@ -45,7 +45,7 @@ SIZES = {
     "cpu": ((0.92, 4, 1 << 15), (0.995, 1 << 15, 1 << 20), (1.0, 1 << 20, LARGEST)),
     "cuda": ((0.8, 4, 1 << 16), (0.95, 1 << 16, 4 << 20), (1.0, 4 << 20, LARGEST)),
 }
-"""How many programs have a largest slot of at least and at most so many bytes."""
+"""The share of programs that have a largest slot of at least and at most so many bytes."""
 CALLS = {
     "all_reduce": 8,
     "all_gather": 4,

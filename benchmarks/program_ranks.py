@@ -47,7 +47,7 @@ from shotcast.process_group.registration import register
 GROUPS_KEPT = 100
 """Programs after which groups are made anew."""
 PLACE = struct.Struct("=qqqd")
-"""What a rank says of its place: program, step, step in a graph, and when it came there."""
+"""The place of a rank: program, step, step in a graph, and when it came there."""
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -59,7 +59,7 @@ REDUCE_OPS = {
 
 @dataclass(frozen=True)
 class Orders:
-    """What a set of ranks is for.
+    """The purpose of a set of ranks.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
@@ -75,7 +75,7 @@ class Orders:
 
 
 class Place:
-    """Where this rank is, in a file that its parent reads."""
+    """The place of this rank, in a file that its parent reads."""
 
     def __init__(self, path: str, rank: int):
         with open(path, "r+b") as file:

@@ -280,7 +280,7 @@ def written(step: Step, steps: Sequence[Step]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Content:
-    """What is known of a slot.
+    """The knowledge of a slot.
 
     Attributes:
         ranks: those on which its values are known.

@@ -1,4 +1,4 @@
-"""What a program computes, by plain PyTorch on the values of all ranks."""
+"""The results of a program, by plain PyTorch on the values of all ranks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import shotcast
 
 
 class Left(NamedTuple):
-    """What a process holds: files, threads, maps of shared memory, leased bytes, and memory of its GPU."""
+    """The holdings of a process: files, threads, maps of shared memory, leased bytes, and memory of its GPU."""
 
     files: int
     threads: int

@@ -1,4 +1,4 @@
-"""What a rank may do while a kernel of it waits for others, on real GPUs. Run with ``pytest -m gpu``."""
+"""A rank goes on while a kernel of it waits for others, on real GPUs. Run with ``pytest -m gpu``."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,8 +64,9 @@ built: dict[str, tuple[Any, ...]] = {}
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     built.clear()
+    process = arena.Process()
 
     def executor(lease: Any, *args: Any) -> Any:
         built["executor"] = args
@@ -73,12 +75,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("shotcast.memory.cuda.CudaBuffer", Buffer)
     monkeypatch.setattr("shotcast.transport.triton.executor.TritonExecutor", executor)
-    monkeypatch.setattr(arena, "_process", arena.Process())
+    monkeypatch.setattr(arena, "_process", process)
+    monkeypatch.setenv("SHOTCAST_MULTICAST", "1")
     factory = "shotcast.collectives.executor_factory"
     monkeypatch.setattr(f"{factory}.uuid_of", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(f"{factory}.visible_gpus", lambda: {"GPU-0": 0, "GPU-1": 1})
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    yield
+    process.notice.forget()  # its memory is released only by a wait for a GPU
 
 
 def test_gpus_with_peer_access() -> None:
@@ -86,7 +91,7 @@ def test_gpus_with_peer_access() -> None:
     made = build_executor(host, ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
     assert made[1:] == ("triton", "", True, "", NO_NETWORK)
     assert built["buffer"] == (GPU, False)
-    assert built["executor"] == (host, 1 << 20, 3.0, GPU, registered(), 1)
+    assert built["executor"] == (host, 1 << 20, 3.0, GPU, registered(), 1, False)
     assert arena.held()[str(GPU)].leased > Layout.for_messages(1 << 20).nbytes
 
 
@@ -177,7 +182,7 @@ def test_gpus_of_several_hosts_put(heap: None, monkeypatch: pytest.MonkeyPatch) 
     made = build_executor(TwoRanks(), HOSTS, GPU, 1 << 20, 3.0, registered(), print)
     cost = NetworkCost(INFINIBAND.step_us, INFINIBAND.bw_gbps / 2)
     assert made[1:] == ("triton", "", False, "nvshmem", cost)
-    assert built["executor"] == (HOSTS.layout, 1 << 20, 3.0, GPU, registered(), print)
+    assert built["executor"] == (HOSTS.layout, 1 << 20, 3.0, GPU, registered(), print, False)
 
 
 def test_logical_nodes_put_if_that_is_asked_for(heap: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_what_ended_captures_left_is_dropped() -> None:
 
 
 def test_the_stream_of_the_last_eager_call_is_behind_all_calls() -> None:
-    """Who waits for its end, as a barrier on the host does, has waited for the calls of every stream."""
+    """A wait for its end, as a barrier on the host does it, is one for the calls of every stream."""
     calls = Calls(4)
     one, two, three, captured = calls.streams.all
     assert calls.chain.last() is None

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Grown(NamedTuple):
-    """What two growths beside a waiting receive took, and the memory held after them, after a reset and at the end."""
+    """The time of two growths beside a waiting receive, and the memory held behind them, a reset and the end."""
 
     took_s: float
     grown: Held

@@ -89,7 +89,7 @@ def test_memory_is_shared_among_the_ranks_without_a_process_group(pytorch: Simpl
     group = Ranks(**{"exchange 2": "a name"})
     build(group=group)
     assert pytorch.groups == {"a name": (1, 2)}, "under the same name on all ranks"
-    assert group.values.get("symmetric memory/a name/from") == b"a name"
+    assert group.values.get("symmetric memory/a name/CUDASymmetricMemory/0/0") == b"a name"
     assert pytorch.shared[0].tolist() == [0] * 64
     _is_unknown("a name")
 

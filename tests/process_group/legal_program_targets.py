@@ -128,7 +128,7 @@ class EmulatedGraph:
 
 
 class EmulatedGPU:
-    """What programs use of torch.cuda."""
+    """The part of torch.cuda that programs use."""
 
     def __init__(self) -> None:
         self.stream = EmulatedStream()

@@ -1,4 +1,4 @@
-"""What programs written for Gloo and NCCL rely on, and documentation does not promise."""
+"""Programs written for Gloo and NCCL rely on more than documentation promises."""
 
 from __future__ import annotations
 

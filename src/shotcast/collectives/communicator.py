@@ -66,7 +66,7 @@ _OF_ANY_SIZE = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.AL
 CUDA loads no kernel while another runs. A long message grows the workspace, maybe beside a call that waits, and its
 kernel is there then. The kernels of all sizes would take half a minute to compile."""
 _PATIENCE_S = 0.5
-"""How long the host of a GPU waits for the others in a call that has not been made before.
+"""The time that the host of a GPU waits for the others in a call that has not been made before.
 
 Once all ranks have compiled it, no call waits on the host."""
 _CLOSE_GRACE_S = 5.0
