@@ -273,11 +273,9 @@ def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> 
 @pytest.mark.timing
 def test_a_host_hears_whom_its_kernels_wait_for() -> None:
     """Long before the deadline, and no more once the rank has come."""
-    (heard, lines, afterwards), (heard_late, none, _) = interpreted(told_of_a_long_wait, 2, 1, 0.5)
-    assert heard == {("all_reduce", (1,))}
+    (lines, afterwards), (none, _) = interpreted(told_of_a_long_wait, 2, 1, 0.5)
     assert [line for line in lines if "all_reduce" in line and "waits for rank 1" in line]
     assert afterwards is None
-    assert not heard_late
     assert not none
 
 
