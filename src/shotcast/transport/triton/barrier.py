@@ -57,8 +57,11 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
 
 
 GATE_REGISTERS = 32
-"""Registers of a thread of a gate. With so few, and no shared memory turned into cache, it has room on an SM beside a
-block of a product that takes all else, such as the 384 threads with 168 registers of cuBLAS for Hopper."""
+"""Registers of a thread of a gate, which needs no more.
+
+A block of another kernel fits beside a gate where it leaves 1,024 registers of a quarter of the SM. cuBLAS's largest for
+Hopper leaves 256, so a gate takes an SM from it (docs/design/progress.md).
+"""
 
 
 def gate_before(launch: Launch) -> Launch:
