@@ -16,7 +16,7 @@ from scripted_engine import NOTHING, ScriptedEngine
 
 from shotcast.errors import ConfigError
 from shotcast.server.api_error import ApiError
-from shotcast.server.request_body import UNSUPPORTED, Body, ChatBody, CompletionBody, parse
+from shotcast.server.request_body import MAX_PARTS, UNSUPPORTED, Body, ChatBody, CompletionBody, parse
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -37,6 +37,18 @@ def refused(response: httpx.Response, status: int, param: str | None = None, cod
     if code is not None:
         assert error["code"] == code
     return error["message"]
+
+
+@pytest.mark.parametrize("many", ['"x": {' + '"y": 1,' * MAX_PARTS + '"z": 1}', '"x": [' + "[]," * MAX_PARTS + "[]]"])
+def test_bodies_of_many_parts_are_not_parsed(monkeypatch: pytest.MonkeyPatch, many: str) -> None:
+    monkeypatch.setattr("shotcast.server.request_body.from_json", lambda raw: pytest.fail("parsed"))
+    with pytest.raises(ApiError, match="more than 65536 lists, objects and keys"):
+        parse(CompletionBody, ('{"model": "letters",' + many + "}").encode())
+
+
+def test_texts_hold_any_number_of_marks() -> None:
+    prompt = "[{:" * MAX_PARTS
+    assert parse(CompletionBody, json.dumps({"model": "letters", "prompt": prompt}).encode()).prompt == prompt
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ BODIES = {
     "mixed prompts, 75 KB": ('"prompt": [' + repeated('"a",1,[1],["b"]', 75_000) + "]", 400),
     "mixed prompts, 360 KB": ('"prompt": [' + repeated('"a",1,[1],["b"]', 360_000) + "]", 400),
     "lists of lists": ('"prompt": [' + repeated("[[]]", MIB - 100) + "]", 400),
-    "text with brackets": ('"max_tokens": 1, "prompt": "\\"' + "[{" * (MIB // 2 - 100) + '"', 200),
+    "text with brackets and colons": ('"max_tokens": 1, "prompt": "\\"' + "[{:" * (MIB // 3 - 100) + '"', 200),
     "one wrong token at the end": ('"prompt": [' + repeated("1", MIB - 100) + ',"x"]', 400),
     "many stop tokens": ('"prompt": "x", "stop_token_ids": [' + repeated("1", MIB - 100) + "]", 400),
     "many stop strings": ('"prompt": "x", "stop": [' + repeated('"ab"', MIB - 100) + "]", 400),

@@ -22,8 +22,9 @@ MAX_STOP = 4
 MAX_STOP_CHARACTERS = 256
 """The longest stop string: each token is compared with the beginnings of all stop strings."""
 
-MAX_CONTAINERS = 65_536
-"""The largest number of lists and objects of a body: parsing holds the interpreter, and these take the most time."""
+MAX_PARTS = 65_536
+"""The largest number of lists, objects and their keys in a body: parsing holds the interpreter, and these take the
+most time."""
 
 _MAX_SHOWN = 64
 """Characters of a value or a name that an error message shows."""
@@ -370,8 +371,8 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     Raises:
         ApiError: status 400, with the problem and the parameter.
     """
-    if _containers(raw) > MAX_CONTAINERS:
-        raise bad_request(None, f"the body has more than {MAX_CONTAINERS} lists and objects")
+    if _parts(raw) > MAX_PARTS:
+        raise bad_request(None, f"the body has more than {MAX_PARTS} lists, objects and keys")
     try:
         values = from_json(raw)
     except ValueError as error:
@@ -389,13 +390,14 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
         raise _api_error(kind, error) from error
 
 
-def _containers(raw: bytes) -> int:
-    """Return how many lists and objects a body may have."""
-    count = raw.count(b"[") + raw.count(b"{")
-    if count <= MAX_CONTAINERS:
-        return count
-    outside = _STRING.sub(b"", raw)  # texts may contain any number of brackets
-    return outside.count(b"[") + outside.count(b"{")
+def _parts(raw: bytes) -> int:
+    """Return how many lists, objects and keys a body may have."""
+    count = _marks(raw)
+    return count if count <= MAX_PARTS else _marks(_STRING.sub(b"", raw))  # texts may contain any number of marks
+
+
+def _marks(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{") + text.count(b":")
 
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
