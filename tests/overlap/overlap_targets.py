@@ -177,7 +177,7 @@ def block(ways: Sequence[tuple[str, str]], device: str = "cpu") -> list[dict[str
     x = torch.randn(4, 40, 24)
     dy = torch.randn(4, 40, 24)
     found = []
-    with shotcast.Communicator(device=device) as comm:
+    with shotcast.Communicator(device=device, exclusive=True) as comm:
         x, dy = x.to(comm.device), dy.to(comm.device)
         lanes = shotcast.overlap.lanes_of(comm)
         for column_way, row_way in ways:
@@ -210,7 +210,7 @@ def block_by_rows(
     torch.set_num_threads(1)
     up, down, x, dy = inputs_of_block(dtype)
     found = []
-    with shotcast.Communicator(device=device) as comm:
+    with shotcast.Communicator(device=device, exclusive=True) as comm:
         own, own_dy = (one.chunk(comm.world_size)[comm.rank].to(comm.device) for one in (x, dy))
         lanes = shotcast.overlap.lanes_of(comm)
         for way in ways:

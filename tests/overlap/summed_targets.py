@@ -84,7 +84,7 @@ def check(case: Case, comm: shotcast.Communicator, got: torch.Tensor, wanted: to
 def bits(cases: list[Case], rounds: int, device: str = "cpu", max_bytes: int | None = None) -> int:
     """Compare calls with what they must give, in and out of place, with stragglers and other calls between."""
     done = 0
-    with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=300) as comm:
+    with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=300, exclusive=True) as comm:
         late = random.Random(comm.rank)
         for case in cases:
             wanted = expected(case, comm)
@@ -109,7 +109,7 @@ def bits(cases: list[Case], rounds: int, device: str = "cpu", max_bytes: int | N
 
 def exact(case: Case, device: str = "cpu") -> float:
     """Return the largest error relative to float64, over what sums and roundings in the dtype may add."""
-    with shotcast.Communicator(device=device) as comm:
+    with shotcast.Communicator(device=device, exclusive=True) as comm:
         a, b = operands(case, comm.rank, comm.device)
         got = CALLS[case.op](comm, a, b, way="fused", config=case.config).double()
         pairs = [operands(case, rank, comm.device) for rank in range(comm.world_size)]
@@ -131,7 +131,7 @@ def failing(device: str, kind: str) -> dict[str, Any]:
         other = replace(config, group=config.group + 1)
     case = Case("matmul_all_reduce", 64, 32, 32)
     found: dict[str, Any] = {}
-    with shotcast.Communicator(device=device, timeout_s=2 if kind == "late" else 20) as comm:
+    with shotcast.Communicator(device=device, timeout_s=2 if kind == "late" else 20, exclusive=True) as comm:
         a, b = operands(case, comm.rank, comm.device)
         out = matmul_all_reduce(comm, a, b, way="fused", config=config)
         if device == "cuda":
@@ -168,10 +168,10 @@ def failing(device: str, kind: str) -> dict[str, Any]:
         return found
 
 
-def reasons(device: str = "cpu") -> dict[str, str]:
+def reasons(device: str = "cpu", exclusive: bool = True) -> dict[str, str]:
     """Return what is said of calls that have one way, and of one that has two."""
     found = {}
-    with shotcast.Communicator(device=device) as comm:
+    with shotcast.Communicator(device=device, exclusive=exclusive) as comm:
         for name, dtype, rows in (("float32", torch.float32, 32), ("bfloat16", torch.bfloat16, 32)):
             a, b = torch.ones(rows, 16, dtype=dtype, device=device), torch.ones(16, 24, dtype=dtype, device=device)
             found[name] = str(explain_product(comm, a, b, config=SMALL))
@@ -187,7 +187,7 @@ def reasons(device: str = "cpu") -> dict[str, str]:
 def outputs_that_autograd_knows(way: str) -> dict[str, Any]:
     """Write into an output that a backward needs, into a leaf, and into one that requires grad."""
     found: dict[str, Any] = {}
-    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=60, exclusive=True) as comm:
         a, b = torch.ones(256, 16, dtype=torch.bfloat16), torch.ones(16, 16, dtype=torch.bfloat16)
         for op, call in CALLS.items():
             out = torch.ones(256 // (comm.world_size if op == "matmul_reduce_scatter" else 1), 16, dtype=a.dtype)
@@ -214,7 +214,7 @@ def outputs_that_autograd_knows(way: str) -> dict[str, Any]:
 
 def refusals(device: str = "cpu") -> None:
     """Check that operands which do not fit are refused before anything is sent."""
-    with shotcast.Communicator(device=device) as comm:
+    with shotcast.Communicator(device=device, exclusive=True) as comm:
         a, b = torch.ones(8, 4, device=device), torch.ones(4, 6, device=device)
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"a": a[0]}, "a is a matrix"),
@@ -240,7 +240,7 @@ def threads() -> dict[str, Any]:
     """Run both calls on CPU ranks in each way, which measures too; return the results and what was decided."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    with shotcast.Communicator(device="cpu") as comm:
+    with shotcast.Communicator(device="cpu", exclusive=True) as comm:
         for op, dtype in (("matmul_reduce_scatter", torch.float32), ("matmul_all_reduce", torch.bfloat16)):
             case = Case(op, 520, 48, 40, dtype)
             a, b = operands(case, comm.rank, "cpu")
@@ -260,7 +260,7 @@ def chosen_beside_the_library() -> dict[str, Any]:
     """Let calls be measured whose sums the library makes, in an order of its own; return what was decided."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    with shotcast.Communicator(device="cpu") as comm:
+    with shotcast.Communicator(device="cpu", exclusive=True) as comm:
         for op, call in CALLS.items():
             for dtype in (torch.float32, torch.float64):
                 a, b = operands(Case(op, 780, 47, 40, dtype), comm.rank, "cpu")
@@ -281,7 +281,7 @@ def measured() -> dict[str, Any]:
         return decided[-1]
 
     adaptive.decide = counted
-    with shotcast.Communicator(device="cpu") as comm:
+    with shotcast.Communicator(device="cpu", exclusive=True) as comm:
         for rows in range(520, 530, 2):
             case = Case("matmul_reduce_scatter", rows, 48, 40, torch.float32)
             a, b = operands(case, comm.rank, "cpu")
@@ -305,7 +305,7 @@ def products_of_odd_columns() -> list[bool]:
         seen.append(form.uses_tma)
         return bind(form, *args)
 
-    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300, exclusive=True) as comm:
         for op, columns in (("matmul_reduce_scatter", 23), ("matmul_all_reduce", 24)):
             case = Case(op, 34, columns, 40)
             wanted = expected(case, comm)
@@ -340,7 +340,7 @@ def different(old: str, new: str) -> int:
 
         matmul_reduce.matmul_reduce = changed.matmul_reduce
         wrong = 0
-        with shotcast.Communicator(device="cpu", timeout_s=5) as comm:
+        with shotcast.Communicator(device="cpu", timeout_s=5, exclusive=True) as comm:
             try:
                 for number in range(4):
                     total = comm.all_reduce(torch.full((140 + number,), 3.0), algorithm="one_shot")
@@ -357,7 +357,7 @@ def different(old: str, new: str) -> int:
 
 def graphs(replays: int) -> int:
     """Capture both calls, with one of another workspace's size before, and replay them on changed inputs."""
-    with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
+    with shotcast.Communicator(device="cuda", timeout_s=60, exclusive=True) as comm:
         cases = [Case(op, 512, 768, 256, config=None) for op in CALLS]
         pairs = [operands(case, comm.rank, comm.device) for case in cases]
         outs = [CALLS[case.op](comm, *pair, way="fused") for case, pair in zip(cases, pairs, strict=True)]
@@ -385,7 +385,7 @@ def graphs(replays: int) -> int:
 def chosen(device: str) -> dict[str, Any]:
     """Let both calls be measured, and return the decisions; that of few rows is the library's."""
     found: dict[str, Any] = {}
-    with shotcast.Communicator(device=device, timeout_s=60) as comm:
+    with shotcast.Communicator(device=device, timeout_s=60, exclusive=True) as comm:
         for op, call in CALLS.items():
             case = Case(op, 32, 32, 16) if device == "cpu" else Case(op, 2048, 4096, 512, config=None)
             a, b = operands(case, comm.rank, comm.device)
@@ -405,7 +405,7 @@ def chosen(device: str) -> dict[str, Any]:
 def stopped(victim: int) -> dict[str, Any]:
     """Have a rank end between calls; return what the others get, and how soon."""
     case = Case("matmul_reduce_scatter", 1024, 1024, 512, config=None)
-    with shotcast.Communicator(device="cuda", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True) as comm:
         a, b = operands(case, comm.rank, comm.device)
         matmul_reduce_scatter(comm, a, b, way="fused")
         torch.cuda.synchronize()

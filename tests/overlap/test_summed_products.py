@@ -211,6 +211,12 @@ def test_what_is_said_of_calls() -> None:
     assert "has no way 'plain': chunks of rows are for ranks without a kernel" in found["bfloat16 plain"]
 
 
+def test_calls_of_shared_communicators_do_not_fill_the_gpu() -> None:
+    (found, _) = interpreted(reasons, 2, "cpu", False)
+    assert "it fills the GPU while it waits for other ranks" in found["bfloat16 fused"]
+    assert "exclusive=True" in found["bfloat16 fused"]
+
+
 @pytest.mark.full
 def test_the_first_call_measures_and_chooses() -> None:
     for found in interpreted(chosen, 2, "cpu"):

@@ -258,6 +258,8 @@ class _Product:
             return topology.obstacle or "these ranks have no kernels of GPUs"
         if topology.shape.nodes > 1 or self.comm.world_size > wire.MAX_WORLD_SIZE:
             return "it takes ranks of one node"
+        if not topology.exclusive:
+            return "it fills the GPU while it waits for other ranks, as only calls with exclusive=True may"
         if self.a.dtype not in (torch.bfloat16, torch.float16):
             return f"own products take bfloat16 and float16, not {self.a.dtype}"
         if not self.m or not self.n:

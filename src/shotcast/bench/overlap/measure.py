@@ -113,7 +113,7 @@ def measure_on_rank(config: OverlapConfig, left_out: dict[str, str], file: Path 
     if config.device == "cpu":
         torch.set_num_threads(config.threads)
     room = MAX_WORKSPACE_MESSAGE if config.device == "cuda" else None
-    with Communicator(device=config.device, max_bytes=room) as comm, torch.no_grad():
+    with Communicator(device=config.device, max_bytes=room, exclusive=True) as comm, torch.no_grad():
         progress = Progress(file if comm.rank == 0 else None)
         with progress.watch():
             return _measure(config, comm, progress, left_out)

@@ -10,7 +10,6 @@ from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.triton.binding import Enqueue, KernelContext
-from shotcast.transport.triton.gates import gated
 
 
 class BoundKernel:
@@ -20,13 +19,12 @@ class BoundKernel:
         call: the call.
         context: returns the facts of the workspace, which has room for it, once it is launched or loaded.
         device: where it runs.
-        exclusive: its grids may wait for other ranks.
     """
 
-    __slots__ = ("_call", "_context", "_device", "_exclusive", "_launches")
+    __slots__ = ("_call", "_context", "_device", "_launches")
 
-    def __init__(self, call: KernelCall, context: Callable[[], KernelContext], device: torch.device, exclusive: bool):
-        self._call, self._context, self._device, self._exclusive = call, context, device, exclusive
+    def __init__(self, call: KernelCall, context: Callable[[], KernelContext], device: torch.device):
+        self._call, self._context, self._device = call, context, device
         self._launches: Sequence[Enqueue] = ()
 
     def run(self, operands: Sequence[torch.Tensor]) -> None:
@@ -52,6 +50,5 @@ class BoundKernel:
 
     def _bound(self) -> Sequence[Enqueue]:
         if not self._launches:
-            launches = self._call.launches(self._context())
-            self._launches = launches if self._exclusive else [gated(launch) for launch in launches]
+            self._launches = self._call.launches(self._context())
         return self._launches

@@ -289,7 +289,7 @@ class TritonExecutor:
 
     def bind_kernel(self, call: KernelCall) -> BoundKernel:
         """Return a call that brings its launches, in the last workspace."""
-        return BoundKernel(call, lambda: self.workspaces[-1].context, self.device, self._exclusive)
+        return BoundKernel(call, lambda: self.workspaces[-1].context, self.device)
 
     def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
