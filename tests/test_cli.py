@@ -79,7 +79,11 @@ def test_no_command_shows_help(args: list[str]) -> None:
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    notice = Notice()
+    notice.say("cuda:0", Held(1 << 20, 1 << 20, 2, 1))
     result = invoked("doctor")
+    notice.forget()
+    assert "1 MiB of cuda:0 (2 shared and 1 exclusive communicators)" in result.stdout
     for words in ("processor", "cores usable", "/dev/shm", "torch ", "CPU ranks", "torch.distributed", "Ray", "vLLM"):
         assert words in result.stdout
 
@@ -92,7 +96,7 @@ def test_doctor_for_programs() -> None:
     found = json.loads(result.stdout)
     assert list(found) == ["host", "processes", "integrations", "findings"]
     assert found["host"]["cores"] >= 1
-    assert found["processes"][str(os.getpid())] == {"cpu": {"bytes": 1 << 20, "used": 0}}
+    assert found["processes"][str(os.getpid())] == {"cpu": {"bytes": 1 << 20, "used": 0, "shared": 0, "exclusive": 0}}
     assert {one["name"] for one in found["integrations"]} == {"torch.distributed", "Ray", "vLLM", "SGLang"}
     assert all(one["active"] == (not one["obstacle"]) for one in found["integrations"])
     assert {one["level"] for one in found["findings"]} <= {"good", "note", "problem"}

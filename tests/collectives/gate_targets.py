@@ -17,6 +17,7 @@ import shotcast
 from shotcast.collectives import reference
 from shotcast.collectives.growth import Growths
 from shotcast.device.triton.launch import Launch
+from shotcast.memory.arena import arena_of
 from shotcast.transport.triton import layout
 from shotcast.wire import LaunchShape, Op
 
@@ -51,6 +52,27 @@ def late_rank(exclusive: bool) -> float:
             comm._run(Op.ALL_REDUCE, x, torch.empty_like(x), algorithm="two_shot", launch=SEVERAL)
         assert [name for name, _ in seen] == ([] if exclusive else ["gate"]) + ["two_shot_all_reduce"]
         return seen[-1][1] - begun
+
+
+def kinds() -> list[tuple[int, int]]:
+    """Return how many shared and exclusive communicators there are, as they are made and closed."""
+    found = []
+
+    def look() -> None:
+        held = arena_of(torch.device("cpu")).held
+        found.append((held.shared, held.exclusive))
+
+    first = shotcast.Communicator(device="cpu", timeout_s=30)
+    look()
+    second = first.split(0, exclusive=True)
+    assert second is not None
+    look()
+    first.close()
+    look()
+    second.close()
+    second.close()
+    look()
+    return found
 
 
 def calls_with_stragglers(calls: int) -> int:

@@ -61,7 +61,10 @@ def _for_programs(facts: Any) -> dict[str, Any]:
     told = [(one.level, one.text) for one in findings(facts)]
     told += [(Level.NOTE, text) for text in _packaged_tables(facts)]
     held = {
-        process: {device: {"bytes": one.blocks, "used": one.leased} for device, one in devices.items()}
+        process: {
+            device: {"bytes": one.blocks, "used": one.leased, "shared": one.shared, "exclusive": one.exclusive}
+            for device, one in devices.items()
+        }
         for process, devices in of_all_processes().items()
     }
     return {
@@ -97,7 +100,9 @@ def _held_rows() -> list[tuple[str, str]]:
         parts = []
         for device, held in devices.items():
             free = f", {about_size(held.blocks - held.leased)} of it free" if held.blocks > held.leased else ""
-            parts.append(f"{about_size(held.blocks)} of {device}{free}")
+            kinds = [f"{n} {kind}" for n, kind in ((held.shared, "shared"), (held.exclusive, "exclusive")) if n]
+            users = f" ({' and '.join(kinds)} communicators)" if kinds else ""
+            parts.append(f"{about_size(held.blocks)} of {device}{free}{users}")
         rows.append((f"process {process}", f"holds for communication {'; '.join(parts)}"))
     return rows
 

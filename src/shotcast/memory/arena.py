@@ -188,18 +188,26 @@ class Arena:
     ):
         self._process, self._granularity, self._name, self._wait = process, granularity, name, wait
         self._blocks: list[_Block] = []
+        self._communicators = {False: 0, True: 0}
         self._lock = threading.Lock()
+
+    def count(self, exclusive: bool, more: int) -> None:
+        """Count a communicator of a GPU that was made, 1, or closed, -1."""
+        with self._lock:
+            self._communicators[exclusive] += more
+            self._process.notice.say(self._name, self._held())
 
     @property
     def held(self) -> Held:
-        """The bytes that are leased now, and those of all blocks."""
+        """The bytes that are leased now, those of all blocks, and the communicators that use them."""
         self._drop_empty()
         with self._lock:
             return self._held()
 
     def _held(self) -> Held:
         leased = sum(part.nbytes for block in self._blocks for part in block.parts if part.open)
-        return Held(leased, sum(block.buffer.nbytes for block in self._blocks))
+        blocks = sum(block.buffer.nbytes for block in self._blocks)
+        return Held(leased, blocks, self._communicators[False], self._communicators[True])
 
     def lease(self, group: HostGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.

@@ -15,10 +15,17 @@ _NAME = "shotcast holdings"
 
 
 class Held(NamedTuple):
-    """The symmetric memory of a device that a process holds, in bytes: what is leased, and all blocks."""
+    """The symmetric memory of a device that a process holds, and who uses it.
+
+    Attributes:
+        leased, blocks: bytes that are in use, and those of all blocks.
+        shared, exclusive: communicators of GPUs, by their kind.
+    """
 
     leased: int
     blocks: int
+    shared: int = 0
+    exclusive: int = 0
 
 
 class Notice:

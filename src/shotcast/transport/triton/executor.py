@@ -273,6 +273,7 @@ class TritonExecutor:
         self.room = 0
         self.grow(1)
         self.own_address = self.workspaces[0].context.own_address
+        arena_of(device).count(exclusive, 1)
 
     def _use_words(self, words: torch.Tensor) -> None:
         self._host_words = words
@@ -568,6 +569,8 @@ class TritonExecutor:
     def close(self) -> None:
         """Give the memory back. This rank has drained; other ranks may not have. A second call does nothing."""
         with self._marking:
+            if not self._closed:
+                arena_of(self.device).count(self._exclusive, -1)
             self._closed = True
         for workspace in self.workspaces:
             workspace.close()
