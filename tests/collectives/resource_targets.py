@@ -95,7 +95,7 @@ def replays_across_growth(nbytes: list[int]) -> list[int]:
                 eager = comm.all_reduce(torch.ones(100, device=comm.device))
                 assert bool((eager == comm.world_size).all())
             held.append(comm.explain(x).held_bytes)
-    assert arena.held()[str(comm.device)] == (0, 0)
+    assert arena.held()[str(comm.device)] == Held(0, 0)
     return held
 
 
