@@ -23,7 +23,7 @@ def all_ways(device: str = "cpu") -> dict[str, Any]:
     with shotcast.Communicator(device=device) as comm, comm.split(0) as second:
         communicators = comm if device == "cuda" else (comm, second)
         computations = [_computation(comm, number) for number in range(len(SIZES))]
-        for way in ("sequential", "plain", "auto", *(["priority", "8 SMs"] if device == "cuda" else [])):
+        for way in ("sequential", "plain", "library", "auto", *(["priority", "8 SMs"] if device == "cuda" else [])):
             one = chain(communicators, computations, way=way, sms=(8,))
             found[way] = [x.cpu() for x in one()]
             found[f"{way} again"] = [x.cpu() for x in one()]
@@ -36,6 +36,26 @@ def all_ways(device: str = "cpu") -> dict[str, Any]:
         found["gathered"] = [x.cpu() for x in gathered()]
         gathered.close()
     return found
+
+
+def served_by_the_library() -> tuple[list[str], list[str]]:
+    """Run a chain by the library. Return the ways that would be measured, and the algorithm of each call."""
+    asked = []
+    with shotcast.Communicator(device="cpu") as comm:
+        real = comm.all_reduce
+
+        def all_reduce(x: torch.Tensor, **options: Any) -> torch.Tensor:
+            asked.append(options["algorithm"])
+            return real(x, **options)
+
+        comm.all_reduce = all_reduce  # type: ignore[method-assign]
+        one = chain(comm, [_computation(comm, number) for number in range(len(SIZES))], way="library")
+        for number, total in enumerate(one()):
+            everyone = torch.stack([inputs(rank, number).double() for rank in range(comm.world_size)])
+            torch.testing.assert_close(total.double(), everyone.sum(0), rtol=0.02, atol=0.02)
+        ways = [known.name for known in one.ways()]
+        one.close()
+    return ways, asked
 
 
 def _captured(one: Chain) -> list[torch.Tensor]:

@@ -23,14 +23,18 @@ def test_every_way_gives_the_bits_of_the_contract() -> None:
     for found in results:
         for number in range(len(targets.SIZES)):
             expected = targets.expected_sum(ranks, number)
-            for way in ("sequential", "plain", "auto", "plain again", "auto again"):
+            for way in ("sequential", "plain", "library", "auto", "plain again", "library again", "auto again"):
                 assert torch.equal(found[way][number], expected), way
             gathered = torch.cat([targets.inputs(rank, number) for rank in range(ranks)])
             assert torch.equal(found["gathered"][number], gathered)
         decision = found["decision"]
-        assert set(decision.median_us) == {"sequential", "plain"}
+        assert set(decision.median_us) == {"sequential", "plain", "library"}
         best = min(decision.median_us.values())
         assert decision.median_us[decision.way] <= 1.02 * best
+
+
+def test_the_library_sums_in_a_chain() -> None:
+    assert spawn(targets.served_by_the_library, 3, timeout_s=60) == [(["sequential", "plain"], ["vendor"] * 4)] * 3
 
 
 def test_any_rank_may_be_late_in_any_step() -> None:
@@ -109,6 +113,6 @@ def test_a_way_that_does_not_exist_is_refused() -> None:
         device = torch.device("cpu")
 
     one = chains.chain([Rank()], [lambda: torch.ones(1)])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a chain runs by one of auto, sequential, plain, not 'fast'"):
+    with pytest.raises(ConfigError, match="a chain runs by one of auto, sequential, plain, library, not 'fast'"):
         one.timed("fast")
     one.close()

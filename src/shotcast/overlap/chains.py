@@ -17,12 +17,12 @@ from shotcast.overlap.products import LibraryProduct
 from shotcast.overlap.schedule import Schedule, makespan_us
 from shotcast.overlap.timeline import Timeline
 
-AUTO, PRIORITY = "auto", "priority"
+AUTO, PRIORITY, LIBRARY = "auto", "priority", "library"
 
 
-def in_place_sum(comm: Communicator, x: torch.Tensor, sms: int | None = None) -> torch.Tensor:
+def in_place_sum(comm: Communicator, x: torch.Tensor, sms: int | None = None, algorithm: str = "auto") -> torch.Tensor:
     """Sum ``x`` over the ranks, in place, on at most ``sms`` SMs of a GPU."""
-    return comm.all_reduce(x, out=x, sms=sms)
+    return comm.all_reduce(x, out=x, algorithm=algorithm, sms=sms)
 
 
 class Chain:
@@ -50,6 +50,7 @@ class Chain:
             urgent = self._lanes[PRIORITY] = StreamLanes(self._comm, HIGH)
             self._sms = {f"{budget} SMs": budget for budget in sms}
             self._lanes |= dict.fromkeys(self._sms, urgent)
+        self._lanes[LIBRARY] = self._lanes[PLAIN]
         self._known(way)
         self._computations, self._communicate = tuple(computations), communicate
         self._plan = schedule.chain(len(self._computations))
@@ -77,8 +78,13 @@ class Chain:
         return [results[f"communicate {number}"] for number in range(len(self._computations))], timeline
 
     def ways(self) -> list[Way]:
-        """Return the ways in which the chain can run, the sequential one first."""
-        return [Way(name, lambda name=name: self._run(name)) for name in (SEQUENTIAL, *self._lanes)]  # type: ignore[misc]
+        """Return the ways that are measured, the sequential one first.
+
+        The library's is one where it has the same bits: two ranks add up in one order, and round once.
+        """
+        same_bits = self._communicate is in_place_sum and self._comm.world_size == 2
+        names = [SEQUENTIAL, *(name for name in self._lanes if name != LIBRARY or same_bits)]
+        return [Way(name, lambda name=name: self._run(name)) for name in names]  # type: ignore[misc]
 
     def close(self) -> None:
         """End the threads of the chain; not the communicators."""
@@ -108,7 +114,9 @@ class Chain:
         found: dict[int, Any] = {}
         budget = self._sms.get(way)
         product = LibraryProduct(budget or 0)
-        arguments = {} if budget is None else {"sms": budget}
+        arguments: dict[str, Any] = {} if budget is None else {"sms": budget}
+        if way == LIBRARY:
+            arguments["algorithm"] = "vendor"
 
         def computation(number: int) -> Callable[[], Any]:
             def run() -> Any:
@@ -146,7 +154,7 @@ class Chain:
         for way in self.ways():
             lanes = 0 if way.name == SEQUENTIAL else self._lanes[way.name].count
             ways.append(Way(way.name, way.run, makespan_us(self._plan, agreed_us, lanes) if lanes else total))
-        return decide(self._comm, ways)
+        return decide(self._comm, ways, checked=(LIBRARY,))
 
 
 def chain(
@@ -169,7 +177,9 @@ def chain(
         sms: on GPUs, numbers of SMs that communication may be given, each of which is a way to run (``24 SMs``): it is
             called with ``sms=24``, and products of the vendor's library leave so many alone. It may round them
             otherwise.
-        way: ``auto``; or, without measuring, ``sequential``, ``plain`` or ``priority`` (a stream of it).
+        way: ``auto``; or, without measuring, ``sequential``, ``plain``, ``priority`` (a stream of it) or ``library``:
+            ``communicate`` is called with ``algorithm="vendor"``, so that NCCL or Gloo does it. ``auto`` measures that
+            too where two ranks sum in place, which gives the same bits.
 
     Raises:
         ConfigError: there is no computation, or no such way; at the first call, ranks have chains of other lengths.
