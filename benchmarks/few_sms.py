@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from shotcast.bench import kernels
 from shotcast.bench.gpu_times import seconds_each
 from shotcast.collectives.choice.candidates import launch_shapes
 from shotcast.errors import ConfigError
+from shotcast.transport.triton import few_sms
 from shotcast.units import format_size, parse_size
 from shotcast.wire import LaunchShape, Op
 
@@ -40,6 +42,12 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=lambda text: [parse_size(one) for one in text.split(",")])
     parser.add_argument("--ops", type=lambda text: text.split(","), default=list(OPS))
     parser.add_argument("--launches", action="store_true", help="measure other warps and chunks too")
+    parser.add_argument(
+        "--ahead",
+        type=lambda text: [int(one) for one in text.split(",")],
+        default=[few_sms.TILES_AHEAD],
+        help="tiles that few_sms loads ahead; several to compare",
+    )
     parser.add_argument("--json", type=Path, help="the file for the results")
     return parser
 
@@ -113,25 +121,35 @@ def rows_of(
         yield row | {"us": measured(comm, call, out, right)}
 
 
-def rows(sizes: list[int], ops: list[str], launches: bool) -> list[dict[str, Any]]:
+def rows(sizes: list[int], ops: list[str], launches: bool, ahead: list[int]) -> list[dict[str, Any]]:
     """Measure all of it; as one rank."""
-    comm = shotcast.Communicator(device="cuda", timeout_s=30)
-    group = dist.new_group(backend="nccl")
-    found = [row for op in ops for size in sizes for row in rows_of(comm, group, op, size, launches)]
-    comm.close()
+    group, found = dist.new_group(backend="nccl"), []
+    for few_sms.TILES_AHEAD in ahead:
+        with shotcast.Communicator(device="cuda", timeout_s=30) as comm:
+            for op, size in itertools.product(ops, sizes):
+                rows = rows_of(comm, group, op, size, launches)
+                found += [row | {"ahead": few_sms.TILES_AHEAD} for row in rows]
     return found
 
 
 def main() -> None:
     asked = options().parse_args()
     sizes = asked.sizes or [16 << 20, 64 << 20, 448 << 20]
-    found = shotcast.spawn(rows, asked.world_size, sizes, asked.ops, asked.launches, timeout_s=570)[0]
-    table = Table("op", "bytes", "algorithm", "SMs", "warps", "words", "chunk", "us")
+    found = shotcast.spawn(rows, asked.world_size, sizes, asked.ops, asked.launches, asked.ahead, timeout_s=570)[0]
+    table = Table("op", "bytes", "algorithm", "SMs", "warps", "words", "chunk", "ahead", "us")
     for row in found:
         shape = row["launch"] or {}
         us = f"{row['us']:.1f}" if isinstance(row["us"], float) else row["us"]
         launch = (str(shape.get(name, "")) for name in ("num_warps", "block_words", "chunk_bytes"))
-        table.add_row(row["op"], format_size(row["bytes"]), row["algorithm"], str(row["sms"] or ""), *launch, us)
+        table.add_row(
+            row["op"],
+            format_size(row["bytes"]),
+            row["algorithm"],
+            str(row["sms"] or ""),
+            *launch,
+            str(row["ahead"]),
+            us,
+        )
     Console(width=160).print(table)
     if asked.json:
         write(asked.json, found, kernels.of_collectives("cuda"), world_size=asked.world_size)

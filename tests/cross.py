@@ -201,6 +201,7 @@ def compiled_few_sms(
     capability: int = 90,
     registers: int = 0,
     announces: bool = False,
+    ahead: int = 1,
 ) -> Any:
     """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's.
 
@@ -209,6 +210,7 @@ def compiled_few_sms(
     values = {
         "KIND": kind,
         "ANNOUNCES": announces,
+        "AHEAD": ahead,
         "DTYPE": DTYPES[dtype],
         "UNIT": unit,
         "WORLD": world_size,

@@ -98,6 +98,20 @@ def test_programs_of_two_ranks_fit_beside_a_product(kind: int, tmp_path: Path) -
     assert 48 * 512 + 156 * 256 <= 65536
 
 
+def test_tiles_that_are_loaded_ahead_hold_no_registers(tmp_path: Path) -> None:
+    """They go to shared memory, as many as are ahead, and are read from memory only after the ranks have come."""
+    here, ahead = (cross.compiled_few_sms(ALL_REDUCE, "bfloat16", 16, 2, 4096, 16, ahead=n) for n in (1, 3))
+    ptx, counts = ahead.asm["ptx"], cross.instructions(ahead.asm["ptx"])
+    assert not [key for key in counts if key.startswith("ld.global") and "v4" in key]
+    assert any(key.startswith("cp.async.cg.shared.global") for key in counts)
+    tile = 4 * 4096
+    assert ahead.metadata.shared >= 2 * 3 * tile > here.metadata.shared
+    first = ptx.index("cp.async.cg")
+    assert "bar.sync" in ptx[:first]
+    assert ptx.index("ld.acquire.sys.global.b64") < first
+    assert cross.resources(ahead, tmp_path)["REG"] < cross.resources(here, tmp_path)["REG"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 100, 120])
 def test_other_gpus(capability: int, tmp_path: Path) -> None:

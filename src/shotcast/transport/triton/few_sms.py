@@ -96,19 +96,20 @@ def send_chunk(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Send the chunk from byte ``start`` of each peer's part (all_gather: of ``x``) to ``place`` in its window."""
     mine = place + call.rank * (chunk_nbytes // 16)
     if KIND == ALL_GATHER:
         size = bytes_in_chunk(own_nbytes, start, chunk_nbytes)
-        for at in range(0, words_in(size), BLOCK):
+        for at in tl.range(0, words_in(size), BLOCK, num_stages=AHEAD):
             offs = at + tl.arange(0, BLOCK)
             words = load_words(x, start, offs, size, UNIT)
             for i in tl.static_range(WORLD - 1):
                 store_to(call, addresses[i], mine, offs, words, offs < words_in(size), False)
             store_words(out, own_start + start, offs, words, size, UNIT)
     else:
-        for at in range(0, words_in(bytes_in_chunk(part_nbytes, start, chunk_nbytes)), BLOCK):
+        for at in tl.range(0, words_in(bytes_in_chunk(part_nbytes, start, chunk_nbytes)), BLOCK, num_stages=AHEAD):
             offs = at + tl.arange(0, BLOCK)
             tiles = ()
             for i in tl.static_range(WORLD - 1):
@@ -144,13 +145,14 @@ def add_chunk(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Add up a chunk of this rank's part, in rank order, into out. In an all_reduce, send the sum to all peers too."""
     stride = chunk_nbytes // 16
     first = call.rank * part_nbytes
     size = bytes_in_chunk(tl.minimum(part_nbytes, nbytes - first), start, chunk_nbytes)
     out_start = first + start if KIND == ALL_REDUCE else start
-    for at in range(0, words_in(size), BLOCK):
+    for at in tl.range(0, words_in(size), BLOCK, num_stages=AHEAD):
         offs = at + tl.arange(0, BLOCK)
         mask = offs < words_in(size)
         parts = ()
@@ -177,10 +179,11 @@ def take_chunk(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Copy the chunk of every other rank's part from ``place`` in this rank's window into out."""
     stride = chunk_nbytes // 16
-    for at in range(0, words_in(bytes_in_chunk(part_nbytes, start, chunk_nbytes)), BLOCK):
+    for at in tl.range(0, words_in(bytes_in_chunk(part_nbytes, start, chunk_nbytes)), BLOCK, num_stages=AHEAD):
         offs = at + tl.arange(0, BLOCK)
         sizes = ()
         parts = ()
@@ -194,11 +197,13 @@ def take_chunk(
 
 
 @triton.jit
-def keep_chunk(call, x, out, start, part_nbytes, chunk_nbytes, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+def keep_chunk(
+    call, x, out, start, part_nbytes, chunk_nbytes, UNIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+):
     """Copy a chunk of the part that this rank keeps from x to out."""
     first = call.rank * part_nbytes + start
     size = bytes_in_chunk(part_nbytes, start, chunk_nbytes)
-    for at in range(0, words_in(size), BLOCK):
+    for at in tl.range(0, words_in(size), BLOCK, num_stages=AHEAD):
         offs = at + tl.arange(0, BLOCK)
         store_words(out, first, offs, load_words(x, first, offs, size, UNIT), size, UNIT)
 
@@ -232,6 +237,7 @@ def few_sms(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -288,16 +294,21 @@ def few_sms(
                 UNIT,
                 WORLD,
                 BLOCK,
+                AHEAD,
             )
         if step > 0:
             call = await_progress(call, progress, step, WORLD, WARPS)
             if step <= chunks:
                 place = window + (turn - 1) % CHUNKS_SENT * place_quads
                 if KIND == ALL_GATHER:
-                    take_chunk(call, out, place, before, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK)
+                    take_chunk(
+                        call, out, place, before, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK, AHEAD
+                    )
                 elif KIND == ALL_TO_ALL:
-                    take_chunk(call, out, place, before, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK)
-                    keep_chunk(call, x, out, before, part_nbytes, chunk_nbytes, UNIT, BLOCK)
+                    take_chunk(
+                        call, out, place, before, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK, AHEAD
+                    )
+                    keep_chunk(call, x, out, before, part_nbytes, chunk_nbytes, UNIT, BLOCK, AHEAD)
                 else:
                     sums_place = window + (CHUNKS_SENT + (turn - 1) % SUMS_SENT) * place_quads
                     add_chunk(
@@ -316,11 +327,14 @@ def few_sms(
                         UNIT,
                         WORLD,
                         BLOCK,
+                        AHEAD,
                     )
             if SUMS and step > 1:
                 sums_place = window + (CHUNKS_SENT + turn % SUMS_SENT) * place_quads
                 first = before - workers * chunk_nbytes
-                take_chunk(call, out, sums_place, first, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK)
+                take_chunk(
+                    call, out, sums_place, first, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK, AHEAD
+                )
         if ANNOUNCES:
             announce(arrivals, worker, step, WARPS)  # chunks 0 to step - 1
         if step + 1 < steps:
@@ -331,6 +345,10 @@ BESIDE_REGISTERS, BESIDE_WORDS = 48, 4096
 """Registers of a thread, and the largest tile, with which a program of two ranks has room on an SM beside a product of
 :mod:`shotcast.overlap.products`: 512 threads with 48 registers beside 256 with 155. Larger tiles, and those of more
 ranks, take more registers, or would spill."""
+
+TILES_AHEAD = 1
+"""Tiles that are loaded before they are needed. With 2 and more, loads go to shared memory and hold no registers
+(``cp.async``); not timed yet (``benchmarks/few_sms.py --ahead``)."""
 
 _KINDS = {
     Op.ALL_REDUCE: ALL_REDUCE,
@@ -368,7 +386,7 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
     if steps + 2 >= 1 << layout.PROGRESS_STEP_BITS or shape.programs > layout.PROGRESS_ROWS:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")
     arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
-    arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op]}
+    arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op], "AHEAD": TILES_AHEAD}
     arguments |= {"arrivals": context.arrivals_address, "ANNOUNCES": announces}
     options: dict[str, Any] = {}
     if context.unit(plan) != layout.QUAD:
