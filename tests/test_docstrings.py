@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("src", "tests", "benchmarks", "examples")
+FOLDERS = ("src", "tests", "research", "examples")
 FORBIDDEN = ("Of", "What", "Whether", "Who", "Whose", "That", "Where", "For", "To", "As", "In", "When", "How")
 """First words of a docstring that has no subject or verb in front."""
 

@@ -321,5 +321,7 @@ def test_importing_every_module_starts_nothing() -> None:
 
 def test_all_tests_can_be_collected_together() -> None:
     """pytest imports test files and their helpers by name, so one run cannot have two of the same name."""
-    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    folders = (Path(__file__).parent, Path(__file__).parents[1] / "research")
+    names = [path.name for folder in folders for path in folder.rglob("*.py")]
+    names = [name for name in names if name not in ("conftest.py", "__init__.py")]
     assert sorted(names) == sorted(set(names))

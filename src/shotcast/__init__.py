@@ -19,7 +19,6 @@ from shotcast.errors import (
 if TYPE_CHECKING:
     from shotcast.collectives.algorithm import Algorithm, Algorithms, CollectiveProblem, Form, Workspace
     from shotcast.collectives.communicator import Communicator
-    from shotcast.collectives.hierarchical import HierarchicalAllReduce
     from shotcast.collectives.registry import register_algorithm, registered
     from shotcast.cost.collective import Work
     from shotcast.engine.async_llm import AsyncLLM
@@ -42,7 +41,6 @@ __all__ = [
     "Communicator",
     "ConfigError",
     "Form",
-    "HierarchicalAllReduce",
     "NodeShape",
     "RankFailed",
     "SamplingParams",
@@ -63,7 +61,6 @@ _LAZY = {
     "CollectiveProblem": "shotcast.collectives.algorithm",
     "Communicator": "shotcast.collectives.communicator",
     "Form": "shotcast.collectives.algorithm",
-    "HierarchicalAllReduce": "shotcast.collectives.hierarchical",
     "LLM": "shotcast.engine.llm",
     "NodeShape": "shotcast.wire",
     "SamplingParams": "shotcast.engine.sampling_params",

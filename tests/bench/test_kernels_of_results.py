@@ -160,7 +160,7 @@ def test_all_stored_results_of_kernels_have_fingerprints() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "decode_attention", "prompt_attention"])
 def test_scripts_write_the_fingerprints_of_their_kernels(name: str) -> None:
-    tree = ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text())
+    tree = ast.parse((ROOT / "research" / f"{name}.py").read_text())
     modules = [
         argument.value
         for call in ast.walk(tree)

@@ -163,7 +163,7 @@ OTHERS = (
     "faults_",
     "forecast_before_",
 )
-"""File names of other results: those of the engine, of the scripts in benchmarks, and of long tests."""
+"""File names of other results: those of the engine, of the scripts in research, and of long tests."""
 KEPT = sorted(
     path
     for path in (Path(__file__).parents[2] / "benchmarks" / "data").rglob("*.json")

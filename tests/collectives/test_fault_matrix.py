@@ -15,7 +15,7 @@ from fault_matrix import Case, Cell, usual
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(120)]
 SEED = int(os.environ.get("FAULT_MATRIX_SEED", "20"))
 DRAWS = 100
-RECORD = runs.Record("sh benchmarks/measure.sh FOLDER faults_cpu", "cpu")
+RECORD = runs.Record("sh research/measure.sh FOLDER faults_cpu", "cpu")
 EVERY = matrix.jobs("cpu", 3, 0.5)
 DRAWN = matrix.draws(DRAWS, SEED, "cpu", (2, 3, 4), (0.3, 1.0))
 

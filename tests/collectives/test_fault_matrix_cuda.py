@@ -24,7 +24,7 @@ DRAWS = 30
 DEADLINE_S = 1.0
 JOBS = 4
 """Sets of ranks that run at once: most of their time they start, compile, or wait for a deadline."""
-RECORD = runs.Record("sh benchmarks/measure.sh FOLDER faults", "cuda")
+RECORD = runs.Record("sh research/measure.sh FOLDER faults", "cuda")
 
 
 def run_all(part: str, jobs: Sequence[Sequence[Case]], **facts: object) -> list[str]:

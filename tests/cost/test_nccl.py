@@ -8,6 +8,7 @@ import published_nccl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nccl_rings import fit_rings
 
 from shotcast.cost import nccl
 from shotcast.cost.collective import LinkCost, NetworkCost
@@ -100,7 +101,7 @@ def test_one_node_is_not_several() -> None:
 
 def test_constants_of_rings_are_found() -> None:
     points = [(ranks, nbytes, nccl.ring_us(nbytes, ranks, LINK)) for ranks in (2, 4) for nbytes in (1 << 10, 1 << 28)]
-    found = nccl.fit_rings(points)
+    found = fit_rings(points)
     assert (found.fixed_us, found.step_us, found.bw_gbps) == pytest.approx((4.0, 0.7, 280.0))
     with pytest.raises(ConfigError, match="1 rings do not determine NCCL's constants"):
-        nccl.fit_rings(points[:1])
+        fit_rings(points[:1])

@@ -12,6 +12,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "research" / "README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 

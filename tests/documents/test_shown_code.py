@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pages import Fence, fences
+from pages import ROOT, Fence, fences
 from snippet_targets import run_with_comm
 
 import entry_points
@@ -42,6 +43,8 @@ def test_scripts_run(fence: Fence, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(fence.body)
     environment = entry_points.environment(tmp_path)
+    if fence.page.parent == ROOT / "research":
+        environment["PYTHONPATH"] += f"{os.pathsep}{fence.page.parent}"
     command = [sys.executable, script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr

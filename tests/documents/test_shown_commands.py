@@ -116,7 +116,7 @@ def test_tests_and_targets_within_sentences() -> None:
     for page in PAGES:
         text = without_fences(page)
         for code in re.findall(r"`(?:\S*python -m )?pytest ([^`]+)`", text):
-            absent = [path for path in re.findall(r"\btests\S*", code) if not list(ROOT.glob(path))]
+            absent = [path for path in re.findall(r"(?:\bresearch/)?\btests\S*", code) if not list(ROOT.glob(path))]
             assert absent == [], f"{page.name}: {code}"
         for target in re.findall(r"`make ([a-z-]+)", text):
             assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), f"{page.name}: make {target}"

@@ -116,7 +116,7 @@ def test_switches_and_adapters() -> None:
     found = cluster.parse(SWITCHES, "x.yaml")
     assert found.cpu_vendor == "amd"
     assert found.network is not None
-    assert (found.network.gpus_per_nic, found.network.nic_bw_gbps) == (2, 50)
+    assert (found.network.gpus_per_nic, found.network.bw_gbps) == (2, 25)
     assert found.network.switch == cluster.SwitchSpec(16, 2.0, pytest.approx(0.5), "also made up")
     assert found.network.over(16) == (5.0, 25.0)
     assert found.network.over(17) == (6.0, 12.5)

@@ -20,8 +20,6 @@ from shotcast.planner import calibration as calibrations
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.cpu_rows import FEW, LARGE_BYTES, CpuStepModel, RowsCosts, RowsPoint, fit_rows, step_model
-from shotcast.planner.expert_model import ExpertModel
-from shotcast.planner.model_name import named_model
 from shotcast.planner.step import Layout, StepWork
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu" / "calibration_x1.json"
@@ -97,15 +95,6 @@ def test_prompts_are_attended_to_one_after_the_other() -> None:
     beside = model().stages(StepWork(4, 64, ((48, 0),), 5))[0].parts
     alone = model().stages(StepWork(4, 64, (), 4))[0].parts
     assert beside["attention"] == pytest.approx(one["attention"] + alone["attention"])
-
-
-def test_experts_were_not_measured() -> None:
-    found = named_model("mixtral-8x7b").config
-    assert isinstance(found, ExpertModel)
-    constants = kept()
-    collectives = CollectiveCosts(constants.link, NO_NETWORK, 1)
-    with pytest.raises(ConfigError, match="nothing was measured of experts on a CPU"):
-        step_model(found, Layout(1, 1), constants, collectives).stages(StepWork(1, 1, (), 1))
 
 
 def test_other_numbers_of_ranks_were_not_measured() -> None:

@@ -13,6 +13,7 @@ import published_nccl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nccl_rings import fit_rings
 
 from shotcast.collectives.registry import registered
 from shotcast.cost import nccl
@@ -194,7 +195,7 @@ def test_the_library_is_nccl_by_its_measured_rings() -> None:
         for row in json.loads((RESULTS / f"all_reduce_bf16_x{ranks}.json").read_text())["rows"]
         if row["algorithm"] == "nccl_ring"
     ]
-    fitted = nccl.fit_rings(points)
+    fitted = fit_rings(points)
     for name in ("fixed_us", "step_us", "bw_gbps"):
         assert getattr(nccl.NVLINK_RINGS, name) == pytest.approx(getattr(fitted, name), rel=1e-3)
     errors = [nccl.ring_us(nbytes, ranks, fitted) / time_us - 1 for ranks, nbytes, time_us in points]

@@ -205,7 +205,7 @@ class Fuzzed:
         libraries = "fastapi", "h11", "hypothesis", "pydantic", "starlette", "uvicorn"
         return {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": "sh benchmarks/measure.sh benchmarks/data/cpu fuzz",
+            "command": "sh research/measure.sh benchmarks/data/cpu fuzz",
             "environment": detect().as_json(),
             "libraries": {name: importlib.metadata.version(name) for name in libraries},
             "seeds": {"mutated": sorted(self.seeds), "generated": hypothesis_seed},

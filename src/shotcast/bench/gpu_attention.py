@@ -41,7 +41,6 @@ MOST_BYTES = 4_000_000_000
 _ITEM = 2
 _APART = 0.02
 """The accepted difference of results: means of values of about 1, rounded to 16 bits at other points."""
-_SAMPLE = 3
 
 
 class DecodeShape(NamedTuple):

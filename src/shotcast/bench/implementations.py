@@ -70,7 +70,7 @@ def algorithms() -> Algorithms:
 def own_algorithms(op: str, nodes: int = 1) -> tuple[str, ...]:
     """Return the own algorithms of an operation on one node, or between several, and :data:`AUTO`.
 
-    Those that keep to a number of SMs are measured by ``benchmarks/few_sms.py``.
+    Those that keep to a number of SMs are measured by ``research/few_sms.py``.
     """
     serving = [one for one in algorithms().serving(Op[op.upper()]) if not one.library and not one.keeps_to_sms]
     own = [one.name for one in serving if one.between_nodes == (nodes > 1)]

@@ -167,8 +167,6 @@ class Form:
     Attributes:
         work: ``work(nbytes, shape, itemsize)`` for a :class:`shotcast.wire.NodeShape`: steps, bytes sent and taken in,
             and values converted to or from FP8 by a rank; what the cost model asks.
-        rounds: ``rounds(nbytes, shape, itemsize)``: the rounds of a call (:mod:`shotcast.collectives.rounds`), or where
-            that function is; empty if they are not described.
         triton: ``bind(plan, context)``, the kernel with its arguments: a function that returns a
             :class:`shotcast.transport.triton.binding.KernelLaunch`. It stands beside the kernel.
         cpu: a :class:`shotcast.transport.cpu.host_call.HostCall`; empty if CPU ranks of one host have no compiled form.
@@ -197,7 +195,6 @@ class Form:
     """
 
     work: Callable[[int, NodeShape, int], Work]
-    rounds: Reference = ""
     triton: Reference = ""
     cpu: Reference = ""
     hosts: Reference = ""

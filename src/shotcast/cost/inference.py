@@ -42,7 +42,6 @@ Every rank norms every row, so f and x do not depend on the ranks, and a message
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -236,17 +235,6 @@ def prompt_attention(
 def rows_pass(nbytes: float) -> KernelWork:
     """Return the work of a kernel that reads and writes so many bytes of activations."""
     return KernelWork(nbytes / 1e9)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCosts:
-    """The constants of all kinds of kernels on a GPU, by the names in :data:`KINDS`."""
-
-    kinds: Mapping[str, KernelCost]
-
-    def time_us(self, kind: str, work: KernelWork) -> float:
-        """Return the time of a kernel of a kind in microseconds."""
-        return self.kinds[kind].time_us(work)
 
 
 KINDS = (

@@ -29,10 +29,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
 
 from shotcast.cost.collective import INFINIBAND, LinkCost, NetworkCost
 from shotcast.errors import ConfigError
@@ -83,13 +80,15 @@ _BLACKWELL = _Generation(
     (0.12, 0.24, 1.2, 2.4, 3, 6, 12, 15, 17.5, 20, 22, 24, 30, 40, 42, 45.1, 48, 80, 86, 96),
 )
 NVLINK_RINGS = LinkCost(4.361, 0.7379, 280.6)
-"""NCCL's rings on one node of H200 (NVLink 4, 450 GB/s a GPU in each direction), by :func:`fit_rings` of the measured
-ones on 2 and 4 GPUs (``nccl_ring`` in ``benchmarks/data/h200/all_reduce_bf16_x2.json`` and ``_x4.json``)."""
+"""NCCL's rings on one node of H200 (NVLink 4, 450 GB/s a GPU in each direction), fitted by ``research/nccl_rings.py``.
+
+They are those of 2 and 4 GPUs (``nccl_ring`` in ``benchmarks/data/h200/all_reduce_bf16_x2.json`` and ``_x4.json``).
+"""
 NVLINK_RINGS_GBPS = 450.0
 RING_RESIDUAL = 0.15
 """The root mean square of the relative errors of these rings."""
 NETWORK_RESIDUAL = 0.32
-"""The same of the model between nodes, beside the published measurements of ``benchmarks/published_nccl.py``."""
+"""The same of the model between nodes, beside the published measurements of ``research/published_nccl.py``."""
 _SPLIT_GBPS = 25.0
 """Channels from this speed on are split into two of half of it."""
 
@@ -201,27 +200,3 @@ def _bus_gbps(algorithm: str, protocol: int, shape: NodeShape, network: NetworkC
     elif PROTOCOLS[protocol] == "LL128":
         gbps = min(gbps * 120 / 128, channels * generation.tree_ll128[more])
     return gbps * (0.85 if host.plain_trees else 1.0), channels
-
-
-def fit_rings(points: Iterable[tuple[int, int, float]]) -> LinkCost:
-    """Return f, a and b of rings on one node, by least squares of the relative errors.
-
-    Args:
-        points: for each measured ring its ranks, its bytes and its microseconds.
-
-    Raises:
-        ConfigError: the measurements do not determine them.
-    """
-    measured = list(points)
-    rows = [
-        [1 / time_us, 2 * (ranks - 1) / time_us, 2 * (ranks - 1) / ranks * nbytes / time_us / 1e3]
-        for ranks, nbytes, time_us in measured
-    ]
-    matrix = np.array(rows).reshape(-1, 3)
-    solution, _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(rows)), rcond=None)
-    fixed_us, step_us, per_bw = (float(value) for value in solution)
-    if rank < 3 or min(fixed_us, step_us, per_bw) <= 0:
-        raise ConfigError(
-            f"{len(rows)} rings do not determine NCCL's constants; use several sizes and numbers of ranks"
-        )
-    return LinkCost(fixed_us, step_us, 1 / per_bw)

@@ -512,14 +512,6 @@ def of_host_call(tree: Tree, reference: str, *common: str) -> str:
     return _digest(writer)
 
 
-def of_function(tree: Tree, reference: str) -> str:
-    """Return the fingerprint of one function, given as ``"module:name"``, and of what it calls and reads."""
-    _statement(tree, reference)
-    writer = _Writer(tree)
-    writer.begin_with(reference)
-    return _digest(writer)
-
-
 def _digest(writer: _Writer) -> str:
     text = writer.text()
     if not text:

@@ -20,11 +20,12 @@ from shotcast.errors import ConfigError
 from shotcast.hardware import catalog, detect
 from shotcast.hardware.detect import GpuFacts
 from shotcast.models.config import ModelConfig
+from shotcast.models.memory_estimate import require_division
 from shotcast.planner import machine as planned_machine
 from shotcast.planner import report
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.plan import Job, Limits, Plan, Target, fullest_rank, plan
-from shotcast.planner.step import Layout, require_layout
+from shotcast.planner.step import Layout
 from shotcast.units import about_size
 from shotcast.wire import DTYPES, MAX_WORLD_SIZE
 
@@ -236,7 +237,7 @@ def _offers(
         for tensor in (number for number in range(1, ranks + 1) if ranks % number == 0):
             layout, local = Layout(tensor, ranks // tensor), ranks // machine.hosts
             try:
-                require_layout(model, layout)
+                require_division(model, *layout)
                 if tensor > MAX_WORLD_SIZE:
                     raise ConfigError(f"own kernels serve up to {MAX_WORLD_SIZE} ranks of a stage, not {tensor}")
                 if local % tensor:

@@ -135,11 +135,6 @@ class NetworkSpec:
     gpus_per_nic: int = 1
     switch: SwitchSpec | None = None
 
-    @property
-    def nic_bw_gbps(self) -> float:
-        """GB/s of a network adapter in each direction."""
-        return self.bw_gbps * self.gpus_per_nic
-
     def over(self, nodes: int) -> tuple[float, float]:
         """Return microseconds and GB/s of each GPU where all GPUs of ``nodes`` consecutive nodes send at once.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 from shotcast.errors import ConfigError
@@ -148,26 +147,23 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-def preset(name: str, presets: Mapping[str, ModelConfig] = PRESETS) -> ModelConfig:
+def preset(name: str) -> ModelConfig:
     """Return the configuration of a preset, or of ``NAME:LAYERS``, the same model with another number of layers.
 
     With fewer layers, the cost of a stage or a shard of a model can be measured on fewer GPUs than the model needs.
-
-    Args:
-        presets: those that there are.
 
     Raises:
         ConfigError: there is no such preset (the message lists similar names), or the number of layers is invalid.
     """
     base, colon, layers = name.partition(":")
-    if base not in presets:
-        similar = difflib.get_close_matches(base.lower(), presets, 4, 0.5)
-        accepted = f"similar names: {', '.join(similar)}" if similar else f"accepted: {', '.join(presets)}"
+    if base not in PRESETS:
+        similar = difflib.get_close_matches(base.lower(), PRESETS, 4, 0.5)
+        accepted = f"similar names: {', '.join(similar)}" if similar else f"accepted: {', '.join(PRESETS)}"
         raise ConfigError(f"there is no preset {base!r}; {accepted}")
     if not colon:
-        return presets[base]
+        return PRESETS[base]
     if not re.fullmatch("[0-9]{1,9}", layers) or not 1 <= int(layers) <= MAX_LAYERS:
         raise ConfigError(
             f"the preset {base} and a colon must be followed by a number of layers, 1 to {MAX_LAYERS}, not {layers!r}"
         )
-    return replace(presets[base], layers=int(layers))
+    return replace(PRESETS[base], layers=int(layers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -118,15 +117,6 @@ class CollectiveCosts:
         """Return the microseconds of gathering ``nbytes``, of which each rank has a part."""
         shape = self.shape(ranks)
         work = registered()["one_shot"].forms[Op.ALL_GATHER].work(nbytes, shape, 1)
-        return time_us(work, self.link, self.network_over(shape.nodes))
-
-    def all_to_all(self, nbytes: float, ranks: int) -> float:
-        """Return the microseconds in which each rank sends a part of ``nbytes`` to every other.
-
-        It is one step of one-shot. Between nodes, where no kernel of ours makes it, it is one step to all others.
-        """
-        shape = self.shape(ranks)
-        work = registered()["one_shot"].forms[Op.ALL_TO_ALL].work(math.ceil(nbytes), shape, 1)
         return time_us(work, self.link, self.network_over(shape.nodes))
 
     def _time_us(self, algorithm: Algorithm, nbytes: int, shape: NodeShape, itemsize: int) -> float:

@@ -155,9 +155,7 @@ class CpuStepModel(StepModel):
         layer.add("activation", *costs.time_us("activation", rows, activated))
         norm = self._norm_of_rows(costs, rows)
         stages = []
-        for number, (layers, experts) in enumerate(self._layers):
-            if experts:
-                raise ConfigError("nothing was measured of experts on a CPU")
+        for number, layers in enumerate(self._layers):
             parts = {name: layers * time_us for name, time_us in layer.parts.items()}
             stage = Estimate(parts, layers**2 * layer.variance)
             last = number == len(self._layers) - 1

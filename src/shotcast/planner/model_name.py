@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from shotcast.errors import ConfigError
 from shotcast.models.checkpoint import read_json
 from shotcast.models.config import ModelConfig
+from shotcast.models.hf_config import read_hf_config
 from shotcast.models.presets import PRESETS, preset
 from shotcast.models.source import PACKAGED, PACKAGED_PRESET, RANDOM
-from shotcast.planner.expert_model import EXPERT_PRESETS, ExpertModel, read_planned_config
 
 _CONFIG = "config.json"
-_PRESETS: Mapping[str, ModelConfig] = {**PRESETS, **EXPERT_PRESETS}
 
 
 class NamedModel(NamedTuple):
@@ -31,29 +29,27 @@ def named_model(model: str) -> NamedModel:
 
     Raises:
         ConfigError: there is no such model, or its configuration makes no sense.
-        UnsupportedError: it is of a kind that plans do not price.
+        UnsupportedError: it is of a kind that the engine does not run.
     """
     if not model.strip():
         raise ConfigError("--model is empty; give a preset, or a folder with config.json")
     if model.lower() in PACKAGED:
         return NamedModel(preset(PACKAGED_PRESET), model)
     name = model.removeprefix(RANDOM)
-    if name.partition(":")[0] in _PRESETS:
-        found = preset(name, _PRESETS)
-        # no other command takes a model with experts
-        return NamedModel(found, name if isinstance(found, ExpertModel) else RANDOM + name)
+    if name.partition(":")[0] in PRESETS:
+        return NamedModel(preset(name), RANDOM + name)
     path = Path(os.path.expanduser(model))  # like the checks below, it raises no error for names that cannot be
     is_folder = os.path.isdir(path)
     file = path / _CONFIG if is_folder else path
     if file.name == _CONFIG and os.path.isfile(file):
-        return NamedModel(read_planned_config(read_json(file)), str(file.parent))
+        return NamedModel(read_hf_config(read_json(file)), str(file.parent))
     if is_folder:
         raise ConfigError(f"{model} has no {_CONFIG}, which says what the model is")
     if os.path.isfile(path):
         raise ConfigError(f"plans read a file that is called {_CONFIG}, as the engine does, not {path.name}")
-    similar = difflib.get_close_matches(name.lower().rsplit("/")[-1], _PRESETS, 3, 0.5)
+    similar = difflib.get_close_matches(name.lower().rsplit("/")[-1], PRESETS, 3, 0.5)
     hint = f"similar presets: {', '.join(similar)}; " if similar else ""
     raise ConfigError(
-        f"there is no model {model!r}; {hint}accepted: a preset ({', '.join(_PRESETS)}), a folder with config.json, or "
+        f"there is no model {model!r}; {hint}accepted: a preset ({', '.join(PRESETS)}), a folder with config.json, or "
         "that file"
     )

@@ -39,7 +39,7 @@ def draw(plan: Plan, path: Path) -> None:
     for layout, engines in dict.fromkeys((point.layout, point.engines) for point in plan.points):
         points = [point for point in plan.points if (point.layout, point.engines) == (layout, engines)]
         leads = (layout, engines) in leading
-        # colours and names for those alone that are on the front: models with experts have dozens of layouts
+        # colours and names for those alone that are on the front: plans have dozens of layouts
         style: dict[str, Any] = {"marker": "o", "zorder": 2.0} if leads else {"color": "lightgrey", "zorder": 1.0}
         label = f"{layout.label}{f' x {engines}' if engines > 1 else ''}" if leads else others
         axes.plot(

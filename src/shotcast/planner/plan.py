@@ -23,7 +23,7 @@ what tensor parallel adds is the sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,13 +33,11 @@ from shotcast.cost.inference import FullClock
 from shotcast.errors import ConfigError
 from shotcast.hardware.cluster import Cluster
 from shotcast.models.config import ModelConfig
-from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
+from shotcast.models.memory_estimate import kv_bytes_per_token, require_division, weight_bytes
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts, modelled_algorithms
 from shotcast.planner.cpu_rows import step_model
-from shotcast.planner.expert_model import ExpertModel
-from shotcast.planner.experts import expert_weight_bytes, row_width
-from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, kernel_error, largest_share, require_layout
+from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, kernel_error, largest_share
 from shotcast.transport.triton.layout import MOST_RANKS
 from shotcast.units import about_size
 from shotcast.wire import MAX_WORLD_SIZE, NodeShape
@@ -221,7 +219,7 @@ class Point:
     Attributes:
         layout: of one engine.
         engines: equal engines beside each other (data parallel).
-        sequences: of one engine at once; of each of its ranks where these have sequences of their own.
+        sequences: of one engine at once.
         ttft_ms, tpot_ms: of a request; the first without waiting for others.
         tokens_per_s: output of all engines.
         ttft_error, tpot_error: one standard deviation of these, as parts of them, by the residuals of kernels and by
@@ -249,11 +247,6 @@ class Point:
     def gpus(self) -> int:
         """The GPUs of all engines."""
         return self.layout.ranks * self.engines
-
-    @property
-    def schedulers(self) -> int:
-        """The parts of all engines that have sequences of their own."""
-        return self.engines * self.layout.replicas
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -342,12 +335,26 @@ def plan(
     for layout, engines in layouts(job) if candidates is None else candidates:
         name = f"{layout}" if engines == 1 else f"{layout} x {engines}"
         try:
-            _require_place(job, layout)
+            require_place(job, layout)
             if job.limits.algorithm != LIBRARY:
-                _require_served(layout, collectives)
-            points += _points(job, layout, engines, constants, collectives)
+                require_served(layout, collectives)
+            model = step_model(
+                job.model,
+                layout,
+                constants,
+                collectives,
+                job.quantization,
+                job.limits.algorithm,
+                kv_item=job.limits.kv_item,
+            )
+            points += points_of(job, model, engines, memory_of(job, layout, constants.itemsize), collectives)
         except ConfigError as error:
             refused[name] = str(error)
+    return best_of(job, calibration, points, refused)
+
+
+def best_of(job: Job, calibration: Calibration, points: Sequence[Point], refused: dict[str, str]) -> Plan:
+    """Return the plan of a job whose points are known."""
     fitting = [point for point in points if _meets(job.target, point)]
     best = min(fitting, key=lambda point: _rank(job, point), default=None)
     calibrated, link_calibrated = True, job.cluster.link_latency_us is None
@@ -364,13 +371,7 @@ def layouts(job: Job) -> Iterator[tuple[Layout, int]]:
     for tensor in divisors:
         for stages in divisors:
             if job.gpus % (tensor * stages) == 0:
-                engines = job.gpus // (tensor * stages)
-                yield Layout(tensor, stages), engines
-                for groups in divisors[1:] if isinstance(job.model, ExpertModel) else ():
-                    if tensor % groups == 0:
-                        yield Layout(tensor, stages, groups), engines
-                    if tensor == groups:
-                        yield Layout(tensor, stages, groups, dp_attention=True), engines
+                yield Layout(tensor, stages), job.gpus // (tensor * stages)
 
 
 def memory_of(job: Job, layout: Layout, itemsize: int = 2) -> Memory:
@@ -400,22 +401,14 @@ def fullest_rank(
         itemsize: bytes of an activation, of a key or value, and of a weight that is not in FP8.
         kv_item: bytes of a key or value, if they are not ``itemsize``.
     """
-    require_layout(model, layout)
-    share = largest_share(model, layout.sharing)
+    require_division(model, *layout)
+    share = largest_share(model, layout.tensor_parallel)
     layers = -(-model.layers // layout.pipeline_parallel)
     per_token = kv_bytes_per_token(model, kv_item or itemsize, share.kv_heads, layers)
-    row = 3 * model.hidden + (share.heads + 2 * share.kv_heads) * model.head_dim
-    if isinstance(model, ExpertModel):
-        row += max(3 * share.columns, row_width(model, layout.experts, batch_tokens))
-        if model.latent is not None:
-            per_token = layers * (model.latent.kv_rank + model.latent.position) * (kv_item or itemsize)
-        weights = expert_weight_bytes(model, layout.experts, itemsize, layout.pipeline_parallel, quantization)
-    else:
-        row += 3 * share.columns
-        weights = weight_bytes(model, itemsize, layout.tensor_parallel, layout.pipeline_parallel, quantization)
+    row = 3 * model.hidden + (share.heads + 2 * share.kv_heads) * model.head_dim + 3 * share.columns
     return Memory(
         usable,
-        weights,
+        weight_bytes(model, itemsize, *layout, quantization),
         _OTHER_BYTES,
         2 * row * itemsize,
         2 * model.vocab * 4,
@@ -424,7 +417,7 @@ def fullest_rank(
     )
 
 
-def _require_place(job: Job, layout: Layout) -> None:
+def require_place(job: Job, layout: Layout) -> None:
     """Raise ConfigError if engines of this layout lie across nodes, or their stages do."""
     per_node = job.cluster.gpus_per_node
     for what, ranks in (("an engine", layout.ranks), ("a stage", layout.tensor_parallel)):
@@ -433,9 +426,9 @@ def _require_place(job: Job, layout: Layout) -> None:
             raise ConfigError(f"{what} of {ranks} ranks lies across nodes of {per_node} GPUs")
 
 
-def _require_served(layout: Layout, collectives: CollectiveCosts) -> None:
-    """Raise ConfigError if own kernels do not serve the ranks that share attention."""
-    shape = collectives.shape(layout.sharing)
+def require_served(layout: Layout, collectives: CollectiveCosts) -> None:
+    """Raise ConfigError if own kernels do not serve the ranks of a stage."""
+    shape = collectives.shape(layout.tensor_parallel)
     most = MAX_WORLD_SIZE if shape.nodes == 1 else MOST_RANKS
     if shape.world_size > most:
         raise ConfigError(f"sums of {shape.world_size} GPUs: own kernels serve up to {most} of them on {_nodes(shape)}")
@@ -445,19 +438,14 @@ def _nodes(shape: NodeShape) -> str:
     return "one node" if shape.nodes == 1 else "several nodes"
 
 
-def _points(
-    job: Job, layout: Layout, engines: int, constants: Calibration, collectives: CollectiveCosts
+def points_of(
+    job: Job, model: StepModel, engines: int, memory: Memory, collectives: CollectiveCosts
 ) -> Iterator[Point]:
-    model = step_model(
-        job.model,
-        layout,
-        constants,
-        collectives,
-        job.quantization,
-        job.limits.algorithm,
-        kv_item=job.limits.kv_item,
-    )
-    memory = memory_of(job, layout, constants.itemsize)
+    """Yield the points of a layout, by its number of sequences.
+
+    Raises:
+        ConfigError: memory has no room for a sequence.
+    """
     most = min(memory.sequences(job.prompt + job.output), job.limits.sequences)
     if not most:
         tokens = job.prompt + job.output
@@ -530,9 +518,9 @@ def _point(
     tpot_us = round_us + (sequences - 1) * prompt.busy_us / job.output
     all_us = job.output * round_us + sequences * prompt.busy_us
     algorithm = ""
-    if layout.sharing > 1:
+    if layout.tensor_parallel > 1:
         summed = collectives.all_reduce(
-            rows * job.model.hidden * model.itemsize, layout.sharing, model.itemsize, job.limits.algorithm
+            rows * job.model.hidden * model.itemsize, layout.tensor_parallel, model.itemsize, job.limits.algorithm
         )
         algorithm = registered()[summed.algorithm].label
     return Point(
@@ -541,7 +529,7 @@ def _point(
         sequences,
         prompt.latency_us / 1e3,
         tpot_us / 1e3,
-        engines * layout.replicas * sequences * job.output / all_us * 1e6,
+        engines * sequences * job.output / all_us * 1e6,
         prompt.error,
         math.hypot(kernel_error(stages), model.beyond_kernels.later),
         algorithm,

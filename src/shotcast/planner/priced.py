@@ -22,13 +22,6 @@ class Priced(NamedTuple):
     saved_us: float = 0.0
 
 
-def one_after_another(*prices: Priced) -> Priced:
-    """Return the price of kernels one after another, which are off alike."""
-    time_us = sum(price.time_us for price in prices)
-    residual = sum(price.time_us * price.residual for price in prices) / time_us
-    return Priced(time_us, residual, sum(price.saved_us for price in prices))
-
-
 def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bool) -> Priced:
     r"""Return the price of a product of many rows among others like it.
 

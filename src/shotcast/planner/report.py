@@ -7,16 +7,13 @@ import re
 import shlex
 from typing import Any
 
-from shotcast.planner.expert_model import ExpertModel
 from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Job, Plan, Point
 from shotcast.units import about_size
 
 KINDS = {
-    "products": ("qkv", "output", "gate_up", "down", "shared", "head"),
-    "experts": ("experts", "router"),
+    "products": ("qkv", "output", "gate_up", "down", "head"),
     "attention": ("attention", "rotation"),
     "sums between ranks": ("all_reduce",),
-    "all-to-all of experts": ("all_to_all",),
     "transfers between stages": ("transfer",),
     "the rest": ("norm", "activation", "embedding", "sampling"),
 }
@@ -28,7 +25,7 @@ def reason(plan: Plan) -> str:
     best, job = plan.best, plan.job
     if best is None:
         return _no_best(plan)
-    of = " a rank" if best.layout.dp_attention else " an engine" * (best.engines > 1)
+    of = " an engine" * (best.engines > 1)
     sentences = [f"{_layout(best)} with {_count(best.sequences, 'sequence')}{of}."]
     total = sum(best.parts.values())
     shares = {kind: sum(best.parts.get(name, 0.0) for name in names) / total for kind, names in KINDS.items()}
@@ -103,11 +100,6 @@ def _count(number: int, noun: str) -> str:
 
 def obstacle(plan: Plan) -> str:
     """Return why the engine does not run what was planned; "" if it does."""
-    if isinstance(plan.job.model, ExpertModel):
-        return (
-            "This engine runs no Mixture of Experts: it has neither a router nor grouped products. The plan is for one "
-            "that has them beside the same attention and collectives, and no command starts it."
-        )
     cluster, best = plan.job.cluster, plan.best
     if best is not None and cluster.gpus_per_host is not None and best.layout.ranks > cluster.gpus_per_host:
         return (
@@ -120,7 +112,7 @@ def obstacle(plan: Plan) -> str:
 def command(plan: Plan, longest: int = 0) -> str | None:
     """Return the command that starts one engine of the best point; by torchrun on each node if there are several.
 
-    None if there is no best point, or the engine does not run the model.
+    None if there is no best point, or the engine does not run it.
 
     Args:
         plan: the answer.
@@ -180,10 +172,10 @@ def _row(plan: Plan, point: Point) -> dict[str, Any]:
         "precision": plan.precision,
         "tp": point.layout.tensor_parallel,
         "pp": point.layout.pipeline_parallel,
-        "ep": point.layout.expert_parallel,
-        "dp_attention": point.layout.dp_attention,
+        "ep": 1,  # the engine runs no model with experts
+        "dp_attention": False,
         "dp": point.engines,
-        "conc": point.sequences * point.schedulers,
+        "conc": point.sequences * point.engines,
         "isl": job.prompt,
         "osl": job.output,
         "tput_per_gpu": point.tokens_per_s_per_gpu * (job.prompt + job.output) / job.output,

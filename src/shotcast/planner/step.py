@@ -33,15 +33,11 @@ from shotcast.cost.inference import (
     prompt_attention,
     rows_pass,
 )
-from shotcast.errors import ConfigError
 from shotcast.layers.partition import FFN_UNIT, VOCAB_UNIT, partition, partition_heads, shard
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import require_division
 from shotcast.planner.calibration import FUSED_NORM, LINK, Calibration, rotation_bytes
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.expert_model import ExpertModel
-from shotcast.planner.experts import ExpertLayer, ExpertSharing, require_sharing
-from shotcast.planner.latent_attention import LatentLayer
 from shotcast.planner.priced import Priced, in_a_row
 
 _TOKEN_BYTES = 8
@@ -55,7 +51,7 @@ class BeyondKernels(NamedTuple):
 
 
 MEASURED_BEYOND_KERNELS = BeyondKernels(0.035, 0.0)
-"""Those of runs of the engine on 1 to 4 H200, by the equation of :mod:`shotcast.simulator.engine_runs`: from
+"""Those of runs of the engine on 1 to 4 H200, by the equation of ``research/engine_runs.py``: from
 ``benchmarks/data/h200/engine*.json``, which no prediction is fitted to."""
 
 
@@ -65,20 +61,10 @@ the same kind, of which one took half as long again. A calibration has only one 
 
 
 class Layout(NamedTuple):
-    """Ranks of a stage, and stages; of a model with experts, also how the ranks of a stage divide these.
-
-    Attributes:
-        tensor_parallel: the ranks of a stage.
-        pipeline_parallel: the stages.
-        expert_parallel: the groups of a stage's ranks that have different experts.
-        dp_attention: each rank of a stage has sequences of its own, and computes their attention alone; the ranks of a
-            stage share nothing but the experts.
-    """
+    """Ranks of a stage, and stages."""
 
     tensor_parallel: int
     pipeline_parallel: int
-    expert_parallel: int = 1
-    dp_attention: bool = False
 
     @property
     def ranks(self) -> int:
@@ -86,34 +72,16 @@ class Layout(NamedTuple):
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
-    def replicas(self) -> int:
-        """The parts of an engine that have sequences of their own."""
-        return self.tensor_parallel if self.dp_attention else 1
-
-    @property
-    def sharing(self) -> int:
-        """The ranks that share each head, layer and word, but for experts."""
-        return self.tensor_parallel // self.replicas
-
-    @property
-    def experts(self) -> ExpertSharing:
-        """The division of experts."""
-        return ExpertSharing(self.tensor_parallel, self.expert_parallel, self.dp_attention)
-
-    @property
     def label(self) -> str:
         """The layout in words."""
-        experts = f" x EP{self.expert_parallel}" if self.expert_parallel > 1 else ""
-        apart = " with data-parallel attention" if self.dp_attention else ""
-        return f"TP{self.tensor_parallel} x PP{self.pipeline_parallel}{experts}{apart}"
+        return f"TP{self.tensor_parallel} x PP{self.pipeline_parallel}"
 
     def __str__(self) -> str:
-        experts = f" ep{self.expert_parallel}" if self.expert_parallel > 1 else ""
-        return f"{self.tensor_parallel}x{self.pipeline_parallel}{experts}{' dp' if self.dp_attention else ''}"
+        return f"{self.tensor_parallel}x{self.pipeline_parallel}"
 
 
 class StepWork(NamedTuple):
-    """The tokens of a step; with ``dp_attention`` those of each rank, of which all have as many.
+    """The tokens of a step.
 
     Attributes:
         decoding: sequences that decode, a token each.
@@ -195,20 +163,11 @@ def largest_share(model: ModelConfig, ranks: int) -> RankShare:
     )
 
 
-def _crossings(layout: Layout, gpus_per_node: int) -> list[bool]:
+def crossings(layout: Layout, gpus_per_node: int) -> list[bool]:
     """Return for each stage whether one of its ranks and that of the next stage, or of the first, are on two nodes."""
     tensor, stages = layout.tensor_parallel, layout.pipeline_parallel
     nodes = [[(stage * tensor + rank) // gpus_per_node for rank in range(tensor)] for stage in range(stages)]
     return [here != nodes[(stage + 1) % stages] for stage, here in enumerate(nodes)]
-
-
-def require_layout(model: ModelConfig, layout: Layout) -> None:
-    """Raise ConfigError unless each stage and each rank of a layout gets a part of the model."""
-    require_division(model, layout.sharing, layout.pipeline_parallel)
-    if isinstance(model, ExpertModel):
-        require_sharing(model, layout.experts)
-    elif layout.expert_parallel > 1 or layout.dp_attention:
-        raise ConfigError(f"the layout {layout} divides experts, and the model has none")
 
 
 class StepModel:
@@ -237,28 +196,17 @@ class StepModel:
         algorithm: str = "auto",
         kv_item: int | None = None,
     ):
-        require_layout(model, layout)
+        require_division(model, *layout)
         self.model, self.layout = model, layout
         # whether a stage and the next lie on different nodes; the last one is followed by the first
-        self._crossings = _crossings(layout, collectives.gpus_per_node)
-        self.share = largest_share(model, layout.sharing)
+        self._crossings = crossings(layout, collectives.gpus_per_node)
+        self.share = largest_share(model, layout.tensor_parallel)
         self._calibration, self._collectives = calibration, collectives
         self.itemsize = calibration.itemsize
         self._kv_item = kv_item or self.itemsize
         self._fp8, self._algorithm = quantization == "fp8", algorithm
         self._known: dict[StepWork, list[Estimate]] = {}
-        parts = partition(model.layers, layout.pipeline_parallel)
-        # the layers of each stage: dense ones, and those with experts
-        self._layers = [(len(part), 0) for part in parts]
-        self._experts: ExpertLayer | None = None
-        self._latent: LatentLayer | None = None
-        if isinstance(model, ExpertModel):
-            self._layers = [(len(part) - model.expert_layers(part), model.expert_layers(part)) for part in parts]
-            self._experts = ExpertLayer(model, layout.experts, calibration, self._product, collectives, self._fp8)
-            if model.latent is not None:
-                self._latent = LatentLayer(
-                    model, model.latent, layout.sharing, calibration, self._product, self._fp8, self._kv_item
-                )
+        self._layers = [len(part) for part in partition(model.layers, layout.pipeline_parallel)]
 
     beyond_kernels = MEASURED_BEYOND_KERNELS
     """Parts of error bars beyond those of kernels."""
@@ -310,14 +258,12 @@ class StepModel:
         return self._calibration.host.hidden
 
     def _stages(self, work: StepWork) -> list[Estimate]:
-        mixer = self._mixer(work)
-        networks = [self._network(work.rows), self._experts.parts(work.rows) if self._experts else {}]
+        parts = {**self._mixer(work), **self._network(work.rows)}
         stages = []
         for number, layers in enumerate(self._layers):
             stage = Estimate()
-            for count, parts in zip((sum(layers), *layers), (mixer, *networks), strict=True):
-                for name, price in parts.items() if count else ():
-                    stage.add(name, count * price.time_us, price.residual, count * price.saved_us)
+            for name, price in parts.items():
+                stage.add(name, layers * price.time_us, price.residual, layers * price.saved_us)
             if number == 0:
                 self._embed(stage, work)
             if number == len(self._layers) - 1 and work.sampled:
@@ -347,11 +293,7 @@ class StepModel:
 
     def _mixer(self, work: StepWork) -> Mapping[str, Priced]:
         """Return the time and the residual of each part of a layer but its network: attention, sums and norms."""
-        parts = dict(
-            self._latent.parts(work.decoding, work.context, work.prompts, work.rows)
-            if self._latent
-            else self._heads(work)
-        )
+        parts = dict(self._heads(work))
         for name, price in self._sum_and_norm(work.rows).items():
             parts[name] = price._replace(time_us=2 * price.time_us)
         return parts
@@ -401,7 +343,7 @@ class StepModel:
         nbytes = rows * self.model.hidden * self.itemsize
         # more rows are given to products in FP8, which the norm makes
         fp8 = FP8 if self._fp8 and rows > MOST_WIDE_ROWS else ""
-        if self.layout.sharing == 1:
+        if self.layout.tensor_parallel == 1:
             return {"norm": self._norm(rows, fp8)}
         summed = self._summed(nbytes)
         if self._algorithm == LIBRARY:  # whose sums are followed by a norm of one rank
@@ -429,18 +371,18 @@ class StepModel:
         return self._kernel(f"norm{fp8}", rows_pass(elements * (3 * self.itemsize + (1 if fp8 else self.itemsize))))
 
     def _summed(self, nbytes: int) -> Priced:
-        summed = self._collectives.all_reduce(nbytes, self.layout.sharing, self.itemsize, self._algorithm)
+        summed = self._collectives.all_reduce(nbytes, self.layout.tensor_parallel, self.itemsize, self._algorithm)
         residual = self._calibration.residual(LINK) if summed.residual is None else summed.residual
         return Priced(summed.time_us, residual)
 
     def _embed(self, stage: Estimate, work: StepWork) -> None:
         nbytes = work.rows * self.model.hidden * self.itemsize
         stage.add("embedding", *self._kernel("rows_pass", rows_pass(2 * nbytes)))
-        if self.layout.sharing > 1:
+        if self.layout.tensor_parallel > 1:
             stage.add("embedding", *self._summed(nbytes))
 
     def _sample(self, stage: Estimate, work: StepWork) -> None:
-        rows, ranks = work.sampled, self.layout.sharing
+        rows, ranks = work.sampled, self.layout.tensor_parallel
         stage.add("head", *self._product(rows, self.share.words, self.model.hidden, fp8=False))
         logits = rows * self.model.vocab
         if ranks > 1:

@@ -137,8 +137,6 @@ def longest(job: Job, arrivals: Sequence[Arrival]) -> int:
 def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequence[Arrival]) -> Traffic:
     """Return what requests meet at a point of a plan; they take the engines in turn.
 
-    Ranks with sequences of their own count as engines: at any time, all of them are taken to have as much to do.
-
     Raises:
         ConfigError: a request is too long for the model or for the cache.
     """
@@ -159,5 +157,5 @@ def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequenc
         pipeline=point.layout.pipeline_parallel,
     )
     ordered = sorted(arrivals)
-    parts = [ordered[first :: point.schedulers] for first in range(point.schedulers)]
+    parts = [ordered[first :: point.engines] for first in range(point.engines)]
     return Traffic(tuple(serve(part, config, PricedSteps(model), model.client_us / 1e6) for part in parts if part))

@@ -36,7 +36,6 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
-            rounds="shotcast.collectives.rounds:nvrar",
             triton="shotcast.transport.triton.nvrar:bind",
             hosts="shotcast.transport.network.nvrar:ALL_REDUCE",
             reference="shotcast.collectives.reference:tree_all_reduce",

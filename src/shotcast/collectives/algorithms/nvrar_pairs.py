@@ -32,7 +32,6 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
-            rounds="shotcast.collectives.rounds:nvrar_pairs",
             triton="shotcast.transport.triton.nvrar:bind_pairs",
             hosts="shotcast.transport.network.nvrar_pairs:ALL_REDUCE",
             reference="shotcast.collectives.reference:tree_all_reduce",

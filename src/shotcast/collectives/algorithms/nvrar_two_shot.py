@@ -33,7 +33,6 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
-            rounds="shotcast.collectives.rounds:nvrar_two_shot",
             hosts="shotcast.transport.network.nvrar_two_shot:ALL_REDUCE",
             reference="shotcast.collectives.reference:tree_all_reduce",
             share=slice_in_node,

@@ -108,7 +108,6 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=all_reduce_work,
-            rounds="shotcast.collectives.rounds:one_shot",
             triton="shotcast.transport.triton.one_shot:bind",
             cpu="shotcast.transport.cpu.one_shot:ALL_REDUCE",
             reference="shotcast.collectives.reference:ordered_all_reduce",

@@ -41,7 +41,6 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=all_reduce_work,
-            rounds="shotcast.collectives.rounds:ring",
             triton="shotcast.transport.triton.ring:bind",
             cpu="shotcast.transport.cpu.ring:ALL_REDUCE",
             reference="shotcast.collectives.reference:ring_all_reduce",

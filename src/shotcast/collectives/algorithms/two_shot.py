@@ -53,7 +53,6 @@ ALGORITHM = Algorithm(
     forms={
         Op.ALL_REDUCE: Form(
             work=work,
-            rounds="shotcast.collectives.rounds:two_shot",
             triton="shotcast.transport.triton.two_shot:bind",
             cpu="shotcast.transport.cpu.two_shot:ALL_REDUCE",
             reference="shotcast.collectives.reference:ordered_all_reduce",

@@ -1,0 +1,1 @@
+"""Collectives followed through their rounds: rank by rank, and message by message."""

@@ -1,0 +1,59 @@
+"""research/training.py: the layers, the check of gradients, and all forms on CPU ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import training
+import training_targets as targets
+from training_forms import NONE, distance, named_average
+
+from shotcast.errors import RankFailed
+from shotcast.launcher.spawn import spawn
+
+SETTING = training.Setting(("data", "tensor"), "tiny", 1, 32, 16, "cpu", "float32", rounds=1, repeats=1)
+
+
+def test_all_forms_are_checked_and_timed() -> None:
+    rows = spawn(training.rows, 2, SETTING, timeout_s=100)[0]
+    found = {(row.set, row.form): row for row in rows}
+    data, tensor = ("DDP", "DDP, 100 MB", "ours", "ours, 100 MB"), ("library, sequential", "library, overlapped")
+    assert [form for name, form in found if name == "data"] == [NONE, *data]
+    assert [form for name, form in found if name == "tensor"] == [NONE, *tensor, "ours, sequential", "ours"]
+    assert all(row.step_us is not None and row.off is not None and row.off < 1e-5 for row in rows), rows
+    assert found["data", NONE].exposed_us == found["tensor", NONE].exposed_us == 0
+    assert found["tensor", "ours, sequential"].off == 0
+    assert len(training.sentences(rows)) == 2
+
+
+@pytest.mark.full
+def test_divided_layers_compute_what_whole_ones_do() -> None:
+    for output, gradients in spawn(targets.of_whole_and_of_parts, 2, timeout_s=60):
+        assert output < 1e-12
+        assert gradients < 1e-12
+
+
+@pytest.mark.full
+def test_another_gradient_is_not_timed() -> None:
+    with pytest.raises(RankFailed, match="a bucket has not the bits of the named order"):
+        spawn(targets.not_averaged, 2, dataclasses.replace(SETTING, sets=("data",)), timeout_s=100)
+
+
+def test_the_named_order_is_that_of_ranks() -> None:
+    xs = [torch.tensor([one]) for one in (1e8, -1e8, 3.0)]
+    assert named_average(xs) == 1
+    assert named_average([xs[0], xs[2], xs[1]]) == 0
+    assert distance([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 3.0])]) == pytest.approx(1 / 18**0.5)
+
+
+def test_what_is_said() -> None:
+    row = training.Row("data", NONE, "", 100.0, 0.0, 0.0)
+    ddp = training.Row("data", "DDP", "library", 150.0, 50.0, 0.0)
+    ours = training.Row("data", "ours", "own", 125.0, 25.0, 0.0)
+    absent = training.Row("data", "DDP, priority", "library", reason="no NCCL")
+    assert training.sentences([row, ddp, ours, absent]) == [
+        "data: DDP, priority: not available: no NCCL",
+        "data: ours takes 0.833 of DDP; 50% less exposed communication",
+    ]
