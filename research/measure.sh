@@ -8,7 +8,7 @@ set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 cpu="faults_cpu fuzz hosts operations_cpu overlap_hosts frameworks_cpu process_group_cpu served_trace"
 one="calibrate_x1 engine_8b_x1 engine_70b_x1 engine_70b_half_x1 engine_405b_x1 profile_x1 sanitizer_memcheck sanitizer_racecheck products_x1 tests_products fused_products_x1"
-two="calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 few_sms_x2 few_sms_launches_x2 headers_x2
+two="shared_calls_x2 tests_progress_x2 programs_x2 sm_wires_x2 few_sms_ahead_x2 calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 few_sms_x2 few_sms_launches_x2 headers_x2
     engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half prefill_x2 training_x2 frameworks_x2 generation_x2 process_group_x2
     nvrar_2x1 fused_products_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2
     overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 stress_x2 faults torch_suite_x2
@@ -32,6 +32,13 @@ out=$1
 shift
 mkdir -p "$out"
 start=$(date +%s)
+if ! python3 -c "import importlib.metadata as m; m.version('shotcast')" 2>/dev/null; then # PyTorch finds backends by it
+    found=$out/site/shotcast-0.0.dist-info
+    mkdir -p "$found"
+    printf 'Metadata-Version: 2.1\nName: shotcast\nVersion: 0.0\n' >"$found/METADATA"
+    printf '[torch.backends]\nshotcast = shotcast.process_group.registration:register\n' >"$found/entry_points.txt"
+    export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$out/site"
+fi
 
 ran() { echo "$1: code $2, $(($(date +%s) - start)) s"; }
 
@@ -349,6 +356,26 @@ for part in "$@"; do
     few_sms_launches_x[24]) # other launches of one operation
         script 590 "$part" research/few_sms.py --world-size "$ranks" --ops all_reduce --sizes 448M --launches \
             --json "$out/$part.json"
+        ;;
+    few_sms_ahead_x2) # tiles loaded ahead, through shared memory
+        script 590 "$part" research/few_sms.py --ops all_reduce --sizes 4M,64M,448M --ahead 1,2,3 --json "$out/$part.json"
+        ;;
+    sm_wires_x2) # GB/s that a few SMs move, by each mechanism
+        script 420 "$part" research/sm_wires.py --seconds 360 --json "$out/$part.json"
+        ;;
+    shared_calls_x2) # shared and exclusive communicators beside NCCL, and products beside a call that waits
+        script 590 "$part" research/shared_calls.py --json "$out/$part.json"
+        ;;
+    programs_x2) # random legal programs of torch.distributed
+        for seed in 1 2 3; do
+            script 590 "${part}_$seed" research/legal_programs.py --device cuda --world-size 2 --programs 1000 --seconds 480 \
+                --seed "$seed" --json "$out/${part}_$seed.json" &
+        done
+        wait
+        ;;
+    tests_progress_x2) # what goes on beside a call that waits
+        tests 590 "$part" tests/process_group/test_cuda_progress.py tests/collectives/test_cuda_waits.py \
+            tests/collectives/test_dropped.py
         ;;
     overlap_hosts) # chains of CPU ranks on two simulated hosts, 5 ms apart, and on one; as root
         bench 300 overlap_hosts overlap --hosts 2 --delay-us 5000 --size 4K,64K,256K --plot "$out/overlap_hosts.png"

@@ -170,11 +170,15 @@ def show(rows: list[dict[str, Any]]) -> None:
         console.print(table)
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--json", type=Path, help="the file for the results")
-    asked = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    asked = options().parse_args()
     found = shotcast.spawn(measured, asked.world_size, timeout_s=570)[0]
     show(found)
     if asked.json:

@@ -348,7 +348,7 @@ ranks, take more registers, or would spill."""
 
 TILES_AHEAD = 1
 """Tiles that are loaded before they are needed. With 2 and more, loads go to shared memory and hold no registers
-(``cp.async``); not timed yet (``benchmarks/few_sms.py --ahead``)."""
+(``cp.async``); not timed yet (``research/few_sms.py --ahead``)."""
 
 _KINDS = {
     Op.ALL_REDUCE: ALL_REDUCE,

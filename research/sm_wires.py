@@ -1,6 +1,6 @@
 """Bytes that a few SMs can move over NVLink, by each mechanism: what an all-reduce on few SMs has to be made of.
 
-    python benchmarks/sm_wires.py --json FILE
+    python research/sm_wires.py --json FILE
 
 Both of two GPUs run the same kernel at once on 64 MiB of memory that both map. A *push* reads its own memory and
 writes the peer's; a *pull* reads the peer's and writes its own; a *sum* reads half of both and writes the rounded sum
@@ -208,11 +208,15 @@ def as_rank(seconds_each: float) -> list[dict[str, Any]]:
         dist.destroy_process_group()
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300, help="end the sweep after this time")
     parser.add_argument("--json", type=Path, help="where the results go")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = options().parse_args()
     rows = shotcast.spawn(as_rank, 2, given.seconds, timeout_s=given.seconds + 120)[0]
     best: dict[tuple[str, str, int], dict[str, Any]] = {}
     for row in rows:
