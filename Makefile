@@ -11,12 +11,13 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := .venv/.installed
 
-.PHONY: help demo bench-hosts root test test-full lint ruff clean
+.PHONY: help demo bench-hosts root quick test test-full lint ruff clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       a model answers on two CPU ranks; all-reduce of 2, 4 and 8: a table, and demo/all_reduce.png"
 	@echo "make bench-hosts  all-reduce between hosts that are simulated on this machine; needs root: sudo make bench-hosts"
+	@echo "make quick      linters, types, and the fastest tests of every folder: 2 minutes on two cores"
 	@echo "make test       linters, types, tests: 10 to 15 minutes on two cores, by their speed"
 	@echo "make test-full  the same and every test that needs no GPU: hours"
 	@echo "make lint       linters and types alone"
@@ -48,6 +49,21 @@ bench-hosts: root $(INSTALLED)
 
 root:
 	@[ "$$(id -u)" = 0 ] || { echo "network namespaces need root: sudo make bench-hosts" >&2; exit 1; }
+
+# The fastest tests of every folder; tests/test_quick.py says which folders lack one.
+QUICK := tests/test_imports.py tests/test_quick.py tests/test_errors.py tests/test_functional.py tests/test_wire.py tests/bench/test_report.py tests/collectives/test_table.py \
+	tests/collectives/test_stream_order.py tests/cost/test_cost.py tests/device/test_cpu_floats.py \
+	tests/documents/test_pages.py tests/engine/test_scheduler.py tests/engine/test_block_manager.py \
+	tests/hardware/test_cluster.py tests/integrations/test_status.py tests/kernels/test_cpu_attention.py \
+	tests/launcher/test_process_watch.py tests/layers/test_rope.py tests/memory/test_agreed_number.py \
+	tests/models/test_model_config.py tests/overlap/test_schedule.py tests/planner/test_step.py \
+	tests/process_group/test_registration.py tests/protocols/test_epoch_advance.py tests/server/test_server_config.py \
+	tests/simulator/test_traffic.py tests/transport/test_control_plane.py
+
+quick: ruff
+	@$(BIN)/mypy & types=$$!; trap 'kill $$types' INT TERM; \
+	$(BIN)/python -m pytest -q -p no:cacheprovider -m 'not gpu and not full and not timing' $(QUICK); status=$$?; \
+	wait $$types || status=1; exit $$status
 
 # Tests that say how soon something happens run one after the other; all others beside them, in workers that give way.
 # Host code is compiled before, by one process: parts that collectives share are then compiled once.

@@ -54,7 +54,11 @@ def test_every_part_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(ROOT / "tests/process_group")  # a part runs a script of its
     done = run(tmp_path, *PARTS)
     assert done.returncode == 0, done.stderr
-    commands = [text.splitlines() for text in (tmp_path / "asked").read_text().split("---\n") if text and not text.startswith("-c\n")]
+    commands = [
+        text.splitlines()
+        for text in (tmp_path / "asked").read_text().split("---\n")
+        if text and not text.startswith("-c\n")
+    ]
     assert len(commands) == len(done.stdout.splitlines()) > 20
     assert all(ENDED in line for line in done.stdout.splitlines())
     names = Counter(line.partition(":")[0] for line in done.stdout.splitlines())
