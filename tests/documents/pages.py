@@ -13,6 +13,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("research/reports/*.md")),
 ]
 
 _FENCE = re.compile(r"^( *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^\1```$", re.MULTILINE | re.DOTALL)

@@ -12,7 +12,7 @@ from shotcast.planner.calibration import load
 from shotcast.planner.experts import STAND_IN, STAND_IN_OF_GROUPS
 from shotcast.planner.latent_attention import LATENT_STAND_IN
 
-NOTE = Path(__file__).parent.parent.parent / "docs" / "design" / "mixture_of_experts.md"
+NOTE = Path(__file__).parent.parent.parent / "research" / "reports" / "mixture_of_experts.md"
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from shotcast.simulator.engine_runs import BARRED, Forecast, error_bars, others,
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "benchmarks" / "data"
 PART, CLUSTER = "NVIDIA H200", "dgx-h200"
-PAGE = ROOT / "docs" / "reference" / "planner.md"
+PAGE = ROOT / "research" / "reports" / "planner_accuracy.md"
 
 
 def measured(algorithm: str = "auto") -> list[Forecast]:

@@ -15,7 +15,7 @@ from shotcast.planner.calibration import load
 from shotcast.simulator import events
 from shotcast.simulator.collectives import Fabric
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "planner.md"
+PAGE = Path(__file__).parent.parent.parent / "research" / "reports" / "planner_accuracy.md"
 
 
 def mean_error(found: list[Followed]) -> float:
