@@ -11,9 +11,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "SECURITY.md",
-    ROOT / "benchmarks" / "README.md",
+    *sorted(ROOT.glob("benchmarks/*.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("research/reports/*.md")),
+    ROOT / "tests" / "protocols" / "README.md",
 ]
 
 _FENCE = re.compile(r"^( *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^\1```$", re.MULTILINE | re.DOTALL)
