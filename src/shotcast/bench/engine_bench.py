@@ -382,7 +382,7 @@ def _point(
 
 
 def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
-    """Return the seconds between neighbouring tokens of all requests."""
+    """Return the seconds between neighboring tokens of all requests."""
     times = [output.times_s for outputs, _ in rounds for output in outputs]
     return [later - earlier for request_times in times for earlier, later in itertools.pairwise(request_times)]
 

@@ -1,6 +1,6 @@
 """All-reduce over nodes in three launches, of which the library makes the one between nodes.
 
-It is for GPUs of several hosts that cannot put to each other: without NVSHMEM, own kernels serve the ranks of a node
+It is for GPUs of several hosts that cannot put to each other: without NVSHMEM, native kernels serve the ranks of a node
 alone. Its sums are rounded to the dtype after the node and by the library, so they have not the bits of the numerics
 contract, and ``auto`` never takes it.
 """
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class HierarchicalAllReduce:
     """Sums over the ranks of a communicator: reduce-scatter in each node, all-reduce between peers, all-gather.
 
-    The first and the last are own kernels; between nodes it is the vendor's library, on connections of each set of
+    The first and the last are native kernels; between nodes it is the vendor's library, on connections of each set of
     peers (the ranks of one local rank on all nodes). Construction is collective. Every rank makes the same calls in the
     same order, on CUDA on the current stream; they can be captured in a graph once one has been made.
 

@@ -1,4 +1,4 @@
-"""Calls that go on while their caller does: on a stream of their own on GPUs, on a thread of their own on CPU ranks."""
+"""Asynchronous calls: on a separate stream on GPUs, on a separate thread on CPU ranks."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Parallel:
 
     @property
     def _by_kernel(self) -> bool:
-        """True where a kernel normalises: on GPUs, and where kernels are interpreted."""
+        """True where a kernel normalizes: on GPUs, and where kernels are interpreted."""
         return self.comm.device.type == "cuda" or self.comm.topology.kernels == "interpreter"
 
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
@@ -121,7 +121,7 @@ class Parallel:
     def reduce_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum ``x`` over the ranks, add the residual and normalise.
+        """Sum ``x`` over the ranks, add the residual and normalize.
 
         Args:
             x: [tokens, hidden], this rank's partial sums; overwritten with the norm.

@@ -53,11 +53,11 @@ class SymmetricBuffer(Protocol):
 
 
 class Target(NamedTuple):
-    """The part of a rank, seen from another.
+    """A rank's part of symmetric memory, as another rank sees it.
 
     Attributes:
         pe: the rank's number in NVSHMEM.
-        address: what puts to it take: where its part would be in this process's own memory.
+        address: for puts: where the part would be in this process's memory.
         mapped: where this GPU has it; 0 where only puts reach it.
     """
 

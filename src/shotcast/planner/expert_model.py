@@ -33,7 +33,7 @@ class Experts:
         shared: the width of the shared experts together; 0 for none.
         shared_gate: the result of the shared experts is weighted by a product with one output.
         dense_layers: the numbers of the layers that have a dense network instead.
-        routing_groups, chosen_groups: a token's experts are in so many of so many equal parts of all experts.
+        routing_groups, chosen_groups: a token's experts are in ``chosen_groups`` of ``routing_groups`` equal parts.
     """
 
     number: int

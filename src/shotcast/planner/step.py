@@ -113,7 +113,7 @@ class Layout(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The tokens of a step; with ``dp_attention`` those of each rank, of which all have as many.
+    """The tokens of a step; with ``dp_attention`` the tokens of each rank, equally many on all.
 
     Attributes:
         decoding: sequences that decode, a token each.
