@@ -129,7 +129,7 @@ REDUCIBLE = ("float32", "float16", "bfloat16")
 Their words pass through sentinel slots. Everything in DTYPES can be copied, and :data:`REDUCED` can be reduced."""
 
 REDUCTIONS = ("sum", "max", "min", "prod", "avg", "band", "bor", "bxor")
-"""Reductions, each at the place of its code in headers."""
+"""Reductions, indexed by their codes in headers."""
 
 _OF_FLOATS, _OF_INTEGERS = ("sum", "max", "min", "prod", "avg"), tuple(name for name in REDUCTIONS if name != "avg")
 INTEGERS = ("int8", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64")

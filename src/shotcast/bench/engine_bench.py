@@ -45,7 +45,7 @@ from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
 from shotcast.models.source import find_model, open_checkpoint
 
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
-"""Settings under which nothing of ours is added to a call of NCCL."""
+"""Settings under which we add nothing to a call of NCCL."""
 _GLOO = "gloo"
 _ALL_BY_GLOO = {"SHOTCAST_ALGORITHM": LIBRARY, "SHOTCAST_CHECK_VENDOR": "0"}
 """Settings under which Gloo serves every call of the engine, and nothing of ours is added to one."""

@@ -158,7 +158,7 @@ class Outcome:
         return self.result
 
     def drop(self) -> None:
-        """Take note that nobody can ask for the result any more."""
+        """Record that nobody can ask for the result any more."""
         self._dropped = True
         if self.over.is_set():
             self._log()

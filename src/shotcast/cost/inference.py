@@ -67,7 +67,7 @@ MOST_SPLITS = 64
 _SPLIT_PROGRAMS = 256
 """Decode attention divides contexts, at most by 64, while it has fewer programs than this."""
 DECODE_BEGINNING, PROMPT_BEGINNING = 96, 192
-"""Keys in whose time a sequence that decodes begins on a GPU, and a token of a prompt. A CPU has no such programs."""
+"""Keys that take as long as the start of a decoding sequence, and of a prompt's token, on a GPU; on a CPU none."""
 
 
 class KernelWork(NamedTuple):

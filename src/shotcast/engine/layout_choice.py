@@ -64,7 +64,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True)
 class _KnownMemory:
-    """Memory of which so much is free. What others hold of a GPU is found when ranks load."""
+    """Memory with this much free. What other processes hold on a GPU is found when ranks load."""
 
     total: int
 

@@ -128,8 +128,8 @@ class Parallel:
             residual: [tokens, hidden], or this rank's :meth:`part` of them; overwritten with the new residual.
             weight: [hidden].
             eps: added to the mean square.
-            sms: the most SMs of a GPU that the sum takes, where the residual is not divided. The norm is a kernel of
-                its own then, with the same bits.
+            sms: the most SMs of a GPU that the sum takes, where the residual is not divided. The norm is then a
+                separate kernel, with the same bits.
 
         Returns:
             The norm, and the new residual.

@@ -69,7 +69,7 @@ class Target(NamedTuple):
 def raise_failures(group: HostGroup, failure: str) -> None:
     """Raise ConfigError on every rank if a rank reports a failure; it names all that failed. Collective.
 
-    A rank whose step of a construction fails must not raise alone: the others would wait for it.
+    A rank that fails during construction must not be the only one to raise: the others would wait for it.
 
     Args:
         failure: what failed on this rank; empty if nothing did.

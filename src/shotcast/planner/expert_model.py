@@ -1,7 +1,7 @@
-"""Models with a Mixture of Experts: their dimensions, read from ``config.json`` or by preset, for plans alone.
+"""Models with a Mixture of Experts: their dimensions, read from ``config.json`` or by preset, only for plans.
 
 In some layers, or in all, a router sends each token to a few of many feed-forward networks, the routed experts; shared
-experts compute every token besides. The engine runs none of these models, and its own reading refuses them.
+experts compute every token. The engine runs none of these models, and its reader of configurations refuses them.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Layout(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """The parts of an engine that have sequences of their own."""
+        """The parts of an engine that each have separate sequences."""
         return self.tensor_parallel if self.dp_attention else 1
 
     @property

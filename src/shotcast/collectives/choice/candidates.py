@@ -91,9 +91,9 @@ _OTHER_BITS = "in batch-invariant mode sums have the bits of the numerics contra
 
 
 def _summed_apart(problem: CollectiveProblem) -> bool:
-    """Return whether the library's part of a problem is no sum of its own.
+    """Return whether the library does no reduction for a problem itself.
 
-    It copies, or a fused operation becomes a sum and a norm, and that sum is a problem by itself.
+    It copies, or a fused operation becomes a sum, which is a separate problem, and a norm.
     """
     return problem.op not in REDUCING or problem.op in FUSED or problem.topology.world_size == 1
 
