@@ -1,6 +1,6 @@
 """Predict models with experts beside published figures and AIConfigurator's, and print them as Markdown tables.
 
-    python research/expert_study.py [--fill docs/design/mixture_of_experts.md]
+    python research/expert_study.py [--fill research/reports/mixture_of_experts.md]
 
 All that is compared with is external, and no constant is fitted to it; ``research/aiconfigurator_experts.py`` writes
 the file of it, ``benchmarks/data/external/experts.json``.

@@ -1,6 +1,6 @@
 """Calls followed rank by rank beside measured ones, and print them as a Markdown table.
 
-    python research/measured_rounds.py [--fill research/README.md]
+    python research/measured_rounds.py [--fill research/reports/planner_accuracy.md]
 
 Rings on 2 and 4 H200 are followed with the packaged calibration. Between hosts (simulated ones, 5 ms and 2 Gbit/s
 apart, ``benchmarks/data/cpu/hosts_*_5ms_2gbit.json``) the time of a step and the bandwidth are fitted to 2 hosts, and 4

@@ -23,7 +23,7 @@ from shotcast.simulator.priced_steps import PricedSteps
 from shotcast.simulator.serving import Arrival, serve
 
 PUBLISHED = {1: 393, 2: 813, 4: 1511, 8: 2495}
-"""Tokens/s of 70B with 2048 tokens in and 128 out; docs/design/strong_scaling.md links the publication."""
+"""Tokens/s of 70B with 2048 tokens in and 128 out; research/reports/strong_scaling.md links the publication."""
 REQUESTS, STEP_TOKENS = 3000, 8192
 """The requests of that benchmark, all sent at once, and the tokens of a step at most, TensorRT-LLM's default."""
 SYSTEMS = ("rtx_pro_6000_server", "h200_sxm")

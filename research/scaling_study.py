@@ -1,8 +1,8 @@
 """Predict published comparisons of layouts and of all-reduces over nodes, and print them as Markdown tables.
 
-    python research/scaling_study.py [--fill docs/design/strong_scaling.md]
+    python research/scaling_study.py [--fill research/reports/strong_scaling.md]
 
-``--fill`` puts the tables into the page between their markers, and writes the pictures beside it, in ``../images``.
+``--fill`` puts the tables into the page between their markers, and writes the pictures in ``docs/images``.
 No constant is fitted to what is compared: kernels and link are those of the calibration of the H200, networks are those
 of ``src/shotcast/hardware/clusters``, and NCCL's constants on the link come from its measured rings.
 """
@@ -57,7 +57,7 @@ from shotcast.planner.plan import Limits, Plan
 
 PART = "NVIDIA H200"
 NETWORKS = {"h200-x4-ndr": "NDR", "a100-x4-slingshot": "Slingshot"}
-IMAGES = Path("..", "images")
+IMAGES = Path("..", "..", "docs", "images")
 """The folder of the pictures, from that of the page."""
 
 
@@ -187,7 +187,7 @@ def summary_table(found: Study) -> str:
             "our measurements",
             f"{measured[0]:.0%} off",
             f"{measured[1]:.0%} off",
-            "[how far off the planner is](../reference/planner.md#how-far-off-it-is)",
+            "[how far off the planner is](planner_accuracy.md)",
         ],
         [
             "NVRAR over NCCL, 128 KiB to 2 MiB",

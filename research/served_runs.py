@@ -142,7 +142,7 @@ def predict(run: ServedRun, calibration: Calibration) -> Service:
     """Return what the simulated engine makes of the requests of a run, with steps by a calibration of the machine.
 
     Raises:
-        ConfigError: the calibration says nothing of so many ranks.
+        ConfigError: the calibration says nothing of this many ranks.
     """
     constants = calibration.of_ranks(run.layout.ranks)
     collectives = CollectiveCosts(constants.link, NO_NETWORK, run.layout.ranks)

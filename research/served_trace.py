@@ -1,7 +1,7 @@
 """Serve a trace of requests by the engine in real time, and hold the simulated engine against it.
 
     python research/served_trace.py --record benchmarks/data/cpu/served_trace.json [--layouts 1x1,2x1,1x2]
-    python research/served_trace.py [--fill docs/reference/planner.md]
+    python research/served_trace.py [--fill research/reports/planner_accuracy.md]
 
 For each layout, all requests of the trace at once show the capacity, in requests a second. Then the trace is served at
 parts of that rate: arrivals are random (Poisson), prompts and outputs of varied lengths, and outputs end by length

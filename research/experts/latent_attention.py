@@ -128,7 +128,7 @@ def latent_bytes(model: ExpertModel, latent: LatentAttention, item: int, ranks: 
     """Return the bytes of a layer's latent attention and its two norms on the rank that has most heads.
 
     Args:
-        item: bytes of a weight that is not quantised.
+        item: bytes of a weight that is not quantized.
         ranks: those that share the heads.
         quantization: ``fp8`` if matrices take a byte a weight, and a float32 for each output.
     """

@@ -127,7 +127,7 @@ def _columns(width: int, ranks: int) -> int:
 
 
 def expected_experts(number: int, per_token: int, rows: int) -> float:
-    """Return how many different ones of ``number`` experts some rows go to, on average."""
+    """Return how many of ``number`` experts some rows go to, on average."""
     return number * (1 - (1 - per_token / number) ** rows)
 
 
@@ -262,7 +262,7 @@ def layer_bytes(model: ExpertModel, sharing: ExpertSharing, item: int, quantizat
     """Return the bytes of the weights of a layer's experts and its router on the rank that has most.
 
     Args:
-        item: bytes of a weight that is not quantised.
+        item: bytes of a weight that is not quantized.
         quantization: ``fp8`` if experts take a byte a weight, and a float32 for each output.
     """
     experts, hidden = model.experts, model.hidden
@@ -290,7 +290,7 @@ def expert_weight_bytes(model: ExpertModel, sharing: ExpertSharing, item: int, s
 
 
 def row_width(model: ExpertModel, sharing: ExpertSharing, rows: int) -> int:
-    """Return the activations that a row of a step of so many takes in the experts of a layer, in elements."""
+    """Return the activations that a row of a step of this many takes in the experts of a layer, in elements."""
     work = fullest_group(model, sharing.groups, rows * (sharing.ranks if sharing.spread else 1))
     each = 2 * model.hidden + 3 * columns_of_rank(model, sharing)
     return math.ceil(work.rows / rows * each) + 3 * shared_columns(model, sharing)

@@ -1,7 +1,7 @@
-"""Models with a Mixture of Experts: their dimensions, read from ``config.json`` or by preset, for plans alone.
+"""Models with a Mixture of Experts: their dimensions, read from ``config.json`` or by preset, only for plans.
 
 In some layers, or in all, a router sends each token to a few of many feed-forward networks, the routed experts; shared
-experts compute every token besides. The engine runs none of these models, and its own reading refuses them.
+experts compute every token. The engine runs none of these models, and its reader of configurations refuses them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Experts:
         shared: the width of the shared experts together; 0 for none.
         shared_gate: the result of the shared experts is weighted by a product with one output.
         dense_layers: the numbers of the layers that have a dense network instead.
-        routing_groups, chosen_groups: a token's experts are in so many of so many equal parts of all experts.
+        routing_groups, chosen_groups: a token's experts are in ``chosen_groups`` of ``routing_groups`` equal parts.
     """
 
     number: int

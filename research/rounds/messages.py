@@ -1,7 +1,7 @@
 """The same calls as :mod:`rounds.ranks`, message by message from a queue of events.
 
 It shares no arithmetic with the recurrence but the routes of messages and the bandwidths on them, and is what the
-recurrence is held against: each rank is a process that sends, waits for its messages, and goes on, and each network
+recurrence is held against: each rank is a process that sends, waits for its messages, and continues, and each network
 adapter and link of a switch serves one message after the other. These can serve what is ready first, as real ones do,
 or by rounds, as the recurrence has it. It takes some ten microseconds a message, so it is for algorithms of tens of
 rounds on thousands of ranks, or of thousands of rounds on tens.
@@ -172,7 +172,7 @@ class _Run:
             self._arrive(rank, max(now_us, time_us))
 
     def _send(self, rank: int, number: int, sent_us: float, latency_us: float, targets: list[int]) -> None:
-        """Let a rank go on when it has sent, and its messages arrive."""
+        """Let a rank continue when it has sent, and its messages arrive."""
         self._add(sent_us, _ARRIVAL, number, rank)
         for target in targets:
             self._add(sent_us + latency_us + self._late_us(number, target), _ARRIVAL, number, target)

@@ -16,8 +16,8 @@ for it. A message does not wait until it has wholly arrived: with :math:`s_0 = t
 
 .. math:: s_i = \max(s_{i-1}, f_i), \quad e_i = \max(s_i + S / b_i,\, e_{i-1}), \quad f_i \leftarrow s_i + S / b_i
 
-is when it begins and ends to pass queue i, which is free from :math:`f_i` on. Its sender goes on at :math:`e_1`, and it
-has arrived at :math:`e_n + a_{qr} + j_r`. So what is still on its way delays the next message, also one of another
+is when it begins and ends to pass queue i, which is free from :math:`f_i` on. Its sender continues at :math:`e_1`, and
+it has arrived at :math:`e_n + a_{qr} + j_r`. So what is still on its way delays the next message, also one of another
 round; switches store what waits for them, and hold nobody back.
 
 A queue serves messages by their rounds, those of one round as they become ready, and ranks that are ready together by

@@ -40,7 +40,7 @@ class Round(NamedTuple):
 
 
 Rounds = Callable[[int, NodeShape, int], tuple[Round, ...]]
-"""``rounds(nbytes, shape, itemsize)``: the rounds of a call with a message of so many bytes."""
+"""``rounds(nbytes, shape, itemsize)``: the rounds of a call with a message of this many bytes."""
 
 
 def ring(nbytes: int, shape: NodeShape, itemsize: int) -> tuple[Round, ...]:
@@ -83,7 +83,7 @@ def nvrar_pairs(nbytes: int, shape: NodeShape, itemsize: int) -> tuple[Round, ..
 
 
 def nvrar_two_shot(nbytes: int, shape: NodeShape, itemsize: int) -> tuple[Round, ...]:
-    """Return two rounds between nodes: a part of the slice to each, then the sum of the own part."""
+    """Return two rounds between nodes: a part of the slice to each, then the sum of the local part."""
     part = (shape.nodes - 1) / shape.nodes
     steps = [Round(part * each, Reach.PEERS) for each in slice_of(nbytes, shape, itemsize)]
     return _around(nbytes, shape, steps if shape.nodes > 1 else [])

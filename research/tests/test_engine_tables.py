@@ -20,7 +20,7 @@ from shotcast.planner.step import MEASURED_BEYOND_KERNELS, Layout
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "benchmarks" / "data"
 PART, CLUSTER = "NVIDIA H200", "dgx-h200"
-PAGE = ROOT / "docs" / "reference" / "planner.md"
+PAGE = ROOT / "research" / "reports" / "planner_accuracy.md"
 
 
 def measured(algorithm: str = "auto") -> list[Forecast]:

@@ -12,7 +12,7 @@ from experts.layer import STAND_IN, STAND_IN_OF_GROUPS
 
 from shotcast.planner.calibration import load
 
-NOTE = Path(__file__).parent.parent.parent / "docs" / "design" / "mixture_of_experts.md"
+NOTE = Path(__file__).parent.parent.parent / "research" / "reports" / "mixture_of_experts.md"
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from rounds.ranks import Fabric
 from shotcast.cost.collective import LinkCost
 from shotcast.planner.calibration import load
 
-PAGE = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "reports" / "planner_accuracy.md"
 
 
 def mean_error(found: list[Followed]) -> float:

@@ -53,4 +53,4 @@ def test_limits() -> None:
 def test_the_page_has_the_figures(path: Path) -> None:
     document = json.loads(path.read_text())
     assert document["command"].split()[0].endswith("/process_group.py")
-    assert process_group.table(document["rows"]) in (ROOT / "docs" / "benchmarks.md").read_text()
+    assert process_group.table(document["rows"]) in (ROOT / "benchmarks" / "results.md").read_text()

@@ -25,7 +25,7 @@ from shotcast.planner.plan import Limits
 from shotcast.planner.step import Layout
 
 ROOT = Path(__file__).parent.parent.parent
-NOTE = ROOT / "docs" / "design" / "strong_scaling.md"
+NOTE = ROOT / "research" / "reports" / "strong_scaling.md"
 IMAGES = ROOT / "docs" / "images"
 
 
@@ -67,7 +67,7 @@ def test_the_note_has_these_tables_and_pictures() -> None:
     assert scaling_study.filled(page, scaling_study.tables(found)) == page
     for name, picture in scaling_study.pictures(found).items():
         assert scaling_pictures.kept_data(IMAGES / f"{name}.svg") == picture.data(), name
-        assert f"(../images/{name}.svg)" in page
+        assert f"(../../docs/images/{name}.svg)" in page
 
 
 @pytest.mark.full

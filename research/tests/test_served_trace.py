@@ -59,7 +59,7 @@ def test_a_calibration_of_the_same_kernels() -> None:
 
 
 def test_the_page_has_these_figures() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "planner.md").read_text()
+    page = (Path(__file__).parents[2] / "research" / "reports" / "planner_accuracy.md").read_text()
     made = served_trace.table(FILE, DATA / "calibration_x1.json")
     assert served_trace.filled(page, made, served_trace.BEGIN, served_trace.END) == page
 

@@ -123,8 +123,8 @@ def share_gpus() -> bool:
 def ranks_per_node() -> int:
     """SHOTCAST_RANKS_PER_NODE: the ranks of a logical node; 0 where each host is one node.
 
-    As many consecutive ranks of each host count as one node, and reach those of others by the network. This is for
-    studying several nodes on one machine.
+    This many consecutive ranks of a host count as one node and reach other nodes by the network, for studying several
+    nodes on one machine.
     """
     return _read("SHOTCAST_RANKS_PER_NODE", _from_one, 0, "a whole number from 1 up")
 
@@ -135,7 +135,7 @@ def shm_dir() -> str:
 
 
 def socket_dir() -> str:
-    """TMPDIR: the folder in which Unix sockets are created, each in a folder of its own.
+    """TMPDIR: the folder in which Unix sockets are created, each in a separate folder.
 
     Linux allows paths of at most 107 bytes; the longest ones are those of multiprocessing in a process that it starts.
     """
@@ -227,6 +227,6 @@ def job() -> JobEnv | None:
 def whole_job() -> JobEnv | None:
     """Return the job of the environment, or None where it describes none or only a part.
 
-    A program that initialises torch.distributed by a file or a store may use some of these variables for itself.
+    A program that initializes torch.distributed by a file or a store may use some of these variables for itself.
     """
     return job() if all(os.environ.get(name) for name in _JOB) else None

@@ -37,7 +37,7 @@ class CollectiveTimeout(ShotcastError):
         epoch: the number of the call on this communicator, counted from 1; 0 where calls have no numbers.
         timeout_s: the deadline of the call, in seconds.
         reason: ``"late"``: the missing ranks did not come within ``timeout_s``, though no process is known to have
-            ended; ``"pending"``: a wait for the call ended before the call, which goes on, and ``missing`` has the
+            ended; ``"pending"``: a wait for the call ended before the call, which continues, and ``missing`` has the
             ranks whose processes have ended; ``"dead"``: their processes have ended, which is said at once; ``"left"``:
             they have closed the communicator or destroyed the group, which is said at once; ``"interrupted"``: a
             signal, such as that of Ctrl-C, or an abort ended the call on them; ``"unreachable"``: the connection to

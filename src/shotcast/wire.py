@@ -16,13 +16,13 @@ from shotcast.errors import ConfigError
 from shotcast.units import align_up, format_size
 
 MAX_WORLD_SIZE = 8
-"""The most ranks that own kernels serve on one node: the GPUs that NVLink joins."""
+"""The most ranks that native kernels serve on one node: the GPUs that NVLink joins."""
 
 MAX_SMS = 256
 """The most SMs that a call may be given to keep to."""
 
 MAX_NODES = 64
-"""The most nodes that own kernels serve."""
+"""The most nodes that native kernels serve."""
 
 SENTINEL = 0xFFFFFFFF
 """A 32-bit word that means "not arrived yet". Data that contains it is sent with :data:`SENTINEL_STAND_IN`."""
@@ -129,7 +129,7 @@ REDUCIBLE = ("float32", "float16", "bfloat16")
 Their words pass through sentinel slots. Everything in DTYPES can be copied, and :data:`REDUCED` can be reduced."""
 
 REDUCTIONS = ("sum", "max", "min", "prod", "avg", "band", "bor", "bxor")
-"""Reductions, each at the place of its code in headers."""
+"""Reductions, indexed by their codes in headers."""
 
 _OF_FLOATS, _OF_INTEGERS = ("sum", "max", "min", "prod", "avg"), tuple(name for name in REDUCTIONS if name != "avg")
 INTEGERS = ("int8", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
@@ -138,7 +138,7 @@ REDUCED = (
     | dict.fromkeys((*INTEGERS, "bool"), _OF_INTEGERS)
     | dict.fromkeys(("complex64", "complex128"), ("sum", "avg"))
 )
-"""The reductions that own kernels have, by dtype. No others are defined but those of complex numbers and of FP8."""
+"""The reductions that native kernels have, by dtype. No others are defined but those of complex numbers and of FP8."""
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 """Dtypes in which sums of nodes may pass between nodes, rounded."""

@@ -14,7 +14,7 @@ from shotcast.cli import app
 from shotcast.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
 PICTURE = re.compile(r"shotcast (bench plot \S+\.png (?:[^\n`\\]|\\\n)+)")
 
 TEXT = "before\n<!-- shotcast bench table --json a.json\n     --kind 'x y' -->\nold\n<!-- end of table -->\nafter\n"
@@ -26,7 +26,7 @@ def test_tables_in_documents_are_what_the_tool_makes(monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "benchmarks/results.md"])
 def test_measured_figures_are_in_such_tables(name: str) -> None:
     """Every table of message sizes is a generated one; nothing would compare others with the results."""
     outside = re.sub(r"<!-- shotcast bench table .*?<!-- end of table -->", "", (ROOT / name).read_text(), flags=re.S)

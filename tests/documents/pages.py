@@ -13,9 +13,11 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
-    ROOT / "benchmarks" / "README.md",
+    *sorted(ROOT.glob("benchmarks/*.md")),
     ROOT / "research" / "README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("research/reports/*.md")),
+    ROOT / "tests" / "protocols" / "README.md",
 ]
 
 _FENCE = re.compile(r"^( *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^\1```$", re.MULTILINE | re.DOTALL)

@@ -36,14 +36,14 @@ class Machine(NamedTuple):
 
 
 def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS) -> Machine:
-    """Measure this machine with so many ranks at work at once, each with its part of the cores.
+    """Measure this machine with this many ranks at work at once, each with its part of the cores.
 
     Args:
         ranks: of the engine.
         rounds: how often all kernels are measured.
 
     Raises:
-        ConfigError: so many ranks are not possible.
+        ConfigError: this many ranks are not possible.
     """
     if not 1 <= ranks <= MAX_WORLD_SIZE:
         raise ConfigError(f"world size must be from 1 to {MAX_WORLD_SIZE} ranks, not {ranks}")

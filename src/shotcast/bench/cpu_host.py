@@ -26,7 +26,7 @@ _BLOCK, _LENGTH = 16, 1024
 
 
 class _NoModel:
-    """A model that notes when it is called, and says the same token for each row."""
+    """A model that records when it is called, and returns the same token for each row."""
 
     def __init__(self, comm: Communicator):
         self.config = preset("smollm2-135m")

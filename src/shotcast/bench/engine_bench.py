@@ -45,7 +45,7 @@ from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
 from shotcast.models.source import find_model, open_checkpoint
 
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
-"""Settings under which nothing of ours is added to a call of NCCL."""
+"""Settings under which we add nothing to a call of NCCL."""
 _GLOO = "gloo"
 _ALL_BY_GLOO = {"SHOTCAST_ALGORITHM": LIBRARY, "SHOTCAST_CHECK_VENDOR": "0"}
 """Settings under which Gloo serves every call of the engine, and nothing of ours is added to one."""
@@ -382,7 +382,7 @@ def _point(
 
 
 def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
-    """Return the seconds between neighbouring tokens of all requests."""
+    """Return the seconds between neighboring tokens of all requests."""
     times = [output.times_s for outputs, _ in rounds for output in outputs]
     return [later - earlier for request_times in times for earlier, later in itertools.pairwise(request_times)]
 

@@ -26,7 +26,7 @@ class EngineRow:
     Attributes:
         prompt, output: tokens of each request.
         ttft_ms, tpot_ms: of a request; TPOT includes the delay caused by the prompts of other requests.
-        itl_ms: the median time between neighbouring tokens of all requests, which is a step in which all of them
+        itl_ms: the median time between neighboring tokens of all requests, which is a step in which all of them
             decode.
         tokens_per_s: output tokens of all requests divided by the time of the round.
         communication: share of the steps' time that rank 0 spent in collectives, including waiting for other ranks; on

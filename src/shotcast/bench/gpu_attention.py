@@ -92,7 +92,7 @@ class DecodeShape(NamedTuple):
 
 
 class PromptShape(NamedTuple):
-    """Attention of steps with prompts, by the engine's kernel; rotation is a kernel of its own.
+    """Attention of steps with prompts, by the engine's kernel; rotation is a separate kernel.
 
     Attributes:
         heads, kv_heads: of the rank.

@@ -185,7 +185,7 @@ def cases_of_rank(shapes: Sequence[Cases]) -> list[dict[str, Any]]:
 
 
 def sustained_of_rank(shapes: Sequence[ProductShape], heat_s: float) -> list[dict[str, Any]]:
-    """Measure products one after the other without a pause, so that the clock goes down. Each type of weights runs by
+    """Measure matmuls in sequence without a pause, so that the clock goes down. Each type of weights runs by
     itself."""
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -213,7 +213,7 @@ def _cases(shapes: Sequence[Cases], filled: bool) -> Iterator[Any]:
 
 
 def _link(folder: Path, ranks: int, fp8: bool, command: str, advance: Callable[[str], None]) -> Iterator[Path]:
-    """Measure sums of ranks, alone and with the norm in them, with ``fp8`` also in FP8."""
+    """Measure all-reduces, plain and fused with the norm, with ``fp8`` also in FP8."""
     plain = BenchConfig("all_reduce", "cuda", "bfloat16", _SIZES, ("one_shot", "two_shot", "ring"), budget_s=0.04)
     fused = BenchConfig(
         "all_reduce_rms_norm",

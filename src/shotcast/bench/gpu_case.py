@@ -34,7 +34,7 @@ class Cases(Protocol):
 
 
 def copies_beyond_caches(nbytes: int) -> int:
-    """Return how many sets of data of so many bytes take turns, so that caches hold none of them."""
+    """Return how many sets of data of this many bytes take turns, so that caches hold none of them."""
     return max(2, -(-BYTES_BETWEEN // max(1, nbytes)))
 
 

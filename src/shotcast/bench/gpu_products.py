@@ -1,7 +1,7 @@
 """Products of a model's layers on a GPU, each alone: the engine's own linear layers in the shapes of published models.
 
 A shape has as many matrices of weights as it takes to exceed every cache, and calls take turns on them, as in a step.
-A layer gets its input as the engine gives it: with FP8 weights and more than two rows, the output projection quantises
+A layer gets its input as the engine gives it: with FP8 weights and more than two rows, the output projection quantizes
 its input itself, and others get it in FP8.
 """
 

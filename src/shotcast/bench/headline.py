@@ -25,8 +25,8 @@ class _Gain:
 def sentences(rows: Sequence[Row]) -> str:
     """Return a line for each of ring, NCCL (the best form) and Gloo over which one-shot or two-shot gains.
 
-    A ratio is named where a repetition and a neighbouring size bear it out: it is what the slowest round of the own
-    algorithm has over the fastest round of the other, and the smaller one of two neighbouring sizes. Of all pairs of
+    A ratio is named where a repetition and a neighboring size bear it out: it is what the slowest round of the own
+    algorithm has over the fastest round of the other, and the smaller one of two neighboring sizes. Of all pairs of
     sizes, the one where it is largest is named. There is no line for ratios below :data:`SMALLEST`, for a single size,
     and for rows whose rounds are not known.
     """

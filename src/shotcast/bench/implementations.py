@@ -28,7 +28,7 @@ OPS = PLAIN_OPS + FUSED_OPS
 AUTO = "auto"
 """The choice of the Communicator."""
 PLAIN = {"plain": "auto", "plain_one_shot": "one_shot", "plain_two_shot": "two_shot"}
-"""The own all-reduce without the fused residual and norm, and its algorithm."""
+"""Our all-reduce without the fused residual and norm, and its algorithm."""
 FP8 = {"fp8_static": "static", "fp8_dynamic": "dynamic"}
 FUSED = ("unfused", *PLAIN, *FP8)
 """Implementations of fused operations besides the algorithms; the Communicator runs all of them."""
@@ -68,7 +68,7 @@ def algorithms() -> Algorithms:
 
 
 def own_algorithms(op: str, nodes: int = 1) -> tuple[str, ...]:
-    """Return the own algorithms of an operation on one node, or between several, and :data:`AUTO`.
+    """Return our algorithms of an operation on one node, or between several, and :data:`AUTO`.
 
     Those that keep to a number of SMs are measured by ``research/few_sms.py``.
     """

@@ -48,7 +48,7 @@ def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
 
 
 def of_layout(device: str, ranks: int) -> dict[str, str]:
-    """Return the fingerprints of our kernels behind an engine of so many ranks on one node, whatever they choose."""
+    """Return the fingerprints of our kernels behind an engine of this many ranks on one node, whatever they choose."""
     names = dict.fromkeys(_modules(device))
     for op in _ENGINE_OPS if ranks > 1 else ():
         names |= dict.fromkeys(_collective(op, implementations.AUTO, NodeShape(1, ranks)))

@@ -1,4 +1,4 @@
-"""The loop and the scheduler of the engine on one rank, with requests that are all there at once."""
+"""The loop and the scheduler of the engine on one rank, with requests that all arrive at once."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Each of the kinds but ``operations`` is made from rows of one operation and dtyp
 ``summary``
     The best of each family, world sizes side by side.
 ``ratios``
-    The time of the best library over the fastest own algorithm, and of the own ring over two-shot; world sizes side by
+    The time of the best library over the fastest own algorithm, and of our ring over two-shot; world sizes side by
         side.
 ``fused``
     For each number of tokens: microseconds of every implementation, and what the fused forms take above the plain

@@ -22,7 +22,7 @@ from shotcast.errors import ConfigError
 SMALLEST, LARGEST = 4 << 10, 1 << 20
 MULTISHOT = ("one_shot", "two_shot", "auto")
 RINGS = {"nccl_ring": ("NCCL's ring", "#D55E00", "s"), "ring": ("our ring", "#0072B2", "o")}
-"""The name in the picture, the colour (from Okabe and Ito's palette) and the marker of each ring."""
+"""The name in the picture, the color (from Okabe and Ito's palette) and the marker of each ring."""
 CLAIM = 3.0
 """The claim in the title of NVIDIA's article "3x Faster AllReduce with NVSwitch and TensorRT-LLM MultiShot" (2024)."""
 

@@ -59,15 +59,15 @@ class TuneConfig:
     """The calls to tune for. It is picklable, as it is sent to the ranks.
 
     Attributes:
-        sizes: bytes of the whole tensor, ascending. Where the choices of neighbouring sizes differ, sizes between them
-            are measured too, until neighbours are within a factor of 2.
+        sizes: bytes of the whole tensor, ascending. Where the choices of neighboring sizes differ, sizes between them
+            are measured too, until neighbors are within a factor of 2.
         modes: of :data:`shotcast.collectives.choice.table.MODES`; CPU ranks have ``eager`` only.
         seconds: for the timed calls of all candidates at one size; of each candidate, at least
             :data:`shotcast.bench.config.MIN_CALLS` calls are timed.
         any_bits: algorithms whose sums differ in bits from the numerics contract may be chosen.
         timeout_s: seconds for everything; then the ranks are ended.
-        sms: the numbers of SMs that calls are given; 0 for calls that are given none. The vendor library keeps to no
-            number, so it is not compared where an own algorithm does.
+        sms: the numbers of SMs that calls are given; 0 for calls that are given none. The vendor library ignores the
+            number, so it is not compared where one of our algorithms respects it.
     """
 
     ops: tuple[str, ...]

@@ -21,7 +21,7 @@ from shotcast.wire import NodeShape, Op
 
 
 def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
-    """Return the rows of a table. Neighbouring sizes with the same choice become one row, up to the largest of them.
+    """Return the rows of a table. Neighboring sizes with the same choice become one row, up to the largest of them.
 
     Beyond the largest measured size the table says nothing, unless the vendor library was fastest there: large messages
     are what it is better at.

@@ -45,13 +45,13 @@ class Topology:
         device: ``"cuda"`` or ``"cpu"``.
         part: name of the GPU, or ``"cpu"``; tuned tables are made for one part.
         kernels: what runs own algorithms: ``"triton"`` (GPU), ``"interpreter"`` or ``"compiled"`` (CPU), or ``""``.
-        obstacle: why there are no own kernels, where ``kernels`` is empty.
+        obstacle: why there are no native kernels, where ``kernels`` is empty.
         multicast: kernels may use a multicast address.
         max_bytes: the largest message of the workspace, in bytes.
         algorithms: the algorithms that were registered when the communicator was made.
         allow_fp8: ``auto`` may take algorithms that lose precision.
         network: what joins nodes: ``"tcp"`` (connections of CPU hosts), ``"peer stores"`` (logical nodes of one host,
-            whose memory is mapped) or ``"nvshmem"``; empty on one node, and where there are no own kernels.
+            whose memory is mapped) or ``"nvshmem"``; empty on one node, and where there are no native kernels.
         network_cost: the constants of that network.
         batch_invariant: reductions are by algorithms of the numerics contract alone, at every size.
         exclusive: calls may fill a GPU while they wait for other ranks.
@@ -93,7 +93,7 @@ class Topology:
 class CollectiveProblem:
     """One call to be served; all fields but ``reduction`` and ``sms`` are those of :class:`shotcast.wire.CallPlan`.
 
-    ``sms`` is the most SMs that own kernels may occupy on a GPU; 0 for any number.
+    ``sms`` is the most SMs that native kernels may occupy on a GPU; 0 for any number.
     """
 
     op: Op
@@ -224,7 +224,7 @@ def in_rank_order(shape: NodeShape) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One way to serve collectives: a description that is complete but for the kernels it names.
+    """One way to serve collectives: a description that names its kernels.
 
     Attributes:
         name: as calls, environment and tables name it: lower case, digits and underscores.
@@ -232,8 +232,7 @@ class Algorithm:
         summary: one line: what moves in which step.
         forms: by operation, how it is served.
         in_contract: ``in_contract(shape)`` for a :class:`shotcast.wire.NodeShape`: whether sums have the bits of the
-            numerics contract (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for operations that
-            add up.
+            numerics contract (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for reductions.
         lossy: sums lose precision by design; ``auto`` takes it only where ``allow_fp8`` is set.
         by_name: ``auto`` never takes it; a call or SHOTCAST_ALGORITHM names it.
         error_bound: of lossy algorithms, ``error_bound(inputs)``: how far off the sum of the float64 ``inputs`` of all
@@ -257,7 +256,7 @@ class Algorithm:
 
     @property
     def is_fused(self) -> bool:
-        """True if own kernels of the algorithm serve a fused operation."""
+        """True if native kernels of the algorithm serve a fused operation."""
         return not self.library and any(op in self.forms for op in FUSED)
 
     @property

@@ -90,22 +90,22 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
 
     Ranks may be on several nodes, which are hosts unless SHOTCAST_RANKS_PER_NODE divides them: the communicator finds
     them at its construction, where hosts that differ in version or options are refused. ``topology.layout`` has them,
-    and errors name the nodes of ranks. On CPU hosts own kernels carry sums, messages and barriers; :meth:`explain` says
-    what goes by the vendor library, and why.
+    and errors name the nodes of ranks. On CPU hosts native kernels serve sums, messages and barriers;
+    :meth:`explain` says what the vendor library serves, and why.
 
     A replay of a captured graph is a call too, at the place among the others at which it is launched. Kernels wait on
     the GPU for their peers: one warp of one SM for each communicator, so other streams, communicators and libraries go
     on beside them. An ``exclusive`` communicator gives both up to be faster.
 
     Args:
-        group: a torch.distributed process group; None for all ranks, initialising torch.distributed from the
+        group: a torch.distributed process group; None for all ranks, initializing torch.distributed from the
             environment (torchrun, :func:`shotcast.spawn`) if that has not been done.
         device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one,
             also where each sees its own alone (CUDA_VISIBLE_DEVICES).
-        max_bytes: the largest message for own kernels on CUDA. The workspace begins with 82 MiB of each GPU and grows
-            with the messages, to about 9 times ``max_bytes`` (more where captured graphs use several sizes of it).
-            Longer all-reduces pass through it in pieces, and other long messages go to the vendor library. On the CPU
-            it is the size of the workspace itself, through which messages of any size pass.
+        max_bytes: the largest message for native kernels on CUDA. The workspace takes 82 MiB of each GPU at first and
+            grows with the messages, to about 9 times ``max_bytes`` (more where captured graphs use several sizes of
+            it). Longer all-reduces pass through it in pieces, and other long messages go to the vendor library. On the
+            CPU it is the size of the workspace itself, through which messages of any size pass.
         timeout_s: how long a call waits for ranks that are late. A rank whose process has ended is not waited for: the
             others get a :class:`~shotcast.CollectiveTimeout` within a second.
         allow_fp8: whether ``auto`` may take ``two_shot_fp8`` where it is faster; it sends FP8 and loses precision
@@ -115,7 +115,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             them serves raises :class:`~shotcast.UnsupportedError` in place of going to the vendor library. None takes
             SHOTCAST_BATCH_INVARIANT, which is 0 unless set.
         exclusive: whether calls may fill the GPU while they wait for other ranks. Without, one warp waits in front of
-            each call, and other streams, communicators and libraries go on beside it. Calls of an exclusive
+            each call, and other streams, communicators and libraries continue beside it. Calls of an exclusive
             communicator take 2 us less, and their replays are not ordered with other calls. Take it where all calls and
             replays, and all work of the GPU that other ranks may wait for, are on one stream, as in an inference
             engine. CPU ranks ignore it.
@@ -373,9 +373,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             reduction: ``sum``, ``avg``, ``prod``, ``max`` or ``min``, of integers and bool also ``band``, ``bor`` or
                 ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines
                 them for each dtype.
-            sms: the most SMs that own kernels may occupy on a GPU, so that other work goes on beside the call; None for
-                as many as are fastest. The same on all ranks. CPU ranks ignore it, and the vendor library, which
-                serves where no own kernel can (:meth:`explain`), takes what it takes.
+            sms: the most SMs that native kernels may occupy on a GPU, so that other work continues; None for as many as
+                are fastest. The same on all ranks. CPU ranks and the vendor library (see :meth:`explain`) ignore it.
 
         Returns:
             ``out``. Differentiable; the gradient of ``max`` and ``min`` is divided equally among the ranks that reach
@@ -734,8 +733,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
     def check(self) -> None:
         """Raise if a failed collective stopped this communicator, as far as finished calls have seen.
 
-        It never synchronises. On CUDA, results are sound if this returns after the stream that computed them was
-        synchronised.
+        It never synchronizes. On CUDA, results are sound if this returns after the stream that computed them was
+        synchronized.
 
         Raises:
             CollectiveTimeout: ranks did not come to a call in time, or their processes have ended.
@@ -761,9 +760,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         return copy.copy(self._first)
 
     def _interrupt(self) -> None:
-        """End this rank's calls from another thread, but for own kernels on GPUs.
+        """End this rank's calls from another thread, but for native kernels on GPUs.
 
-        Ranks that are in a call of own kernels on the CPU, too, learn which one ended it.
+        Ranks that are in a call of native kernels on the CPU, too, learn which one ended it.
         """
         self._ended.set()
         if self._executor is not None and not self._closed:
@@ -779,7 +778,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
     def reset(self) -> None:
         """Make a stopped communicator usable again. Collective: every rank calls it, and all must be alive.
 
-        It waits for this rank's work, then for all ranks, and clears the workspace. The epoch goes on.
+        It waits for this rank's work, then for all ranks, and clears the workspace. The epoch continues.
 
         Raises:
             CollectiveTimeout: names the ranks that did not come within the timeout (at least 10 s).

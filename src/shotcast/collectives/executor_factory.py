@@ -1,4 +1,4 @@
-"""Build the executor of a communicator, or say why own kernels cannot run between its ranks."""
+"""Build the executor of a communicator, or say why native kernels cannot run between its ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BuiltExecutor(NamedTuple):
     """An executor, or None and the reason.
 
     Attributes:
-        executor: runs own kernels; None where the vendor library serves all calls.
+        executor: runs native kernels; None where the vendor library serves all calls.
         kernels: ``triton``, ``interpreter`` or ``compiled``; empty without an executor.
         obstacle: why there is no executor; empty with one.
         multicast: kernels use multicast addresses, on all ranks.
@@ -114,7 +114,7 @@ def build_executor(
 
 
 def _too_many_or_uneven(layout: NodeLayout) -> str:
-    """Return why own kernels serve no ranks with these nodes; empty if they may."""
+    """Return why native kernels serve no ranks with these nodes; empty if they may."""
     if not layout.even:
         sizes = ", ".join(
             f"{len(members)} on {name}" for name, members in zip(layout.names, layout.members, strict=True)
@@ -231,7 +231,7 @@ def _refuse_shared(gpus: Sequence[str]) -> None:
 
 
 def peer_obstacle(device: torch.device, gpus: Mapping[int, str]) -> str:
-    """Return why own kernels cannot run between these GPUs of one host; empty if they can.
+    """Return why native kernels cannot run between these GPUs of one host; empty if they can.
 
     Args:
         gpus: the UUID of the GPU of each rank that stores to the others. This process need not see them.

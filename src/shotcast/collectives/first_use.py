@@ -1,4 +1,4 @@
-"""Compilation before first use, which no deadline limits."""
+"""Compilation before first use, outside any deadline."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class FirstUse:
     def announce(self, name: str) -> None:
         """Tell others that this rank has compiled what serves messages of the form ``name``, without a wait for them.
 
-        Messages of a batch are served by a kernel of their own, while the other end may wait for the usual one.
+        Messages of a batch are served by a separate kernel, while the other end may wait for the usual one.
         """
         if name not in self._announced:
             self._announced.add(name)

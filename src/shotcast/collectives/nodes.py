@@ -63,7 +63,7 @@ def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) 
     Args:
         host: the ranks.
         device: of this rank.
-        undecided: it is the CPU unless each rank has a GPU of its own.
+        undecided: it is the CPU unless each rank has its own GPU.
     """
     declared, ranks_here = env.ranks_per_node(), local_world_size()
     trouble = ""

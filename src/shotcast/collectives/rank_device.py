@@ -38,7 +38,7 @@ def device_of(device: str | torch.device | None) -> torch.device:
 
 
 def may_have_own_gpu(device: str | torch.device | None) -> bool:
-    """Return whether this rank, given no device, may have a GPU of its own although the host has more ranks than GPUs.
+    """Return whether this rank, given no device, may have its own GPU although the host has more ranks than GPUs.
 
     A launcher may show each rank one GPU, by CUDA_VISIBLE_DEVICES, or all ranks the same one. The ranks find that out
     together (``find_nodes``).

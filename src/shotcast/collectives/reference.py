@@ -26,7 +26,7 @@ def ordered_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def reduced(xs: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
-    """Return the result of a reduction by own kernels, in rank order, for every dtype of ``wire.REDUCED``."""
+    """Return the result of a reduction by native kernels, in rank order, for every dtype of ``wire.REDUCED``."""
     dtype = xs[0].dtype
     if dtype.is_complex:
         return torch.view_as_complex(reduced([torch.view_as_real(x) for x in xs], reduction))
@@ -97,7 +97,7 @@ def through_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a slice of ``two_shot_fp8``: quantised parts added in float32, in rank order, and quantised again."""
+    """Return a slice of ``two_shot_fp8``: quantized parts added in float32, in rank order, and quantized again."""
     total = torch.zeros_like(xs[0], dtype=torch.float32)
     for x in xs:
         total = total + through_fp8(x.float())

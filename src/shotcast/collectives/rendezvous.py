@@ -17,7 +17,7 @@ SETUP_TIMEOUT_S = 120.0
 
 
 def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
-    """Return ``group``, or for None the group of all ranks; initialise torch.distributed if that has not been done.
+    """Return ``group``, or for None the group of all ranks; initialize torch.distributed if that has not been done.
 
     Gloo then uses the interface of SHOTCAST_SOCKET_IFNAME, unless its own variable names another.
 

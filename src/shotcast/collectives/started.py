@@ -1,4 +1,4 @@
-"""Calls that go on while their caller does: on a stream of their own on GPUs, on a thread of their own on CPU ranks."""
+"""Asynchronous calls: on a separate stream on GPUs, on a separate thread on CPU ranks."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Outcome:
         return self.result
 
     def drop(self) -> None:
-        """Take note that nobody can ask for the result any more."""
+        """Record that nobody can ask for the result any more."""
         self._dropped = True
         if self.over.is_set():
             self._log()

@@ -23,7 +23,7 @@ of a token of a prompt, whose last tile of keys is half masked. With these round
 
 Products have three sets of constants, as they have three kernels: of one row, of few, and of many. Products of many
 rows have another set for products in a row (:func:`sustained_kind`). Arithmetic at the full clock takes more power than
-a GPU may take on average, so where it goes on, the clock goes down until power is at the limit. Until then a GPU that
+a GPU may take on average, so where it continues, the clock goes down until power is at the limit. Until then a GPU that
 has rested saves, of the time that its products take in a row, up to s (:data:`FULL_CLOCK_US`):
 
 .. math:: T = T_{row} - \min(T_{row} - T_{rested},\; s_{left})
@@ -48,12 +48,12 @@ from typing import NamedTuple
 ORDER = 4
 """The order of the norm that joins two bounds: 1 would add them up, infinity take the larger."""
 FEW_ROWS = 64
-"""The most rows of a product that the engine's own kernels for GPUs compute; the library computes those of more."""
+"""The most rows of a product that the engine's native kernels for GPUs compute; the library computes those of more."""
 FULL_CLOCK_US = 2_000.0
-"""The microseconds that a GPU which has rested saves at its full clock, at least, before the clock goes down.
+"""The least microseconds that a rested GPU saves at its full clock, before the clock goes down.
 
-Measured on an H200 (``benchmarks/data/h200/kernels_x1.json``): products alone are timed in graphs of 2 ms that are
-replayed six times, all at the full clock, where the same products in a row take 1.1 to 1.2 times as long.
+Measured on an H200 (``benchmarks/data/h200/kernels_x1.json``): matmuls are timed in isolated graphs of 2 ms that
+are replayed six times, all at the full clock; sustained matmuls take 1.1 to 1.2 times as long.
 """
 MOST_WIDE_ROWS = 2
 """The most rows that are multiplied with FP8 weights as they are; more are in FP8 too (``kernels/triton/gemv.py``)."""
@@ -66,7 +66,7 @@ MOST_SPLITS = 64
 _SPLIT_PROGRAMS = 256
 """Decode attention divides contexts, at most by 64, while it has fewer programs than this."""
 DECODE_BEGINNING, PROMPT_BEGINNING = 96, 192
-"""Keys in whose time a sequence that decodes begins on a GPU, and a token of a prompt. A CPU has no such programs."""
+"""Keys that take as long as the start of a decoding sequence, and of a prompt's token, on a GPU; on a CPU none."""
 
 
 class KernelWork(NamedTuple):
@@ -142,7 +142,7 @@ class HostCost:
     client_us: float = 0.0
 
     def time_us(self, sequences: int, rows: int, requests: int = 0, layers: int = 0) -> float:
-        """Return the microseconds of a step of so many sequences, with so many tokens together.
+        """Return the microseconds of a step of this many sequences, with this many tokens together.
 
         Args:
             sequences: all of them.
@@ -163,7 +163,7 @@ def product_kind(rows: int, fp8: bool, few_rows: int = FEW_ROWS) -> str:
     Args:
         rows: of the activations.
         fp8: whether the weights are in FP8; if not, they are in the dtype of the calibration.
-        few_rows: the most rows that the engine's own kernels compute.
+        few_rows: the most rows that the engine's native kernels compute.
     """
     rows_kind = "one_row" if rows == 1 else "few_rows" if rows <= few_rows else "many_rows"
     return f"product_{rows_kind}{FP8 * fp8}"
@@ -195,7 +195,7 @@ class FullClock:
 
 
 def product(rows: int, outputs: int, inputs: int, weight_bytes: int) -> KernelWork:
-    """Return the work of ``[rows, inputs] x [inputs, outputs]``, each weight of so many bytes.
+    """Return the work of ``[rows, inputs] x [inputs, outputs]``, each weight of this many bytes.
 
     One row has two operations a weight, which never bound it.
     """
@@ -233,7 +233,7 @@ def prompt_attention(
 
 
 def rows_pass(nbytes: float) -> KernelWork:
-    """Return the work of a kernel that reads and writes so many bytes of activations."""
+    """Return the work of a kernel that reads and writes this many bytes of activations."""
     return KernelWork(nbytes / 1e9)
 
 

@@ -48,7 +48,7 @@ class AsyncLLM(BaseLLM):
     def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
         """Return the token ids of a prompt after checking them, for several calls of :meth:`start`.
 
-        Tokenizing and checking a long prompt takes long, so servers call this on a thread of their own.
+        Tokenizing and checking a long prompt takes long, so servers call this on a separate thread.
 
         Raises:
             ConfigError: the prompt cannot be served.

@@ -82,7 +82,7 @@ class BlockManager:
         return self.num_blocks - self.free
 
     def blocks_for(self, tokens: int) -> int:
-        """Return how many blocks so many tokens need."""
+        """Return how many blocks this many tokens need."""
         return -(-tokens // self.block_size)
 
     def extend_digests(self, digests: list[bytes], tokens: Sequence[int], count: int) -> None:

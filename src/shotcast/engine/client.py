@@ -293,7 +293,7 @@ class EngineClient:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, connection: Connection) -> None:
-        """Send outgoing messages. On a thread of its own, since a full pipe would block the caller's event loop."""
+        """Send outgoing messages. On a separate thread, since a full pipe would block the caller's event loop."""
         open_ = True
         while open_:
             message = self._outgoing.get()

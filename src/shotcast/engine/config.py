@@ -72,7 +72,7 @@ class EngineConfig:
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: pipeline stages, each with some of the layers.
         layout: both of them as ``TxP``, such as 4x2; or ``auto``, which plans for the GPUs that are visible, or for the
-            ranks of torchrun, and takes the layout that suits ``target`` best; ``auto:4`` plans for so many ranks. ""
+            ranks of torchrun, and takes the layout that suits ``target`` best; ``auto:4`` plans for this many ranks. ""
             means what ``tensor_parallel`` and ``pipeline_parallel`` say.
         target: what ``auto`` plans for: ``throughput``, ``latency``, or bounds in milliseconds such as
             ``ttft=500,tpot=20``.
@@ -106,7 +106,7 @@ class EngineConfig:
         generation_config: where sampling parameters come from that a request does not give: ``auto`` for
             ``generation_config.json`` of the model, a folder that has such a file, or ``none``.
         progress: show a progress bar while the model is read.
-        stamp_every: on CUDA, measure the time and the communication time of one step in so many, if all its sequences
+        stamp_every: on CUDA, measure the time and the communication time of one step in this many, if all its sequences
             decode; such a step takes slightly longer. 0 measures none, and then the statistics have no such times.
     """
 

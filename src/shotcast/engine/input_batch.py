@@ -71,7 +71,7 @@ class InputBatch(NamedTuple):
         return self.part(0, at), self.part(at, len(self.tokens))
 
     def part(self, first: int, stop: int) -> InputBatch:
-        """Return the tokens from ``first`` up to ``stop``. A sequence that goes on behind them samples no token."""
+        """Return the tokens from ``first`` up to ``stop``. A sequence that continues behind them samples no token."""
         starts, ends = self.query_starts, self.query_starts + self.num_scheduled
         inside = (starts < stop) & (ends > first)
         begins, stops = np.maximum(starts, first)[inside], np.minimum(ends, stop)[inside]
@@ -109,7 +109,7 @@ def cache_slots(block_tables: Int32Array, rows: Int32Array, positions: Int32Arra
 
 
 def max_tiles(tokens: int, sequences: int, tile_tokens: int) -> int:
-    """Return the most attention tiles that a step of so many tokens and sequences may need, padding included.
+    """Return the most attention tiles that a step of this many tokens and sequences may need, padding included.
 
     A tile has at most ``tile_tokens`` tokens.
     """
@@ -162,8 +162,8 @@ class PrefillLayout(NamedTuple):
 
 
 def prefill_layout(size: int, max_sequences: int, max_tiles: Sequence[int]) -> PrefillLayout:
-    """Return the layout of a step of ``size`` tokens with padding, at most so many sequences, and at most so many tiles
-    in each of its parts."""
+    """Return the layout of a step of ``size`` tokens with padding, at most this many sequences, and at most this many
+    tiles in each of its parts."""
     words = 1, max_sequences, max_sequences, size, size, size, *(tiles * TILE_FIELDS for tiles in max_tiles)
     ends = list(itertools.accumulate(words))
     fields = [slice(end - count, end) for end, count in zip(ends, words, strict=True)]

@@ -1,9 +1,9 @@
 """The layout of an engine that is started with ``layout="auto"``: the one that a plan finds best among those that run.
 
-A layout is offered if the engine would accept it: each stage and each rank gets a part of the model, own kernels serve
-the ranks of a stage, and by the engine's own accounts the fullest rank has room for weights, the largest step and one
-sequence of ``max_model_len`` tokens. The planner prices what is left, for one engine on all ranks. Where nothing was
-measured of the ranks, as on most CPUs, nothing is priced, and a stage has as many of them as a host.
+A layout is offered if the engine would accept it: each stage and each rank gets a part of the model, native kernels
+serve the ranks of a stage, and by the engine's own accounts the fullest rank has room for weights, the largest step and
+one sequence of ``max_model_len`` tokens. The planner prices what is left, for one engine on all ranks. Where nothing
+was measured of the ranks, as on most CPUs, nothing is priced, and a stage has as many of them as a host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True)
 class _KnownMemory:
-    """Memory of which so much is free. What others hold of a GPU is found when ranks load."""
+    """Memory with this much free. What other processes hold on a GPU is found when ranks load."""
 
     total: int
 
@@ -98,14 +98,14 @@ class _Machine:
     unmeasured: str = ""
 
     def sharers(self, ranks: int) -> int:
-        """Return how many of so many ranks share the memory."""
+        """Return how many of this many ranks share the memory."""
         local = ranks // self.hosts
         if not self.gpus:
             return local
         return -(-local // len(self.gpus)) if env.share_gpus() else 1
 
     def words(self, ranks: int) -> str:
-        """Return so many ranks in words."""
+        """Return this many ranks in words."""
         kind = self.gpus[0].name if self.gpus else "CPU ranks" if ranks > 1 else "CPU rank"
         return f"{ranks} {kind}" + (f" on {self.hosts} hosts" if self.hosts > 1 else "")
 
@@ -259,7 +259,7 @@ def _offers(
 def _with_memory(
     config: EngineConfig, model: ModelConfig, machine: _Machine, layout: Layout, tokens: int
 ) -> _Offer | _Refusal:
-    """Return an offer if the engine's accounts of memory have room for a layout."""
+    """Return an offer for a layout if it fits in memory, as the engine estimates it."""
     item, limit = DTYPES[config.dtype_name], max_model_len_of(config, model)
     cache_item = item if machine.gpus else _CACHE_ITEM_CPU
     memory = fullest_rank(model, config.quantization, layout, 0, config.max_batch_tokens, item, cache_item)

@@ -32,7 +32,7 @@ DEFAULT_MODEL_LEN = 8192
 _LOADING_TIMEOUT_S = 600.0
 """Timeout of collectives while ranks load, which takes some of them longer than others."""
 _SEQUENCE_PARALLEL_TOKENS = 64
-"""Steps of at least so many tokens divide the residual between ranks."""
+"""Steps of at least this many tokens divide the residual between ranks."""
 _MIN_WORKSPACE = 1 << 20
 """Workspace of every communicator: enough to agree on settings, and for mailboxes between stages."""
 

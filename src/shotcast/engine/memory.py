@@ -26,7 +26,7 @@ from shotcast.units import about_size
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_DIVISOR = 4
-"""On a CPU, the cache takes one part in so many of the memory that weights leave."""
+"""On a CPU, the cache takes one part in this many of the memory that weights leave."""
 _OUT_OF_MEMORY = "out of memory", "can't allocate memory"
 """Texts of errors that PyTorch and drivers raise for want of memory."""
 

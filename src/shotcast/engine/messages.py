@@ -10,7 +10,7 @@ from shotcast.engine.outputs import EngineCoreOutput, EngineStats
 from shotcast.models.config import ModelConfig
 
 HEARTBEAT_S = 1.0
-"""Seconds between two signs of life of rank 0. A sign of life is the message None."""
+"""Seconds between two heartbeats of rank 0. A heartbeat is the message None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class Form:
     Attributes:
         name: a name.
         parts: the number of parts that the tokens are divided into.
-        shaping: what sums and products of the parts take of a GPU.
+        shaping: the part of a GPU that all-reduces and matmuls of the parts take.
     """
 
     name: str
@@ -134,7 +134,7 @@ class PrefillForms:
             self.controller.lanes.close()
 
     def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
-        """Return the forms by halves of a step, and why there are no others."""
+        """Return the forms that compute a step in halves, and why others are left out."""
         parallel, left_out = self._model.parallel, {}
         forms, shaped = [HALVES], list(ON_SMS)
         if parallel.comm.device.type == "cuda":

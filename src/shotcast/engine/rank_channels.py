@@ -41,7 +41,7 @@ class DriverChannel:
     Args:
         job: the communicator of all ranks.
         output_rank: the rank that reports.
-        silence_s: how long another host may give no sign of life.
+        silence_s: how long another host may give no heartbeat.
     """
 
     def __init__(self, job: Communicator, output_rank: int, silence_s: float):

@@ -106,7 +106,7 @@ def nucleus(
 
 
 def token_noise(vocab: int) -> torch.Tensor:
-    """Return a hash of each token, int32 [1, vocab], computed once, in which neighbouring tokens differ widely."""
+    """Return a hash of each token, int32 [1, vocab], computed once, in which neighboring tokens differ widely."""
     return scramble(torch.arange(vocab, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
 
 

@@ -68,7 +68,7 @@ _TOP_FIELDS = {"name", "gpu", "node", "switch", "misc", "data_dir"}
 _ASTRA_FIELDS = {"topology", "npus_count", "bandwidth", "latency"}
 _ASTRA_GIGA = 1 << 30
 _ASTRA_LINKS = {"Ring": 1, "FullyConnected": 1, "Switch": 2}
-"""Links that a message passes in a dimension, each with its latency; of a ring, to the neighbour."""
+"""Links that a message passes in a dimension, each with its latency; of a ring, to the neighbor."""
 CPU_VENDORS = ("intel", "amd")
 _BYTES_PER_S = ("bytes/s", 1e6, 1e15)
 _FLOPS = ("operations/s", 1e9, 1e19)
@@ -286,7 +286,7 @@ def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
 
     The first dimension is that of GPUs of a node, the second joins nodes; without it there is one node. A third one
     joins leaves of as many nodes as the second has. A message passes one link, or two where there is a switch, each
-    with the latency; on a ring that is the way to the neighbour. The bandwidth counts as that of a GPU to all others
+    with the latency; on a ring that is the way to the neighbor. The bandwidth counts as that of a GPU to all others
     together, which is too little where a GPU has several links.
 
     Raises:

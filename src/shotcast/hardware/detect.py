@@ -75,7 +75,7 @@ class HostFacts:
 
 
 def detect() -> HostFacts:
-    """Detect the host. Imports torch and, if it is a CUDA build, initialises CUDA in this process."""
+    """Detect the host. Imports torch and, if it is a CUDA build, initializes CUDA in this process."""
     import torch
 
     shm_dir = env.shm_dir()
@@ -194,7 +194,7 @@ def _versions(torch: Any) -> dict[str, str]:
 
 
 def visible_gpus() -> tuple[GpuFacts, ...]:
-    """Return the GPUs that this process sees. Initialises CUDA in this process, and allocates nothing on them.
+    """Return the GPUs that this process sees. Initializes CUDA in this process, and allocates nothing on them.
 
     Raises:
         ConfigError: they cannot be asked: the driver is too old, or a GPU is in a bad state.

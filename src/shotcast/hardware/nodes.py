@@ -97,7 +97,7 @@ def folded(nodes: int) -> int:
     """Return how many pairs of nodes are folded into one before the others exchange: ``nodes - 2**floor(log2 nodes)``.
 
     The sums p of the nodes are added up in one fixed tree. For i below this number, leaf i is p[2i] + p[2i+1]; the
-    other leaves are the remaining nodes in their order, so there is a power of two of them. Then neighbours are added,
+    other leaves are the remaining nodes in their order, so there is a power of two of them. Then neighbors are added,
     level by level.
     """
     return nodes - (1 << nodes.bit_length() - 1)

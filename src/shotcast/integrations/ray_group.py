@@ -172,7 +172,7 @@ def group_class() -> Any:
 
 
 def _gpu_obstacle(cpu: Communicator) -> str:
-    """Return why these ranks have no communicator on GPUs; empty if each has a GPU of its own. Collective."""
+    """Return why these ranks have no communicator on GPUs; empty if each has its own GPU. Collective."""
     own = uuid_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else ""
     name = torch.tensor([list(own.encode().ljust(_NAME_BYTES, b"\0"))], dtype=torch.uint8, device="cpu")
     gpus = [bytes(row).rstrip(b"\0").decode() for row in cpu.all_gather(name).tolist()]

@@ -89,7 +89,7 @@ class ActorMeeting:
 def _listener(host: str) -> socket.socket:
     """Return a socket that listens on the address of this host in Ray's cluster, on a port that the kernel picks.
 
-    It listens on all addresses where none of this host's interfaces has that one, as behind a translation of addresses.
+    It listens on all addresses if none of this host's interfaces has that one, as behind NAT.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)

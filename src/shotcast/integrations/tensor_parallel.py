@@ -1,4 +1,4 @@
-"""The sums of a tensor-parallel group of a host program, by a communicator of ours."""
+"""The sums of a tensor-parallel group of a host program, by our communicator."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ class TensorParallelSums:
 def make_sums(
     group: dist.ProcessGroup, device: torch.device, group_name: str, batch_invariant: bool, host: str
 ) -> TensorParallelSums | None:
-    """Return the sums of a group, or None where the host program is to go on as without us. Collective.
+    """Return the sums of a group, or None if the host program has to serve it. Collective.
 
-    All ranks get sums, or none does: what one of them lacks it tells the others, so that no rank waits in our kernels
-    for one that is in the host program's. They log the reason, and whose it is.
+    All ranks get sums, or none does: a rank that lacks something tells the others, so that no rank waits in our kernels
+    for one in the host program's. They log the reason and the rank.
 
     Args:
         group: the host program's group of CPU tensors, which connects the ranks while they set up.

@@ -1,4 +1,4 @@
-"""The communicator of a group of vLLM on CUDA, whose tensor-parallel sums are ours.
+"""The communicator of a vLLM group on CUDA whose tensor-parallel sums our kernels serve.
 
 The class is made when it is first asked for, as its base is vLLM's.
 """
@@ -75,7 +75,7 @@ def _communicator() -> type:
             return super().custom_reduce_scatter(input_)
 
         def destroy(self) -> None:
-            """Close the communicator of ours while the groups still exist, then do what vLLM does."""
+            """Close our communicator while the groups still exist, then call vLLM's method."""
             if self.sums is not None:
                 self.sums.close()
                 self.sums = None

@@ -132,7 +132,7 @@ class JobLeader:
 
     Args:
         job: this rank.
-        silence_s: how long another host may give no sign of life.
+        silence_s: how long another host may give no heartbeat.
 
     Attributes:
         members: the other ranks that have come.
@@ -255,7 +255,7 @@ class JobMember:
 
     Args:
         job: this rank.
-        silence_s: how long the host of rank 0 may give no sign of life.
+        silence_s: how long the host of rank 0 may give no heartbeat.
 
     Attributes:
         decision: what rank 0 has decided for all, once this rank has begun.

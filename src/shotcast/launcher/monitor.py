@@ -14,7 +14,7 @@ from shotcast.launcher.rank_handle import EXIT_GRACE_S, Failure, RankHandle
 _log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.5
-"""Time that ranks still have to report after a failure: neighbours may notice it before its cause is heard."""
+"""Time that ranks still have to report after a failure: neighbors may notice it before its cause is heard."""
 _SETTLE_TIMEOUT_S = 2.0
 """The same after a timeout or mismatch, which another rank caused by definition."""
 _TERM_GRACE_S = 2.0

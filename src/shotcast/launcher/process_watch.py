@@ -238,7 +238,7 @@ class ProcessWatch:
                 return
 
     def abandon(self) -> None:
-        """Let go of what was inherited by a fork; the parent's watch goes on."""
+        """Let go of what was inherited by a fork; the parent's watch continues."""
         self._lock = threading.Lock()
         for descriptor in (*self._descriptors, *([self._wake] if self._wake >= 0 else [])):
             os.close(descriptor)

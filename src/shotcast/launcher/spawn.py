@@ -114,7 +114,7 @@ def spawn(
 
 
 class RankGroup:
-    """The processes of a job's ranks. They run while the caller goes on, and end when it does.
+    """The processes of a job's ranks. They run while the caller continues, and end when it does.
 
     Attributes:
         ranks: the handles of the processes that are started here, by rank.
@@ -193,7 +193,7 @@ class RankGroup:
 
     @classmethod
     def start_in_place(cls, leader: JobLeader, fn: Callable[..., Any], *args: Any, decision: str = "") -> RankGroup:
-        """Start one process in the place of this one, rank 0 of a job, and tell the other ranks to begin.
+        """Start one process in place of this one, rank 0 of a job, and tell the other ranks to begin.
 
         The process has a group of its own: torchrun passes its signals to the group, and this process decides whether
         running work may end first.
@@ -263,7 +263,7 @@ class RankGroup:
             other.stop_receiving()
 
     def end(self, reason: str = "") -> None:
-        """End the processes that still run, and close everything that was opened for them; have the other ranks end.
+        """End the processes that still run, close everything that was opened for them, and ask the other ranks to end.
 
         The connections to these stay open: after a failure, they wait for the end of this process, for some seconds.
 

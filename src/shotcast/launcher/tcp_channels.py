@@ -33,7 +33,7 @@ class TcpListener:
     Args:
         address: an address of this host.
         key: what both ends have to know.
-        silence_s: how long another host may give no sign of life while a connection is open.
+        silence_s: how long another host may give no heartbeat while a connection is open.
 
     Attributes:
         address: where it listens: an address and a port.

@@ -37,7 +37,7 @@ def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 
 
 class Attention:
-    """Causal attention of a rank's heads: normalises and rotates queries and keys, caches keys and values, and attends.
+    """Causal attention of a rank's heads: normalizes and rotates queries and keys, caches keys and values, and attends.
 
     Args:
         heads, head_dim: the number and the size of this rank's query heads.

@@ -17,7 +17,7 @@ UNIT = 16
 """The numbers of inputs and outputs of a product must be multiples of this."""
 _SMALLEST_SCALE = 2.0**-126
 _AT_ONCE = 1 << 26
-"""The number of values that are quantised at once, which bounds the float32 copies."""
+"""The number of values that are quantized at once, which bounds the float32 copies."""
 
 
 class Float8Rows(NamedTuple):
@@ -33,7 +33,7 @@ class Float8Rows(NamedTuple):
 
 
 def quantize(matrix: torch.Tensor) -> Float8Rows:
-    """Quantise [rows, columns] to FP8 row by row, a slice at a time, on the device of ``matrix``."""
+    """Quantize [rows, columns] to FP8 row by row, a slice at a time, on the device of ``matrix``."""
     rows, columns = matrix.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=matrix.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=matrix.device)

@@ -68,7 +68,7 @@ class Linear:
             )
 
     def takes_float8(self, rows: int) -> bool:
-        """Return whether an x of ``rows`` rows is multiplied in FP8; a caller may pass it quantised."""
+        """Return whether an x of ``rows`` rows is multiplied in FP8; a caller may pass it quantized."""
         if self._scale is None:
             return False
         from shotcast.kernels.triton import gemv

@@ -53,7 +53,7 @@ class Parallel:
 
     @property
     def _by_kernel(self) -> bool:
-        """True where a kernel normalises: on GPUs, and where kernels are interpreted."""
+        """True where a kernel normalizes: on GPUs, and where kernels are interpreted."""
         return self.comm.device.type == "cuda" or self.comm.topology.kernels == "interpreter"
 
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
@@ -121,15 +121,15 @@ class Parallel:
     def reduce_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum ``x`` over the ranks, add the residual and normalise.
+        """Sum ``x`` over the ranks, add the residual and normalize.
 
         Args:
             x: [tokens, hidden], this rank's partial sums; overwritten with the norm.
             residual: [tokens, hidden], or this rank's :meth:`part` of them; overwritten with the new residual.
             weight: [hidden].
             eps: added to the mean square.
-            sms: the most SMs of a GPU that the sum takes, where the residual is not divided. The norm is a kernel of
-                its own then, with the same bits.
+            sms: the most SMs of a GPU that the sum takes, where the residual is not divided. The norm is then a
+                separate kernel, with the same bits.
 
         Returns:
             The norm, and the new residual.

@@ -23,7 +23,7 @@ class Weights:
         source: a checkpoint that has everything its configuration asks for.
         dtype, device: the type and the device of the parameters.
         on_read: called with the bytes of each parameter that is kept, for a progress bar.
-        quantization: how matrices of linear layers are quantised: "" for not at all, or "fp8".
+        quantization: how matrices of linear layers are quantized: "" for not at all, or "fp8".
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Weights:
     def load_matrix(
         self, name: str, rows: slice | None = None, columns: slice | None = None, zeroed: bool = False
     ) -> torch.Tensor | Float8Rows:
-        """Load a linear layer's matrix, or a part of it, quantised if that was asked for; no other one is held in full
+        """Load a linear layer's matrix, or a part of it, quantized if that was asked for; no other one is held in full
         meanwhile. With ``zeroed``, it holds zeros."""
         part = self._read(name, rows, columns)
         if zeroed:

@@ -81,7 +81,7 @@ class _Deadline:
     Args:
         until: by ``time.monotonic``.
         ended: as of :func:`agreed_number`.
-        text: says what is awaited, after so many seconds.
+        text: says what is awaited, after this many seconds.
 
     Attributes:
         dead: the ranks whose end has ended the wait.

@@ -299,8 +299,8 @@ class Arena:
     def give_back(self, part: _Part) -> None:
         """Note that this rank has closed a lease, and release the blocks that are not worth keeping, unless that waits.
 
-        A lease may be collected, and so given back, at any moment. If that is while this arena is being worked on, the
-        next use of the arena releases the blocks.
+        A lease may be garbage-collected, and so returned, at any moment. If the arena is in use then, its next use
+        releases the blocks.
         """
         part.open = False
         self._drop_empty(blocking=False)

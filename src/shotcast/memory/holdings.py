@@ -1,7 +1,7 @@
 """The symmetric memory that processes of this machine hold, for ``shotcast doctor``.
 
-A process says what it holds in a file without a place in the file system, which another one finds among its open files.
-It ends with the process, however that ends.
+A process lists what it holds in an anonymous file, which other processes find among its open files. The file ends with
+the process, even if it is killed.
 """
 
 from __future__ import annotations

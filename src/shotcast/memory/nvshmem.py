@@ -1,12 +1,12 @@
 """The symmetric heap of NVSHMEM: memory of GPUs into which other nodes put, in parts that are leased to communicators.
 
-The processes that initialise NVSHMEM together are its *PEs*. A process is a PE of one such set, for as long as it
+The processes that initialize NVSHMEM together are its *PEs*. A process is a PE of one such set, for as long as it
 lives: the ranks of its first communicator that leases here. Later ones have ranks of that set. NVSHMEM allocates only
 with all PEs at once, so memory comes in *blocks*, one of each PE, of which any of its ranks lease parts.
 
 NVSHMEM's collective functions have no deadline. Ranks meet through the job's store before they call one, so that a rank
 that is absent is named, and the call runs on a thread that the ranks do not wait for beyond theirs. NVSHMEM is never
-finalised, which would wait for all PEs: the end of the process releases everything.
+finalized, which would wait for all PEs: the end of the process releases everything.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Heap:
             mates: the ranks of this rank's node, itself included, which store to each other's bytes.
 
         Raises:
-            ConfigError: on all ranks; NVSHMEM is missing, cannot be initialised, has too little memory or does not map
+            ConfigError: on all ranks; NVSHMEM is missing, cannot be initialized, has too little memory or does not map
                 that of mates.
             CollectiveTimeout: naming ranks that did not come.
         """
@@ -289,7 +289,7 @@ class Heap:
             self._blocks.append(_Block(address, memory))
 
     def _together(self, group: StoreRanks, device: torch.device, call: Callable[[], T], what: str) -> T:
-        """Return what ``call``, a collective function of NVSHMEM, returns on this rank, once it has on all ranks."""
+        """Return the result of ``call``, a collective function of NVSHMEM, once it has returned on all ranks."""
         done: list[T] = []
         failures: list[str] = []
 

@@ -1,6 +1,6 @@
 """The host functions of NVSHMEM, called through ctypes in the library of its wheel. The only file that calls them.
 
-Structures are those of version 1 of its initialisation, which every NVSHMEM 3 takes.
+Structures are those of version 1 of its initialization, which every NVSHMEM 3 takes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXTERN_LIBRARY = "libnvshmem_device"
 _HOST, _DEVICE = "libnvshmem_host.so.3", f"{EXTERN_LIBRARY}.bc"
 _WITH_UNIQUE_ID = 1 << 3
 _INITIALISED = 2
-"""The status from which on the library is initialised."""
+"""The status from which on the library is initialized."""
 _UNIQUE_ID_BYTES = 128
 _DEFAULTS = {
     "NVSHMEM_SYMMETRIC_SIZE": str(512 << 20),
@@ -118,7 +118,7 @@ class Library:
         return bool(self._functions.nvshmemx_init_status() >= _INITIALISED)
 
     def unique_id(self) -> bytes:
-        """Return what all PEs take to initialise; this process then serves their meeting."""
+        """Return what all PEs take to initialize; this process then serves their meeting."""
         unique = _UniqueId(version=_version_of(_UniqueId))
         _check(self._functions.nvshmemx_get_uniqueid(ctypes.byref(unique)), "asking for a unique ID")
         return bytes(unique)

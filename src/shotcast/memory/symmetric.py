@@ -53,11 +53,11 @@ class SymmetricBuffer(Protocol):
 
 
 class Target(NamedTuple):
-    """The part of a rank, seen from another.
+    """A rank's part of symmetric memory, as another rank sees it.
 
     Attributes:
         pe: the rank's number in NVSHMEM.
-        address: what puts to it take: where its part would be in this process's own memory.
+        address: for puts: where the part would be in this process's memory.
         mapped: where this GPU has it; 0 where only puts reach it.
     """
 
@@ -69,7 +69,7 @@ class Target(NamedTuple):
 def raise_failures(group: HostGroup, failure: str) -> None:
     """Raise ConfigError on every rank if a rank reports a failure; it names all that failed. Collective.
 
-    A rank whose step of a construction fails must not raise alone: the others would wait for it.
+    A rank that fails during construction must not be the only one to raise: the others would wait for it.
 
     Args:
         failure: what failed on this rank; empty if nothing did.

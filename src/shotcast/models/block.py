@@ -1,4 +1,4 @@
-"""One layer of a decoder of the Llama kind (Touvron et al., arXiv 2302.13971)."""
+"""One decoder layer of the Llama architecture (Touvron et al., arXiv 2302.13971)."""
 
 from __future__ import annotations
 

@@ -124,12 +124,12 @@ class CausalLM:
     ) -> list[torch.Tensor]:
         """Do the work of :meth:`overlapped` up to the head: return the last normed hidden states of each part.
 
-        The computation is given to the lanes layer by layer, one part after the other, and so is the communication. A
-        tensor that both use is freed only when what comes next of its part has waited for both.
+        Computation and communication are given to the lanes layer by layer, one part at a time. A tensor that both use
+        is freed only when the next work of its part has waited for both.
 
         Args:
             batches, caches, controller: as in :meth:`overlapped`.
-            shaping: what sums and products take of a GPU.
+            shaping: the part of a GPU that all-reduces and matmuls take.
         """
         assert self.embeddings is not None
         sms, device = shaping.sms, self.parallel.comm.device

@@ -1,4 +1,4 @@
-"""Checkpoints: tensors by name, of which each rank reads its part."""
+"""Checkpoints: tensors by name; each rank reads only its part."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Checkpoint(ABC):
             rows, columns: slices of the first and the second dimension, in steps of one; None for all.
 
         Returns:
-            A tensor of the stored type; float32 if it is stored quantised.
+            A tensor of the stored type; float32 if it is stored quantized.
 
         Raises:
             ConfigError: there is no such tensor, the part is not within it, or the checkpoint is closed.

@@ -11,7 +11,7 @@ from shotcast.models.config_fields import MAX_COUNT
 from shotcast.models.weight_names import HF_LLAMA, WeightNames
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Accepted types of weights that are not quantised."""
+"""Accepted types of weights that are not quantized."""
 
 MAX_LAYERS = 999
 """The largest number of layers. A file with more is damaged; the names of its tensors might not fit into memory."""
@@ -28,10 +28,10 @@ class ModelConfig:
         tied: the output projection is the embedding matrix.
         attention_bias: the query, key and value projections have biases; ``output_bias``: the projection after
             attention has one.
-        qk_norm: each head of queries and keys is normalised.
+        qk_norm: each head of queries and keys is normalized.
         sliding_window: the number of tokens that a token sees, itself included, in every layer; None for all before it.
         family: the name of the model family, as it is registered in :mod:`shotcast.models.registry`.
-        dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is quantised.
+        dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is quantized.
         bos: the token that begins a text, None if there is none.
         eos: the tokens that end a text.
         names: the names of the weights.

@@ -28,12 +28,12 @@ class ModelFamily:
             config.json says.
         output_bias: whether the projection after attention has a bias where they have.
         mlp_bias: whether ``mlp_bias`` in config.json is read; otherwise there are no such biases.
-        qk_norm: whether each head of queries and keys is normalised.
+        qk_norm: whether each head of queries and keys is normalized.
         kv_heads_default_to_heads: whether a config.json that lacks ``num_key_value_heads`` has as many as heads.
         default_head_dim: the size of a head where config.json gives none; None: the hidden size divided by the heads.
         sliding_window: reads the attention window from config.json and the number of layers; None for no window.
         gguf_interleaved_rope: whether llama.cpp stores the rows of queries and keys pair after pair, as rotation of
-            neighbours needs them.
+            neighbors needs them.
         names, gguf_names: the names of the weights in Hugging Face checkpoints and in GGUF files.
         block: the class of a layer.
     """

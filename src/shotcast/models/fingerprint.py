@@ -9,7 +9,7 @@ from shotcast.errors import ConfigError
 from shotcast.models.source import RANDOM, find_model
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-"""Beside the first samples, so many more, evenly spaced, and so long."""
+"""Beside the first samples, this many more, evenly spaced, and so long."""
 _SETTINGS = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 

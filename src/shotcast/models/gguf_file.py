@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp reads them. Weights are mostly quantised, in blocks along each row.
+"""GGUF files, as llama.cpp reads them. Weights are mostly quantized, in blocks along each row.
 
 Format: github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -100,7 +100,7 @@ class _StoredTensor:
 
 
 class GgufFile(Checkpoint):
-    """A checkpoint in one GGUF file, which is mapped into memory; a read dequantises only the blocks of the part.
+    """A checkpoint in one GGUF file, which is mapped into memory; a read dequantizes only the blocks of the part.
 
     Raises:
         ConfigError: the file is truncated or not in its format.

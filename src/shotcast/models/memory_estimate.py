@@ -69,7 +69,7 @@ def network_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, q
 def most_of_stages(
     config: ModelConfig, dtype_bytes: int, tensor_parallel: int, pipeline_parallel: int, layers: Sequence[int]
 ) -> int:
-    """Return the bytes of the stage that has most, with its part of the vocabulary, where each layer has so many."""
+    """Return the bytes of the stage that has most, with its part of the vocabulary, where each layer has this many."""
     words = max(map(len, partition(config.vocab, tensor_parallel, VOCAB_UNIT)))
     stages = []
     for stage, part in enumerate(partition(config.layers, pipeline_parallel)):

@@ -11,7 +11,7 @@ from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
 
 _STANDARD_DEVIATION = 0.02
-"""The standard deviation of matrices, with which models of this kind are initialised."""
+"""The standard deviation of matrices, with which models of this kind are initialized."""
 _TABLE_SIZE = 1 << 20
 
 

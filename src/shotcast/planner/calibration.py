@@ -53,7 +53,7 @@ class Calibration:
         kernels: fingerprints of the kernels in these files.
         device: ``cuda`` or ``cpu``.
         dtype: of activations, and of weights that are not in FP8.
-        few_rows: the most rows of a product that the engine's own kernels compute.
+        few_rows: the most rows of a product that the engine's native kernels compute.
         host: of an engine on this machine.
         shares: on a CPU, by the number of ranks that share the machine, what ``kinds`` and ``host`` are then; those of
             the calibration itself are of the most ranks. Empty for GPUs, which are each rank's own.
@@ -80,10 +80,10 @@ class Calibration:
         return DTYPES[self.dtype]
 
     def of_ranks(self, ranks: int) -> Calibration:
-        """Return the constants where so many ranks share the machine: a CPU's depend on that, a GPU's do not.
+        """Return the constants where this many ranks share the machine: a CPU's depend on that, a GPU's do not.
 
         Raises:
-            ConfigError: so many were not measured.
+            ConfigError: this many were not measured.
         """
         if not self.shares:
             return self

@@ -50,7 +50,7 @@ KERNELS_FILE = "kernels_x1.json"
 _LINK_ALGORITHMS = ("ring", "one_shot", "two_shot")
 _KEYS_RATE = 3e4  # thousands of keys a second that one program reads: where the fit begins
 _WIDEST_IN_REGISTERS = 32768
-"""The widest row that is quantised by a program in its registers. Wider ones take several times as long; of the models
+"""The widest row that is quantized by a program in its registers. Wider ones take several times as long; of the models
 that are measured only an undivided 405B has them, and no constant is fitted to them."""
 _ITEM = 2
 _PAIR = 2

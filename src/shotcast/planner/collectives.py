@@ -65,7 +65,7 @@ class CollectiveCosts:
         return cls(link, network, cluster.gpus_per_node, wires=wires, rings=rings, host=host)
 
     def network_over(self, nodes: int) -> NetworkCost:
-        """Return the constants between so many consecutive nodes."""
+        """Return the constants between this many consecutive nodes."""
         if self.wires is None or self.wires.switch is None or nodes <= self.wires.switch.nodes_per_leaf:
             return self.network
         step_us, bw_gbps = self.wires.over(nodes)

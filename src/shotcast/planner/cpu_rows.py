@@ -50,12 +50,12 @@ _LEAST_US = 0.1
 
 
 def product_kind(nbytes: int) -> str:
-    """Return the kind of a product with weights of so many bytes, which one thread or several read."""
+    """Return the kind of a product with weights of this many bytes, which one thread or several read."""
     return "large_product" if nbytes >= LARGE_BYTES else "product"
 
 
 class RowsPoint(NamedTuple):
-    """A measurement of a kind of kernel with so many rows."""
+    """A measurement of a kind of kernel with this many rows."""
 
     kind: str
     rows: int
@@ -116,7 +116,7 @@ class RowsCosts:
         return kind in self._curves
 
     def time_us(self, kind: str, rows: int, work: KernelWork) -> tuple[float, float]:
-        """Return the microseconds of a kernel with so many rows, and the residual of the nearest measurement."""
+        """Return the microseconds of a kernel with this many rows, and the residual of the nearest measurement."""
         curve, known = self._curves[kind], self._rows[kind]
         first = KernelWork(work.first)
         at = bisect.bisect_left(known, rows)
@@ -138,7 +138,7 @@ class CpuStepModel(StepModel):
     """Predicts steps on CPU ranks that share a machine: a :class:`StepModel` with constants by rows.
 
     Attention computes sequences that decode in one call, and one prompt after the other. The constants are those of
-    so many ranks at work at once.
+    this many ranks at work at once.
     """
 
     beyond_kernels = BeyondKernels(0.0, 0.0)  # not measured

@@ -194,7 +194,7 @@ class Memory:
     batch_tokens: int
 
     def steps(self, sequences: int) -> int:
-        """Return an estimate of what the steps of an engine of so many sequences take, with all else but the cache."""
+        """Return the estimated bytes of everything but the cache, with steps of this many sequences."""
         # a step has room for a token of each sequence
         return self.other + self.per_row * max(self.batch_tokens, sequences) + self.per_sequence * sequences
 
@@ -203,7 +203,7 @@ class Memory:
         return self.usable - self.weights - self.steps(sequences)
 
     def sequences(self, tokens: int) -> int:
-        """Return how many sequences of so many tokens fit, each with its logits."""
+        """Return how many sequences of this many tokens fit, each with its logits."""
         each = self.per_token * tokens + self.per_sequence
         most = self.cache(0) // each
         if most > self.batch_tokens:
@@ -259,7 +259,7 @@ class Point:
         return 1e3 / self.tpot_ms
 
     def latency_ms(self, output: int) -> float:
-        """Return the milliseconds of a request of so many tokens of output."""
+        """Return the milliseconds of a request of this many tokens of output."""
         return self.ttft_ms + (output - 1) * self.tpot_ms
 
 
@@ -427,7 +427,7 @@ def require_place(job: Job, layout: Layout) -> None:
 
 
 def require_served(layout: Layout, collectives: CollectiveCosts) -> None:
-    """Raise ConfigError if own kernels do not serve the ranks of a stage."""
+    """Raise ConfigError if native kernels do not serve the ranks of a stage."""
     shape = collectives.shape(layout.tensor_parallel)
     most = MAX_WORLD_SIZE if shape.nodes == 1 else MOST_RANKS
     if shape.world_size > most:

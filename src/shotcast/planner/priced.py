@@ -30,7 +30,7 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
 
     .. math:: T = \max(T_{rested}, f + Y / y), \quad saved = T - T_{rested}
 
-    Products that read more than they compute are not slower in a row, as memory has a clock of its own. Without such
+    Products that read more than they compute are not slower in a row, as memory has a separate clock. Without such
     measurements both are the same.
 
     Args:

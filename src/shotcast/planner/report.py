@@ -69,7 +69,7 @@ def _no_best(plan: Plan) -> str:
 
 
 def refusals(plan: Plan, names: int) -> list[str]:
-    """Return a line for each kind of reason why layouts cannot be: at most so many ``names``, and the first's reason.
+    """Return a line for each kind of reason why layouts cannot be: at most this many ``names``, and the first's reason.
 
     Reasons are of one kind that differ in their numbers alone.
     """

@@ -30,7 +30,7 @@ CLIENT_DISCONNECTED = 499
 """The status of a request whose client has disconnected, for the counters."""
 
 SMALL_RESPONSE_TOKENS = 256
-"""Responses of at most so many tokens are encoded in the event loop."""
+"""Responses of at most this many tokens are encoded in the event loop."""
 
 
 def create_app(service: Service) -> ASGIApp:

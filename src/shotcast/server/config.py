@@ -23,7 +23,7 @@ class ServerConfig:
         max_output_tokens: the largest number of output tokens, which is also the default of a request; None means the
             model's limit.
         max_body_bytes: bytes of the largest request body.
-        ping_s: a stream that has sent nothing for so many seconds sends a comment; ``math.inf`` means never.
+        ping_s: a stream that has sent nothing for this many seconds sends a comment; ``math.inf`` means never.
         drain_s: seconds that running requests have to finish after the server is told to stop.
     """
 

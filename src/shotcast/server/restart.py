@@ -16,9 +16,9 @@ from shotcast.server.main import bind, run
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 8
-"""The server gives up after so many deaths and failed starts in a row."""
+"""The server gives up after this many deaths and failed starts in a row."""
 STABLE_S = 60.0
-"""An engine that has served for so many seconds ends a row of failures."""
+"""An engine that has served for this many seconds ends a row of failures."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 
 
@@ -38,7 +38,7 @@ def run_with_restarts(
         start: creates an engine that is ready.
         config: the configuration of the server.
         on_listening: called with the port each time that clients may connect.
-        pause: waits for so many seconds.
+        pause: waits for this many seconds.
         clock: returns the time in seconds.
 
     Returns:

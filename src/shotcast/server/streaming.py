@@ -57,7 +57,7 @@ class EventStream(Response):
     Args:
         events: the events.
         error_event: returns the event for an error.
-        ping_s: a comment is sent whenever nothing else was for so many seconds, since proxies end quiet connections.
+        ping_s: a comment is sent whenever nothing else was for this many seconds, since proxies end quiet connections.
     """
 
     media_type = "text/event-stream"

@@ -2,11 +2,10 @@
 
 :class:`shotcast.engine.engine_core.EngineCore` runs as it does on rank 0; its clock, its client and its ranks are
 simulated. Requests arrive while it waits, and are noticed when the loop looks for them: between steps. A step first
-takes the host's own time. Then stages work on plans in their order, each as soon as it is free and the rows of the
-stage before it have arrived. Tokens are there when they are back at the first stage; a plan with a token that is still
-being sampled waits for it. A GPU that has rested computes at its full clock for a while
-(:mod:`shotcast.cost.inference`). GPUs compute while the loop goes on; a CPU rank computes in the loop itself, which
-goes on when the first stage is done.
+takes the host's time. Then stages work on plans in order, each as soon as it is free and the rows of the previous stage
+have arrived. Tokens are available once they are back at the first stage; a plan with a token that is still being
+sampled waits for it. A GPU that has rested computes at its full clock for a while (:mod:`shotcast.cost.inference`).
+GPUs compute while the loop continues; a CPU rank computes in the loop itself.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class Service:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least value that so many percent of the values do not exceed."""
+    """Return the least value that this many percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 

@@ -69,7 +69,7 @@ def require() -> None:
 
 
 def in_thread(function: Callable[[], T]) -> T:
-    """Run ``function`` on a thread of its own, as a thread that enters a namespace does not come back."""
+    """Run ``function`` on a separate thread, as a thread that enters a namespace does not come back."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _NETMASK = "255.255.0.0"
 MAX_HOSTS = 64
 _SPIN_US = 60.0
-"""The relay does not sleep that long before a packet is due, as timers of a virtual machine are so late."""
+"""The relay stays awake this long before a packet is due, because timers of a virtual machine fire this late."""
 
 
 def address_of(host: int) -> str:
@@ -88,7 +88,7 @@ class SimulatedHosts:
         self.close()
 
     def close(self) -> None:
-        """Remove the network. Ranks and commands on the hosts have been ended before."""
+        """Remove the network. End ranks and commands on the hosts first."""
         if self._relay is not None:
             self._relay.close()
             self._relay = None

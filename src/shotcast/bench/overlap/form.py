@@ -63,7 +63,7 @@ Candidates = Iterator[Candidate]
 
 
 def run_steps(steps: Steps, begin: Begin, overlap: bool, product: Callable[..., object] = library_product) -> None:
-    """Run products on the current stream or thread, and messages by a library that begins them and goes on."""
+    """Run products on the current stream or thread, and messages by a library that begins them and continues."""
     count = steps.config.steps
     if not steps.config.gathers_first:
         waits = []

@@ -118,7 +118,7 @@ def copy_engines(steps: Steps) -> Candidates:
 
 
 def fused(steps: Steps, way: str = FUSED) -> Candidates:
-    """Yield the forms whose product and message are one call, which are those of whole matrices."""
+    """Yield the forms whose matmul and message are one call, on whole matrices."""
     comm, op = steps.comm, steps.config.op
     if not steps.config.whole:
         return
@@ -136,7 +136,7 @@ def _by(steps: Steps, sms: int) -> Message:
 
 
 def _leaving(steps: Steps, sms: int) -> Product:
-    """Return our product on all SMs but so many."""
+    """Return our product on all SMs but this many."""
     device = steps.comm.device
     return ShapedProduct(sms=sms_of(device) - sms if device.type == "cuda" else None)
 

@@ -1,7 +1,7 @@
 """The form that ranks are at: what ends when a form by another library ends or stops the ranks.
 
 Rank 0 notes the form in a file that its parent reads when the ranks have ended. So the parent knows which form to leave
-out. A rank whose form goes on for too long ends itself.
+out. A rank whose form continues for too long ends itself.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class OverlapRow:
 
     @property
     def hidden(self) -> float:
-        """The part of the communication that products hide."""
+        """The part of the communication that is hidden under matmuls."""
         exposed = self.sequential_us - self.compute_us
         return (self.sequential_us - self.time_us) / exposed if exposed > 0 and self.time_us is not None else math.nan
 

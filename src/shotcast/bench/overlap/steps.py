@@ -1,7 +1,7 @@
-"""The products and messages of a rank: their memory, and whether results are right.
+"""The matmuls and messages of a rank: their memory, and whether results are right.
 
-A message has in it what the product of its step wrote. Before a form is checked, all of that is overwritten with NaN,
-so a message that goes ahead of its product is seen.
+A message contains what the matmul of its step wrote. Before a form is checked, all of that is overwritten with NaN, so
+a message sent too early is noticed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Steps:
         comm: the ranks.
         nbytes: the bytes of a message, before it is rounded up to whole units of all ranks.
         repeat: products of a step.
-        allocate: returns the memory of messages: so many elements.
+        allocate: returns the memory of messages: this many elements.
 
     Attributes:
         nbytes: the bytes of a message.

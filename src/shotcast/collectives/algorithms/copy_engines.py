@@ -5,7 +5,7 @@ r"""Copy engines: all-gather and all-to-all by the engines that copy memory, mea
 for N ranks, a message of M bytes and R rounds, of up to 4 MiB that a rank stages; L bytes are copied on the rank
 itself, 2 M / N of an all-gather and M of an all-to-all, and :math:`b_c` is the bandwidth that copy engines reach. The
 other terms are those of one-shot. Ranks meet before each round and after the last, in kernels of one warp, which take 5
-to 7 us. Those between should go on beside the copies; as nobody has measured that, they count in full.
+to 7 us. Those between should continue beside the copies; as nobody has measured that, they count in full.
 """
 
 from __future__ import annotations

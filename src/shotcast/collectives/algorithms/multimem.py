@@ -7,7 +7,7 @@ which a rank takes in what has arrived: staging and a flag, a load that the swit
 
 The switch reads a slice of M/N from every rank, the owner included, for each of the N owners, and the result goes back
 to its owner; then it takes M/N from each owner to every rank, the owner included. So a rank sends M + M/N and receives
-M/N + M. (That the own copy takes the wire as well was measured on 4 H20 by a user, forums.developer.nvidia.com topic
+M/N + M. (That the local copy takes the wire as well was measured on 4 H20 by a user, forums.developer.nvidia.com topic
 356726.) With N = 2 it sends more than two-shot, from N = 4 on less. The equation is not calibrated.
 """
 

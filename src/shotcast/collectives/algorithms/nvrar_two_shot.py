@@ -18,7 +18,7 @@ from shotcast.wire import NodeShape, Op
 
 
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending a part of the slice to each peer, and the sum of the own part to all."""
+    """Return the work of sending a part of the slice to each peer, and the sum of the local part to all."""
     others = shape.nodes - 1
     sent = others / shape.nodes * sum(slice_of(nbytes, shape, itemsize))
     return to_all(nbytes, shape, 2 * min(others, 1), sent)

@@ -1,4 +1,4 @@
-"""The base of the modules of calls: what they need of the communicator that they are part of."""
+"""The base class of the calls: what they need from their communicator."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class MessageCalls(Caller):
         self._run(Op.SEND, x, None, root=dst)
 
     def waiting_messages(self, x: torch.Tensor) -> int:
-        """Return how many messages like ``x`` one rank may receive later while their sender goes on.
+        """Return how many messages like ``x`` a sender may be ahead of its receiver.
 
         It is 0 where the vendor library carries them, which promises nothing. This call communicates nothing.
         """
@@ -65,7 +65,7 @@ class MessageCalls(Caller):
     ) -> list[torch.Tensor]:
         """Send and receive several messages at once, so that no order of them makes ranks wait for each other.
 
-        Between two ranks, messages in one direction keep their order. On CPU ranks of one node each message goes on
+        Between two ranks, messages in one direction keep their order. On CPU ranks of one node each message continues
         whenever it can, and other ranks may make their calls one by one. On GPUs and over several nodes the messages
         are calls of their own, in an order that is the same on all ranks, and those that exchange messages both ways
         give all of them in batches.

@@ -26,8 +26,8 @@ class RootedCalls(Caller):
     ) -> torch.Tensor:
         """Compute ``out = x_0 + x_1 + ... + x_{N-1}`` on rank ``root``.
 
-        On one node, and between CPU hosts, own kernels give the bits of :meth:`all_reduce`. Between GPU hosts the order
-        is that of the vendor library; where those bits are needed, :meth:`all_reduce` gives them.
+        On one node and between CPU hosts, native kernels give the bits of :meth:`all_reduce`. Between GPU hosts the
+        vendor library sets the order; where those bits are needed, :meth:`all_reduce` gives them.
 
         Args:
             x: any shape, the same on all ranks.

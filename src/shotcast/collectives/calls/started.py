@@ -49,7 +49,7 @@ class StartedCalls(Caller):
     _starter: StreamStarter | ThreadStarter | None
 
     def start(self, call: str, *args: Any, **kwargs: Any) -> Handle:
-        """Start a call, and return while it goes on.
+        """Start a call, and return before it has completed.
 
         On GPUs it is enqueued on a stream of the communicator, behind what the current stream had to do; on CPU ranks a
         thread makes it. Calls keep the order in which they are started and made, so every rank starts the same ones in

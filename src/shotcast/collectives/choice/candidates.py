@@ -64,7 +64,7 @@ A call that has passed its gate keeps them until its peers have launched the sam
 and more are therefore in progress side by side, in whatever order their GPUs came to them.
 """
 _BESIDE_OTHERS = ((2, LaunchShape(128, 2048, 8)), (MAX_WORLD_SIZE, LaunchShape(128, 512, 4)))
-"""Launches of so many warps for up to a number of ranks, whose tiles decide the registers of a thread."""
+"""Launches of this many warps for up to a number of ranks, whose tiles decide the registers of a thread."""
 
 
 def _may_fill(topology: Topology) -> bool:
@@ -91,9 +91,9 @@ _OTHER_BITS = "in batch-invariant mode sums have the bits of the numerics contra
 
 
 def _summed_apart(problem: CollectiveProblem) -> bool:
-    """Return whether the library's part of a problem is no sum of its own.
+    """Return whether the library does no reduction for a problem itself.
 
-    It copies, or a fused operation becomes a sum and a norm, and that sum is a problem by itself.
+    It copies, or a fused operation becomes a sum, which is a separate problem, and a norm.
     """
     return problem.op not in REDUCING or problem.op in FUSED or problem.topology.world_size == 1
 
@@ -239,7 +239,7 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
     """Return why ``kernels`` (:attr:`Topology.kernels`) cannot launch ``algorithm`` as ``shape``; empty if they can.
 
     On a GPU every thread has words of its own. Where a tile has fewer words than threads, several threads poll one
-    word and may see it arrive at different times: one of them goes on with the old one.
+    word and may see it arrive at different times: one of them continues with the old one.
     """
     for name, value in dataclasses.asdict(shape).items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -267,7 +267,7 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
 def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, ...]:
     """Return the launches worth trying for a legal candidate, the default first.
 
-    Forms with a launch of their own, such as fused kernels, keep the default, unless they say what else to try.
+    Forms with a separate launch, such as fused kernels, keep the default, unless they say what else to try.
     """
     default, kernels = launch_shape(problem, name), problem.topology.kernels
     algorithm = problem.topology.algorithms[name]

@@ -43,7 +43,7 @@ class Explanation:
         by_library: the vendor library makes the call, without a launch of ours.
         held_bytes: memory for communication that the communicator holds now on each rank.
         more_bytes: memory that the first such call adds, on each rank.
-        sms: the most SMs that own kernels may occupy; 0 for any number.
+        sms: the most SMs that native kernels may occupy; 0 for any number.
         batch_invariant: the communicator is in batch-invariant mode.
         gated: one warp waits for the other ranks before the programs begin, as the communicator is not exclusive.
     """

@@ -75,7 +75,7 @@ class Resolver:
     Args:
         environment: the algorithm that SHOTCAST_ALGORITHM names.
         passed: why tables that exist are not among ``tables``.
-        executor: binds plans to kernels; None where there are no own kernels, or only one rank.
+        executor: binds plans to kernels; None where there are no native kernels, or only one rank.
         graphs: whether calls can be captured.
     """
 

@@ -18,7 +18,7 @@ smallest such number that is not below its own; rows without one are for calls t
 A table for ranks on several nodes also has ``"nodes"``, their number, which divides the ranks equally.
 
 ``kernels`` has the fingerprints (:mod:`shotcast.device.fingerprint`) of the kernels that were measured for each entry.
-A table goes on serving when kernels change, and whoever asks for an explanation is told. A table that comes with the
+A table continues serving when kernels change, and whoever asks for an explanation is told. A table that comes with the
 package must say so itself, in ``earlier_kernels``.
 """
 
@@ -81,7 +81,7 @@ class Table:
         part: the GPU or processor that it is for.
         shape: the nodes and ranks that it is for.
         kernels: by entry, the fingerprints of the kernels that were measured, by algorithm.
-        earlier_kernels: the words of a table of which it is known that other kernels made it; else empty.
+        earlier_kernels: why the table is kept although earlier kernels made it; empty if it does not say.
         text: the content, which ranks compare.
     """
 

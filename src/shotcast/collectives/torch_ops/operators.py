@@ -283,7 +283,7 @@ def _reduce_scatter_rms_norm_fp8(
 
 
 def all_four(result: Fp8Normed, scale: torch.Tensor | None) -> Quantized:
-    """Return the tensors of ``result`` that the call has made, and empty ones."""
+    """Return the tensors of ``result`` that the call made, and empty ones for the others."""
     quantized, found, new_residual, normed = result
     if scale is not None:
         found = found.new_empty(0)

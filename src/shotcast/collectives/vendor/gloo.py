@@ -243,7 +243,7 @@ def _reduce_op(plan: CallPlan) -> dist.ReduceOp:
 
 
 def _end_of(work: Any) -> Exception | bool | None:
-    """Wait a moment for a call. Return True if it is done, the error if it failed, None if it goes on."""
+    """Wait a moment for a call. Return True if it is done, the error if it failed, None if it continues."""
     completed = work.is_completed()  # which is never true of some operations
     try:
         work.wait(_SLICE)

@@ -1,4 +1,4 @@
-"""Calls on GPUs by NCCL, on a communicator of its own that can be aborted."""
+"""Calls on GPUs by NCCL, on a separate communicator that can be aborted."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Vendor:
         timeout_s: the deadline of a call.
         library: ``nccl`` or ``gloo``.
         compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
-        stopped: returns whether own kernels have stopped the communicator.
+        stopped: returns whether native kernels have stopped the communicator.
 
     Attributes:
         failed: a call has failed since the last reset.
@@ -340,7 +340,7 @@ class Vendor:
         return True
 
     def look(self, now: float) -> None:
-        """Find calls on the device that must not go on, and end them. On the thread of the watch."""
+        """Find calls on the device that must not continue, and end them. On the thread of the watch."""
         if self.failed:
             return
         for known in list(self._connected.values()):

@@ -15,7 +15,7 @@ _PERIOD_S = 0.02
 
 
 class Watched(Protocol):
-    """Calls on a device that may have to be ended."""
+    """Calls on a device that may have to be aborted."""
 
     def look(self, now: float) -> None:
         """Look at the calls at the time ``now``, of the monotonic clock. Must not block."""

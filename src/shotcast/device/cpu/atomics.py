@@ -116,7 +116,7 @@ def call_arithmetic(_context: Any, function: Any, destination: Any, sources: Any
 
 @intrinsic
 def monotonic_ns(_context: Any) -> Any:
-    """Return the time of the clock of deadlines, in nanoseconds; it goes on while a process is stopped."""
+    """Return the time of the clock of deadlines, in nanoseconds; it continues while a process is stopped."""
 
     def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         timespec = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))

@@ -1,4 +1,4 @@
-"""Pieces of LLVM code from which vectorised arithmetic is built."""
+"""Pieces of LLVM code for vectorized arithmetic."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Repeated launches of a kernel whose arguments are the same but for a few addresses.
 
-Triton's launcher binds, specialises and hashes all arguments at every call, which takes tens of microseconds on the
+Triton's launcher binds, specializes and hashes all arguments at every call, which takes tens of microseconds on the
 host. Here that is done once: the arguments are in memory in the form that the kernel takes, and a launch writes its
 addresses there and calls the driver. This is the only file that uses Triton's launch interface;
 ``tests/device/test_launch.py`` compares it with the public launcher.
@@ -169,7 +169,7 @@ class Launch:
     """One kernel on one grid, with all arguments bound but for some.
 
     Args:
-        kernel: a Triton kernel none of whose runtime arguments is specialised.
+        kernel: a Triton kernel none of whose runtime arguments is specialized.
         programs: the number of programs of the grid.
         arguments: every argument by name. Integers in place of addresses must be large enough to be 64-bit. Those that
             :func:`descriptor` makes are for tensors.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAX_ROW_WORDS = 8192
-"""The largest number of 32-bit words of a row that one program normalises: 16 a thread, of 16 warps."""
+"""The largest number of 32-bit words of a row that one program normalizes: 16 a thread, of 16 warps."""
 
 
 def row_tile(words: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Operations on rows between two products: gating by SiLU, quantisation to FP8 with a scale per row, or both in one
+"""Operations on rows between two products: gating by SiLU, quantization to FP8 with a scale per row, or both in one
 kernel.
 
 value     = x, or silu(first half) * second half              in float32
@@ -68,7 +68,7 @@ def gate(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows to FP8; with ``gated``, after :func:`gate`.
+    """Quantize rows to FP8; with ``gated``, after :func:`gate`.
 
     Args:
         x: contiguous [rows, columns], of a float dtype.

@@ -46,8 +46,8 @@ WORDS = tl.constexpr(MOST_WORDS)
 WORDS_NBYTES = 8 * (MOST_WORDS + 1)
 """Bytes of these words, and of one that counts programs of the product."""
 FEWEST_REGISTERS = 160
-"""Registers of a thread that tiles of up to 128 sums a thread do with. 256 threads with as many leave room for 512 with
-48 (``BESIDE_REGISTERS`` of :mod:`shotcast.transport.triton.few_sms`)."""
+"""Registers per thread that suffice for tiles of up to 128 sums a thread. 256 threads with as many leave room for 512
+with 48 (``BESIDE_REGISTERS`` of :mod:`shotcast.transport.triton.few_sms`)."""
 
 
 @triton.jit

@@ -174,7 +174,7 @@ def gemm_kernel(
     With TMA, ``a``, ``b`` and ``out`` are descriptors, and the two halves of a tile's columns are stored one after the
     other, through half the shared memory. Without it, they are addresses of rows ``stride`` elements apart.
     A_ROWS_ARE_K: ``a`` is in memory as [k, m]. B_ROWS_ARE_N: ``b`` is in memory as [n, k]. UNIT: rows begin, and end,
-    at multiples of so many elements. PERSISTENT: a program has several tiles, and loads the first steps of one before
+    at multiples of this many elements. PERSISTENT: a program has several tiles, and loads the first steps of one before
     it stores the one before.
     """
     if not TMA:
@@ -387,7 +387,7 @@ def constants_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
 
 
 def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`gemm_kernel`, in which ``a``, ``b`` and ``out`` stand for any."""
+    """Return the arguments of :func:`gemm_kernel`, with ``a``, ``b`` and ``out`` as placeholders."""
     sizes = {"m": form.m, "n": form.n, "k": form.k}
     strides = dict(zip(("a_stride", "b_stride", "out_stride"), form.strides, strict=True))
     operands: dict[str, Any] = dict.fromkeys(("a", "b", "out"), 1 << 40)
@@ -436,7 +436,7 @@ class Gemm:
         return Launch(gemm_kernel, programs, arguments, ("a", "b", "out"), options, self.config.padding_bytes)
 
     def resources(self) -> KernelResources | None:
-        """Return what a block takes of an SM; None in the interpreter."""
+        """Return the part of an SM that a block takes; None in the interpreter."""
         with self._lock, self._on_device():
             return self._run.resources()
 

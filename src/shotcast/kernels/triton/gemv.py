@@ -42,7 +42,7 @@ UNIT = 16
 
 @triton.jit
 def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
-    """Return the rows of the weight that this program takes; with GATED, a gate and its other half are neighbours in
+    """Return the rows of the weight that this program takes; with GATED, a gate and its other half are neighbors in
     the tile."""
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if GATED:
@@ -96,11 +96,11 @@ def multiply_words(
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Return sums over neighbouring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
+    """Return sums over neighboring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
 
     ``words`` hold the weight from its word ``start`` on. A thread has four consecutive words, so it also loads the
     words of x that belong to them: four as well. FP8 has twice as many columns in a word, so there they are two times
-    four, here ``lower`` and ``upper``, and two neighbours of these belong to one word of the weight.
+    four, here ``lower`` and ``upper``, and two neighbors of these belong to one word of the weight.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     i = tl.arange(0, WORDS)[None, None, :]

@@ -1,4 +1,4 @@
-"""Residual addition, norm and FP8 quantisation of a row, as a separate kernel and as the end of the fused kernels.
+"""Residual addition, norm and FP8 quantization of a row, as a separate kernel and as the end of the fused kernels.
 
     residual' = round(x + residual)
     normed    = round(residual' / sqrt(mean(residual'^2) + eps) * weight)                                    RMSNorm
@@ -7,7 +7,7 @@
 
 Weight and bias may be of another dtype. All is computed in float32, from ``residual'`` and ``normed`` as rounded. A
 program holds a whole row in registers, as 32-bit words. The squares add up in an order that depends only on the row's
-length (:func:`tree_sum_of_squares`), and so do mean and variance (:func:`moments_of`). So every kernel that normalises
+length (:func:`tree_sum_of_squares`), and so do mean and variance (:func:`moments_of`). So every kernel that normalizes
 a row gives the same bits.
 """
 
@@ -44,7 +44,7 @@ LAYER_WITH_BIAS = tl.constexpr(wire.NORM_KINDS.index(wire.LAYER_WITH_BIAS))
 
 @triton.jit
 def tree_sum(values, COUNT: tl.constexpr):
-    """Sum COUNT values, a power of two: neighbours, then neighbouring pairs, and so on, whichever threads hold them."""
+    """Sum COUNT values, a power of two: neighbors, then neighboring pairs, and so on, whichever threads hold them."""
     for level in tl.static_range(10):
         if COUNT >> level > 1:
             values = tl.sum(tl.reshape(values, [COUNT >> (level + 1), 2]), axis=1)
@@ -95,7 +95,7 @@ def count_within(count, first, size):
 def merge_moments(means, squares, count, LEAVES: tl.constexpr, LEAF: tl.constexpr):
     """Return (mean, sum of squared differences from it) of all, given those of LEAVES parts of LEAF values.
 
-    LEAVES is a power of two, and only the first ``count`` values exist. Neighbours are merged, then neighbouring pairs,
+    LEAVES is a power of two, and only the first ``count`` values exist. Neighbors are merged, then neighboring pairs,
     and so on, so the bits are the same whether one program has all parts or several have some of them each.
     """
     for level in tl.static_range(10):
@@ -174,7 +174,7 @@ def unpack_weights(weights, DTYPE: tl.constexpr, WEIGHT: tl.constexpr):
 
 @triton.jit
 def scale_and_shift(low, high, factor, weights, biases, DTYPE: tl.constexpr, WEIGHT: tl.constexpr, KIND: tl.constexpr):
-    """Return the words of the norm, from centred values; ``weights`` and ``biases`` are from :func:`load_weights`."""
+    """Return the words of the norm, from centered values; ``weights`` and ``biases`` are from :func:`load_weights`."""
     weight_low, weight_high = unpack_weights(weights, DTYPE, WEIGHT)
     low = low * factor * weight_low
     high = high * factor * weight_high
@@ -238,7 +238,7 @@ def e4m3_byte(value):
 
 @triton.jit
 def quantized_words(normed, scale, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantise a row to FP8, four values a word: BLOCK / 2 words of 16-bit floats, BLOCK / 4 of float32."""
+    """Quantize a row to FP8, four values a word: BLOCK / 2 words of 16-bit floats, BLOCK / 4 of float32."""
     inverse = tl.div_rn(1.0, scale)
     low, high = unpack(normed, DTYPE)
     if DTYPE == tl.float32:
@@ -326,7 +326,7 @@ def norm_rows(
     ROW_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row): normalise one row of up to ROW_BLOCK words; UNIT is as in ``words.load_words``."""
+    """Program (row): normalize one row of up to ROW_BLOCK words; UNIT is as in ``words.load_words``."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
@@ -404,7 +404,7 @@ def norm_arguments(norm: Norm, dtype: str, nowhere: int) -> dict[str, Any]:
 
 
 def launch_norm_sum(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
-    """Normalise the rows of ``x`` [rows, hidden]. All tensors begin at multiples of 16 bytes; ``x`` may be one of
+    """Normalize the rows of ``x`` [rows, hidden]. All tensors begin at multiples of 16 bytes; ``x`` may be one of
     ``tensors``."""
     item = x.element_size()
     row = norm.hidden * item

@@ -1,6 +1,6 @@
 """Attention with one query a sequence over a paged cache, for decoding.
 
-The time is that of reading keys and values once. The kernel also normalises and rotates queries and keys. The context
+The time is that of reading keys and values once. The kernel also normalizes and rotates queries and keys. The context
 of every (sequence, key-value head) is divided into ``splits`` parts. A program reads one part in tiles, for all query
 heads of the group, so that even a single long sequence uses the whole GPU; a second kernel merges the parts, if there
 are several (Flash-Decoding, Dao et al., 2023). Lengths and tables are read on the device: a captured graph serves any

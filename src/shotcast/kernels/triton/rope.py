@@ -16,7 +16,7 @@ from shotcast.device.triton.words import round_float
 
 @triton.jit
 def norm_and_rotate(a, b, norms, cosine, sine, eps, HEADS_TILE: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """Normalise heads [HEADS_TILE, HALF_TILE], given by their halves, with the halves ``norms`` of their weights (or
+    """Normalize heads [HEADS_TILE, HALF_TILE], given by their halves, with the halves ``norms`` of their weights (or
     None), and rotate them.
 
     The computation is in float32, rounded to DTYPE before and after the weight, as in training, and at the end.

@@ -73,7 +73,7 @@ CAPACITY = 8192
 """Elements of a list; with more, the row itself is searched. Of normally distributed logits, a bin holds at most 4%:
 5000 of 128K."""
 PROGRAMS_PER_SM = 8
-"""Programs launched for each SM, if rows can be divided among so many."""
+"""Programs launched for each SM, if rows can be divided among this many."""
 WARPS, FINISH_WARPS = 4, 16
 """Warps of the programs that process tiles, and of the program that finishes a row."""
 OPTIONS = {"enable_fp_fusion": False}

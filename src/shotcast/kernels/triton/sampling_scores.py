@@ -1,4 +1,4 @@
-"""Per-token quantities of the sampler: penalised logits, distances, weights, noise and scores.
+"""Per-token quantities of the sampler: penalized logits, distances, weights, noise and scores.
 
 The sort keys are integers. Programs combine them by maxima and sums, whose results do not depend on the order.
 """

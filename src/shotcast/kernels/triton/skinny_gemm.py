@@ -193,7 +193,7 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def new_counters(weight: torch.Tensor) -> torch.Tensor:
-    """Make the counters of :func:`linear`, for products with ``weight`` that run one after another."""
+    """Allocate the counters of :func:`linear`, for matmuls with ``weight`` that run in sequence."""
     return torch.zeros(-(-weight.shape[0] // TILE), dtype=torch.int32, device=weight.device)
 
 

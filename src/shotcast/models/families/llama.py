@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., arXiv 2302.13971), and what is published in its format, such as SmolLM2."""
+"""Llama (Touvron et al., arXiv 2302.13971), and models published in its format, such as SmolLM2."""
 
 from __future__ import annotations
 

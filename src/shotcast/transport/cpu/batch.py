@@ -1,7 +1,7 @@
 """A batch of messages, sent and received at once through the outboxes of :mod:`.send_recv`.
 
-Every message goes on whenever it can, whatever the others wait for, so the order of a batch cannot make ranks wait for
-each other. Messages between the same two ranks in one direction keep their order. The other end sees ordinary
+Every message continues whenever it can, whatever the others wait for, so the order of a batch cannot make ranks wait
+for each other. Messages between the same two ranks in one direction keep their order. The other end sees ordinary
 messages, and may send and receive them one by one.
 """
 

@@ -384,7 +384,7 @@ class CpuExecutor:
         return self.fault() is not None
 
     def waiting(self, nbytes: int) -> int:
-        """Return how many messages of ``nbytes`` may lie in an outbox while their sender goes on."""
+        """Return how many messages of ``nbytes`` may lie in an outbox while their sender continues."""
         return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self._context[layout.OUTBOX_CHUNK // 8]))
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
@@ -422,7 +422,7 @@ class CpuExecutor:
             return list(wait.peers) or self._missing()
 
     def _missing(self) -> list[int]:
-        """Return the ranks that keep the collective call from going on."""
+        """Return the ranks that keep the collective call from continuing."""
         return self._absent()
 
     def _known(self, rank: int) -> int:

@@ -1,6 +1,6 @@
 """One-shot reductions: one step, in which every rank reads the data of every other.
 
-They win for short messages: there is one synchronisation, but each rank reads the N - 1 whole messages of the others.
+They win for short messages: there is one synchronization, but each rank reads the N - 1 whole messages of the others.
 The sums are in rank order, accumulated in float32 and rounded once, so they have the bits of two-shot.
 """
 

@@ -1,4 +1,4 @@
-"""Rings: partial sums travel from rank to rank, so every rank exchanges data with its two neighbours only.
+"""Rings: partial sums travel from rank to rank, so every rank exchanges data with its two neighbors only.
 
 All-reduce takes 2N - 2 steps on slices of 1/N of the message. Slice j starts at rank j + 1, is complete at rank j after
 N - 1 hops, and goes around once more. Every rank moves 2 (N - 1) / N of the message, which is the minimum; the number
@@ -41,7 +41,7 @@ def _staging(context: int, rank: int, step: int) -> int:
 
 @njit(error_model="numpy")
 def _await_neighbours(context: int, step: int, word: int, first_step: int, receives: bool, sends: bool) -> int:
-    """Wait for the left neighbour's data if this step receives, and for the right one's permission if it sends."""
+    """Wait for the left neighbor's data if this step receives, and for the right one's permission if it sends."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     status = DONE
     if step == first_step + 1:

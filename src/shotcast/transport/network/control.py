@@ -52,7 +52,7 @@ class ControlPlane:
         answer: ``answer(epoch)``: the states of the ranks of this node, in the order of local ranks.
         faulted: ``faulted(word)``: a peer reports a fault.
         ended: ``ended(node)``: the connection to a peer has ended without a farewell, so its process has, most likely.
-        left: ``left(node)``: a peer has said that it comes no more.
+        left: ``left(node)``: a peer has said farewell.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ControlPlane:
                         selector.modify(one, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0), node)
 
     def _read(self, node: int) -> bool:
-        """Serve what a peer has sent. Returns whether its connection goes on."""
+        """Serve what a peer has sent. Returns whether its connection continues."""
         try:
             data = self._connections[node].recv(1 << 16)
         except BlockingIOError:

@@ -143,7 +143,7 @@ def _is_expected(entry: int) -> bool:
 
 @njit(error_model="numpy", inline="never")
 def _wait(context: int, network: int) -> int:
-    """Wait until a frame can be moved, for a few milliseconds at most. Returns DONE, or why the call cannot go on."""
+    """Wait until a frame can be moved, for a few milliseconds at most. Returns DONE, or why the call must end."""
     now = monotonic_ns()
     if load(context + DEADLINE) == 0:
         store(context + DEADLINE, now + load(context + TIMEOUT))

@@ -1,9 +1,9 @@
-"""NVRAR in 16 bits: the sum of each node passes rounded to float16 or bfloat16, half the bytes of float32.
+"""NVRAR in 16 bits: each node's sum is sent rounded to float16 or bfloat16, half the bytes of float32.
 
-Each node rounds its sum once, and its own too, so it does not matter which node adds them up: all have the same bits.
-They are added up in float32, in the tree, and rounded once more. Of a short slice, or of two nodes, every node sends
-its sums to all others, which is one network step. Otherwise each node adds up a part of the slice, and sends it to all:
-two steps, and 2 (H - 1) / H of the slice, whatever the number of nodes.
+Each node rounds its sum once, even for its own use, so every node that adds them gets the same bits. The sums are added
+in float32, in the tree, and rounded once more. For a short slice, or between two nodes, every node sends its sums to
+all others in one network step. Otherwise each node adds a part of the slice and sends it to all: two steps, and 2 (H -
+1) / H of the slice for any number of nodes.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
 
 
 def _slots(nodes: int, slice_bytes: int) -> int:
-    """Return the slots of the own rounded sums, of those that arrive, and of all in float32 where that is needed."""
+    """Return the slots of the local rounded sums, of those that arrive, and of all in float32 where that is needed."""
     whole = in_one_step(nodes, slice_bytes)
     wide = (nodes if whole else 1) if nodes > _IN_ORDER else 0
     return 1 + _slots_that_arrive(nodes, whole) + wide

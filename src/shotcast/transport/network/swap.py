@@ -12,7 +12,7 @@ from shotcast.transport.network.layout import NODE, NODES
 
 
 def swap(context: int, plan: int, x: int, out: int) -> int:
-    """Send nbytes at x to the peer on the neighbouring node, node xor 1, and receive as many from there into out.
+    """Send nbytes at x to the peer on the neighboring node, node xor 1, and receive as many from there into out.
 
     If there is no such node, nothing is sent.
     """
