@@ -43,8 +43,8 @@ def test_scripts_run(fence: Fence, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(fence.body)
     environment = entry_points.environment(tmp_path)
-    if fence.page.parent == ROOT / "research":
-        environment["PYTHONPATH"] += f"{os.pathsep}{fence.page.parent}"
+    if fence.page.is_relative_to(ROOT / "research"):
+        environment["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'research'}"
     command = [sys.executable, script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
