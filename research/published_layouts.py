@@ -23,7 +23,7 @@ from shotcast.planner.step import Layout, StepModel, StepWork
 CLUSTER = cluster.load("dgx-h200")
 FOUR_LAYOUTS = (Layout(8, 1), Layout(4, 2), Layout(2, 4), Layout(1, 8))
 PUBLISHED_LAYOUTS = {Layout(8, 1): (56, 506), Layout(1, 8): (10, 764)}
-"""405B by TensorRT-LLM, tokens/s of one sequence and of many; research/reports/strong_scaling.md links all publications."""
+"""405B by TensorRT-LLM, tokens/s of one sequence and of many; the report of strong scaling links all publications."""
 PUBLISHED_RATIOS = (5.6, 1.5)
 """TP8 over PP8 of one sequence, and PP8 over TP8 of many."""
 SUMS_OF_TENSORRT = "predicted, with TensorRT-LLM's measured sums"
