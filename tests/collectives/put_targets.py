@@ -56,7 +56,7 @@ def with_puts(fn: Callable[..., Any], longest_s: float, *args: Any) -> Any:
 def with_headers_late(fn: Callable[..., Any], *args: Any) -> Any:
     """Run ``fn`` with grids of which every second has its first program, which awaits all headers, interpreted last.
 
-    So a rank may stage cells of a call while a peer still awaits those of the call before, as it may on a GPU.
+    So a rank may stage words of a call while a peer still awaits those of the call before, as it may on a GPU.
     """
     from triton.runtime.interpreter import interpreter_builder
 
@@ -72,14 +72,13 @@ def with_headers_late(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def with_one_generation_of_staging(fn: Callable[..., Any], *args: Any) -> Any:
-    """Run ``fn`` with kernels that stage all cells where the call before did."""
+    """Run ``fn`` with kernels that stage all words where the call before did."""
     from shotcast.transport.triton import network
 
     enter = network.enter_network
 
-    def enter_wrongly(call: Any, network_at: Any, network_quads: Any, puts: Any) -> Any:
-        entered = enter(call, network_at, network_quads, puts)
-        return entered._replace(staging=2 * network_quads - entered.quads + network_at)
+    def enter_wrongly(call: Any, quads: Any, staging_at: Any, *others: Any) -> Any:
+        return enter(call, quads, staging_at, *others)._replace(staging=staging_at)
 
     from shotcast.transport.triton import nvrar
 

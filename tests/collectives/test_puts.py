@@ -55,13 +55,13 @@ def test_sums_are_those_of_the_tree(nodes: int, local: int, each: int, longest_s
     [pytest.param(*shape, 200, marks=pytest.mark.full) for shape in ((2, 1), (3, 1), (2, 2))],
 )
 def test_sizes_and_kinds_may_change_from_call_to_call(nodes: int, local: int, calls: int) -> None:
-    """The cells that a put still reads stay as they were, also while the calls after it are under way."""
+    """What a put still reads stays as it was, also while the calls after it are under way."""
     interpreted(with_puts, nodes, local, changing_sizes, 0.003, nodes, calls)
 
 
 @pytest.mark.full
 def test_one_generation_of_staging_is_too_few() -> None:
-    """A put of a call before would carry cells of the next."""
+    """A put of a call before would carry words of the next."""
     right = (with_headers_late, 0.05, wrong_sums, 2, 12)
     wrong = (with_headers_late, 0.05, with_one_generation_of_staging, wrong_sums, 2, 12)
     assert interpreted(with_puts, 2, 1, *right) == [0, 0]
