@@ -55,7 +55,7 @@ def test_sums_are_those_of_the_tree(nodes: int, local: int, each: int, longest_s
     [pytest.param(*shape, 200, marks=pytest.mark.full) for shape in ((2, 1), (3, 1), (2, 2))],
 )
 def test_sizes_and_kinds_may_change_from_call_to_call(nodes: int, local: int, calls: int) -> None:
-    """What a put still reads stays as it was, also while the calls after it are under way."""
+    """Words that a put still reads stay as they were, also while the calls after it are under way."""
     interpreted(with_puts, nodes, local, changing_sizes, 0.003, nodes, calls)
 
 
