@@ -30,12 +30,15 @@ class Adapter:
         self._waiting: list[tuple[float, int, int, int]] = []
         self._came = threading.Condition()
         self.carried = 0
+        self.sizes: list[int] = []
+        """Bytes of each put, in order."""
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, target: int, source: int, nbytes: int) -> None:
         assert target % 16 == source % 16 == nbytes % 16 == 0
         assert nbytes > 0
         with self._came:
+            self.sizes.append(nbytes)
             self._waiting.append((time.monotonic() + self._random.random() * self.longest_s, target, source, nbytes))
             self._came.notify()
 

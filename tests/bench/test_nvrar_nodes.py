@@ -1,4 +1,4 @@
-"""benchmarks/nvrar_nodes.py: which ranks exchange sums in the form of separate launches, and ways that fail or stall."""
+"""benchmarks/nvrar_nodes.py: the ranks that exchange sums in separate launches, and ways that fail or stall."""
 
 from __future__ import annotations
 

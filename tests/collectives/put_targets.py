@@ -12,7 +12,7 @@ from unittest import mock
 
 import node_kernel_targets
 import torch
-from node_kernel_targets import ALGORITHMS, layout_of, plan_of, tree_sum
+from node_kernel_targets import ALGORITHMS, KINDS, layout_of, plan_of, tree_sum
 from workers import check, inputs
 
 import emulated_puts
@@ -104,6 +104,26 @@ def wrong_sums(nodes: int, calls: int) -> int:
             except AssertionError:
                 wrong += 1
     return wrong
+
+
+def bytes_put(nodes: int, nbytes: int) -> dict[str, int]:
+    """Return the bytes that this rank puts in a call beside headers, by algorithm and bytes of an element."""
+    adapter, header = emulated_puts.emulate(), 16
+    found = {}
+    with (
+        shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
+        executor_of(comm, nodes, 1 << 16) as executor,
+    ):
+        for kind in (*KINDS, "nvrar_16bit"):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.ones(nbytes // dtype.itemsize, dtype=dtype)
+                if kind == "nvrar_16bit" and dtype == torch.float32:
+                    continue
+                begin = len(adapter.sizes)
+                run_call(executor, plan_of(kind, x, 2, 64), x, torch.zeros_like(x))
+                assert executor.fault() is None
+                found[f"{kind} {dtype.itemsize}"] = sum(size for size in adapter.sizes[begin:] if size > header)
+    return found
 
 
 def after_reset(nodes: int) -> tuple[Any, bool]:
