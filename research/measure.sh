@@ -2,8 +2,9 @@
 # Measure again the results in data/h200, and in data/h100 (calibrate_x1, engine_8b_x1, engine_70b_half_x1; those of two
 # GPUs have fewer algorithms and layouts than x2, fused_x2, engine_8b_x2): sh research/measure.sh FOLDER PART..., from
 # the root of the repository, with the package installed or PYTHONPATH=src.
-# Results and printed output go to FOLDER; a line reports how each command ended. A part ends within ten minutes on GPUs,
-# and its last number says how many it takes. README.md lists the parts of four and eight GPUs in the order to run them.
+# Results and printed output go to FOLDER; a line reports how each command ended, and tests and scripts show their output
+# as it comes. A part ends within ten minutes on GPUs, and its last number says how many it takes. README.md lists the
+# parts of four and eight GPUs in the order to run them.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 cpu="faults_cpu fuzz hosts operations_cpu overlap_hosts frameworks_cpu process_group_cpu served_trace"
@@ -73,11 +74,21 @@ overlap() {
     bench "$limit" "overlap_${name}_x$ranks" overlap --device cuda --world-size "$ranks" --timeout $((limit - 10)) "$@"
 }
 
-# seconds, name, tests
+# a file, a command: the command's output goes to the file, and is shown as it comes
+shown() {
+    file=$1
+    shift
+    { "$@" 2>&1; echo $? >"$file.code"; } | tee "$file"
+    code=$(cat "$file.code")
+    rm "$file.code"
+    return "$code"
+}
+
+# seconds, name, tests; each is named as it begins
 tests() {
     limit=$1 name=$2
     shift 2
-    timeout -k 5 "$limit" python3 -m pytest -q -m gpu -p no:cacheprovider --junit-xml "$out/$name.xml" "$@" >"$out/$name.txt" 2>&1
+    shown "$out/$name.txt" timeout -k 5 "$limit" python3 -m pytest -v -m gpu -p no:cacheprovider --junit-xml "$out/$name.xml" "$@"
     ran "$name" $?
 }
 
@@ -85,7 +96,7 @@ tests() {
 script() {
     limit=$1 name=$2
     shift 2
-    timeout -k 5 "$limit" python3 "$@" >"$out/$name.txt" 2>&1
+    shown "$out/$name.txt" timeout -k 5 "$limit" python3 "$@"
     ran "$name" $?
 }
 

@@ -2,16 +2,18 @@
 
     python research/nvrar_nodes.py --nodes 2 --ranks-per-node 1 --json benchmarks/data/h200/nvrar_2x1.json
 
-- ``puts``: our kernels, which reach other nodes by NVSHMEM's puts. On one host these are stores to mapped memory, so
-  the figures show what the protocol costs, not what a network does.
-- ``stores``: the same kernels, which store to the cells of other nodes themselves.
+- ``puts/...``: our kernels, which reach other nodes by NVSHMEM's puts. On one host these are stores to mapped memory,
+  so the figures show what the protocol costs, not what a network does.
+- ``stores/...``: the same kernels, which store to the slots of other nodes themselves.
 - ``one_shot``, ``two_shot``: our kernels of one node.
 - ``published``: separate launches, as NVRAR was published: a reduce-scatter within the node, then for each doubling of
   nodes a put, fence, signal, wait and sum, then an all-gather within the node.
 - ``nccl``: NCCL between these GPUs; ``nccl_network``: NCCL told that each node is a host (NCCL_HOSTID), so over TCP by
   the loopback interface between nodes; ``nccl_apart``: the same with a host for each rank.
 
-Inputs are small whole numbers, whose sums are exact in any order, so every result is compared bit by bit.
+Each way has processes of its own and a time limit. Rank 0 prints every row as it has it, with the seconds of the first
+call, most of which are the compiler's: a kernel that puts takes eight. A way that fails or stalls is ended, and the
+others go on. Inputs are small whole numbers, whose sums are exact in any order, so every result is compared bit by bit.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import json
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +43,34 @@ from shotcast.errors import ShotcastError
 from shotcast.memory.symmetric import Target
 from shotcast.units import format_size, parse_size
 
-OWN = ("nvrar", "nvrar_pairs", "nvrar_halving")
 CALLS = 40
 _SIGNAL_SET, _EQUAL = 9, 0
 
 
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2, help="a power of two")
-    parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("-b", "--begin", type=parse_size, default=1 << 10, help="the smallest message")
-    parser.add_argument("-e", "--end", type=parse_size, default=8 << 20, help="the largest message")
-    parser.add_argument("--json", type=Path, help="the file for the results")
-    return parser
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Nodes, ranks of each, and the sizes of messages in bytes."""
+
+    nodes: int
+    local: int
+    sizes: tuple[int, ...]
+
+
+class Rows:
+    """The results of rank 0: each is printed, and kept in a file, as soon as it is there."""
+
+    def __init__(self, path: Path, way: str):
+        self._path, self._way = path, way
+
+    def add(self, rank: int, nbytes: int, us: float | str, first_s: float, way: str = "") -> None:
+        """Take the result of a size; ``us`` is a time or why there is none."""
+        if rank:
+            return
+        way = way or self._way
+        found = f"{us:9.1f} us" if isinstance(us, float) else us
+        print(f"{way:20} {format_size(nbytes):>8} {found}   first call {first_s:.1f} s", flush=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps([way, nbytes, us]) + "\n")
 
 
 def partners(rank: int, nodes: int, local: int) -> list[int]:
@@ -119,117 +140,186 @@ class Published:
             self._node.close()
 
 
-def sizes(begin: int, end: int) -> Iterator[int]:
-    size = begin
-    while size <= end:
-        yield size
-        size *= 2
-
-
-def us_of(comm: shotcast.Communicator, call: Callable[[], Any], right: Callable[[], bool]) -> float | str:
-    """Return the time of the slowest rank, or why there is none."""
+def measured(
+    comm: shotcast.Communicator, call: Callable[[], Any], right: Callable[[], bool]
+) -> tuple[float | str, float]:
+    """Return the time of the slowest rank, or why there is none, and the seconds of the first call."""
+    began = time.monotonic()
+    first_s = 0.0
     try:
         call()
         torch.cuda.synchronize()
+        first_s = time.monotonic() - began
+        comm.check()
         if not all(comm._host.all_gather(right())):
-            return "wrong"
+            return "wrong", first_s
         comm._host.barrier()
         mine = seconds_each(lambda turn: call(), 2, CALLS) * 1e6
     except (RuntimeError, OSError) as error:
-        return f"{type(error).__name__}: {error}"[:200]
-    return max(comm._host.all_gather(mine))
+        return f"{type(error).__name__}: {error}"[:200], first_s or time.monotonic() - began
+    return max(comm._host.all_gather(mine)), first_s
 
 
 def communicator(**settings: str) -> shotcast.Communicator:
-    """Return a communicator that is made under some environment variables."""
+    """Return a communicator that is made under some environment variables.
+
+    It is exclusive, as others load the kernels of all sizes with the first call, eight seconds each.
+    """
     names = ("SHOTCAST_RANKS_PER_NODE", "SHOTCAST_NETWORK")
     for name in names:
         os.environ.pop(name, None)
     os.environ.update(settings)
     try:
-        return shotcast.Communicator(device="cuda", max_bytes=8 << 20, timeout_s=20)
+        return shotcast.Communicator(device="cuda", max_bytes=8 << 20, timeout_s=20, exclusive=True)
     finally:
         for name in names:
             os.environ.pop(name, None)
 
 
-def ways(nodes: int, local: int, begin: int, end: int) -> list[dict[str, Any]]:
-    """Measure our kernels and the published form; as one rank."""
-    flat = communicator()
-    stores = communicator(SHOTCAST_RANKS_PER_NODE=str(local))
-    puts = communicator(SHOTCAST_RANKS_PER_NODE=str(local), SHOTCAST_NETWORK="nvshmem")
-    assert puts.topology.network == "nvshmem", puts.topology.obstacle
-    published = Published(flat, nodes, end)
-    measured = [(puts, "puts", OWN), (stores, "stores", OWN), (flat, "", ("one_shot", "two_shot"))]
-    rows = []
-    for size in sizes(begin, end):
-        generator = torch.Generator(flat.device).manual_seed(flat.rank)
-        x = torch.randint(-8, 9, (size // 2,), generator=generator, device=flat.device).to(torch.bfloat16)
-        out = torch.empty_like(x)
-        wanted = flat.all_gather(x).view(flat.world_size, -1).float().sum(0).to(x.dtype)
-        right = functools.partial(torch.equal, out, wanted)
-        row: dict[str, Any] = {"bytes": size}
-        for comm, name, algorithms in measured:
-            for algorithm in algorithms:
-                call = functools.partial(comm.all_reduce, x, out, algorithm)
-                out.fill_(float("nan"))
-                row[f"{name}/{algorithm}" if name else algorithm] = us_of(flat, call, right)
-        out.fill_(float("nan"))
-        row["published"] = us_of(flat, functools.partial(published.call, x, out), right)
-        rows.append(row)
-    published.close()
-    for comm in (puts, stores, flat):
-        comm.close()
-    return rows
+def operands(comm: shotcast.Communicator, nbytes: int) -> tuple[torch.Tensor, torch.Tensor, Callable[[], bool]]:
+    """Return the input of this rank, the output, and what compares that with the sum of all ranks' inputs."""
+    every = []
+    for rank in range(comm.world_size):
+        generator = torch.Generator(comm.device).manual_seed(rank)
+        every.append(torch.randint(-8, 9, (nbytes // 2,), generator=generator, device=comm.device).to(torch.bfloat16))
+    out = torch.full_like(every[0], float("nan"))
+    wanted = torch.stack(every).float().sum(0).to(out.dtype)
+    return every[comm.rank], out, functools.partial(torch.equal, out, wanted)
 
 
-def nccl(begin: int, end: int, ranks_per_host: int) -> list[float | str]:
-    """Measure NCCL; as one rank, with so many on each host that NCCL sees; 0 for all of them."""
-    if ranks_per_host:
+def ours(shape: Shape, rows: Rows, over: str, *algorithms: str) -> None:
+    """Measure our kernels, over "stores" or "puts" between nodes or on one node; as one rank."""
+    settings = {} if over == "node" else {"SHOTCAST_RANKS_PER_NODE": str(shape.local)}
+    if over == "puts":
+        settings["SHOTCAST_NETWORK"] = "nvshmem"
+    with communicator(**settings) as comm:
+        if over == "puts" and comm.topology.network != "nvshmem":
+            raise RuntimeError(f"GPUs do not put to each other: {comm.topology.obstacle}")
+        for algorithm in algorithms:
+            way = algorithm if over == "node" else f"{over}/{algorithm}"
+            for nbytes in shape.sizes:
+                x, out, right = operands(comm, nbytes)
+                us, first_s = measured(comm, functools.partial(comm.all_reduce, x, out, algorithm), right)
+                rows.add(comm.rank, nbytes, us, first_s, way)
+                if isinstance(us, str):
+                    comm.reset()
+                    break
+
+
+def published(shape: Shape, rows: Rows) -> None:
+    """Measure the published form; as one rank."""
+    with communicator() as comm:
+        form = Published(comm, shape.nodes, max(shape.sizes))
+        for nbytes in shape.sizes:
+            x, out, right = operands(comm, nbytes)
+            rows.add(comm.rank, nbytes, *measured(comm, functools.partial(form.call, x, out), right))
+        form.close()
+
+
+def nccl(shape: Shape, rows: Rows, apart: str = "") -> None:
+    """Measure NCCL; as one rank. It sees one host, or a host for each "node" or "rank"."""
+    if apart:
+        ranks_per_host = shape.local if apart == "node" else 1
         os.environ["NCCL_HOSTID"] = f"host {int(os.environ['RANK']) // ranks_per_host}"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    comm = shotcast.Communicator(device="cuda", max_bytes=1 << 20)  # it brings up torch.distributed
-    group = dist.new_group(backend="nccl")
-    times = []
-    for size in sizes(begin, end):
-        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=comm.device)
+    with shotcast.Communicator(device="cuda", max_bytes=1 << 20) as comm:  # it brings up torch.distributed
+        group = dist.new_group(backend="nccl")
+        for nbytes in shape.sizes:
+            x, out, right = operands(comm, nbytes)
 
-        def call(x: torch.Tensor = x) -> None:
-            dist.all_reduce(x, group=group)
+            def call(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
+                dist.all_reduce(out.copy_(x), group=group)
 
-        x.fill_(1)
-        call()
-        right = bool((x == comm.world_size).all())
-        x.zero_()  # else sums of sums would overflow
-        times.append(us_of(comm, call, lambda right=right: right))  # type: ignore[misc]
-    comm.close()
-    return times
+            call()
+            if all(comm._host.all_gather(right())):
+                out.zero_()  # else sums of sums would overflow
+                only = functools.partial(dist.all_reduce, out, group=group)
+                rows.add(comm.rank, nbytes, *measured(comm, only, lambda: True))
+            else:
+                rows.add(comm.rank, nbytes, "wrong", 0.0)
 
 
-def main() -> None:
+WAYS: dict[str, tuple[Any, ...]] = {
+    "nccl": (nccl,),
+    "stores": (ours, "stores", "nvrar_pairs", "nvrar_16bit", "nvrar", "nvrar_halving"),
+    **{f"puts/{name}": (ours, "puts", name) for name in ("nvrar_pairs", "nvrar_16bit", "nvrar", "nvrar_halving")},
+    "node": (ours, "node", "one_shot", "two_shot"),
+    "published": (published,),
+    "nccl_network": (nccl, "node"),
+    "nccl_apart": (nccl, "rank"),
+}
+"""The function that measures each way, with its further arguments, in the order in which they begin."""
+
+
+def run(name: str, shape: Shape, path: Path, limit_s: float) -> None:
+    """Measure a way within its limit; ``path`` has its results until it fails or stalls."""
+    measure, *others = WAYS[name]
+    began = time.monotonic()
+    print(f"{name}: begins", flush=True)
+    try:
+        shotcast.spawn(measure, shape.nodes * shape.local, shape, Rows(path, name), *others, timeout_s=limit_s)
+    except (ShotcastError, RuntimeError) as error:
+        print(f"{name}: {str(error)[:3000]}", flush=True)
+    print(f"{name}: ended after {time.monotonic() - began:.0f} s", flush=True)
+
+
+def table_of(path: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a row for each size with the results of all ways that have any."""
+    rows: dict[int, dict[str, Any]] = {nbytes: {"bytes": nbytes} for nbytes in sizes}
+    for line in path.read_text().splitlines():
+        way, nbytes, us = json.loads(line)
+        rows[nbytes][way] = us
+    return list(rows.values())
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2, help="a power of two")
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("-b", "--begin", type=parse_size, default=8 << 10, help="the smallest message")
+    parser.add_argument("-e", "--end", type=parse_size, default=8 << 20, help="the largest message")
+    parser.add_argument("-f", "--factor", type=int, default=8, help="from one message to the next")
+    parser.add_argument("--ways", default=",".join(WAYS), help="some of %(default)s")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds that a way may take")
+    parser.add_argument("--total", type=float, default=540.0, help="seconds after which no way begins")
+    parser.add_argument("--json", type=Path, help="the file for the results")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = options()
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     nodes, local = asked.nodes, asked.ranks_per_node
     if nodes < 2 or nodes & (nodes - 1) or local < 1:
         parser.error(f"--nodes is a power of two from 2 up and --ranks-per-node at least 1, not {nodes} and {local}")
-    if asked.begin % (2 * local) or asked.end < asked.begin:
+    if asked.begin % (2 * local) or asked.end < asked.begin or asked.factor < 2:
         parser.error(f"sizes are whole elements of each of {local} ranks and ascend, not {asked.begin} to {asked.end}")
-    rows = shotcast.spawn(ways, nodes * local, nodes, local, asked.begin, asked.end, timeout_s=330)[0]
-    hosts = {"nccl": 0, "nccl_network": local} | ({"nccl_apart": 1} if local > 1 else {})
-    for name, ranks_per_host in hosts.items():
-        try:
-            times = shotcast.spawn(nccl, nodes * local, asked.begin, asked.end, ranks_per_host, timeout_s=80)[0]
-        except ShotcastError as error:
-            times = [str(error)[:200]] * len(rows)
-        for row, time_us in zip(rows, times, strict=True):
-            row[name] = time_us
-    table = Table("bytes", *(name for name in rows[0] if name != "bytes"))
-    for row in rows:
-        cells = (row[name] for name in row if name != "bytes")
-        table.add_row(format_size(row["bytes"]), *(f"{us:.1f}" if isinstance(us, float) else us for us in cells))
-    Console(width=200).print(table)
-    if asked.json:
-        write(asked.json, rows, kernels.of_collectives("cuda"), nodes=nodes, ranks_per_node=local)
+    names = asked.ways.split(",")
+    if unknown := [name for name in names if name not in WAYS]:
+        parser.error(f"no way {', '.join(unknown)}; ways: {', '.join(WAYS)}")
+    sizes = [asked.begin]
+    while sizes[-1] * asked.factor <= asked.end:
+        sizes.append(sizes[-1] * asked.factor)
+    shape, end = Shape(nodes, local, tuple(sizes)), time.monotonic() + asked.total
+    with tempfile.TemporaryDirectory(prefix="nvrar-") as folder:
+        path = Path(folder) / "rows"
+        path.touch()
+        for name in names:
+            left = end - time.monotonic()
+            if left <= 0:
+                print(f"{name}: not begun, {asked.total:.0f} s have passed", flush=True)
+            elif name != "nccl_apart" or local > 1:
+                run(name, shape, path, min(asked.limit, left))
+                if asked.json:
+                    rows = table_of(path, sizes)
+                    write(asked.json, rows, kernels.of_collectives("cuda"), nodes=nodes, ranks_per_node=local)
+        rows = table_of(path, sizes)
+    ways = dict.fromkeys(name for row in rows for name in row if name != "bytes")
+    table = Table("way", *(format_size(nbytes) for nbytes in sizes))
+    for way in ways:
+        found = (row.get(way, "") for row in rows)
+        table.add_row(way, *(f"{us:.1f}" if isinstance(us, float) else us for us in found))
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def summary_table(found: Study) -> str:
             "{} to {}".format(*PUBLISHED_GAIN),
             by_cluster((name, range_text([row.gain for row in rows])) for name, rows in ends),
             several,
-            "sums in 16 bits between nodes, as published: "
+            "sums in 16 bits between nodes: "
             + by_cluster((name, range_text([row.narrow_gain for row in rows])) for name, rows in ends),
         ],
         [

@@ -36,7 +36,8 @@ class NodeSumRow:
     Attributes:
         nccl_us: NCCL's ring and tree, each by its fastest protocol.
         forms_us: our own, by name.
-        narrow_us: the fastest of our own, if sums passed between nodes in 16 bits, as the published NVRAR's do.
+        narrow_us: the fastest of our own, if sums passed between nodes in 16 bits. The published NVRAR's do, beside as
+            many bytes of flags, so it sends the bytes of our float32 sums.
     """
 
     cluster: str
@@ -92,10 +93,8 @@ def node_sum_rows(calibration: Calibration) -> list[NodeSumRow]:
 
 
 def _nccl_us(algorithm: str, nbytes: int, shape: NodeShape, costs: CollectiveCosts) -> float:
-    """Return the microseconds of NCCL's ring or tree by its fastest protocol; it has the wires without flags."""
-    cells = costs.network_over(shape.nodes)
-    wires = NetworkCost(cells.step_us, 2 * cells.bw_gbps)
-    choices = nccl.choices(nbytes, shape, wires, costs.host)
+    """Return the microseconds of NCCL's ring or tree by its fastest protocol."""
+    choices = nccl.choices(nbytes, shape, costs.network_over(shape.nodes), costs.host)
     return min(choice.time_us for choice in choices if choice.algorithm == algorithm)
 
 
@@ -132,19 +131,16 @@ def range_text(values: Sequence[float]) -> str:
 def thousand_nodes_table(calibration: Calibration) -> str:
     """Return an all-reduce of 1,024 nodes of 4 GPUs, followed rank by rank.
 
-    The ring is not one of our kernels over nodes, and has no cells: data have the whole bandwidth. Flags take half of
-    it from the others.
+    The ring is not one of our kernels over nodes.
     """
     spec = cluster.load(CLUSTERS[0])
     shape = NodeShape(1024, 4)
     late = [100.0 if rank == 1234 else 0.0 for rank in range(shape.world_size)]
     body = []
     for name in ("ring", *FORMS):
-        own, label = name != "ring", registered()[name].label
-        fabric = Fabric.on(spec, calibration.link, cells=own)
+        label = registered()[name].label
+        fabric = Fabric.on(spec, calibration.link)
         narrow = replace(fabric, nodes_per_leaf=32, oversubscription=2.0)
-        if not own:
-            label = f"{label}, no flags"
         for nbytes in (128 << 10, 2 << 20):
             call = CollectiveCall.all_reduce(name, nbytes, shape)
             plain = exact_end_times(call, fabric).max()

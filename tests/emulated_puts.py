@@ -1,6 +1,6 @@
 """Ranks in Triton's interpreter that put to each other as NVSHMEM does between hosts, over shared memory.
 
-A put is done later, by a thread that stands for the network's adapter: it reads the source then, in words of 8 bytes in
+A put is done later, by a thread that stands for the network's adapter: it reads the source then, in words of 4 bytes in
 any order, and no two puts are in order. The adapter of a rank may be stopped for a while.
 """
 
@@ -30,12 +30,15 @@ class Adapter:
         self._waiting: list[tuple[float, int, int, int]] = []
         self._came = threading.Condition()
         self.carried = 0
+        self.sizes: list[int] = []
+        """Bytes of each put, in order."""
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, target: int, source: int, nbytes: int) -> None:
-        assert target % 16 == source % 16 == nbytes % 8 == 0
+        assert target % 16 == source % 16 == nbytes % 16 == 0
         assert nbytes > 0
         with self._came:
+            self.sizes.append(nbytes)
             self._waiting.append((time.monotonic() + self._random.random() * self.longest_s, target, source, nbytes))
             self._came.notify()
 
@@ -55,7 +58,7 @@ class Adapter:
             self._random.shuffle(due)
             for one in due:
                 _, target, source, nbytes = one
-                order = np.random.default_rng(self.carried).permutation(nbytes // 8)
+                order = np.random.default_rng(self.carried).permutation(nbytes // 4)
                 there, here = _words(target, nbytes), _words(source, nbytes)
                 for part in np.array_split(order, 3):
                     there[part] = here[part]
@@ -65,7 +68,7 @@ class Adapter:
 
 
 def _words(address: int, nbytes: int) -> Any:
-    return np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=np.int64)
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=np.int32)
 
 
 ADAPTER: Adapter | None = None

@@ -82,18 +82,12 @@ class Fabric:
             )
 
     @classmethod
-    def on(cls, cluster: Cluster, link: LinkCost, cells: bool = True) -> Fabric:
-        """Return the fabric of a cluster whose link was calibrated.
-
-        Args:
-            cluster: the description.
-            link: constants within a node.
-            cells: that bytes travel in cells, with as many of a flag, which halves the bandwidth between nodes.
-        """
+    def on(cls, cluster: Cluster, link: LinkCost) -> Fabric:
+        """Return the fabric of a cluster whose link was calibrated: ``link`` has the constants within a node."""
         network = cluster.network
         if network is None:
             return cls(link)
-        wires = NetworkCost(network.latency_us, network.bw_gbps * network.gpus_per_nic / (2 if cells else 1))
+        wires = NetworkCost(network.latency_us, network.bw_gbps * network.gpus_per_nic)
         if network.switch is None:
             return cls(link, wires, network.gpus_per_nic)
         switch = network.switch

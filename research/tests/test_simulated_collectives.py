@@ -317,10 +317,9 @@ def test_a_fabric_of_a_description() -> None:
         "x.yaml",
     )
     found = Fabric.on(described, NVLINK4)
-    assert found.network.bw_gbps == 25  # two GPUs an adapter of 50 GB/s, and half of that is flags
+    assert found.network.bw_gbps == 50  # of an adapter, which two GPUs share
     assert (found.ranks_per_adapter, found.nodes_per_leaf, found.oversubscription) == (2, 16, 2)
     assert found.hop_us == pytest.approx(0.3)
-    assert Fabric.on(described, NVLINK4, cells=False).network.bw_gbps == 50
     assert Fabric.on(cluster.parse("gpu: H200 SXM\nnode: {num_gpus_per_node: 8}", "x"), NVLINK4) == Fabric(NVLINK4)
 
 

@@ -108,7 +108,7 @@ def words_left_in_slots(dtype: str, count: int) -> list[int]:
         for size, name in ((count, FP8), (4, "one_shot")):
             comm.all_reduce(torch.ones(size, dtype=FLOATS[dtype]), algorithm=name)
             comm._host.barrier()
-            left.append(int((words[where.slots_at * 4 : where.network_at * 4] != -1).sum()))
+            left.append(int((words[where.slots_at * 4 : where.staging_at * 4] != -1).sum()))
             comm._host.barrier()
         comm.check()
     return left

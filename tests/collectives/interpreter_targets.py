@@ -134,7 +134,7 @@ def words_left_in_slots(operation: str, count: int) -> list[int]:
             comm._host.barrier()
             where = comm._executor.workspaces[0].where
             words = comm._executor.workspaces[0].memory.view(comm.rank, 0, (where.nbytes // 4,), torch.int32)
-            left.append(int((words[where.slots_at * 4 : where.network_at * 4] != -1).sum()))
+            left.append(int((words[where.slots_at * 4 : where.staging_at * 4] != -1).sum()))
     return left
 
 

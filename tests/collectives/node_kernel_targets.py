@@ -193,7 +193,7 @@ def failures(nodes: int, kind: str, fault: str, victim: int) -> Any:
         for _ in range(3):
             out = torch.zeros_like(x)
             run_call(executor, plan_of(kind, x), x, out)
-            assert bool((out == comm.world_size).all())
+            assert bool((out == comm.world_size).all()), executor.fault()
         comm._host.barrier()
         programs = 0
 

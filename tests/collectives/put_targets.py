@@ -12,7 +12,7 @@ from unittest import mock
 
 import node_kernel_targets
 import torch
-from node_kernel_targets import ALGORITHMS, layout_of, plan_of, tree_sum
+from node_kernel_targets import ALGORITHMS, KINDS, layout_of, plan_of, tree_sum
 from workers import check, inputs
 
 import emulated_puts
@@ -56,7 +56,7 @@ def with_puts(fn: Callable[..., Any], longest_s: float, *args: Any) -> Any:
 def with_headers_late(fn: Callable[..., Any], *args: Any) -> Any:
     """Run ``fn`` with grids of which every second has its first program, which awaits all headers, interpreted last.
 
-    So a rank may stage cells of a call while a peer still awaits those of the call before, as it may on a GPU.
+    So a rank may stage words of a call while a peer still awaits those of the call before, as it may on a GPU.
     """
     from triton.runtime.interpreter import interpreter_builder
 
@@ -72,14 +72,13 @@ def with_headers_late(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def with_one_generation_of_staging(fn: Callable[..., Any], *args: Any) -> Any:
-    """Run ``fn`` with kernels that stage all cells where the call before did."""
+    """Run ``fn`` with kernels that stage all words where the call before did."""
     from shotcast.transport.triton import network
 
     enter = network.enter_network
 
-    def enter_wrongly(call: Any, network_at: Any, network_quads: Any, puts: Any) -> Any:
-        entered = enter(call, network_at, network_quads, puts)
-        return entered._replace(staging=2 * network_quads - entered.quads + network_at)
+    def enter_wrongly(call: Any, quads: Any, staging_at: Any, *others: Any) -> Any:
+        return enter(call, quads, staging_at, *others)._replace(staging=staging_at)
 
     from shotcast.transport.triton import nvrar
 
@@ -105,6 +104,26 @@ def wrong_sums(nodes: int, calls: int) -> int:
             except AssertionError:
                 wrong += 1
     return wrong
+
+
+def bytes_put(nodes: int, nbytes: int) -> dict[str, int]:
+    """Return the bytes that this rank puts in a call beside headers, by algorithm and bytes of an element."""
+    adapter, header = emulated_puts.emulate(), 16
+    found = {}
+    with (
+        shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm,
+        executor_of(comm, nodes, 1 << 16) as executor,
+    ):
+        for kind in (*KINDS, "nvrar_16bit"):
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.ones(nbytes // dtype.itemsize, dtype=dtype)
+                if kind == "nvrar_16bit" and dtype == torch.float32:
+                    continue
+                begin = len(adapter.sizes)
+                run_call(executor, plan_of(kind, x, 2, 64), x, torch.zeros_like(x))
+                assert executor.fault() is None
+                found[f"{kind} {dtype.itemsize}"] = sum(size for size in adapter.sizes[begin:] if size > header)
+    return found
 
 
 def after_reset(nodes: int) -> tuple[Any, bool]:

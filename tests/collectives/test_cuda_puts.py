@@ -23,6 +23,7 @@ from shotcast.collectives import communicator
 from shotcast.collectives.rank_device import enough_gpus
 from shotcast.errors import ConfigError
 from shotcast.memory import nvshmem_library
+from shotcast.wire import SIXTEEN_BITS
 
 
 def _installed() -> bool:
@@ -34,7 +35,7 @@ def _installed() -> bool:
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(150),
     pytest.mark.skipif(not _installed(), reason="NVSHMEM is not installed"),
 ]
 SHAPES = [(nodes, local) for nodes, local in ((2, 1), (3, 1), (2, 2), (4, 1), (4, 2)) if enough_gpus(nodes * local)]
@@ -61,15 +62,17 @@ def test_a_communicator_over_puts() -> None:
         assert others == []
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("nodes", "local"), SHAPES)
-def test_sums_are_those_of_the_tree(nodes: int, local: int) -> None:
-    done = ranks_that_put(nodes, local, values, nodes, timeout_s=400)
-    assert min(done) == max(done) > len(KINDS) * len(FLOATS)
+def test_sums_are_those_of_the_tree(nodes: int, local: int, dtype: str) -> None:
+    done = ranks_that_put(nodes, local, values, nodes, dtype, timeout_s=140)
+    assert min(done) == max(done) > len(KINDS)
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize(("nodes", "local"), SHAPES)
-def test_sums_of_nodes_in_16_bits(nodes: int, local: int) -> None:
-    done = ranks_that_put(nodes, local, rounded_values, nodes, timeout_s=400)
+def test_sums_of_nodes_in_16_bits(nodes: int, local: int, dtype: str) -> None:
+    done = ranks_that_put(nodes, local, rounded_values, nodes, dtype, timeout_s=140)
     assert min(done) == max(done) > 0
 
 
@@ -77,13 +80,13 @@ def test_sums_of_nodes_in_16_bits(nodes: int, local: int) -> None:
 @pytest.mark.parametrize(("nodes", "local"), SHAPES[:1])
 def test_calls_of_changing_size_with_stragglers(nodes: int, local: int, calls: int) -> None:
     """It makes ``calls`` twice, from two epochs on."""
-    ranks_that_put(nodes, local, changing_sizes, nodes, calls, timeout_s=450)
+    ranks_that_put(nodes, local, changing_sizes, nodes, calls, timeout_s=140)
 
 
 @pytest.mark.parametrize("replays", [300, pytest.param(10_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("nodes", "local"), SHAPES[:1])
 def test_graphs_replay_on_changed_inputs(nodes: int, local: int, replays: int) -> None:
-    ranks_that_put(nodes, local, graphs, nodes, replays, timeout_s=450)
+    ranks_that_put(nodes, local, graphs, nodes, replays, timeout_s=140)
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])

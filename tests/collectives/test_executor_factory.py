@@ -156,7 +156,7 @@ def test_a_gpu_that_nothing_here_sees(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logical_nodes_are_joined_by_peer_stores() -> None:
     layout = NodeLayout.of_keys(["a/0", "a/1"])
     made = build_executor(TwoRanks(), ONE_NODE._replace(layout=layout), GPU, 1 << 20, 3.0, registered(), print)
-    assert made[1:] == ("triton", "", True, "peer stores", NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps / 2))
+    assert made[1:] == ("triton", "", True, "peer stores", NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps))
 
 
 @pytest.fixture
@@ -180,8 +180,7 @@ def test_gpus_of_several_hosts_put(heap: None, monkeypatch: pytest.MonkeyPatch) 
     """They need not see each other's GPUs."""
     monkeypatch.setattr("shotcast.collectives.executor_factory.visible_gpus", lambda: {"GPU-1": 1})
     made = build_executor(TwoRanks(), HOSTS, GPU, 1 << 20, 3.0, registered(), print)
-    cost = NetworkCost(INFINIBAND.step_us, INFINIBAND.bw_gbps / 2)
-    assert made[1:] == ("triton", "", False, "nvshmem", cost)
+    assert made[1:] == ("triton", "", False, "nvshmem", INFINIBAND)
     assert built["executor"] == (HOSTS.layout, 1 << 20, 3.0, GPU, registered(), print, False)
 
 

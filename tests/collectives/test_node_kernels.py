@@ -70,7 +70,7 @@ def test_calls_that_clear_their_slots_themselves(nodes: int, local: int) -> None
     ],
 )
 def test_sizes_and_kinds_may_change_from_call_to_call(nodes: int, local: int, calls: int) -> None:
-    """Cells of earlier calls are left where they are, of either generation, and none is taken for a new one."""
+    """Each call clears what the one before has left, though they divide the slots differently."""
     interpreted(with_late_programs, nodes, local, changing_sizes, nodes, calls)
 
 
@@ -81,27 +81,29 @@ def test_epochs_across_borders(nodes: int, local: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (3, 1), (2, 2)])
-def test_messages_beyond_the_cells_pass_in_pieces(nodes: int, local: int) -> None:
+def test_messages_beyond_the_slots_between_nodes_pass_in_pieces(nodes: int, local: int) -> None:
     assert min(interpreted(in_pieces, nodes, local, nodes)) > 20
 
 
 @pytest.mark.parametrize("max_bytes", [16, 4096, 1 << 20, 8 << 20, 512 << 20])
-def test_cells_hold_a_piece_of_any_exchange(max_bytes: int) -> None:
+def test_slots_hold_a_piece_of_any_exchange(max_bytes: int) -> None:
     for nodes, local in itertools.product(range(2, 9), range(1, 9)):
         if nodes * local > MAX_WORLD_SIZE:
             continue
         where = Layout.for_messages(max_bytes, nodes=nodes, ranks_per_node=local)
+        alone = Layout.for_messages(max_bytes)
         assert 16 <= where.piece_bytes <= max_bytes
         slice_words = -(-where.piece_bytes // (16 * local)) * 4
-        assert 8 * network_slots(nodes) * 2 * slice_words <= where.network_quads * 16
-        assert where.window_at == where.network_at + 2 * where.network_quads
-        assert where.nbytes == (where.window_at + where.window_quads) * 16
+        between = where.slots_quads - alone.slots_quads
+        assert network_slots(nodes) * 2 * slice_words <= between * 4
+        assert where.nbytes - alone.nbytes == 3 * between * 16
+        assert (where.staging_quads, where.window_quads) == (0, alone.window_quads)
+        staged = Layout.for_messages(max_bytes, nodes=nodes, ranks_per_node=local, staged=True)
+        assert (staged.staging_quads, staged.window_quads) == (between, 0)
+        assert staged.staging_at == staged.slots_at + 3 * staged.slots_quads
+        assert staged.nbytes == (staged.staging_at + 2 * between) * 16
         if max_bytes >= 512 << 20:
             assert where.piece_bytes >= 256 << 10, "a launch is short beside the time on the network"
-
-
-def test_one_node_has_no_cells_for_others() -> None:
-    assert Layout.for_messages(1 << 20).network_quads == 0
 
 
 ROWS = [

@@ -12,6 +12,7 @@ from interpreter_targets import with_late_programs
 from node_kernel_targets import KINDS, changing_sizes, failures, values, wrapping_epochs
 from put_targets import (
     after_reset,
+    bytes_put,
     heard_while_idle,
     killed,
     reset_without_a_farewell,
@@ -26,6 +27,7 @@ from test_node_kernels import cases
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast import wire
+from shotcast.collectives.registry import registered
 
 
 def interpreted(fn: Any, nodes: int, local: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -55,13 +57,23 @@ def test_sums_are_those_of_the_tree(nodes: int, local: int, each: int, longest_s
     [pytest.param(*shape, 200, marks=pytest.mark.full) for shape in ((2, 1), (3, 1), (2, 2))],
 )
 def test_sizes_and_kinds_may_change_from_call_to_call(nodes: int, local: int, calls: int) -> None:
-    """The cells that a put still reads stay as they were, also while the calls after it are under way."""
+    """Words that a put still reads stay as they were, also while the calls after it are under way."""
     interpreted(with_puts, nodes, local, changing_sizes, 0.003, nodes, calls)
+
+
+@pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_what_is_put_is_what_the_cost_model_says(nodes: int) -> None:
+    """Nothing passes beside the words of sums and results: twice a 16-bit message where sums are float32, or once."""
+    nbytes, found = 16 << 10, interpreted(bytes_put, nodes, 1, nodes, 16 << 10)
+    for name in found[0]:
+        algorithm, itemsize = name.split()
+        work = registered()[algorithm].forms[wire.Op.ALL_REDUCE].work(nbytes, wire.NodeShape(nodes, 1), int(itemsize))
+        assert sum(each[name] for each in found) == nodes * (work.network_sent + work.spread_sent), name
 
 
 @pytest.mark.full
 def test_one_generation_of_staging_is_too_few() -> None:
-    """A put of a call before would carry cells of the next."""
+    """A put of a call before would carry words of the next."""
     right = (with_headers_late, 0.05, wrong_sums, 2, 12)
     wrong = (with_headers_late, 0.05, with_one_generation_of_staging, wrong_sums, 2, 12)
     assert interpreted(with_puts, 2, 1, *right) == [0, 0]

@@ -33,7 +33,7 @@ CHANNELS = 1
 """Channels of a mailbox in traces: as many as the model has, so that all chunks pass through one."""
 WITHHELD = 6
 """Words of a poll that come later than all others, each in its turn."""
-POLLED = ("slots", "cells", "network", "mailbox", "header", "flags", "credits", "receives_begun_cell", "progress")
+POLLED = ("slots", "cells", "mailbox", "header", "flags", "credits", "receives_begun_cell", "progress")
 """Regions in which programs wait for words."""
 
 
@@ -115,9 +115,6 @@ class Recorder:
         layout, where = self.layout, self.where
         if where.window_quads and offset >= 16 * where.window_at:
             return "window", (offset - 16 * where.window_at) // 4
-        if where.network_quads and offset >= 16 * where.network_at:
-            generation, rest = divmod(offset - 16 * where.network_at, 16 * where.network_quads)
-            return "network", generation, rest // 8
         if offset >= 16 * where.slots_at:
             generation, rest = divmod(offset - 16 * where.slots_at, 16 * where.slots_quads)
             return "slots", generation, rest // 4
@@ -162,7 +159,7 @@ class Recorder:
         region = place[1]
         if region == "slots":
             return "sentinel" if word & 0xFFFFFFFF == 0xFFFFFFFF else "data"
-        if region in ("cells", "network", "mailbox"):
+        if region in ("cells", "mailbox"):
             return word >> 32 & 0xFFFFFFFF
         if region == "header":
             same = word & (1 << 48) - 1 == self.header[place[4]]
@@ -226,7 +223,7 @@ class Recorder:
         if region == "header":  # that of another call, the one before that used the cell
             previous = (word >> 48) - self.header_cells & 0xFFFF
             return None if not word else _signed(previous << 48 | (word ^ 1) & (1 << 48) - 1)
-        if region in ("cells", "network", "mailbox"):
+        if region in ("cells", "mailbox"):
             return _signed(((word >> 32) - 2 & 0xFFFFFFFF) << 32 | ~word & 0xFFFFFFFF)
         return word - 1 if word > 0 else None
 

@@ -1,21 +1,21 @@
-"""All-reduce over nodes: sums of nodes pass in cells with the epoch, each step of the exchange in slots of its own.
+"""All-reduce over nodes: sums of nodes pass in sentinel slots, each step of the exchange in slots of its own.
 
-Ranks of a node scatter and gather through sentinel slots, as in two-shot. Between nodes, ranks of one local rank
-exchange partial sums by doubling, by pairs, by halving or in two shots. Puts land at any time and in any order, as
-those of a network may. There are two generations of cells, by the parity of the epoch, and nothing is cleared.
+Ranks of a node scatter and gather, as in two-shot. Between nodes, ranks of one local rank exchange partial sums by
+doubling, by pairs, by halving or in two shots, in slots behind those. Puts land at any time and in any order, as those
+of a network may. There are three generations of slots, and a call clears what the one before has left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
 
 from . import test_sentinel as sentinel
 from .explore import Kind
-from .machine import ABORTED, ARRIVED, EXPIRED, Await, Fail, KernelBoundary, Load, Machine, Program, Read, Start, Steps
+from .machine import ABORTED, ARRIVED, EXPIRED, Await, Fail, KernelBoundary, Load, Machine, Program, Start, Steps
 from .machine import Store as Put
 from .words import SENTINEL, ZERO, Call, Header, HeaderRules, Sum, header_programs
 
@@ -24,22 +24,18 @@ Tree = Any
 """A sum of nodes: a node, or a pair of sums in the order in which they are added."""
 
 
-class Cell(NamedTuple):
-    """A cell: which sum it is, of which value of which call, and the flag."""
+class Word(NamedTuple):
+    """A word: which sum it is, of which value of which call."""
 
-    call: int | None
+    call: int
     index: int
     tree: Tree
-    flag: int
-
-
-NEVER = Cell(None, 0, None, -1)
 
 
 class NodeCall(NamedTuple):
     """An all-reduce over nodes.
 
-    ``sizes[l]`` are the words of the slice of local rank l. ``parts`` cells carry a word of a partial sum. ``tile`` is
+    ``sizes[l]`` are the words of the slice of local rank l. ``parts`` words carry a word of a partial sum. ``tile`` is
     the number of words of a tile, of which halving gives away every second, and two shots each to its owner.
     """
 
@@ -52,23 +48,67 @@ class NodeCall(NamedTuple):
     def in_node(self) -> Call:
         return Call("two_shot", self.sizes)
 
+    @property
+    def inner(self) -> int:
+        """Words of a generation that the phases in a node use."""
+        return 2 * len(self.sizes) * max(self.sizes) if len(self.sizes) > 1 else 0
+
+    def slots(self, nodes: int) -> int:
+        """Return the words that the exchange uses for each word of a slice."""
+        doublings = nodes.bit_length() - 1
+        folds = int(nodes > 1 << doublings)
+        return {
+            "pairs": (nodes - 1) * self.parts,
+            "two_shot": (nodes - 1) * self.parts + 1,
+            "halving": (doublings + folds) * self.parts + 1,
+            "doubling": doublings * self.parts + folds * (self.parts + 1),
+        }[self.exchange]
+
+    def extent(self, nodes: int) -> int:
+        """Return the words of a generation that the call uses, on any rank."""
+        return self.inner + self.slots(nodes) * max(self.sizes)
+
+    def place(self, nodes: int, size: int, slot: int, index: int) -> int:
+        """Return the word of a generation in which a value of a slot lies at a rank with ``size`` words of the slice.
+
+        A tile lies side by side: first its low halves, then its high halves.
+        """
+        first = self.inner + slot * max(self.sizes) * self.parts
+        if slot == self.words_slot(nodes):
+            return first + index
+        word, part = divmod(index, self.parts)
+        tile, lane = divmod(word, self.tile)
+        count = min(self.tile, size - tile * self.tile)
+        return first + tile * self.tile * self.parts + part * count + lane
+
+    def words_slot(self, nodes: int) -> int:
+        """Return the number of the slot that has words of the result, -1 if there is none."""
+        doublings = nodes.bit_length() - 1
+        folds = int(nodes > 1 << doublings)
+        last = {"two_shot": nodes - 1, "halving": doublings + folds, "doubling": doublings + 1}
+        return last.get(self.exchange, -1)
+
 
 @dataclass(frozen=True)
 class Rules:
     """The guards of the protocol. Each of them can be removed."""
 
-    generations: int = 2
-    by_epoch: bool = True  # False: any flag but that of memory never written will do
+    generations: int = 3
+    clears: int | None = 2  # a call clears generation (g + clears) % generations; None: none
+    large: frozenset[int] = frozenset()  # the calls that clear what they have read, and record an extent of 0
+    large_clear: bool = True  # False: they only record that extent
+    extents_kept: bool = True  # False: a call clears as many words as it uses itself
     own_slots: bool = True  # False: all steps of doubling share one slot
-    whole: bool = True  # False: data and flag are two stores
+    whole: bool = True  # False: a word comes in two halves
     in_turn: bool = True  # False: all waits have the same deadline
-    flag_values: int = 1 << 32
-    first_epoch: int = 1
     headers: HeaderRules = HEADERS
 
 
+HALF = "half a word"
+
+
 class Sent(NamedTuple):
-    """Cells that a rank puts to a node: ``(slot, index)`` of each, all of one sum; of words, the tree is the root."""
+    """Values that a rank puts to a node: ``(slot, index)`` of each, all of one sum; of words, the tree is the root."""
 
     node: int
     cells: tuple[tuple[int, int], ...]
@@ -76,7 +116,7 @@ class Sent(NamedTuple):
 
 
 class Due(NamedTuple):
-    """Cells that a rank waits for, with the sum of each. ``depth``: the exchanges that the senders wait for before."""
+    """Values that a rank waits for, with the sum of each. ``depth``: the exchanges that the senders wait for before."""
 
     senders: dict[tuple[int, int], int]
     trees: dict[tuple[int, int], Tree]
@@ -171,7 +211,7 @@ def exchange(place: Nodes, node: int, call: NodeCall, words: int) -> Iterator[Se
 
 
 class Loss(NamedTuple):
-    """A put that is lost: the ``number``-th cell that ``rank`` puts in call ``call``."""
+    """A put that is lost: the ``number``-th word that ``rank`` puts in call ``call``."""
 
     rank: int
     call: int
@@ -190,73 +230,67 @@ class Group(NamedTuple):
 
 
 def data_program(rank: int, group: Group, calls: Sequence[NodeCall], rules: Rules, loss: Loss | None = None) -> Steps:
-    """Make the calls; with ``loss``, one cell is lost, and waits have deadlines."""
+    """Make the calls; with ``loss``, one word is lost, and waits have deadlines."""
     place, (node, local) = Nodes(group.nodes), divmod(rank, group.local)
-    extents = [0, 0, 0]
+    extents = [0] * rules.generations
     for number, call in enumerate(calls):
         yield Start(number)
-        epoch = rules.first_epoch + number
-        flag, generation = epoch % rules.flag_values, epoch % rules.generations
+        generation, size = number % rules.generations, call.sizes[local]
         outcome, lost_from = ARRIVED, None
         if loss is not None and (yield Load((rank, "abort"))) is not None:
             outcome = ABORTED
-        slots = number % 3 * sentinel.CAPACITY
+        slots = generation * sentinel.CAPACITY
 
         def slot_of(owner: int, word: int, slots: int = slots, node: int = node) -> tuple[int, str, int]:
             return node * group.local + owner, "slots", slots + word
 
-        if group.local > 1:
-            cleared = (number + 2) % 3
-            for word in range(extents[cleared]):
+        def word_of(owner: int, slot: int, index: int, slots: int = slots, call: NodeCall = call) -> Any:
+            slot = slot if rules.own_slots else 0
+            return owner, "slots", slots + call.place(group.nodes, call.sizes[local], slot, index)
+
+        extent = call.extent(group.nodes)
+        if rules.clears is not None:
+            cleared = (generation + rules.clears) % rules.generations
+            for word in range(extents[cleared] if rules.extents_kept else extent):
                 yield Put((rank, "slots", cleared * sentinel.CAPACITY + word), SENTINEL)
-            extents[number % 3] = 2 * group.local * max(call.sizes)
+        extents[generation] = 0 if number in rules.large else extent
+        if group.local > 1:
             yield from sentinel.reduce_scatter(local, group.local, number, call.in_node, slot_of)
         count = 0
-        for step in exchange(place, node, call, call.sizes[local]) if outcome == ARRIVED else ():
+        for step in exchange(place, node, call, size) if outcome == ARRIVED else ():
             if isinstance(step, Sent):
-                owner = step.node * group.local + local
                 for slot, index in step.cells:
                     count += 1
                     if loss == (rank, number, count):
                         continue
-                    at = owner, "network", generation, slot if rules.own_slots else 0, index
-                    cell = Cell(number, index, step.tree, flag)
-                    if rules.whole:
-                        yield Put(at, cell)
-                    else:
-                        yield Put((owner, "data", *at[2:]), cell)
-                        yield Put(at, Cell(None, 0, None, flag))
+                    at = word_of(step.node * group.local + local, slot, index)
+                    if not rules.whole:
+                        yield Put(at, HALF)
+                    yield Put(at, Word(number, index, step.tree))
                 continue
-            expected = {
-                (rank, "network", generation, slot if rules.own_slots else 0, index): Cell(number, index, tree, flag)
-                for (slot, index), tree in step.trees.items()
-            }
+            expected = {word_of(rank, *cell): Word(number, cell[1], tree) for cell, tree in step.trees.items()}
             if not expected:
                 continue
-
-            def came(cell: Cell, flag: int = flag) -> bool:
-                return cell.flag == flag if rules.by_epoch else cell.flag != NEVER.flag
-
-            words = expected if rules.whole else {at: Cell(None, 0, None, flag) for at in expected}
             if loss is None:
-                yield Await(words, came)
+                yield Await(expected, sentinel.arrived)
             else:
                 patience = 20 * number + (step.depth if rules.in_turn else 0)
-                outcome = yield Await(words, came, (rank, "abort"), "quiet", patience)
+                outcome = yield Await(expected, sentinel.arrived, (rank, "abort"), "quiet", patience)
             if outcome == EXPIRED:
                 late = set()
-                for _, _, _, slot, index in expected:
-                    if not came((yield Load((rank, "network", generation, slot, index)))):
-                        late.add(step.senders[slot, index] * group.local + local)
+                for cell in step.trees:
+                    if not sentinel.arrived((yield Load(word_of(rank, *cell)))):
+                        late.add(step.senders[cell] * group.local + local)
                 lost_from = frozenset(late)
                 for owner in range(group.ranks):
                     yield Put((owner, "abort"), lost_from)
             if outcome != ARRIVED:
                 break
-            if not rules.whole:
-                yield Read({(at[0], "data", *at[2:]): cell for at, cell in expected.items()})
         if group.local > 1:
             yield from gather(local, group.local, number, call.in_node, slot_of)
+        if number in rules.large and rules.large_clear:
+            for word in range(extent):
+                yield Put((rank, "slots", slots + word), SENTINEL)
         yield KernelBoundary(number)
         if loss is not None:
             fault = yield Load((rank, "abort"))
@@ -317,7 +351,7 @@ def model(
         programs += header_programs(group.ranks, [call.in_node for call in calls], rules.headers)
     else:
         programs += [header(rank) for rank in range(group.ranks)]
-    words = {"network": NEVER, "data": None, "slots": SENTINEL, "header": ZERO, "abort": None}
+    words = {"slots": SENTINEL, "header": ZERO, "abort": None}
     return Machine(programs, words, **options)
 
 
@@ -345,7 +379,7 @@ def test_the_trees_of_all_exchanges_are_one(exchange: str) -> None:
             for step in each:
                 if isinstance(step, Sent):
                     for cell in step.cells:
-                        assert (step.node, *cell) not in sent, "two puts of a call to one cell"
+                        assert (step.node, *cell) not in sent, "two puts of a call to one place"
                         sent[step.node, *cell] = step.tree
                         assert step.tree in parts | set(range(nodes)) | {place.root}
         waited = {
@@ -394,32 +428,37 @@ def test_the_invariant_is_kept_by_the_data(exchange: str, verify) -> None:
 # -- the protocol without each of its guards -------------------------------------------------------------------------
 
 
-ONE_GENERATION = Rules(generations=1)
+SMALL_EXCHANGES = ["doubling", "pairs"]
 
 
 @pytest.mark.parametrize("group", [TWO, THREE], ids=str)
-@pytest.mark.parametrize("exchange", ["doubling", "pairs"])
-def test_a_slot_that_is_used_again_before_its_reader_is_done_is_overwritten(
-    exchange: str, group: Group, refute
-) -> None:
-    """With one generation, a peer that is a call ahead stores into the slot that is still polled."""
-    refute(model(group, calls_of(exchange, (1,) * 3), ONE_GENERATION), Kind.DEADLOCK)
+@pytest.mark.parametrize("exchange", SMALL_EXCHANGES)
+def test_two_generations_hang(exchange: str, group: Group, refute) -> None:
+    """The generation of the call before is that of the next, and a peer that is a call ahead has put there."""
+    refute(model(group, calls_of(exchange, (1,) * 3), Rules(generations=2, clears=1)), Kind.DEADLOCK)
 
 
-def test_halving_alone_would_do_with_one_generation(verify) -> None:
-    """A rank gets words for what it has given away, so it knows that this was read."""
-    verify(model(TWO, calls_of("halving", (2,) * 3), ONE_GENERATION))
-
-
-@pytest.mark.full
-def test_another_exchange_after_halving_needs_two_generations(refute) -> None:
-    calls = [NodeCall(each, (size,)) for each, size in (("halving", 4), ("pairs", 1))]
-    refute(model(FOUR, calls, ONE_GENERATION), Kind.DEADLOCK)
+@pytest.mark.parametrize("exchange", SMALL_EXCHANGES)
+def test_clearing_one_generation_ahead_hangs(exchange: str, refute) -> None:
+    refute(model(TWO, calls_of(exchange, (1,) * 4), Rules(clears=1)), Kind.DEADLOCK)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_without_the_epoch_sums_of_old_calls_are_added_up(exchange: str, refute) -> None:
-    refute(model(TWO, calls_of(exchange, (1,) * 4), Rules(by_epoch=False)), Kind.WRONG_VALUE)
+def test_never_clearing_adds_up_sums_of_old_calls(exchange: str, refute) -> None:
+    refute(model(TWO, calls_of(exchange, (1,) * 4), Rules(clears=None)), Kind.WRONG_VALUE)
+
+
+def test_clearing_only_what_this_call_uses_adds_up_sums_of_old_calls(refute) -> None:
+    refute(model(TWO, calls_of("doubling", (2, 1, 1, 2)), Rules(extents_kept=False)), Kind.WRONG_VALUE)
+
+
+@pytest.mark.parametrize("group", [TWO, pytest.param(THREE, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("exchange", SMALL_EXCHANGES)
+def test_large_calls_clear_themselves_among_small_ones_that_do_not(exchange: str, group: Group, verify, refute) -> None:
+    calls = calls_of(exchange, (2, 1, 1, 2))
+    rules = Rules(large=frozenset({0, 3}))
+    verify(model(group, calls, rules))
+    refute(model(group, calls, replace(rules, large_clear=False)), Kind.WRONG_VALUE)
 
 
 def test_steps_that_share_a_slot_mix_their_sums(refute) -> None:
@@ -427,16 +466,11 @@ def test_steps_that_share_a_slot_mix_their_sums(refute) -> None:
     refute(model(FOUR, calls_of("doubling", (1,)), Rules(own_slots=False)), Kind.WRONG_VALUE)
 
 
-def test_a_cell_put_in_two_halves_is_read_torn(refute) -> None:
+def test_a_word_that_comes_in_two_halves_is_read_torn(refute) -> None:
     refute(model(TWO, calls_of("doubling", (1,) * 2), Rules(whole=False)), Kind.WRONG_VALUE)
 
 
-def test_a_cell_untouched_until_its_flag_comes_around_is_taken_for_new(refute) -> None:
-    """The limit of flag cells is that of these: here after 4 calls, in kernels after 2**32."""
-    refute(model(TWO, calls_of("doubling", (2, 1, 1, 1, 2)), Rules(flag_values=4)), Kind.WRONG_VALUE)
-
-
-# -- cells that are lost ---------------------------------------------------------------------------------------------
+# -- words that are lost ---------------------------------------------------------------------------------------------
 
 
 def puts_of(group: Group, exchange: str) -> list[Loss]:
@@ -455,7 +489,9 @@ def exchange_steps(place: Nodes, node: int, call: NodeCall) -> list[Sent | Due]:
 
 
 def lost(group: Group, exchange: str, rules: Rules, loss: Loss) -> Machine:
+    """Return three calls, of which each has a generation of its own, so that none has anything to clear."""
     calls = [NodeCall(exchange, (size,)) for size in (1, 2, 1)]
+    rules = replace(rules, clears=None)
     return model(group, calls, rules, loss, check_starts=False)  # calls after a fault return at once
 
 
@@ -470,7 +506,7 @@ def lost(group: Group, exchange: str, rules: Rules, loss: Loss) -> Machine:
     ],
     ids=str,
 )
-def test_a_lost_cell_ends_in_a_fault_that_names_its_sender(exchange: str, group: Group, every: int, verify) -> None:
+def test_a_lost_word_ends_in_a_fault_that_names_its_sender(exchange: str, group: Group, every: int, verify) -> None:
     """All ranks end, none with a wrong sum, and no innocent rank is named."""
     for loss in puts_of(group, exchange)[::every]:
         verify(lost(group, exchange, Rules(), loss))

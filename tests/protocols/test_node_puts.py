@@ -1,8 +1,9 @@
-"""Puts of GPUs on several hosts: an adapter reads staged cells some time after a program has asked it to.
+"""Puts of GPUs on several hosts: an adapter reads staged words some time after a program has asked it to.
 
-A program stages the cells of a step in its own region, passes a barrier, and begins a put of them, whose end it does
-not wait for. There are two generations of staging, by the parity of the epoch. Here the adapter is a program beside
-that of the data; it carries out the puts of a rank in any order.
+A program stages the words of a step in its own region, passes a barrier, and begins a put of them, whose end it does
+not wait for. There are two generations of staging, by the parity of the epoch, and three of the slots that words arrive
+in, which hold the sentinel until then. Here the adapter is a program beside that of the data; it carries out the puts
+of a rank in any order.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import pytest
 
 from .explore import Kind
 from .machine import Await, Barrier, Fence, KernelBoundary, Load, Machine, Program, Start, Steps, Store
-from .test_node_exchange import NEVER, Cell, Due, NodeCall, Nodes, Sent, exchange
-from .words import ZERO, HeaderRules, header_programs
+from .test_node_exchange import Due, NodeCall, Nodes, Sent, Word, exchange
+from .test_sentinel import arrived
+from .words import SENTINEL, ZERO, HeaderRules, header_programs
 
 
 @dataclass(frozen=True)
 class Rules:
     """The guards of the protocol. Each of them can be removed."""
 
-    generations: int = 2  # of staging; those of the cells that arrive are always two
-    barrier: bool = True  # False: a put may begin before the cells are staged
+    generations: int = 2  # of staging; those of the slots are always three
+    barrier: bool = True  # False: a put may begin before the words are staged
+    once: bool = True  # False: the network may write a word a second time
     ends_awaited: bool = True  # False: memory is cleared while a put is on its way
 
 
@@ -32,7 +35,7 @@ def steps_of(nodes: int, node: int, call: NodeCall) -> list[Sent | Due]:
 
 
 def puts_in(nodes: int, node: int, call: NodeCall) -> list[tuple[int, int, int]]:
-    """Return (target, slot, index) of each cell that a rank puts in a call, in order."""
+    """Return (target, slot, index) of each word that a rank puts in a call, in order."""
     steps = steps_of(nodes, node, call)
     return [(step.node, *cell) for step in steps if isinstance(step, Sent) for cell in step.cells]
 
@@ -41,11 +44,15 @@ def data_program(node: int, nodes: int, calls: Sequence[NodeCall], rules: Rules)
     for number, call in enumerate(calls):
         epoch, put = number + 1, 0
         yield Start(number)
+        if number:
+            for step in steps_of(nodes, node, calls[number - 1]):
+                for cell in step.trees if isinstance(step, Due) else ():
+                    yield Store((node, "network", (number - 1) % 3, *cell), SENTINEL)
         for step in steps_of(nodes, node, call):
             if isinstance(step, Sent):
                 for slot, index in step.cells:
                     staged = node, "staging", epoch % rules.generations, slot, index
-                    yield Store(staged, Cell(number, index, step.tree, epoch))
+                    yield Store(staged, Word(number, index, step.tree))
                     if rules.barrier:
                         yield Fence()
                     yield Store((node, "asked", put, epoch % 2), epoch)
@@ -53,10 +60,10 @@ def data_program(node: int, nodes: int, calls: Sequence[NodeCall], rules: Rules)
             elif step.trees:
                 yield Await(
                     {
-                        (node, "network", epoch % 2, *cell): Cell(number, cell[1], tree, epoch)
+                        (node, "network", number % 3, *cell): Word(number, cell[1], tree)
                         for cell, tree in step.trees.items()
                     },
-                    lambda cell, epoch=epoch: cell.flag == epoch,
+                    arrived,
                 )
         yield KernelBoundary(number)
 
@@ -69,8 +76,11 @@ def adapter(node: int, nodes: int, calls: Sequence[NodeCall], put: int, parity: 
             continue
         target, slot, index = puts[put]
         yield Await({(node, "asked", put, parity): epoch}, lambda word, epoch=epoch: word == epoch)
-        cell = yield Load((node, "staging", epoch % rules.generations, slot, index))
-        yield Store((target, "network", parity, slot, index), cell)
+        word = yield Load((node, "staging", epoch % rules.generations, slot, index))
+        yield Store((target, "network", number % 3, slot, index), word)
+        if not rules.once:
+            yield Fence()  # it has landed, and lands again
+            yield Store((target, "network", number % 3, slot, index), word)
 
 
 class Ranks(Machine):
@@ -92,7 +102,7 @@ class Ranks(Machine):
                 for put in range(most)
                 for parity in (0, 1)
             ]
-        words = {"network": NEVER, "staging": NEVER, "asked": 0, "header": ZERO}
+        words = {"network": SENTINEL, "staging": SENTINEL, "asked": 0, "header": ZERO}
         super().__init__(programs, words, check_starts=False)
 
 
@@ -114,43 +124,48 @@ def test_what_is_staged_stays_until_it_has_been_read(kind: str, nodes: int, coun
     verify(Ranks(nodes, calls_of(kind, count), Rules()))
 
 
-def test_one_generation_of_staging_hangs(refute) -> None:
+def test_one_generation_of_staging_sends_words_of_the_next_call(refute) -> None:
     """A put that has been asked for in one call may read what the next call stages."""
-    refute(Ranks(3, calls_of("doubling", 3), Rules(generations=1)), Kind.DEADLOCK)
+    refute(Ranks(3, calls_of("doubling", 3), Rules(generations=1)), Kind.WRONG_VALUE)
 
 
-def test_a_put_that_begins_before_the_cells_are_staged_sends_old_ones(refute) -> None:
-    refute(Ranks(2, calls_of("doubling", 3), Rules(barrier=False)), Kind.DEADLOCK)
+def test_a_put_that_begins_before_the_words_are_staged_sends_old_ones(refute) -> None:
+    refute(Ranks(2, calls_of("doubling", 3), Rules(barrier=False)), Kind.DEADLOCK, Kind.WRONG_VALUE)
+
+
+def test_a_word_that_is_written_twice_is_taken_for_one_of_a_later_call(refute) -> None:
+    """Unlike a cell with the epoch, a word relies on a network that delivers each packet of a put once."""
+    refute(Ranks(2, calls_of("doubling", 4), Rules(once=False)), Kind.WRONG_VALUE)
 
 
 # -- reset ------------------------------------------------------------------------------------------------------------
 
 
 def giving_up(node: int, rules: Rules) -> Steps:
-    """Exchange once with a deadline that is too short, reset, and exchange again, in the same generation of cells."""
+    """Exchange once with a deadline that is too short, reset, and exchange again, in the same generation of slots."""
     names = ("rank 0 data", "rank 1 data")
     for epoch in (1, 3):
         if epoch == 3:
             if rules.ends_awaited:
                 yield Await({(node, "done"): 1}, lambda word: word == 1)
             yield Barrier("drained", names)
-            yield Store((node, "network", 1, 0, 0), NEVER)
+            yield Store((node, "network"), SENTINEL)
             yield Fence()
             yield Barrier("cleared", names)
-        yield Store((node, "staging", epoch), Cell(epoch, 0, node, epoch))
+        yield Store((node, "staging", epoch), Word(epoch, 0, node))
         yield Fence()
         yield Store((node, "asked", epoch), epoch)
         yield Await(
-            {(node, "network", 1, 0, 0): Cell(epoch, 0, 1 - node, epoch)},
-            lambda cell, epoch=epoch: cell.flag == epoch,
+            {(node, "network"): Word(epoch, 0, 1 - node)},
+            arrived,
             deadline="any time" if epoch == 1 else "",
         )
 
 
 def late_adapter(node: int, epoch: int) -> Steps:
     yield Await({(node, "asked", epoch): epoch}, lambda word: word == epoch)
-    cell = yield Load((node, "staging", epoch))
-    yield Store((1 - node, "network", 1, 0, 0), cell)
+    word = yield Load((node, "staging", epoch))
+    yield Store((1 - node, "network"), word)
     yield Fence()  # the adapter knows the end of a put once it has landed
     if epoch == 1:
         yield Store((node, "done"), 1)
@@ -163,10 +178,10 @@ def resetting(rules: Rules) -> Machine:
         for node in (0, 1)
         for epoch in (1, 3)
     ]
-    return Machine(programs, {"network": NEVER, "staging": NEVER, "asked": 0, "done": 0}, check_starts=False)
+    return Machine(programs, {"network": SENTINEL, "staging": SENTINEL, "asked": 0, "done": 0}, check_starts=False)
 
 
 def test_a_reset_waits_for_the_end_of_all_puts(verify, refute) -> None:
-    """Otherwise a cell of the call that failed may overwrite one of the next."""
+    """Otherwise a word of the call that failed may be taken for one of the next."""
     verify(resetting(Rules()))
-    refute(resetting(Rules(ends_awaited=False)), Kind.DEADLOCK)
+    refute(resetting(Rules(ends_awaited=False)), Kind.WRONG_VALUE)

@@ -14,15 +14,15 @@ from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.wire import CallPlan, LaunchShape, Norm, Op
 
 from . import test_node_exchange as model
-from .kernel_replay import Phases, ReplayError, Translation, calls_in, header_of, of_regions, replay_epochs
+from .kernel_replay import Phases, ReplayError, calls_in, header_of, of_regions, replay_epochs
 from .kernel_traces import Change, Circumstances, Event, traced
-from .test_kernel_traces import HEADERS, LAUNCH, TILE, _from, slices, with_capacity
-from .test_node_exchange import Group, NodeCall, Nodes
-from .words import SENTINEL, header_program
+from .test_kernel_traces import HEADERS, LAUNCH, TILE, _from, slices, slot_of, with_capacity
+from .test_node_exchange import Group, NodeCall
+from .words import header_program
 
 ALGORITHMS = {"doubling": "nvrar", "pairs": "nvrar_pairs", "halving": "nvrar_halving"}
 ROUNDED = {"pairs_16bit": "pairs", "two_shot_16bit": "two_shot"}
-"""The exchanges of sums in 16 bits, a cell for each word, and those of the model."""
+"""The exchanges of sums in 16 bits, two to a word, and those of the model."""
 PAIR, THREE, SQUARE = Group(2, 1), Group(3, 1), Group(2, 2)
 
 
@@ -52,48 +52,31 @@ def normed(group: Group, exchange: str, rows: int) -> TracedCall:
     return TracedCall(NodeCall(exchange, sizes, 1, TILE), plan)
 
 
-def word_of(group: Group, call: NodeCall) -> Translation:
-    """Return the translation of a word of the model to that of the kernels."""
-    place, width = Nodes(group.nodes), max(call.sizes)
-    words_at = place.doublings + (1 if place.pairs or call.exchange == "doubling" else 0)
-
-    def translate(address: Any, value: Any) -> tuple[Any, Any]:
-        owner, region, *index = address
-        if region == "slots":
-            generation, word = divmod(index[0], model.sentinel.CAPACITY)
-            return (owner, "slots", generation, word), value if value == SENTINEL else "data"
-        generation, slot, number = index
-        cell = slot * width * call.parts
-        if call.exchange not in ROUNDED.values() and slot == words_at:
-            return (owner, "network", generation, cell + number), value.flag
-        word, part = divmod(number, call.parts)
-        tile, lane = divmod(word, TILE)
-        count = min(TILE, call.sizes[owner % group.local] - tile * TILE)
-        return (owner, "network", generation, cell + tile * TILE * call.parts + part * count + lane), value.flag
-
-    return translate
-
-
 def replay(
-    group: Group, calls: Sequence[TracedCall], traces: list[list[Event]], monkeypatch: pytest.MonkeyPatch
+    group: Group,
+    calls: Sequence[TracedCall],
+    traces: list[list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
+    clears_from: int | None = None,
 ) -> None:
-    """Replay headers, data and the advance of the epoch, of all ranks."""
+    """Replay headers, data and the advance of the epoch, of all ranks. Calls of more bytes clear what they read."""
     with_capacity(monkeypatch)
+    least = 1 << 60 if clears_from is None else clears_from
+    large = frozenset(number for number, call in enumerate(calls) if call.plan.nbytes > least)
+    extents = [0 if i in large else each.call.extent(group.nodes) // 4 for i, each in enumerate(calls)]
     for rank, events in enumerate(traces):
         first = next(value for event in events for place, value in event.words.items() if place[1:] == ("epoch",))
         headers = calls_in(
             header_program(rank, group.ranks, [each.call.in_node for each in calls], _from(HEADERS, first))
         )
-        rules = model.Rules(first_epoch=first)
-        data = calls_in(model.data_program(rank, group, [each.call for each in calls], rules))
-        extents = [2 * group.local * max(call.sizes) // 4 if group.local > 1 else None for call, _ in calls]
-        for number, (call, plan) in enumerate(calls):
+        data = calls_in(model.data_program(rank, group, [each.call for each in calls], model.Rules(large=large)))
+        for number, (_, plan) in enumerate(calls):
             where = f"rank {rank}, call {number} ({plan.algorithm})"
-            phases = Phases(rank, data[number], word_of(group, call), keeps=1000)
-            phases.replay(of_regions(events, number, "slots", "cells", "network", data=True), where)
+            phases = Phases(rank, data[number], slot_of(first), keeps=1000)
+            phases.replay(of_regions(events, number, "slots", "cells", data=True), where)
             header = Phases(rank, headers[number], header_of)
             header.replay(of_regions(events, number, "header", data=False), f"{where}, headers")
-            for region in ("slots", "cells", "network"):
+            for region in ("slots", "cells"):
                 if any(event.words for event in of_regions(events, number, region, data=False)):
                     raise ReplayError(f"{where}: the program of headers touches {region}")
             replay_epochs(events, number, rank, first, extents)
@@ -141,6 +124,25 @@ def test_calls(group: Group, exchange: str, monkeypatch: pytest.MonkeyPatch) -> 
     replay(group, calls, run(group, calls, in_circumstances(exchange)), monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("group", "exchange"),
+    [
+        (THREE, "doubling"),
+        *(
+            pytest.param(group, each, marks=pytest.mark.full)
+            for group in (SQUARE, PAIR)
+            for each in ("mixed", *ROUNDED)
+        ),
+    ],
+    ids=str,
+)
+def test_calls_that_clear_their_slots_themselves(group: Group, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = mixed(group) if exchange == "mixed" else sequence(group, exchange)
+    circumstances = in_circumstances(exchange, clears_from=100)
+    assert {call.plan.nbytes > 100 for call in calls} == {True, False}
+    replay(group, calls, run(group, calls, circumstances), monkeypatch, clears_from=100)
+
+
 class Case(NamedTuple):
     """A change, and calls in which the replay must find it."""
 
@@ -152,50 +154,51 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "one generation of cells": Case(
+    "the slots within the node are used between nodes too": Case(
+        SQUARE, "doubling", "nvrar", "enter_network(call, first_shot + inner_quads,", "enter_network(call, first_shot,"
+    ),
+    "the slots between nodes are not cleared": Case(
+        PAIR, "pairs", "exchanges", "slice_quads * ((NODES - 1) * PARTS)", "slice_quads * 0"
+    ),
+    "a poll may be cached": Case(PAIR, "doubling", "network", "other=0, volatile=True),)", "other=0),)"),
+    "high halves are not awaited": Case(
         PAIR,
         "doubling",
         "network",
-        "cells_offset(call.epoch, network_at, network_quads)",
-        "cells_offset(call.epoch * 0, network_at, network_quads)",
-    ),
-    "the other generation of cells": Case(
-        PAIR,
-        "pairs",
-        "network",
-        "cells_offset(call.epoch, network_at, network_quads)",
-        "cells_offset(call.epoch + 1, network_at, network_quads)",
-    ),
-    "a poll of cells may be cached": Case(
-        PAIR, "doubling", "network", "mask=mask, other=0, volatile=True)", "mask=mask, other=0)"
-    ),
-    "the cells of high halves are not awaited": Case(
-        PAIR,
-        "doubling",
-        "network",
-        "waiting = any_missing(tiles, call.epoch, True, PARTS * COUNT)\n        polls",
-        "waiting = any_missing(tiles, call.epoch, True, COUNT)\n        polls",
+        "waiting = any_missing(tiles, call.epoch, False, PARTS * COUNT)\n        polls",
+        "waiting = any_missing(tiles, call.epoch, False, COUNT)\n        polls",
     ),
     "the last word is not put": Case(
         PAIR, "pairs", "network", "    mask = lanes < count\n", "    mask = lanes < count - 1\n"
     ),
     "the last word is not awaited": Case(
-        PAIR, "pairs", "network", "            mask = lanes < counts[i]\n", "            mask = lanes < counts[i] - 1\n"
+        PAIR,
+        "pairs",
+        "network",
+        "tl.load(slot, mask=lanes < counts[i], other=0",
+        "tl.load(slot, mask=lanes < counts[i] - 1, other=0",
+    ),
+    "a call that clears its slots leaves one": Case(
+        PAIR,
+        "doubling",
+        "network",
+        "+ lanes, clean, mask=lanes < counts[i])",
+        "+ lanes, clean, mask=lanes < counts[i] - 1)",
     ),
     "steps share a slot": Case(
-        Group(4, 1), "doubling", "exchanges", "next_cell = cell + (step + 1) * slot", "next_cell = cell"
+        Group(4, 1), "doubling", "exchanges", "next_word = word + (step + 1) * slot", "next_word = word"
     ),
     "a step is sent before the one before has come": Case(
         Group(4, 1),
         "doubling",
         "exchanges",
-        "        other = partner(place, step, FOLDED, LOCAL)\n        bits, call = await_cells(\n"
-        "            call, network, (cell + step * slot,), lanes, (active,),",
+        "        other = partner(place, step, FOLDED, LOCAL)\n        bits, call = await_tiles(\n"
+        "            call, network, (word + step * slot,), lanes, (active,),",
         "        if step + 1 < DOUBLINGS:\n"
-        "            early = cell + (step + 1) * slot\n"
-        "            put_cells(call, network, targets[step + 1], early, lanes, bits_of(value, PARTS), active, PARTS)\n"
-        "        other = partner(place, step, FOLDED, LOCAL)\n        bits, call = await_cells(\n"
-        "            call, network, (cell + step * slot,), lanes, (active,),",
+        "            early = word + (step + 1) * slot\n"
+        "            put_tiles(call, network, targets[step + 1], early, lanes, bits_of(value, PARTS), active, PARTS)\n"
+        "        other = partner(place, step, FOLDED, LOCAL)\n        bits, call = await_tiles(\n"
+        "            call, network, (word + step * slot,), lanes, (active,),",
     ),
     "a folded node is not awaited": Case(
         THREE, "doubling", "exchanges", "count * place.pivot\n    bits, call", "count * 0\n    bits, call"
@@ -204,8 +207,8 @@ CASES = {
         THREE,
         "doubling",
         "exchanges",
-        "count * (1 - place.extra - place.pivot)\n    put_cells(call, network, targets[0], start",
-        "count * (1 - place.extra)\n    put_cells(call, network, targets[0], start",
+        "count * (1 - place.extra - place.pivot)\n    put_tiles(call, network, targets[0], start",
+        "count * (1 - place.extra)\n    put_tiles(call, network, targets[0], start",
     ),
     "a folded node takes what its pivot had before": Case(
         THREE, "halving", "exchanges", "(DOUBLINGS + (FOLDED > 0)) * slot + start", "DOUBLINGS * slot + start"
@@ -264,7 +267,7 @@ CASES = {
         SQUARE, "pairs", "nvrar", "masks + ((offs < own_span) & (local != r),)", "masks + (offs < 0,)"
     ),
 }
-OFTEN = ("the cells of high halves are not awaited",)
+OFTEN = ("high halves are not awaited",)
 """The change that the default run tries."""
 
 
@@ -274,6 +277,8 @@ OFTEN = ("the cells of high halves are not awaited",)
 def test_a_changed_kernel_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group, exchange, module, old, new = CASES[name]
     calls = sequence(group, exchange)
-    traces = run(group, calls, in_circumstances(exchange, change=Change(module, old, new), timeout_s=2.0))
+    clears_from = 100 if "clears its slots" in name else None
+    circumstances = in_circumstances(exchange, change=Change(module, old, new), clears_from=clears_from, timeout_s=2.0)
+    traces = run(group, calls, circumstances)
     with pytest.raises(ReplayError):
-        replay(group, calls, traces, monkeypatch)
+        replay(group, calls, traces, monkeypatch, clears_from)

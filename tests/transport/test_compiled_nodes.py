@@ -55,8 +55,8 @@ class Form:
         return 1 if self.dtype == "float32" else 2
 
     @property
-    def cells(self) -> int:
-        """Return the cells of a word of partial sums."""
+    def sent(self) -> int:
+        """Return the words in which a word of partial sums is sent."""
         return self.parts if self.exchange in EXACT else 1
 
     @property
@@ -74,7 +74,7 @@ class Form:
 
     @property
     def tiles_put(self) -> int:
-        """Return the tiles of cells that the code puts. With more than one step, code for each of them."""
+        """Return the tiles of words that the code puts. With more than one step, code for each of them."""
         values, words = {
             "doubling": (self.doublings + 2 * self.folds, self.folds),  # a pivot puts step 0 later than others
             "pairs": (self.nodes - 1, 0),
@@ -82,7 +82,7 @@ class Form:
             "pairs_16bit": (self.nodes - 1, 0),
             "two_shot_16bit": (1, self.nodes - 1),
         }[self.exchange]
-        return values * self.cells + words
+        return values * self.sent + words
 
     @property
     def tiles_polled(self) -> int:
@@ -93,7 +93,7 @@ class Form:
             "pairs_16bit": (self.nodes, 0),
             "two_shot_16bit": (self.nodes, 1),
         }[self.exchange]
-        return values * self.cells + words
+        return values * self.sent + words
 
     @property
     def additions(self) -> int:
@@ -127,16 +127,17 @@ FORMS = [*QUICK, *(pytest.param(one, marks=pytest.mark.full) for one in EVERY if
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_form(form: Form, tmp_path: Path) -> None:
-    """Cells pass in pairs by one access, partial sums are added without fusing, and tiles stay in registers."""
+    """Words pass four by four, partial sums are added without fusing, and tiles stay in registers."""
     counts = cross.instructions(form.ptx)
     assert counts["griddepcontrol.wait"] == 1
     assert set(cross.read_before_waiting(form.kernel)) == {("ld.global.b64", "peers")}
-    # polls: before the loop and in it
-    assert counts["ld.volatile.global.v2.b64"] == 2 * 2 * form.accesses * form.tiles_polled
-    put = 2 * form.accesses * form.tiles_put
-    assert counts["st.global.v2.b64"] == put
-    slots = 2 * form.local * form.accesses if form.local > 1 else 0
-    assert counts["ld.volatile.global.v4.b32"] == 2 * slots
+    polled = form.tiles_polled + (2 * form.local if form.local > 1 else 0)
+    assert counts["ld.volatile.global.v4.b32"] == 2 * form.accesses * polled, "before the loop and in it"
+    in_node = 2 * (form.local - 1)
+    cleared = 1 + form.clears * polled  # a tile of the call before, and what was read
+    out = (1 + (form.local if form.local > 1 else 0)) * (form.unit == 16)  # the own slice, then those of the node
+    assert counts["st.global.v4.b32"] == form.accesses * (form.tiles_put + in_node + cleared + out)
+    assert counts["st.global.v2.b64"] + counts["ld.volatile.global.v2.b64"] == 0
     adds = counts["add.rn.f32"] + 2 * counts["add.rn.f32x2"]
     assert adds == form.additions * form.accesses * 4 * form.parts
     assert not [key for key in counts if key.startswith(("fma", "mad.rn")) or ".ftz" in key]
@@ -172,15 +173,15 @@ def test_rows_are_normed_in_registers(exchange: str, nodes: int, local: int, tmp
 
 
 @pytest.mark.parametrize("exchange", ["doubling", pytest.param("pairs", marks=pytest.mark.full)])
-def test_no_cell_is_in_two_halves(exchange: str) -> None:
-    """Only 16-byte accesses grow with a tile: no cell, and no part of one, has an access of its own."""
+def test_no_word_is_in_two_halves(exchange: str) -> None:
+    """Only 16-byte accesses grow with a tile: no word, and no part of one, has an access of its own."""
     small, large = (
         cross.instructions(cross.compiled_nodes(exchange, 3, 1, "float32", block=block).asm["ptx"])
         for block in (128, 256)
     )
     for key in small | large:
         if re.match(r"(ld|st)\b.*global", key):
-            wide = key.endswith(("v4.b32", "v2.b64"))
+            wide = key.endswith("v4.b32")
             assert large[key] == small[key] * (2 if wide else 1), key
 
 
@@ -192,14 +193,14 @@ def test_no_cell_is_in_two_halves(exchange: str) -> None:
         pytest.param("two_shot_16bit", marks=pytest.mark.full),
     ],
 )
-def test_a_lone_rank_puts_its_cells_before_it_counts_itself_in(exchange: str) -> None:
-    """The first cells are on their way before the barrier and the atomic of the readers of the epoch."""
+def test_a_lone_rank_puts_its_words_before_it_counts_itself_in(exchange: str) -> None:
+    """The first words are on their way before the barrier and the atomic of the readers of the epoch."""
     ptx = cross.compiled_nodes(exchange, 2, 1).asm["ptx"].partition("griddepcontrol.wait")[2]
     assert ptx.index("ld.global.v4.b32") < ptx.index("ld.volatile.global.b64"), "loaded before the epoch"
-    put = ptx.index("st.global.v2.b64")
+    put = ptx.index("st.global.v4.b32")
     counts = [match.start() for match in re.finditer(r"atom\.global\.gpu\.relaxed\.add\.u64", ptx)]
     assert any(put < count for count in counts)
-    assert "ld.volatile.global.v2.b64" not in ptx[:put]
+    assert "ld.volatile.global.v4.b32" not in ptx[:put]
 
 
 def test_no_runtime_argument_is_specialised() -> None:

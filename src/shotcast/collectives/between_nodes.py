@@ -72,8 +72,8 @@ def rows_workspace(problem: CollectiveProblem) -> Workspace:
     shape, max_bytes = problem.topology.shape, problem.topology.max_bytes
     tiles, block = tiles_of_rows(problem)
     nbytes = align_up(tiles, shape.ranks_per_node) * block * 4
-    cells = Layout.for_messages(max_bytes, nodes=shape.nodes, ranks_per_node=shape.ranks_per_node).piece_bytes
-    return Workspace(nbytes, cells) if nbytes > cells else Workspace(2 * nbytes, 2 * max_bytes)
+    most = Layout.for_messages(max_bytes, nodes=shape.nodes, ranks_per_node=shape.ranks_per_node).piece_bytes
+    return Workspace(nbytes, most) if nbytes > most else Workspace(2 * nbytes, 2 * max_bytes)
 
 
 def order_obstacle(problem: CollectiveProblem) -> str:

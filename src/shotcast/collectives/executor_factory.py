@@ -156,7 +156,7 @@ def _triton_executor(
     network, cost = "", NO_NETWORK
     if nodes.layout.nodes > 1:
         link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
-        network, cost = "peer stores", NetworkCost(link.step_us, link.bw_gbps / 2)
+        network, cost = "peer stores", NetworkCost(link.step_us, link.bw_gbps)
     return BuiltExecutor(executor, kernels, "", executor.multicast, network, cost)
 
 
@@ -200,10 +200,8 @@ def _puts_executor(
         )
     except ConfigError as error:
         return _by_library(host, str(error))
-    link = INFINIBAND if not nodes.one_host else NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps)
-    return BuiltExecutor(
-        executor, "triton", "", False, "nvshmem", NetworkCost(link.step_us, link.bw_gbps / 2)
-    )  # a cell has the epoch beside four bytes of data
+    cost = INFINIBAND if not nodes.one_host else NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps)
+    return BuiltExecutor(executor, "triton", "", False, "nvshmem", cost)
 
 
 _said: set[str] = set()

@@ -68,8 +68,6 @@ as long as two-shot (tests/cost/test_cost.py). GPUs convert while they wait for 
 class NetworkCost(NamedTuple):
     """The constants of the network between nodes, in 1e9 bytes a second and microseconds.
 
-    Where bytes travel in cells, beside as many of a flag, bandwidths are half of the wire's.
-
     Attributes:
         step_us: the time of a step in which each rank sends to one peer, from the send to the arrival.
         bw_gbps: bandwidth of each rank in each direction, to one peer.

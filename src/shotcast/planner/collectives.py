@@ -34,7 +34,7 @@ class CollectiveCosts:
 
     Attributes:
         link: constants within a node.
-        network: constants between nodes, of a rank's data: cells carry as many bytes of flags.
+        network: constants between nodes.
         gpus_per_node: ranks beyond this number are on several nodes.
         wires: the description of the network; where ranks fill several leaves of switches, all their messages between
             nodes are priced as those of another leaf. None for one network of all nodes.
@@ -56,7 +56,7 @@ class CollectiveCosts:
         NCCL's measured bandwidth is scaled by the ratio of the links' data sheets.
         """
         wires = cluster.network
-        network = NO_NETWORK if wires is None else NetworkCost(wires.latency_us, wires.bw_gbps / 2)
+        network = NO_NETWORK if wires is None else NetworkCost(wires.latency_us, wires.bw_gbps)
         if cluster.link_latency_us is not None:
             link = replace(link, step_us=cluster.link_latency_us)
         bw_gbps = nccl.NVLINK_RINGS.bw_gbps * cluster.gpu.link.paper_bw_gbps / nccl.NVLINK_RINGS_GBPS
@@ -93,10 +93,7 @@ class CollectiveCosts:
         """
         shape = self.shape(ranks)
         if algorithm == LIBRARY:
-            # what own cells take of the wire, half, is not NCCL's
-            cells = self.network_over(shape.nodes)
-            wires = NetworkCost(cells.step_us, 2 * cells.bw_gbps)
-            time = nccl.all_reduce_us(nbytes, shape, self.rings, wires, self.host)
+            time = nccl.all_reduce_us(nbytes, shape, self.rings, self.network_over(shape.nodes), self.host)
             return CollectiveTime(time, LIBRARY, nccl.RING_RESIDUAL if shape.nodes == 1 else nccl.NETWORK_RESIDUAL)
         serving = [one for one in registered().values() if one.name == algorithm or may_be_chosen(one, shape)]
         if algorithm != "auto":

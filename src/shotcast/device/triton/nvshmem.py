@@ -21,8 +21,9 @@ from triton.language import core
 def put_nbi_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
     """Copy bytes from this GPU's memory of NVSHMEM to that of another PE; the program does not wait for their end.
 
-    All threads of the program make the same call. Words of 8 bytes at multiples of 8 arrive whole, in any order. The
-    source may be used again once the other PE is known to have the bytes.
+    All threads of the program make the same call. Words of 4 bytes at multiples of 4 arrive whole, in any order, and
+    each once (docs/reference/protocols.md says by what guarantee). The source may be used again once the other PE is
+    known to have the bytes.
 
     Args:
         target: the address that the bytes would have in this PE's own memory.

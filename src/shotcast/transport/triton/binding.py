@@ -144,7 +144,7 @@ class KernelContext:
         """Return ``kernel`` with the arguments given, and with those below that it has by name.
 
         Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``puts``, ``slots_at``, ``slots_quads``,
-        ``cells_at``, ``cells_quads``, ``network_at``, ``network_quads``, ``window_at``, ``progress_at``, ``flags_at``,
+        ``cells_at``, ``cells_quads``, ``staging_at``, ``staging_quads``, ``window_at``, ``progress_at``, ``flags_at``,
         ``mailboxes_at``. Numbers: ``rank``, ``root``, ``header_size``, ``header_call`` and ``nbytes``, of the plan.
         Compile-time: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where every address and size is a
         multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a tile),
@@ -181,8 +181,8 @@ class KernelContext:
             "cells_quads": self.layout.cells_quads,
             "slots_at": self.layout.slots_at,
             "slots_quads": self.layout.slots_quads,
-            "network_at": self.layout.network_at,
-            "network_quads": self.layout.network_quads,
+            "staging_at": self.layout.staging_at,
+            "staging_quads": self.layout.staging_quads,
             "window_at": self.layout.window_at,
             "progress_at": self.layout.progress_at,
             "DTYPE": DTYPES.get(plan.dtype, tl.int32),

@@ -6,7 +6,7 @@
               and adds up what comes of the others. Then the sums, rounded, go back the same way: 2 log2 H steps, and
               fewer bytes where messages are large
 
-In 16 bits, partial sums pass rounded to the dtype of the call, in cells of two values. The own one is rounded, too:
+In 16 bits, partial sums pass rounded to the dtype of the call, two to a word. The own one is rounded, too:
 
     pairs     as above
     two_shot  each tile has an owner, to which all send theirs; it adds up the tree, and sends the result to all
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.words import pack, unpack
-from shotcast.transport.triton.network import await_cells, destination, put_cells
+from shotcast.transport.triton.network import await_tiles, destination, put_tiles
 from shotcast.transport.triton.sync import escape_sentinel
 
 DOUBLING = tl.constexpr(0)
@@ -105,11 +105,36 @@ def targets_of(
 
 
 @triton.jit
+def exchange_quads(
+    slice_quads,
+    EXCHANGE: tl.constexpr,
+    NODES: tl.constexpr,
+    FOLDED: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Return the quads of all slots of an exchange, for slices of ``slice_quads`` of the message."""
+    if NODES == 1:
+        quads = slice_quads * 0
+    elif EXCHANGE == DOUBLING:
+        quads = slice_quads * (DOUBLINGS * PARTS + (FOLDED > 0) * (PARTS + 1))
+    elif EXCHANGE == HALVING:
+        quads = slice_quads * ((DOUBLINGS + (FOLDED > 0)) * PARTS + 1)
+    elif EXCHANGE == PAIRS:
+        quads = slice_quads * ((NODES - 1) * PARTS)
+    elif EXCHANGE == PAIRS_16BIT:
+        quads = slice_quads * (NODES - 1)
+    else:
+        quads = slice_quads * NODES
+    return quads
+
+
+@triton.jit
 def bits_of(value, PARTS: tl.constexpr):
-    """Return a value as PARTS tiles of 32 bits."""
-    bits = (value[0].to(tl.int32, bitcast=True),)
+    """Return a value as PARTS tiles of 32 bits, which may be sent through slots."""
+    bits = (escape_sentinel(value[0].to(tl.int32, bitcast=True)),)
     if PARTS == 2:
-        bits = bits + (value[1].to(tl.int32, bitcast=True),)
+        bits = bits + (escape_sentinel(value[1].to(tl.int32, bitcast=True)),)
     return bits
 
 
@@ -166,8 +191,8 @@ def begin_folded(
     PARTS: tl.constexpr,
 ):
     """Send the partial sum of an extra. Its slot comes after those of the steps."""
-    cell = DOUBLINGS * slice_words * PARTS + start * PARTS
-    put_cells(call, network, targets[DOUBLINGS], cell, lanes, bits_of(value, PARTS), count * place.extra, PARTS)
+    word = DOUBLINGS * slice_words * PARTS + start * PARTS
+    put_tiles(call, network, targets[DOUBLINGS], word, lanes, bits_of(value, PARTS), count * place.extra, PARTS)
 
 
 @triton.jit
@@ -186,9 +211,9 @@ def await_folded(
     WORLD: tl.constexpr,
 ):
     """Add what the extra has sent, in its pivot. Returns (value, call)."""
-    cell = DOUBLINGS * slice_words * PARTS + start * PARTS
+    word = DOUBLINGS * slice_words * PARTS + start * PARTS
     other, pivots = folding_partner(place, LOCAL), count * place.pivot
-    bits, call = await_cells(call, network, (cell,), lanes, (pivots,), other, 0, LOCAL > 1, PARTS, 1, WORLD)
+    bits, call = await_tiles(call, network, (word,), lanes, (pivots,), other, 0, LOCAL > 1, PARTS, 1, WORLD)
     return either(place.pivot != 0, added(value, value_of(bits, 0, PARTS)), value), call
 
 
@@ -198,7 +223,7 @@ def unfold(
     network,
     target,
     place,
-    cell,
+    word,
     lanes,
     words,
     count,
@@ -207,9 +232,9 @@ def unfold(
     WORLD: tl.constexpr,
 ):
     """Send the words of the result from a pivot to its extra. Returns (words, call)."""
-    put_cells(call, network, target, cell, lanes, (words,), count * place.pivot, 1)
+    put_tiles(call, network, target, word, lanes, (words,), count * place.pivot, 1)
     other, extras = folding_partner(place, LOCAL), count * place.extra
-    came, call = await_cells(call, network, (cell,), lanes, (extras,), other, 0, DEPTH, 1, 1, WORLD)
+    came, call = await_tiles(call, network, (word,), lanes, (extras,), other, 0, DEPTH, 1, 1, WORLD)
     return tl.where(place.extra != 0, came[0], words), call
 
 
@@ -235,7 +260,7 @@ def begin_doubling(
     if FOLDED:
         begin_folded(call, network, targets, place, start, slice_words, lanes, value, count, DOUBLINGS, PARTS)
         count = count * (1 - place.extra - place.pivot)
-    put_cells(call, network, targets[0], start * PARTS, lanes, bits_of(value, PARTS), count, PARTS)
+    put_tiles(call, network, targets[0], start * PARTS, lanes, bits_of(value, PARTS), count, PARTS)
 
 
 @triton.jit
@@ -259,22 +284,22 @@ def finish_doubling(
     """Swap partial sums step by step. Returns (words, call)."""
     EARLIER: tl.constexpr = (FOLDED > 0) + (LOCAL > 1)
     slot = slice_words * PARTS
-    cell = start * PARTS
+    word = start * PARTS
     active = count * (1 - place.extra)
     if FOLDED:
         value, call = await_folded(
             call, network, place, start, slice_words, lanes, value, count, DOUBLINGS, LOCAL, PARTS, WORLD
         )
-        put_cells(call, network, targets[0], cell, lanes, bits_of(value, PARTS), count * place.pivot, PARTS)
+        put_tiles(call, network, targets[0], word, lanes, bits_of(value, PARTS), count * place.pivot, PARTS)
     for step in tl.static_range(DOUBLINGS):
         other = partner(place, step, FOLDED, LOCAL)
-        bits, call = await_cells(
-            call, network, (cell + step * slot,), lanes, (active,), other, 0, step + EARLIER, PARTS, 1, WORLD
+        bits, call = await_tiles(
+            call, network, (word + step * slot,), lanes, (active,), other, 0, step + EARLIER, PARTS, 1, WORLD
         )
         value = added_by_leaf(value, value_of(bits, 0, PARTS), place, step)
         if step + 1 < DOUBLINGS:
-            next_cell = cell + (step + 1) * slot
-            put_cells(call, network, targets[step + 1], next_cell, lanes, bits_of(value, PARTS), active, PARTS)
+            next_word = word + (step + 1) * slot
+            put_tiles(call, network, targets[step + 1], next_word, lanes, bits_of(value, PARTS), active, PARTS)
     words = rounded(value, DTYPE)
     if FOLDED:
         last = (DOUBLINGS + 1) * slot + start
@@ -300,7 +325,7 @@ def begin_pairs(
     """Send the partial sum, as PARTS tiles of 32 bits, to all other nodes."""
     for i in tl.static_range(1, NODES):
         slot = slot_of(place.node, (place.node + i) % NODES)
-        put_cells(call, network, targets[i - 1], (slot * slice_words + start) * PARTS, lanes, bits, count, PARTS)
+        put_tiles(call, network, targets[i - 1], (slot * slice_words + start) * PARTS, lanes, bits, count, PARTS)
 
 
 @triton.jit
@@ -318,12 +343,12 @@ def await_pairs(
     WORLD: tl.constexpr,
 ):
     """Wait for the partial sums of all other nodes. Returns (PARTS tiles of 32 bits for each node, call)."""
-    cells = ()
+    firsts = ()
     counts = ()
     for node in tl.static_range(NODES):
-        cells = cells + ((slot_of(node, place.node) * slice_words + start) * PARTS,)
+        firsts = firsts + ((slot_of(node, place.node) * slice_words + start) * PARTS,)
         counts = counts + (tl.where(place.node == node, 0, count),)
-    return await_cells(call, network, cells, lanes, counts, place.local, LOCAL, LOCAL > 1, PARTS, NODES, WORLD)
+    return await_tiles(call, network, firsts, lanes, counts, place.local, LOCAL, LOCAL > 1, PARTS, NODES, WORLD)
 
 
 @triton.jit
@@ -428,8 +453,8 @@ def begin_two_shot_16bit(
         chosen = (place.node + 1 + i) % NODES == owner
         address = tl.where(chosen, targets[i][0], address)
         pe = tl.where(chosen, targets[i][1], pe)
-    cell = slot_of(place.node, owner) * slice_words + start
-    put_cells(call, network, (address, pe), cell, lanes, (words,), count * (1 - owns(place, tile, NODES)), 1)
+    word = slot_of(place.node, owner) * slice_words + start
+    put_tiles(call, network, (address, pe), word, lanes, (words,), count * (1 - owns(place, tile, NODES)), 1)
 
 
 @triton.jit
@@ -457,9 +482,9 @@ def finish_two_shot_16bit(
     words = summed_rounded(words, bits, place, NODES, FOLDED, DOUBLINGS, DTYPE)
     last = (NODES - 1) * slice_words + start
     for i in tl.static_range(NODES - 1):
-        put_cells(call, network, targets[i], last, lanes, (words,), owned, 1)
+        put_tiles(call, network, targets[i], last, lanes, (words,), owned, 1)
     owner = tile % NODES * LOCAL + place.local
-    came, call = await_cells(call, network, (last,), lanes, (count - owned,), owner, 0, 1 + (LOCAL > 1), 1, 1, WORLD)
+    came, call = await_tiles(call, network, (last,), lanes, (count - owned,), owner, 0, 1 + (LOCAL > 1), 1, 1, WORLD)
     return tl.where(owns(place, tile, NODES) != 0, words, came[0]), call
 
 
@@ -499,7 +524,7 @@ def begin_halving(
         begin_folded(call, network, targets, place, start, slice_words, lanes, value, count, DOUBLINGS, PARTS)
         count = count * (1 - place.extra - place.pivot)
     count = count * gives_away(place, tile, 0)
-    put_cells(call, network, targets[0], start * PARTS, lanes, bits_of(value, PARTS), count, PARTS)
+    put_tiles(call, network, targets[0], start * PARTS, lanes, bits_of(value, PARTS), count, PARTS)
 
 
 @triton.jit
@@ -529,23 +554,23 @@ def finish_halving(
     """
     EARLIER: tl.constexpr = (FOLDED > 0) + (LOCAL > 1)
     slot = slice_words * PARTS
-    cell = start * PARTS
+    word = start * PARTS
     if FOLDED:
         value, call = await_folded(
             call, network, place, start, slice_words, lanes, value, count, DOUBLINGS, LOCAL, PARTS, WORLD
         )
         sent = count * place.pivot * gives_away(place, tile, 0)
-        put_cells(call, network, targets[0], cell, lanes, bits_of(value, PARTS), sent, PARTS)
+        put_tiles(call, network, targets[0], word, lanes, bits_of(value, PARTS), sent, PARTS)
     for step in tl.static_range(DOUBLINGS):
         had = count * still_has(place, tile, step)
         away = gives_away(place, tile, step)
         if step > 0:
-            put_cells(call, network, targets[step], cell + step * slot, lanes, bits_of(value, PARTS), had * away, PARTS)
+            put_tiles(call, network, targets[step], word + step * slot, lanes, bits_of(value, PARTS), had * away, PARTS)
         other = partner(place, step, FOLDED, LOCAL)
-        bits, call = await_cells(
+        bits, call = await_tiles(
             call,
             network,
-            (cell + step * slot,),
+            (word + step * slot,),
             lanes,
             (had * (1 - away),),
             other,
@@ -563,11 +588,11 @@ def finish_halving(
         had = count * still_has(place, tile, step)
         away = gives_away(place, tile, step)
         other = partner(place, step, FOLDED, LOCAL)
-        came, call = await_cells(
+        came, call = await_tiles(
             call, network, (last,), lanes, (had * away,), other, 0, DOUBLINGS + back + EARLIER, 1, 1, WORLD
         )
         words = tl.where(had * away != 0, came[0], words)
-        put_cells(call, network, targets[DOUBLINGS - 1 - back], last, lanes, (words,), had * (1 - away), 1)
+        put_tiles(call, network, targets[DOUBLINGS - 1 - back], last, lanes, (words,), had * (1 - away), 1)
     if FOLDED:
         words, call = unfold(
             call, network, targets[DOUBLINGS], place, last, lanes, words, count, 2 * DOUBLINGS + EARLIER, LOCAL, WORLD

@@ -347,7 +347,7 @@ class TritonExecutor:
         """Return the calls that make up ``plan``, with the byte at which each begins.
 
         There are several where a message is beyond the workspace that it is planned for and the algorithm divides it,
-        or beyond the cells between nodes, through which all of it passes.
+        or beyond the slots between nodes, through which all of it passes.
         """
         form = self._algorithms.form(plan)
         room = next(size for size in self._rooms if size >= plan.room)

@@ -17,7 +17,7 @@ from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, releas
 from shotcast.device.triton.words import insert_own, load_words
 from shotcast.kernels.triton.norm import LAYER_WITH_BIAS
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
-from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, place_of, targets_of
+from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, exchange_quads, place_of, targets_of
 from shotcast.transport.triton.fused_tiles import (
     finish_tiles,
     load_tiles,
@@ -68,8 +68,8 @@ def nvrar_norm(
     cell_stride,
     slots_at,
     slots_quads,
-    network_at,
-    network_quads,
+    staging_at,
+    staging_quads,
     PUTS: tl.constexpr,
     EXCHANGE: tl.constexpr,
     NODES: tl.constexpr,
@@ -117,13 +117,16 @@ def nvrar_norm(
             )
             words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
     call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
-    extent = 0 if CLEAR_AFTER_READ else slice_tiles * (2 * LOCAL * TILE)
+    inner_quads = slice_tiles * (2 * LOCAL * TILE if LOCAL > 1 else 0)
+    extent = inner_quads + exchange_quads(slice_tiles * TILE, EXCHANGE, NODES, FOLDED, DOUBLINGS, PARTS)
+    if CLEAR_AFTER_READ:
+        extent = extent * 0
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, LOCAL > 1, WORLD, WARPS, PDL, puts, PUTS)
+        exchange_headers(call, extent, True, WORLD, WARPS, PDL, puts, PUTS)
     else:
-        network = enter_network(call, network_at, network_quads, PUTS)
         first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_tiles * (LOCAL * TILE)
+        network = enter_network(call, first_shot + inner_quads, staging_at, staging_quads, PUTS, CLEAR_AFTER_READ)
         stride = slice_tiles * TILE
         # whole tiles are sent, with zeros beyond the end of a row, so that the wait is the same for all tiles
         span = tl.where(own_tile < tiles, BLOCK, 0)
@@ -163,10 +166,10 @@ def nvrar_norm(
             )
         if LOCAL > 1:
             own_words = load_words(x, own_start, offs, own_nbytes, 16)
-        dirty = leave_epoch(call, extent, LOCAL > 1)
+        dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         if LOCAL > 1:
-            clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
             slots = first_shot + worker * TILE
             masks = ()
             for r in tl.static_range(LOCAL):

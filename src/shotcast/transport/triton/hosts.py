@@ -1,6 +1,6 @@
 """The executor of GPU ranks on several hosts: mapped memory inside a node, NVSHMEM's puts between nodes.
 
-A rank's region lies in NVSHMEM's memory. Kernels store to the regions of the ranks of their node, and put cells and
+A rank's region lies in NVSHMEM's memory. Kernels store to the regions of the ranks of their node, and put words and
 headers into those of others. What a kernel cannot put, because it must arrive whatever happens to the call, the hosts
 tell each other: that a call is stopped, and that a process has ended. A thread looks at the word that kernels of this
 rank report faults to, and tells the peers.

@@ -1,8 +1,8 @@
 """The layout of a rank's region of symmetric memory: plain numbers for the host and the kernels.
 
 A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, their
-progress, two generations of flag cells, three generations of sentinel slots, where ranks are on several nodes two
-generations of the cells that pass between nodes, and the window. Offsets never depend on a call, so calls of different
+progress, two generations of flag cells, three generations of sentinel slots, where ranks put to other nodes two
+generations of what is staged for that, and the window. Offsets never depend on a call, so calls of different
 sizes cannot overlap; only the window is divided anew by each call that passes through it.
 """
 
@@ -91,10 +91,10 @@ MAX_SPREAD_CELLS = 1024
 CLEAR_AFTER_READ_BYTES = 4 << 20
 """Calls with larger slots clear them after reading them. Smaller slots are cleared by the next call while it waits."""
 
-NETWORK_BYTES = 16 << 20
-"""The most bytes of a generation of the cells between nodes; a longer message passes in pieces."""
+NETWORK_BYTES = 8 << 20
+"""The most bytes of a generation of the slots between nodes; a longer message passes in pieces."""
 _NETWORK_SLACK = 64
-"""Words of a slot of these cells beyond those of a slice, of which the last is rounded up."""
+"""Words of such a slot beyond those of a slice, of which the last is rounded up."""
 GRACE = 32
 """The part of the timeout, as a divisor, that a wait is longer for each rank that its data pass through."""
 
@@ -122,7 +122,7 @@ def rooms(max_bytes: int) -> tuple[int, ...]:
 class Layout:
     """The parts of a region for messages up to ``max_bytes``: offsets and sizes in quads, ``nbytes`` in bytes.
 
-    ``piece_bytes`` is the longest message, or piece of one, that the cells between nodes hold.
+    ``piece_bytes`` is the longest message, or piece of one, that the slots between nodes hold.
     """
 
     max_bytes: int
@@ -133,8 +133,8 @@ class Layout:
     cells_quads: int
     slots_at: int
     slots_quads: int
-    network_at: int
-    network_quads: int
+    staging_at: int
+    staging_quads: int
     window_at: int
     window_quads: int
     piece_bytes: int
@@ -153,23 +153,25 @@ class Layout:
 
         Two-shot needs room for a message twice (once for each shot). Flag cells carry half as much data in as many
         bytes. Send and recv use the mailboxes of one region, whatever others a communicator has. A rank exchanges a
-        slice of a message between nodes, of which a word of two 16-bit floats takes two cells of eight bytes. If cells
-        are ``staged`` to be put, they have as much room again, and there is no window, whose ranks are all mapped.
+        slice of a message between nodes, of which a word of two 16-bit floats takes two words of float32; their slots
+        lie behind the others of a generation. If they are ``staged`` to be put, they have as much room again, twice,
+        and there is no window, whose ranks are all mapped.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
-        slots = align_up(2 * (max_bytes + slack), 4096)
+        slot_bytes = 8 * network_slots(nodes)
+        longest = slot_bytes * (slice_bytes(max_bytes, ranks_per_node) // 4 + _NETWORK_SLACK)
+        network = align_up(min(longest, NETWORK_BYTES), 4096) if nodes > 1 else 0
+        piece = (network // slot_bytes - _NETWORK_SLACK) * 4 * ranks_per_node if nodes > 1 else max_bytes
+        slots = align_up(2 * (max_bytes + slack), 4096) + network
         cells = align_up(max_bytes + 2 * slack, 4096)
         mailboxes_at = CONTROL_WORDS * 8
         flags_at = mailboxes_at + (_MAILBOX_BYTES if mailboxes else 0)
         progress_at = flags_at + _FLAG_BYTES
         cells_at = progress_at + _PROGRESS_BYTES
         slots_at = cells_at + 2 * cells
-        network_at = slots_at + 3 * slots
-        slot_bytes = 16 * network_slots(nodes)
-        longest = slot_bytes * (slice_bytes(max_bytes, ranks_per_node) // 4 + _NETWORK_SLACK)
-        network = align_up(min(longest, NETWORK_BYTES), 4096) if nodes > 1 else 0
-        piece = (network // slot_bytes - _NETWORK_SLACK) * 4 * ranks_per_node if nodes > 1 else max_bytes
-        window_at = network_at + (4 if staged else 2) * network
+        staging_at = slots_at + 3 * slots
+        staging = network if staged else 0
+        window_at = staging_at + 2 * staging
         window = 0 if staged else window_bytes(max_bytes)
         return cls(
             max_bytes=max_bytes,
@@ -180,8 +182,8 @@ class Layout:
             cells_quads=cells // QUAD,
             slots_at=slots_at // QUAD,
             slots_quads=slots // QUAD,
-            network_at=network_at // QUAD,
-            network_quads=network // QUAD,
+            staging_at=staging_at // QUAD,
+            staging_quads=staging // QUAD,
             window_at=window_at // QUAD,
             window_quads=window // QUAD,
             piece_bytes=min(piece, max_bytes) // QUAD * QUAD,

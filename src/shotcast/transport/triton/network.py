@@ -1,18 +1,18 @@
-"""The vocabulary of kernels for what passes between nodes: cells that are put to another rank, and waits for them.
+"""The vocabulary of kernels for what passes between nodes: tiles that are put to another rank, and waits for them.
 
-A kernel looks up where to put cells with :func:`destination`, opens the cells of its call with :func:`enter_network`,
-sends with :func:`put_cells` and waits with :func:`await_cells`; ``docs/reference/protocols.md`` explains why that is
+A kernel looks up where to put tiles with :func:`destination`, opens the slots of its call with :func:`enter_network`,
+sends with :func:`put_tiles` and waits with :func:`await_tiles`; ``docs/reference/protocols.md`` explains why that is
 correct. A put has two forms. Where the ranks of all nodes have their memory mapped (logical nodes of one host), it is
-stores. Else the cells are *staged* in this rank's own region, and NVSHMEM puts them from there, without a wait for the
+stores. Else the words are *staged* in this rank's own region, and NVSHMEM puts them from there, without a wait for the
 end. A kernel has the constexpr argument PUTS for that, and ``puts``, the address of a table with the PE and the address
 that puts take for each rank.
 
-A *cell* is 64 bits that arrive at once: 32 of data, and the low 32 bits of the epoch. It says for itself that it has
-come, so cells need no order, no fence and no signal. The data are the bits of a float32 (a partial sum is not rounded),
-or a word of the result. Each step of an exchange has a *slot* of cells of its own at the receiver. The slots of a call
-lie one after the other in one of two *generations*, by the parity of the epoch; nothing is cleared.
+What passes are the words of sentinel slots (:mod:`.sync`): 32 bits, the bits of a float32 (a partial sum is not
+rounded) or a word of the result, which is its own flag because slots hold the sentinel until it comes. So words need no
+order, no fence, no signal and no bytes beside the data. The slots between nodes lie behind those within the node in the
+generation of the call, and are cleared with them. Each step of an exchange has a slot of its own at the receiver.
 
-A tile travels whole: its cells lie side by side, so that a put may be one message of the network. Those of its low
+A tile travels whole: its words lie side by side, so that a put may be one message of the network. Those of its low
 halves come first, then those of its high halves (:func:`shotcast.device.triton.words.unpack`), as many of each as the
 tile has words.
 """
@@ -29,6 +29,7 @@ from shotcast.device.triton.nvshmem import put_nbi_block
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.sync import (
     POLLS_PER_CHECK,
+    SENTINEL,
     TIMEOUT,
     any_missing,
     cells_offset,
@@ -37,6 +38,7 @@ from shotcast.transport.triton.sync import (
     region_address,
     store_to,
     with_status,
+    words_at,
 )
 
 GRACE = tl.constexpr(layout.GRACE)
@@ -45,17 +47,19 @@ GRACE = tl.constexpr(layout.GRACE)
 class Network(NamedTuple):
     """The network as a program sees it in one call.
 
-    ``quads`` is the offset, in quads, of the cells of this call in the region of every rank; ``staging`` is what the
-    cells that are staged lie behind them. ``puts`` is PUTS, known at compile time.
+    ``quads`` is the offset, in quads, of the slots of this call in the region of every rank, and ``staging`` that of
+    what this rank stages. ``puts`` is PUTS, and ``clears`` says that slots are cleared after they are read; both are
+    known at compile time.
     """
 
     quads: tl.tensor
     staging: tl.tensor
     puts: tl.constexpr
+    clears: tl.constexpr
 
 
 class Destination(NamedTuple):
-    """A rank, as :func:`put_cells` needs to know it.
+    """A rank, as :func:`put_tiles` needs to know it.
 
     ``address`` is that of its region, or with PUTS what puts take in its place, and ``pe`` its number in NVSHMEM. Use
     their positions: in Triton 3.6 what is taken from a tuple of these has lost the names.
@@ -78,64 +82,68 @@ def destination(peers, puts, rank, PUTS: tl.constexpr):
 
 
 @triton.jit
-def enter_network(call, network_at, network_quads, PUTS: tl.constexpr):
-    """Open the cells of the call. The two generations that are staged lie behind the two that arrive."""
-    return Network(cells_offset(call.epoch, network_at, network_quads), 2 * network_quads, PUTS)
+def enter_network(call, quads, staging_at, staging_quads, PUTS: tl.constexpr, CLEARS: tl.constexpr):
+    """Open the slots of the call, which begin at ``quads``. There are two generations of what is staged."""
+    return Network(quads, cells_offset(call.epoch, staging_at, staging_quads), PUTS, CLEARS)
 
 
 @triton.jit
-def cells_at(network, cell):
-    """Return the offset, in quads, of a cell of the call; its number is even."""
-    return network.quads + cell // 2
+def put_tiles(call, network, target, word, lanes, parts, count, PARTS: tl.constexpr):
+    """Put the first ``count`` words of each of PARTS tiles to a rank, from its word ``word`` between nodes on.
 
+    ``word`` and ``count`` are multiples of 4, the same in the :func:`await_tiles` that waits for them; ``lanes`` are
+    the numbers of a tile's words. No word may be the sentinel. Nothing is put if the call is stopped.
 
-@triton.jit
-def put_cells(call, network, target, cell, lanes, parts, count, PARTS: tl.constexpr):
-    """Put the first ``count`` words of each of PARTS tiles of 32 bits to a rank, from its cell ``cell`` on.
-
-    ``cell`` and ``count`` are multiples of 4, the same in the :func:`await_cells` that waits for them; ``lanes`` are
-    the numbers of a tile's words. Nothing is put if the call is stopped.
-
-    A cell is staged at its own number, and has the same content for all ranks that it goes to in a call. So what a put
+    A word is staged at its own number, and has the same content for all ranks that it goes to in a call. So what a put
     still reads does not change before the call after the next, which no rank begins before all have what they were sent
     in this one.
     """
     mask = lanes < count
     if network.puts:
         address = call.own.to(tl.int64)
+        staged = network.staging + word // 4
         for part in tl.static_range(PARTS):
-            at = cells_at(network, cell + part * count) + network.staging
-            store_to(call, address, at, lanes, parts[part], mask, True)
+            store_to(call, address, staged + part * (count // 4), lanes, parts[part], mask, False)
         if (count > 0) & (call.live != 0):
-            offset = cells_at(network, cell).to(tl.int64) * 16
-            nbytes = count.to(tl.int64) * (8 * PARTS)
-            put_nbi_block(target[0] + offset, address + offset + network.staging.to(tl.int64) * 16, nbytes, target[1])
+            arrival = (network.quads + word // 4).to(tl.int64) * 16
+            nbytes = count.to(tl.int64) * (4 * PARTS)
+            put_nbi_block(target[0] + arrival, address + staged.to(tl.int64) * 16, nbytes, target[1])
     else:
         for part in tl.static_range(PARTS):
-            store_to(call, target[0], cells_at(network, cell + part * count), lanes, parts[part], mask, True)
+            quads = network.quads + (word + part * count) // 4
+            store_to(call, target[0], quads, lanes, parts[part], mask, False)
 
 
 @triton.jit
-def load_cells(call, network, cells, lanes, counts, PARTS: tl.constexpr, COUNT: tl.constexpr):
+def load_tiles(call, network, words, lanes, counts, PARTS: tl.constexpr, COUNT: tl.constexpr):
     """Load what has come of COUNT puts of PARTS tiles. All loads are issued before one is used.
 
-    Cells beyond the counts read as arrived.
+    Words beyond the counts read as arrived.
     """
     tiles = ()
     for i in tl.static_range(COUNT):
         for part in tl.static_range(PARTS):
-            mask = lanes < counts[i]
-            base = tl.multiple_of(call.own, 16) + cells_at(network, cells[i] + part * counts[i]) * 2
-            tile = tl.load(base + lanes, mask=mask, other=0, volatile=True)
-            tiles = tiles + (tl.where(mask, tile, call.epoch << 32),)
+            quads = network.quads + (words[i] + part * counts[i]) // 4
+            slot = words_at(call.own.to(tl.int64), quads) + lanes
+            tiles = tiles + (tl.load(slot, mask=lanes < counts[i], other=0, volatile=True),)
     return tiles
 
 
 @triton.jit
-def await_cells(
+def clear_tiles(call, network, words, lanes, counts, PARTS: tl.constexpr, COUNT: tl.constexpr):
+    """Restore the sentinels that :func:`load_tiles`, called with the same arguments, has found words in place of."""
+    clean = tl.full([lanes.shape[0]], SENTINEL, tl.int32)
+    for i in tl.static_range(COUNT):
+        for part in tl.static_range(PARTS):
+            quads = network.quads + (words[i] + part * counts[i]) // 4
+            tl.store(words_at(call.own.to(tl.int64), quads) + lanes, clean, mask=lanes < counts[i])
+
+
+@triton.jit
+def await_tiles(
     call,
     network,
-    cells,
+    words,
     lanes,
     counts,
     first,
@@ -145,38 +153,37 @@ def await_cells(
     COUNT: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """Wait for COUNT puts of this call, of PARTS tiles each. Returns (tiles of 32 bits, call).
+    """Wait for COUNT puts of this call, of PARTS tiles each. Returns (tiles, call).
 
-    Put i has ``counts[i]`` words a tile from ``cells[i]`` on, and comes from rank ``first + i * step``; its tiles are
-    those from ``i * PARTS`` on. Use the returned ``call`` from here on: if the call was stopped, ``live`` is 0 and the
-    tiles are not valid.
+    Put i has ``counts[i]`` words a tile from ``words[i]`` on, and comes from rank ``first + i * step``; its tiles are
+    those from ``i * PARTS`` on. Each put is waited for once, as its slots may be cleared here. Use the returned
+    ``call`` from here on: if the call was stopped, ``live`` is 0 and the tiles are not valid.
 
     DEPTH is the number of ranks that the data pass through on their way here, beyond the sender. The deadline is so
     many times a little later (``layout.GRACE`` of them make the timeout twice as long): a rank that waits for one that
     stopped names it before those that wait for the first name that.
     """
-    tiles = load_cells(call, network, cells, lanes, counts, PARTS, COUNT)
-    waiting = any_missing(tiles, call.epoch, True, PARTS * COUNT) & call.live
+    tiles = load_tiles(call, network, words, lanes, counts, PARTS, COUNT)
+    waiting = any_missing(tiles, call.epoch, False, PARTS * COUNT) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         yield_core()
-        tiles = load_cells(call, network, cells, lanes, counts, PARTS, COUNT)
-        waiting = any_missing(tiles, call.epoch, True, PARTS * COUNT)
+        tiles = load_tiles(call, network, words, lanes, counts, PARTS, COUNT)
+        waiting = any_missing(tiles, call.epoch, False, PARTS * COUNT)
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
             late_ranks = call.rank * 0
             for i in tl.static_range(COUNT):
                 for part in tl.static_range(PARTS):
-                    missing = missing_words(tiles[i * PARTS + part], call.epoch, True)
+                    missing = missing_words(tiles[i * PARTS + part], call.epoch, False)
                     late_ranks = late_ranks | (tl.max(missing.to(tl.int32), axis=0) << (first + i * step))
             grace = tl.atomic_add(call.own + TIMEOUT, 0, sem="relaxed", scope="sys") // GRACE * DEPTH
             later = tl.where(started == 0, started, started + grace)
             checked, live = check_deadline(call, later, late_ranks, True, WORLD)
             started = tl.where(started == 0, checked, started)
             waiting = waiting & live
-    words = ()
-    for i in tl.static_range(PARTS * COUNT):
-        words = words + (tiles[i].to(tl.int32),)
-    return words, with_status(call, live, started)
+    if network.clears:
+        clear_tiles(call, network, words, lanes, counts, PARTS, COUNT)
+    return tiles, with_status(call, live, started)

@@ -5,7 +5,8 @@
               are added up in one fixed tree, in float32, and rounded once
     gather    in the node: local rank l sends its slice of the result to all others
 
-Scatter and gather go through sentinel slots, as in two-shot. The exchange goes through the cells of ``network.py``.
+Scatter and gather go through sentinel slots, as in two-shot. So does the exchange, whose slots lie behind theirs
+(``network.py``).
 
 A program carries its tile through all phases, and the grid passes over the message as a window, so the phases of
 different tiles overlap. Nodes are consecutive ranks.
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
-from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, pack, store_words, unpack
+from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, store_words, unpack
 from shotcast.errors import UnsupportedError
 from shotcast.hardware.nodes import folded
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
@@ -34,6 +35,7 @@ from shotcast.transport.triton.exchanges import (
     begin_pairs,
     begin_two_shot_16bit,
     bits_of,
+    exchange_quads,
     finish_doubling,
     finish_halving,
     finish_pairs,
@@ -129,10 +131,10 @@ def begin_exchange(
             bits = bits_of(value, PARTS)
             begin_pairs(call, network, targets, place, start, slice_words, lanes, bits, count, NODES, PARTS)
         elif EXCHANGE == PAIRS_16BIT:
-            bits = (pack(value[0], value[1], DTYPE),)
+            bits = (rounded(value, DTYPE),)
             begin_pairs(call, network, targets, place, start, slice_words, lanes, bits, count, NODES, 1)
         elif EXCHANGE == TWO_SHOT_16BIT:
-            words = pack(value[0], value[1], DTYPE)
+            words = rounded(value, DTYPE)
             begin_two_shot_16bit(call, network, targets, place, tile, start, slice_words, lanes, words, count, NODES)
         elif EXCHANGE == HALVING:
             begin_halving(
@@ -194,7 +196,7 @@ def finish_exchange(
             start,
             slice_words,
             lanes,
-            pack(value[0], value[1], DTYPE),
+            rounded(value, DTYPE),
             count,
             NODES,
             FOLDED,
@@ -213,7 +215,7 @@ def finish_exchange(
             start,
             slice_words,
             lanes,
-            pack(value[0], value[1], DTYPE),
+            rounded(value, DTYPE),
             count,
             NODES,
             FOLDED,
@@ -275,8 +277,8 @@ def nvrar_all_reduce(
     nbytes,
     slots_at,
     slots_quads,
-    network_at,
-    network_quads,
+    staging_at,
+    staging_quads,
     PUTS: tl.constexpr,
     EXCHANGE: tl.constexpr,
     NODES: tl.constexpr,
@@ -314,15 +316,18 @@ def nvrar_all_reduce(
     tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, LOCAL)
     call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
-    extent = 0 if CLEAR_AFTER_READ else slice_quads * (2 * LOCAL)
+    inner_quads = slice_quads * (2 * LOCAL if LOCAL > 1 else 0)
+    extent = inner_quads + exchange_quads(slice_quads, EXCHANGE, NODES, FOLDED, DOUBLINGS, PARTS)
+    if CLEAR_AFTER_READ:
+        extent = extent * 0
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, LOCAL > 1, WORLD, WARPS, PDL, puts, PUTS)
+        exchange_headers(call, extent, True, WORLD, WARPS, PDL, puts, PUTS)
     else:
-        network = enter_network(call, network_at, network_quads, PUTS)
         total = quads * 4
         own_span = slice_span(local, slice_words, total)
         first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_quads * LOCAL
+        network = enter_network(call, first_shot + inner_quads, staging_at, staging_quads, PUTS, CLEAR_AFTER_READ)
         for chunk in range(0, rounds):
             tile = chunk * workers + worker
             offs = tile * BLOCK + lanes
@@ -356,10 +361,9 @@ def nvrar_all_reduce(
                     store_to(call, mates[i], first_shot + local * slice_quads, offs, words, offs < span, False)
             next_offs = offs + workers * BLOCK
             tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, LOCAL)
-        dirty = leave_epoch(call, extent, LOCAL > 1)
+        dirty = leave_epoch(call, extent, True)
         release_next_kernel(PDL)
-        if LOCAL > 1:
-            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for chunk in range(0, rounds + (LOCAL > 1)):
             if chunk < rounds:
                 tile = chunk * workers + worker

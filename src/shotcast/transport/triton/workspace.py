@@ -111,9 +111,8 @@ class Workspace:
     def _flag_cells(self, epoch: int) -> None:
         """Give all flag cells the flag of call ``epoch``, which is over: zero would be the flag of call 2^32."""
         where, flag = self.where, epoch & 0xFFFFFFFF
-        for at, quads in ((where.cells_at, where.cells_quads), (where.network_at, where.network_quads)):
-            cells = self.memory.view(self._rank, at * layout.QUAD, (4 * quads,), torch.int64)
-            cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
+        cells = self.memory.view(self._rank, where.cells_at * layout.QUAD, (4 * where.cells_quads,), torch.int64)
+        cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return what each rank called in ``epoch``, None where no such header came.
@@ -172,7 +171,7 @@ class Workspace:
         self._arrivals.zero_()
         words = self.memory.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
         words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
-        words[where.slots_at * 4 : where.network_at * 4].fill_(-1)
+        words[where.slots_at * 4 : where.staging_at * 4].fill_(-1)
         self._control[layout.STATUS] = self._host_address
         self.set_epoch(epoch)
         self.set_timeout(timeout_s)
