@@ -123,7 +123,7 @@ def check_failure(group, directory, where):
             os.environ["SHOTCAST_SHM_DIR"] = str(directory / "absent")
         else:
 
-            def refuse(path, nbytes):
+            def refuse(path, *sizes):
                 raise OSError(12, os.strerror(12))
 
             shm._map_peer = refuse

@@ -4,6 +4,9 @@ In step t a rank writes its staging generation t % 2 and then releases ``progres
 wrote in step t is there, and that it has read all that it wanted of the steps before. So a rank may write step t once
 every reader of its step t - 2 shows progress >= t. A call takes the same number of steps on every rank. It begins with
 a header word, one for even and one for odd epochs, which a peer compares once the progress says that it is there.
+
+In calls of tensors that all ranks map, a rank accesses the tensors of the others. Beside the header is the place of its
+tensor. The user writes it before each call, and reads it or writes it anew once the call is over.
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ from dataclasses import dataclass
 import pytest
 
 from .explore import Kind
-from .machine import Await, Fence, Finish, Machine, Program, Read, Start, Steps, Store
+from .machine import Await, Fail, Fence, Finish, Load, Machine, Program, Read, Start, Steps, Store
 from .words import ZERO, Call, Header, Input, Sum
+
+NOWHERE = -1
+"""The place of a tensor that is not mapped."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,9 @@ class Rules:
     ring_end: bool = True  # False: a ring ends without its reader's progress
     root_permission: bool = True  # False: the root of a broadcast in chunks runs ahead
     broadcast_end: bool = True  # False: a broadcast ends without the others' progress
+    place_cells: int = 2
+    mapped_end: bool = True  # False: a call on mapped tensors ends without the others' progress
+    staged_again: bool = True  # False: ranks go on in the step in which ranks with mapped tensors have staged nothing
 
 
 class RankState:
@@ -42,12 +51,19 @@ class RankState:
         self.right, self.left = (rank + 1) % ranks, (rank - 1) % ranks
         self.step = 0
         self.epoch = 0
+        self.placed = NOWHERE
         self.word = ZERO
 
     def begin(self, number: int, call: Call) -> Steps:
         yield Start(number)
         self.epoch += 1
         self.word = Header(self.epoch, call.fingerprint)
+        self.placed = NOWHERE if call.op.startswith("ordinary") else number
+        if call.op.startswith(("mapped", "mixed")):
+            for part in range(self.ranks):
+                yield Store((self.rank, "tensor", part), Input(self.rank, number, part))
+        if call.op.startswith(("mapped", "mixed", "ordinary")):
+            yield Store((self.rank, "place", self.epoch % self.rules.place_cells), self.placed)
         yield Store((self.rank, "header", self.epoch % self.rules.header_cells), self.word)
 
     def staging(self, rank: int, step: int, *word: object) -> tuple[object, ...]:
@@ -65,6 +81,18 @@ class RankState:
             if self.rules.awaited:
                 yield Await({(peer, "progress"): None}, lambda progress, step=self.step: progress >= step)
                 yield Read({(peer, "header", self.epoch % self.rules.header_cells): self.word})
+
+    def meet(self, *peers: int) -> Steps:
+        """Begin with the places of ``peers``, which have all come."""
+        yield from self.publish()
+        yield from self.await_peers(*peers)
+        yield Read({(peer, "place", self.epoch % self.rules.place_cells): self.placed for peer in peers})
+
+    def part_from_all(self, *peers: int) -> Steps:
+        """Wait until ``peers`` are done with the tensors, at the end of a call."""
+        yield from self.publish()
+        if self.rules.mapped_end:
+            yield from self.await_peers(*peers)
 
 
 def one_shot(state: RankState, number: int, call: Call, chunks: int) -> Steps:
@@ -226,7 +254,84 @@ def uneven(state: RankState, number: int, call: Call, chunks: int) -> Steps:
         yield Read({state.staging(peer, state.step - 1): Input(peer, number, chunk) for peer in state.others})
 
 
-ROOTED = ("broadcast", "to_root", "from_root", "slices_to_root")
+def mapped_all_reduce(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """Each rank reads its slice of all tensors, and writes the sum into all of them."""
+    yield from state.meet(*state.others)
+    ranks = range(state.ranks)
+    yield Read({(peer, "tensor", state.rank): Input(peer, number, state.rank) for peer in ranks})
+    for peer in ranks:
+        yield Store((peer, "tensor", state.rank), Sum(state.ranks, number, state.rank))
+    yield from state.part_from_all(*state.others)
+    for part in ranks:
+        word = yield Load((state.rank, "tensor", part))
+        if word != Sum(state.ranks, number, part):
+            yield Fail(f"rank {state.rank} finds {word} in its tensor", Kind.WRONG_VALUE)
+
+
+def mapped_reduce_scatter(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    yield from state.meet(*state.others)
+    yield Read({(peer, "tensor", state.rank): Input(peer, number, state.rank) for peer in range(state.ranks)})
+    yield from state.part_from_all(*state.others)
+
+
+def mapped_all_gather(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    yield from state.meet(*state.others)
+    yield Read({(peer, "tensor", 0): Input(peer, number, 0) for peer in range(state.ranks)})
+    yield from state.part_from_all(*state.others)
+
+
+def mapped_broadcast(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """The others say that they have read by a second step; the root has nothing to say in it."""
+    if state.rank == call.root:
+        yield from state.publish()
+        yield from state.part_from_all(*state.others)
+        return
+    yield from state.meet(call.root)
+    yield Read({(call.root, "tensor", 0): Input(call.root, number, 0)})
+    yield from state.publish()
+    state.step -= 1
+    yield from state.await_peers(*state.others)
+    state.step += 1
+
+
+def ordinary_reduce_scatter(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """No rank has a mapped tensor, which each sees in the first step, when it has staged."""
+    yield Store(state.staging(state.rank, state.step), Input(state.rank, number, 0))
+    yield from state.meet(*state.others)
+    yield Read({state.staging(peer, state.step - 1): Input(peer, number, 0) for peer in state.others})
+
+
+def mixed_all_reduce(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    """Rank 0 alone has a mapped tensor, and stages nothing in the first step; so all stage in the next."""
+    for peer in state.others if state.rank else ():
+        yield Store(state.staging(state.rank, state.step, "x", peer), Input(state.rank, number, (0, peer)))
+    yield from state.meet(*state.others)
+    yield from two_shot(state, number, call, chunks)
+
+
+def mixed_all_gather(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    if state.rank:
+        yield Store(state.staging(state.rank, state.step), Input(state.rank, number, 0))
+    yield from state.publish()
+    for peer in state.others:
+        yield from state.await_peers(peer)
+        yield Read({(peer, "place", state.epoch % state.rules.place_cells): state.placed})
+        if state.rank and peer:
+            yield Read({state.staging(peer, state.step - 1): Input(peer, number, 0)})
+    yield from one_shot(state, number, call, chunks)
+
+
+def mixed_reduce_scatter(state: RankState, number: int, call: Call, chunks: int) -> Steps:
+    if state.rank:
+        yield Store(state.staging(state.rank, state.step), Input(state.rank, number, 0))
+    yield from state.meet(*state.others)
+    if state.rules.staged_again:
+        yield from one_shot(state, number, call, chunks)
+    else:
+        yield Read({state.staging(peer, state.step - 1): Input(peer, number, 0) for peer in state.others})
+
+
+ROOTED = ("broadcast", "to_root", "from_root", "slices_to_root", "mapped_broadcast")
 SCHEDULES = {
     "one_shot": one_shot,
     "two_shot": two_shot,
@@ -239,6 +344,14 @@ SCHEDULES = {
     "from_root": from_root,
     "slices_to_root": slices_to_root,
     "uneven": uneven,
+    "mapped_all_reduce": mapped_all_reduce,
+    "mapped_reduce_scatter": mapped_reduce_scatter,
+    "mapped_all_gather": mapped_all_gather,
+    "mapped_broadcast": mapped_broadcast,
+    "ordinary_reduce_scatter": ordinary_reduce_scatter,
+    "mixed_all_reduce": mixed_all_reduce,
+    "mixed_reduce_scatter": mixed_reduce_scatter,
+    "mixed_all_gather": mixed_all_gather,
 }
 
 
@@ -262,7 +375,9 @@ def model(
         return Program(rank, "", lambda: rank_program(rank, ranks, calls, chunks, rules))
 
     return Machine(
-        [program(rank) for rank in range(ranks)], {"header": ZERO, "progress": 0, "staging": None}, **options
+        [program(rank) for rank in range(ranks)],
+        {"header": ZERO, "progress": 0, "staging": None, "tensor": None, "place": NOWHERE},
+        **options,
     )
 
 
@@ -273,6 +388,8 @@ MIXED = [
     ["broadcast", "two_shot", "one_shot", "ring", "barrier"],
     ["to_root", "from_root", "slices_to_root", "broadcast", "to_root"],
     ["from_root", "uneven", "ring", "slices_to_root", "from_root"],
+    ["mapped_all_reduce", "two_shot", "mapped_broadcast", "mixed_all_reduce", "mapped_all_gather"],
+    ["mapped_broadcast", "broadcast", "mapped_broadcast", "mapped_reduce_scatter", "one_shot"],
 ]
 
 
@@ -347,3 +464,16 @@ def test_the_root_of_a_broadcast_needs_the_readers_permission(refute) -> None:
 def test_a_broadcast_ends_once_everybody_has_begun(refute) -> None:
     refute(model(2, ["broadcast"] * 5, Rules(broadcast_end=False)), Kind.EARLY_FINISH)
     refute(model(3, ["broadcast"] * 5, Rules(broadcast_end=False), check_starts=False), Kind.WRONG_VALUE)
+
+
+@pytest.mark.parametrize("op", ["mapped_all_reduce", "mapped_reduce_scatter", "mapped_all_gather", "mapped_broadcast"])
+def test_a_mapped_tensor_is_the_users_again_once_all_are_done_with_it(op: str, refute) -> None:
+    refute(model(2, [op] * 2, Rules(mapped_end=False), check_starts=False), Kind.WRONG_VALUE)
+
+
+def test_one_place_shows_the_next_call(refute) -> None:
+    refute(model(2, ["ordinary_reduce_scatter", "mapped_broadcast"], Rules(place_cells=1)), Kind.WRONG_VALUE)
+
+
+def test_what_a_rank_with_a_mapped_tensor_has_not_staged_is_staged_again(refute) -> None:
+    refute(model(2, ["mixed_reduce_scatter"], Rules(staged_again=False)), Kind.WRONG_VALUE)

@@ -49,24 +49,35 @@ OPERATIONS = {
     "scatter": (Op.SCATTER, "one_shot"),
     "reduce": (Op.REDUCE, "one_shot"),
     "slices_to_root": (Op.REDUCE, "two_shot"),
+    "mapped_all_reduce": (Op.ALL_REDUCE, "two_shot"),
+    "mapped_reduce_scatter": (Op.REDUCE_SCATTER, "one_shot"),
+    "mapped_all_gather": (Op.ALL_GATHER, "one_shot"),
+    "mapped_broadcast": (Op.BROADCAST, "one_shot"),
+    "mixed_all_reduce": (Op.ALL_REDUCE, "two_shot"),
+    "mixed_reduce_scatter": (Op.REDUCE_SCATTER, "one_shot"),
+    "mixed_all_gather": (Op.ALL_GATHER, "one_shot"),
 }
 """Operations and algorithms, by the model's schedule or, where every rank reads from all, by their own name."""
 MODELS = {"gather": "to_root", "reduce": "to_root", "scatter": "from_root", "two_shot_max": "two_shot"}
 """The models of other schedules than those of their name."""
 PARTS = ("reduce_scatter", "all_gather", "all_to_all", "ring_reduce_scatter", "ring_all_gather", "gather", "scatter")
+PARTS += ("mapped_reduce_scatter", "mapped_all_gather", "mixed_reduce_scatter", "mixed_all_gather")
 """Those in which each rank has a part of the message."""
 SEQUENCE = (
     *("one_shot", "ring", "broadcast", "two_shot", "barrier", "broadcast", "ring", "two_shot", "one_shot"),
     *("ring_reduce_scatter", "reduce_scatter", "all_gather", "ring_all_gather", "all_to_all", "ring_all_gather"),
     *("gather", "reduce", "scatter", "max", "slices_to_root", "uneven", "slices_to_root", "gather", "two_shot_max"),
-    *("scatter", "uneven", "broadcast", "reduce"),
+    *("scatter", "uneven", "broadcast", "reduce", "mapped_all_reduce", "two_shot", "mixed_all_reduce"),
+    *("mapped_broadcast", "broadcast", "mapped_broadcast", "mapped_all_gather", "mixed_all_gather", "all_gather"),
+    *("mixed_reduce_scatter", "mapped_reduce_scatter", "reduce_scatter", "mapped_all_reduce", "mapped_all_reduce"),
 )
 
 
 class Event(NamedTuple):
     """An access to a word of the model: "await", "read", "stage", "publish" or "header", of rank ``owner``.
 
-    ``value`` is the progress waited for or published, the generation of staging, or the parity of a header. In
+    ``value`` is the progress waited for or published, the generation of staging, or the parity of a header. Of the
+    mapped tensor of another rank, the action says so, and ``value`` is the part. In
     messages, the action also says the counter, or the part of the slot, and the rank that it is for.
     """
 
@@ -88,7 +99,7 @@ class ReplayError(AssertionError):
     """A schedule does what the model does not, or leaves out what it does."""
 
 
-def play_in_python(executor: Any, events: list[Event], change: Change | None) -> Callable[[int], None]:
+def play_in_python(executor: Any, events: list[Event], change: Change | None) -> Callable[[int, int], None]:
     """Replace compiled helpers by their Python source, and accesses of memory by functions that record them.
 
     Returns the function that says which call begins.
@@ -96,12 +107,14 @@ def play_in_python(executor: Any, events: list[Event], change: Change | None) ->
     from shotcast.device.cpu import atomics
     from shotcast.transport.cpu import layout
 
-    regions, rank, call = executor._regions, executor._rank, -1
+    regions, rank, call, part_bytes = executor._regions, executor._rank, -1, 1
 
     def note(action: str, address: int, value: int | None = None) -> None:
         for owner, base in enumerate(regions):
             offset = address - base
             outbox = offset - layout.CONTROL_BYTES - 2 * executor._generation
+            if executor._heap.start <= offset < executor._heap.end and owner != rank:
+                events.append(Event(call, f"{action} x", owner, (offset - executor._heap.start) // part_bytes))
             if not 0 <= offset < executor._buffer.nbytes:
                 continue
             if outbox >= 0:
@@ -189,9 +202,9 @@ def play_in_python(executor: Any, events: list[Event], change: Change | None) ->
         if getattr(module, "wait", None) is waits:
             module.wait = wait  # type: ignore[attr-defined]
 
-    def begin(number: int) -> None:
-        nonlocal call
-        call = number
+    def begin(number: int, nbytes: int) -> None:
+        nonlocal call, part_bytes
+        call, part_bytes = number, max(1, nbytes // len(regions))
 
     assert rank < len(regions)
     return begin
@@ -225,7 +238,7 @@ def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list
 
     If a line is changed, it ends with the first call that fails.
     """
-    from shotcast.transport.cpu import layout
+    from shotcast.transport.cpu import layout, mapped, two_shot
     from shotcast.transport.cpu.executor import CpuExecutor
 
     algorithms = registered()
@@ -233,6 +246,9 @@ def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list
     executor = CpuExecutor(group, 1 << 20, 3.0 if change else 30.0, algorithms)
     events: list[Event] = []
     begin = play_in_python(executor, events, change)
+    mapped.LEAST_BYTES, two_shot.PIECE_BYTES = 0, 64  # type: ignore[attr-defined]
+    tensor = executor.empty((CHUNKS * CHUNK_BYTES * group.world_size // 4,), torch.float32)
+    assert tensor is not None
     group.barrier()
     chunk_bytes = executor._context[layout.OUTBOX_CHUNK // 8]
     for number in range(len(ops or MESSAGES)):
@@ -243,7 +259,10 @@ def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list
         record = executor.record(plan, call)
         count = sum(plan.sizes) // 2 if plan.sizes else plan.nbytes // 4
         x, out = torch.full((count,), group.rank + 1.0), torch.zeros(count)
-        begin(number)
+        if ops and (ops[number].startswith("mapped") or (ops[number].startswith("mixed") and group.rank == 0)):
+            x = tensor[:count].fill_(group.rank + 1.0)
+            out = x if plan.op in (Op.ALL_REDUCE, Op.BROADCAST) else out
+        begin(number, plan.nbytes)
         addresses = executor.context_address, record.buffer_info()[0], x.data_ptr(), out.data_ptr()
         if call.schedule._function(*addresses) != 0:
             assert change is not None
@@ -296,7 +315,10 @@ def modelled(rank: int, ranks: int, ops: Sequence[str]) -> list[list[tuple[str, 
             found.append([])
         elif isinstance(step, Store):
             owner, region, *rest = step.address
-            if region == "progress":
+            if region in ("place", "tensor"):
+                if owner != rank:
+                    found[-1].append(("stage x", owner, rest[0]))
+            elif region == "progress":
                 assert isinstance(step.value, int)
                 found[-1].append(("publish", owner, step.value))
             else:
@@ -307,7 +329,9 @@ def modelled(rank: int, ranks: int, ops: Sequence[str]) -> list[list[tuple[str, 
                     # the least progress that ends the wait
                     needed = next(value for value in range(1000) if step.arrived(value))
                     found[-1].append(("await", address[0], needed))
-                else:
+                elif address[1] == "tensor" and address[0] != rank:
+                    found[-1].append(("read x", address[0], address[2]))
+                elif address[1] in ("staging", "header"):
                     found[-1].append(("read" if address[1] == "staging" else "header", address[0], address[2]))
     return found
 
@@ -500,6 +524,42 @@ CHANGES = {
             "        status = await_all(context, step, word)\n",
         ),
         "does",
+    ),
+    "a mapped tensor whose call ends at once": (
+        "mapped_reduce_scatter",
+        Change("one_shot", "return meet(context, step, word)", "return finish(context, publish(context, step))"),
+        "waits for",
+    ),
+    "mapped tensors read before all have come": (
+        "mapped_reduce_scatter",
+        Change(
+            "one_shot",
+            "        status = await_all(context, step, word)\n        if status != DONE:\n            return status\n"
+            "        if step == first + 1:\n",
+            "        status = DONE\n        if step == first + 1:\n",
+        ),
+        "waits for",
+    ),
+    "a sum in the part of another rank": (
+        "mapped_all_reduce",
+        Change(
+            "two_shot", "place(context, peer, OUT) + low, out + low, size)", "place(context, peer, OUT), out, size)"
+        ),
+        "does",
+    ),
+    "nothing staged again for ranks without mapped tensors": (
+        "mixed_reduce_scatter",
+        Change("one_shot", "            if ranks > 0:\n", "            if False:\n"),
+        "publishes",
+    ),
+    "a root that does not wait for who reads its mapped tensor": (
+        "mapped_broadcast",
+        Change(
+            "copies",
+            "await_all(context, step if rank == root else first + 1, word)",
+            "await_all(context, first + 1, word)",
+        ),
+        "waits for",
     ),
     "a message is counted before it is there": (
         "messages",

@@ -36,7 +36,14 @@ from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse, Form
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths, grow
-from shotcast.collectives.interface import BatchExecutor, BoundCall, BoundKernel, GrowingExecutor, WaitingExecutor
+from shotcast.collectives.interface import (
+    BatchExecutor,
+    BoundCall,
+    BoundKernel,
+    GrowingExecutor,
+    MappingExecutor,
+    WaitingExecutor,
+)
 from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
@@ -351,6 +358,35 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self.check()
 
     # -- collectives --------------------------------------------------------------------------------------------------
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Make a tensor, with any content, in memory that the ranks of this communicator map. Needs no other rank.
+
+        Calls of this communicator read and write such tensors of all ranks where they lie, in place of staging them:
+        all-reduces by ``two_shot`` (``x`` and ``out``), reduce-scatters and all-gathers (``x``), and broadcasts (that
+        of the root). Wherever a rank has another tensor, all ranks stage theirs as ever. The results are the same.
+
+        It is a tensor like any other, but its storage cannot be resized. Its memory is freed with the last of its
+        views, which may outlive the communicator. After a call that failed, a late rank may still write to such tensors
+        of the call until :meth:`reset` has returned.
+
+        Args:
+            shape: of the tensor, which other ranks may choose otherwise.
+            dtype: None for PyTorch's default.
+
+        Returns:
+            The tensor. It is an ordinary one on GPUs, over several nodes, where the vendor library serves all calls,
+            and where shared memory is full.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+        """
+        if self._closed:
+            raise ClosedError("empty: this communicator was closed")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        executor = self._executor
+        mapped = executor.empty(shape, dtype) if isinstance(executor, MappingExecutor) else None
+        return torch.empty(shape, dtype=dtype, device=self.device) if mapped is None else mapped
 
     def all_reduce(
         self,

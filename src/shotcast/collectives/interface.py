@@ -280,6 +280,15 @@ class BatchExecutor(Executor, Protocol):
 
 
 @runtime_checkable
+class MappingExecutor(Executor, Protocol):
+    """An executor that makes tensors in memory that all ranks map."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, /) -> torch.Tensor | None:
+        """Return such a tensor; None if there is no memory for it."""
+        ...
+
+
+@runtime_checkable
 class GrowingExecutor(Executor, Protocol):
     """An executor whose workspace begins small."""
 

@@ -21,6 +21,7 @@ import torch
 
 from shotcast import env
 from shotcast.errors import ClosedError, ConfigError
+from shotcast.memory.mapped_heap import MappedHeap
 from shotcast.memory.symmetric import HostGroup, raise_failures
 from shotcast.units import about_size, align_up
 
@@ -70,8 +71,11 @@ def sweep(directory: str) -> list[str]:
     return removed
 
 
-def _create(directory: str, nbytes: int) -> tuple[str, int]:
-    """Create a locked segment with its memory reserved; return path and descriptor. An OSError leaves none behind."""
+def _create(directory: str, nbytes: int, heap_nbytes: int = 0) -> tuple[str, int]:
+    """Create a locked segment with its memory reserved; return path and descriptor. An OSError leaves none behind.
+
+    The bytes of its heap have no memory yet; there is none where the file cannot be that long.
+    """
     for _ in range(_ATTEMPTS):
         path = os.path.join(directory, _prefix() + secrets.token_hex(8))
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -79,6 +83,9 @@ def _create(directory: str, nbytes: int) -> tuple[str, int]:
         try:
             if _lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
                 os.posix_fallocate(descriptor, 0, nbytes)
+                if heap_nbytes:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(descriptor, nbytes + heap_nbytes)
                 return path, descriptor
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
@@ -92,20 +99,39 @@ def _create(directory: str, nbytes: int) -> tuple[str, int]:
     raise OSError(errno.EAGAIN, f"no segment could be locked in {_ATTEMPTS} attempts", directory)
 
 
-def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    # Fill the page tables now; otherwise the first collective would take the page faults.
-    return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+def _map(descriptor: int, nbytes: int, mapped: int) -> mmap.mmap:
+    """Map ``mapped`` bytes, and fill the page tables of the first ``nbytes``: the first call would take the faults."""
+    if mapped == nbytes:
+        return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    mapping = mmap.mmap(descriptor, mapped, flags=mmap.MAP_SHARED)
+    torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)[:: mmap.PAGESIZE].sum()
+    return mapping
 
 
-def _map_peer(path: str, nbytes: int) -> mmap.mmap:
+def _map_peer(path: str, nbytes: int, length: int, mapped: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != nbytes:
-            raise OSError(errno.EPERM, f"not a segment of this user with {nbytes} bytes", path)
-        return _map(descriptor, nbytes)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != length:
+            raise OSError(errno.EPERM, f"not a segment of this user with {length} bytes", path)
+        return _map(descriptor, nbytes, mapped)
     finally:
         os.close(descriptor)
+
+
+def _map_rank(path: str, descriptor: int | None, nbytes: int, length: int, with_heap: bool) -> mmap.mmap:
+    """Map a rank's segment of ``length`` bytes, without its heap where there is no address space for it.
+
+    ``descriptor`` is that of this rank's own segment, None for those of others.
+    """
+
+    def mapped(most: int) -> mmap.mmap:
+        return _map_peer(path, nbytes, length, most) if descriptor is None else _map(descriptor, nbytes, most)
+
+    if with_heap:
+        with contextlib.suppress(OSError):
+            return mapped(length)
+    return mapped(nbytes)
 
 
 def _explain(error: OSError, directory: str, nbytes: int, world_size: int) -> str:
@@ -133,41 +159,57 @@ class ShmBuffer:
     and free memory, and what to do); if a rank does not arrive, it raises CollectiveTimeout. No file outlives
     construction.
 
-    The mappings end with :meth:`close` and with the last tensor that :meth:`view` returned.
+    The mappings end with :meth:`close` and with the last tensor that :meth:`view` or the heap returned.
+
+    Args:
+        group: the ranks.
+        nbytes: those of the workspace.
+        heap_nbytes: the address space behind it for a :class:`MappedHeap`, which has memory where tensors have.
+
+    Attributes:
+        heap: of this rank, behind the workspace; None without ``heap_nbytes``, and where a limit of a process leaves
+            too little address space.
     """
 
-    def __init__(self, group: HostGroup, nbytes: int):
+    def __init__(self, group: HostGroup, nbytes: int, heap_nbytes: int = 0):
         if nbytes < 1:
             raise ConfigError(f"shared memory of {nbytes} bytes cannot be mapped")
         self._nbytes = align_up(nbytes, mmap.PAGESIZE)
         self._maps: tuple[mmap.mmap, ...] = ()
         self._addresses: tuple[int, ...] = ()
+        self.heap: MappedHeap | None = None
         directory = os.path.abspath(env.shm_dir())
         path: str | None = None
         descriptor = -1
+        length = 0
         failure = ""
         maps: list[mmap.mmap] = []
         try:
             sweep(directory)
             try:
-                path, descriptor = _create(directory, self._nbytes)
+                path, descriptor = _create(directory, self._nbytes, heap_nbytes)
+                length = os.fstat(descriptor).st_size
             except OSError as error:
                 failure = _explain(error, directory, self._nbytes, group.world_size)
-            offers = group.all_gather((path, failure, self._nbytes))
-            message = "; ".join(f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(offers) if text)
-            sizes = [size for _, _, size in offers]
+            offers = group.all_gather((path, failure, self._nbytes, length))
+            message = "; ".join(f"rank {rank}: {text}" for rank, (_, text, _, _) in enumerate(offers) if text)
+            sizes = [size for _, _, size, _ in offers]
             if not message and len(set(sizes)) > 1:
                 message = f"the ranks request different sizes of shared memory: {sizes}"
             if message:
                 raise ConfigError(message)
+            lengths = [length for *_, length in offers]
+            has_heap = min(lengths) > self._nbytes
             try:
-                for rank, (peer_path, _, _) in enumerate(offers):
-                    own = rank == group.rank
-                    maps.append(_map(descriptor, self._nbytes) if own else _map_peer(peer_path, self._nbytes))
+                for rank, (peer_path, *_) in enumerate(offers):
+                    own = None if rank != group.rank else descriptor
+                    maps.append(_map_rank(peer_path, own, self._nbytes, lengths[rank], has_heap))
             except OSError as error:
                 failure = f"cannot map the shared memory of rank {len(maps)}: {error}"
             # This is also the barrier after which the names are no longer needed.
             raise_failures(group, failure)
+            if has_heap and all(group.all_gather(list(map(len, maps)) == lengths)):
+                self.heap = MappedHeap(maps[group.rank], descriptor, self._nbytes)
         except BaseException:
             for mapping in maps:
                 mapping.close()
@@ -227,6 +269,7 @@ class ShmBuffer:
         """
         # Not mmap.close(): it does not respect that a tensor made by torch.frombuffer still uses the map.
         self._maps = ()
+        self.heap = None
 
     def __enter__(self) -> ShmBuffer:
         return self

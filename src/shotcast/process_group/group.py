@@ -82,7 +82,12 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         use_interface()
         kinds = dist.ProcessGroup.BackendType
         gloo = torch_private.inner_gloo(
-            self._part("gloo"), rank, world_size, timeout, weakref.WeakMethod(self._take_timeout)
+            self._part("gloo"),
+            rank,
+            world_size,
+            timeout,
+            weakref.WeakMethod(self._take_timeout),
+            weakref.WeakMethod(self._allocate),
         )
         self._inners: dict[str, Any] = {"cpu": gloo}
         self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
@@ -397,6 +402,14 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         self._timeout = timeout
         for calls in list(self._calls.values()):
             calls.set_timeout(timeout.total_seconds())
+
+    def _allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Make a tensor on the CPU, in memory that the ranks map once the first call has made the communicator.
+
+        Needs no other rank.
+        """
+        comm = self._on_cpu.comm
+        return torch.empty(size, dtype=dtype, device="cpu") if comm is None else comm.empty(size, dtype=dtype)
 
     def shutdown(self) -> None:
         """Wait for this rank's calls, which end at their deadline at the latest, and give back what they hold.

@@ -24,6 +24,8 @@ from torch.utils import _python_dispatch, _pytree
 
 Told = weakref.WeakMethod[Callable[[timedelta], None]]
 """A method that is told of a timeout, of an object that may be gone."""
+Allocate = weakref.WeakMethod[Callable[[int, torch.dtype], torch.Tensor]]
+"""A method that makes a tensor of a number of elements on the CPU, of an object that may be gone."""
 ProcessGroup: Any = c10d.ProcessGroup
 """The base of process groups, which PyTorch gives a stricter type than it demands."""
 Work: Any = c10d.Work
@@ -152,7 +154,9 @@ def _message_of(op: Any) -> tuple[str, torch.Tensor, int, int]:
     return "send" if op.op is dist.isend else "recv", plain(x), op.group_peer, op.tag
 
 
-def inner_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta, told: Told) -> Any:
+def inner_gloo(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, told: Told, allocate: Allocate
+) -> Any:
     """Make a group of Gloo. Collective.
 
     Args:
@@ -160,9 +164,10 @@ def inner_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta
         rank, world_size: of this rank.
         timeout: the deadline of calls.
         told: is told of the timeouts that PyTorch sets for the group.
+        allocate: makes the tensors that PyTorch asks the group for, as FSDP2 does.
     """
     made = _InnerGloo(store, rank, world_size, timeout)
-    made.told = told
+    made.told, made.allocate = told, allocate
     return made
 
 
@@ -174,11 +179,21 @@ def _tell(told: Told, timeout: timedelta) -> None:
 
 class _InnerGloo(c10d.ProcessGroupGloo):
     told: Told
+    allocate: Allocate
     options: Any = None  # PyTorch copies those of a group that it splits, and cannot copy those of Gloo
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
         _tell(self.told, timeout)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        method = self.allocate()
+        assert method is not None
+        assert device.type == "cpu"
+        return method(size, dtype)
 
 
 def inner_nccl(

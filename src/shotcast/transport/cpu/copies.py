@@ -1,6 +1,7 @@
 """One-shot collectives that move bytes and add nothing: every rank publishes, and every rank copies what it needs.
 
-They serve any dtype, exact to the bit.
+They serve any dtype, exact to the bit. In an all-gather of tensors that all ranks map, and in a broadcast of one that
+the root's peers map, nothing is staged: every rank reads the tensors.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
+from shotcast.transport.cpu.mapped import X, is_mapped, meet, place, tell_places
 from shotcast.transport.cpu.slices import wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer, begin, finish, publish, region
 
 
 def all_gather(context: int, plan: int, x: int, out: int) -> int:
     """out = the parts of all ranks in order. x: this rank's part. Any part of the plan's EXTENTS may be empty."""
+    tell_places(context, plan, x, x)
     word = begin(context, plan)
     if word == 0:
         return ABORTED
@@ -34,20 +37,36 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
     longest = 0
     for peer in range(world_size):
         longest = max(longest, load(plan + EXTENTS + 8 * peer))
-    done = 0
+    first, done = step, 0
+    mapped = is_mapped(context, rank)
     while True:
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
         size = max(0, min(chunk, load(plan + EXTENTS + 8 * rank) - done))
-        copy(region(context, rank) + staging, x + done, size)
+        unstaged = mapped and step == first
+        if not unstaged:
+            copy(region(context, rank) + staging, x + done, size)
         step = publish(context, step)
-        copy(out + load(plan + OFFSETS + 8 * rank) + done, x + done, size)
+        if not unstaged:
+            copy(out + load(plan + OFFSETS + 8 * rank) + done, x + done, size)
+        ranks = 1 if unstaged else 0
         for distance in range(1, world_size):
             peer = wrap_rank(rank + distance, world_size)
             status = await_peer(context, peer, step, word)
             if status != DONE:
                 return status
-            size = max(0, min(chunk, load(plan + EXTENTS + 8 * peer) - done))
-            copy(out + load(plan + OFFSETS + 8 * peer) + done, region(context, peer) + staging, size)
+            if step == first + 1 and is_mapped(context, peer):
+                ranks += 1
+            elif not unstaged:
+                size = max(0, min(chunk, load(plan + EXTENTS + 8 * peer) - done))
+                copy(out + load(plan + OFFSETS + 8 * peer) + done, region(context, peer) + staging, size)
+        if ranks == world_size:
+            for distance in range(world_size):
+                peer = wrap_rank(rank + distance, world_size)
+                source = region(context, peer) + place(context, peer, X)
+                copy(out + load(plan + OFFSETS + 8 * peer), source, load(plan + EXTENTS + 8 * peer))
+            return meet(context, step, word)
+        if ranks > 0:
+            continue  # they have staged nothing, which all ranks know, and stage it again
         done += chunk
         if done >= longest:
             return finish(context, step)
@@ -83,6 +102,7 @@ def all_to_all(context: int, plan: int, x: int, out: int) -> int:
 
 def broadcast(context: int, plan: int, x: int, out: int) -> int:
     """out = the root's x. x, out: nbytes; they may be the same, and x is read on the root only."""
+    tell_places(context, plan, x, x)
     word = begin(context, plan)
     if word == 0:
         return ABORTED
@@ -93,6 +113,10 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
     while True:
         size = min(chunk, nbytes - done)
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        if rank == root and is_mapped(context, root):
+            step = publish(context, publish(context, step))
+            copy(out, x, nbytes)
+            break
         if rank == root:
             # Every rank must have read step - 2. Before the first step they all have, since the last call is over.
             if step > first:
@@ -107,11 +131,16 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
             status = await_peer(context, root, step, word)
             if status != DONE:
                 return status
+            if is_mapped(context, root):
+                copy(out, region(context, root) + place(context, root, X), nbytes)
+                step = publish(context, step)
+                break
             copy(out + done, region(context, root) + staging, size)
         done += size
         if done >= nbytes:
             break
-    # The root's next call overwrites the staging of the step before last. The others only wait until all have started.
+    # The root's next call overwrites the staging of the step before last, or its tensor is another's by then. The
+    # others only wait until all have started.
     status = await_all(context, step if rank == root else first + 1, word)
     if status != DONE:
         return status

@@ -46,6 +46,8 @@ _SPINS = 20
 """Looks before the core is offered to others, under a microsecond. More gains nothing where ranks have cores of their
 own, and costs where they share them, which a scheduler may decide even with cores to spare."""
 _GATHER_CHUNK = 256 << 10
+_HEAP_BYTES = 32 << 30
+"""The address space for tensors on each rank. They take memory as they are made."""
 _GRACE_S = 0.2
 _SEEN_S = 0.5
 """A rank that waits shows it more often than this."""
@@ -180,6 +182,7 @@ class CpuExecutor:
     """Several messages go at once."""
     kind = "cpu"
     """The part of an algorithm's description that has its compiled code."""
+    heap_nbytes = _HEAP_BYTES
 
     def __init__(self, group: HostGroup, max_bytes: int, timeout_s: float, algorithms: Algorithms):
         self._rank, self._world_size = group.rank, group.world_size
@@ -194,7 +197,8 @@ class CpuExecutor:
         self._generation = generation // 4096 * 4096
 
         self.room = sys.maxsize
-        self._buffer = ShmBuffer(group, layout.CONTROL_BYTES + 2 * self._generation + outboxes)
+        workspace = layout.CONTROL_BYTES + 2 * self._generation + outboxes
+        self._buffer = ShmBuffer(group, workspace, self.heap_nbytes)
         self.held_bytes = self._buffer.nbytes
         regions = self._buffer.addresses
         self._context = array("q", [0] * layout.CONTEXT_WORDS)
@@ -210,13 +214,27 @@ class CpuExecutor:
 
         self._regions = regions
         self._abort_words = [ctypes.c_uint64.from_address(address + layout.ABORT) for address in regions]
-        self._abort_word = self._abort_words[self._rank]
+        abort_word = self._abort_word = self._abort_words[self._rank]
+        self._heap = self._buffer.heap
+        if self._heap is not None:
+            self._set(layout.HEAP, self._heap.start)
+            self._set(layout.HEAP_END, self._heap.end)
+            self._heap.is_stopped = lambda: abort_word.value != 0  # the heap may outlive this executor
         self._message_headers: tuple[int, list[HeaderWords | None]] | None = None
         self._parts: tuple[int, dict[int, str]] = (0, {})
         self._marking = threading.Lock()
         self._looking = threading.Lock()  # held while another thread reads shared memory
         self._messages: Wait | None = None
         self.closed = False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor in memory that all ranks map; None if there is no memory for it. Needs no other rank.
+
+        Raises ClosedError.
+        """
+        if self.closed:
+            raise ClosedError("this communicator was closed")
+        return None if self._heap is None else self._heap.empty(shape, dtype)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -578,6 +596,8 @@ class CpuExecutor:
         if self.closed:
             raise ClosedError("this communicator was closed")
         ctypes.memset(self._regions[self._rank], 0, layout.CONTROL_BYTES)
+        if self._heap is not None:
+            self._heap.resume()
         self._message_headers = None
         self._set(layout.STEP, 0)
         self._set(layout.EPOCH, epoch)

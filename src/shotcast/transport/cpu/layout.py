@@ -2,13 +2,15 @@
 
 The shared region of a rank, mapped by all ranks:
 
-    control     progress and two headers on one cache line, written only by the owner and polled by the peers; the
-                abort word, written by whoever finds a fault; counters of messages for each peer
+    control     progress, two headers and the places of two calls' tensors on one cache line, written only by the owner
+                and polled by the peers; the abort word, written by whoever finds a fault; counters of messages for
+                each peer
     generations two staging areas, used by even and odd steps
     outboxes    for each receiver: ``OUTBOX_SLOTS`` slots of a chunk, each with its header before it
+    heap        tensors of users
 
-A rank writes only its own region (except for abort words) and reads those of the others: a store to a shared page is a
-multicast.
+A rank writes only its own region (except for abort words, and for tensors) and reads those of the others: a store to a
+shared page is a multicast.
 
 The context and plan records are private arrays of int64; offsets into them are in bytes.
 """
@@ -21,6 +23,7 @@ LINE = 128
 # Control words, by byte offset in the region.
 PROGRESS = 0
 HEADERS = 8
+PLACES = 40  # of x and out: the bytes from the start of the region; 0 for a tensor that is not in it
 ABORT = LINE
 HEARTBEAT = 2 * LINE  # the time at which this rank was last seen waiting
 WAITS_FOR = HEARTBEAT + 8  # whom it waits for there: 0 for a collective call, 1 + the other rank for a message
@@ -50,6 +53,8 @@ MESSAGE_PEER = 112  # the rank that a batch of messages failed to reach
 REGIONS = 128
 SOURCES = 256
 ROW = 320
+HEAP = 576  # the bytes from the start of a region to its heap, and to the end of that; both 0 if there is none
+HEAP_END = 584
 CONTEXT_WORDS = 80
 
 # Words of ROW, the state of a fused call: addresses of the next element (0 if not wanted), advanced during the call;

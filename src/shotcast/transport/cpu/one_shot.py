@@ -2,6 +2,8 @@
 
 They win for short messages: there is one synchronization, but each rank reads the N - 1 whole messages of the others.
 The sums are in rank order, accumulated in float32 and rounded once, so they have the bits of two-shot.
+
+A reduce-scatter of tensors that all ranks map stages nothing: each rank reads its block of all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
+from shotcast.transport.cpu.mapped import X, is_mapped, mapped_ranks, meet, place, tell_places
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.wire import CallPlan
 
@@ -55,6 +58,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
     """out = block ``rank`` of x_0 + ... + x_{N-1}. x: N blocks, nbytes in all; out: one block."""
+    tell_places(context, plan, x, x)
     word = begin(context, plan)
     if word == 0:
         return ABORTED
@@ -63,17 +67,27 @@ def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
     chunk = load(plan + CHUNK)
     function = load(plan + ARITHMETIC)
     generation_bytes = load(context + GENERATION)
-    done = 0
+    first, done = step, 0
+    mapped = is_mapped(context, rank)
     while True:
         size = min(chunk, block - done)
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
         for peer in range(world_size):
-            if peer != rank:
+            if peer != rank and not (mapped and step == first):
                 copy(region(context, rank) + staging + peer * chunk, x + peer * block + done, size)
         step = publish(context, step)
         status = await_all(context, step, word)
         if status != DONE:
             return status
+        if step == first + 1:
+            ranks = mapped_ranks(context)
+            if ranks == world_size:
+                for peer in range(world_size):
+                    store(context + SOURCES + 8 * peer, region(context, peer) + place(context, peer, X) + rank * block)
+                call_arithmetic(function, out, context + SOURCES, world_size, block // itemsize)
+                return meet(context, step, word)
+            if ranks > 0:
+                continue  # they have staged nothing, which all ranks know, and stage it again
         for peer in range(world_size):
             store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * chunk)
         store(context + SOURCES + 8 * rank, x + rank * block + done)

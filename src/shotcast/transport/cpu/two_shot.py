@@ -5,9 +5,14 @@ To reduce its own slice, each rank reads N - 1 slices of 1/N of the message, and
 and read by all: a store to a shared page is the multicast of step two.
 
 The sums are in rank order, accumulated in float32 and rounded once, so they have the bits of one-shot.
+
+Where all tensors are in memory that all ranks map, nothing is staged: each rank reads its slice of all of them, and
+writes the sum into all of them. A slice is touched by its rank alone, so the call may be in place.
 """
 
 from __future__ import annotations
+
+from numba import njit
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
@@ -24,8 +29,9 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
+from shotcast.transport.cpu.mapped import OUT, PIECE_BYTES, X, is_mapped, mapped_ranks, meet, place, tell_places
 from shotcast.transport.cpu.slices import slice_size, wrap_rank
-from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, is_stopped, publish, region
 from shotcast.wire import CallPlan
 
 
@@ -35,6 +41,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk. Step k
     publishes both, so C chunks take C + 1 steps rather than 2 C.
     """
+    tell_places(context, plan, x, out)
     word = begin(context, plan)
     if word == 0:
         return ABORTED
@@ -44,19 +51,27 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     generation_bytes = load(context + GENERATION)
     contribution = slice_size(chunk, world_size)
     own = region(context, rank)
-    start, previous_start, previous_size = 0, 0, 0
+    first, start, previous_start, previous_size = step, 0, 0, 0
+    mapped = is_mapped(context, rank)
     while True:
         staging = CONTROL_BYTES + (step & 1) * generation_bytes
         size = min(chunk, nbytes - start)
         part = slice_size(size, world_size)
         low, high = min(rank * part, size), min((rank + 1) * part, size)
-        if size > 0:
+        if size > 0 and not (mapped and step == first):
             copy(own + staging + contribution, x + start, low)
             copy(own + staging + contribution + high, x + start + high, size - high)
         step = publish(context, step)
         status = await_all(context, step, word)
         if status != DONE:
             return status
+
+        if step == first + 1:
+            ranks = mapped_ranks(context)
+            if ranks == world_size:
+                return _in_mapped_tensors(context, plan, word, step, out)
+            if ranks > 0:
+                continue  # they have staged nothing, which all ranks know, and stage it again
 
         if high > low:
             for peer in range(world_size):
@@ -78,6 +93,27 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
             return finish(context, step)
         previous_start, previous_size = start, size
         start += size
+
+
+@njit(error_model="numpy")
+def _in_mapped_tensors(context: int, plan: int, word: int, step: int, out: int) -> int:
+    """Add up this rank's slice, and write it to all ranks. All have begun, so their tensors are there."""
+    rank, world_size = load(context + RANK), load(context + WORLD)
+    nbytes, itemsize, function = load(plan + NBYTES), load(plan + ITEMSIZE), load(plan + ARITHMETIC)
+    part = slice_size(nbytes, world_size)
+    low, high = min(rank * part, nbytes), min((rank + 1) * part, nbytes)
+    while low < high:
+        if is_stopped(context):
+            return ABORTED  # a rank that has given up may use its tensor otherwise
+        size = min(PIECE_BYTES, high - low)
+        for peer in range(world_size):
+            store(context + SOURCES + 8 * peer, region(context, peer) + place(context, peer, X) + low)
+        call_arithmetic(function, out + low, context + SOURCES, world_size, size // itemsize)
+        for distance in range(1, world_size):
+            peer = wrap_rank(rank + distance, world_size)
+            copy(region(context, peer) + place(context, peer, OUT) + low, out + low, size)
+        low += size
+    return meet(context, step, word)
 
 
 def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:

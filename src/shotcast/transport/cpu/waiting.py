@@ -125,13 +125,19 @@ def wait(context: int, peer: int, collective: bool, address: int, target: int) -
 
 
 @njit(error_model="numpy")
+def is_stopped(context: int) -> bool:
+    """Return whether a fault is known that has stopped the communicator."""
+    return load_acquire(region(context, load(context + RANK)) + ABORT) != 0
+
+
+@njit(error_model="numpy")
 def begin(context: int, plan: int) -> int:
     """Start a collective call: count the epoch and publish the header.
 
     Returns the second word of the header, or 0 if the communicator is stopped.
     """
     own = region(context, load(context + RANK))
-    if load_acquire(own + ABORT) != 0:
+    if is_stopped(context):
         return 0
     epoch = load(context + EPOCH) + 1
     store(context + EPOCH, epoch)

@@ -84,6 +84,7 @@ class HostsExecutor(CpuExecutor):
 
     batches = False
     kind = "hosts"
+    heap_nbytes = 0
 
     def __init__(
         self,

@@ -1,0 +1,72 @@
+"""Tensors in memory that all ranks map: calls tell each other where they lie.
+
+A rank says with the header of a call where its tensors are in its region, so ranks may make and free tensors without
+each other, and need not agree on the form of a call: each knows it of all ranks once it has their headers. There is a
+word for calls of even and of odd epochs, as there is a header, since a rank may be one call ahead.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shotcast.device.cpu.atomics import load, store
+from shotcast.transport.cpu.layout import EPOCH, HEAP, HEAP_END, NBYTES, PLACES, RANK, WORLD
+from shotcast.transport.cpu.waiting import DONE, await_all, finish, publish, region
+
+X, OUT = 0, 8
+"""The tensors of a call, by the offset of their place."""
+LEAST_BYTES = 128 << 10
+"""Shorter messages are staged: cores have them in their caches, and calls in one step would take another."""
+PIECE_BYTES = 64 << 10
+"""Bytes that a rank adds up before it writes them to the others, out of its cache."""
+
+
+@njit(error_model="numpy")
+def _place_of(context: int, address: int) -> int:
+    offset = address - region(context, load(context + RANK))
+    return offset if load(context + HEAP) <= offset < load(context + HEAP_END) else 0
+
+
+@njit(error_model="numpy")
+def tell_places(context: int, plan: int, x: int, out: int) -> None:
+    """Say where the tensors of the call are that begins next. Its header, which is released, follows."""
+    epoch = load(context + EPOCH) + 1
+    words = region(context, load(context + RANK)) + PLACES + 16 * (epoch & 1)
+    long = load(plan + NBYTES) >= LEAST_BYTES
+    store(words + X, _place_of(context, x) if long else 0)
+    store(words + OUT, _place_of(context, out) if long else 0)
+
+
+@njit(error_model="numpy")
+def place(context: int, rank: int, tensor: int) -> int:
+    """Return where in the region of a rank its :data:`X` or :data:`OUT` of this call is; 0 if it is not mapped.
+
+    Another rank's is known once its header has been seen.
+    """
+    return load(region(context, rank) + PLACES + 16 * (load(context + EPOCH) & 1) + tensor)
+
+
+@njit(error_model="numpy")
+def is_mapped(context: int, rank: int) -> bool:
+    """Return whether both tensors of a rank are mapped."""
+    return place(context, rank, X) != 0 and place(context, rank, OUT) != 0
+
+
+@njit(error_model="numpy")
+def mapped_ranks(context: int) -> int:
+    """Return how many ranks have mapped tensors in this call. All headers have been seen."""
+    ranks = 0
+    for rank in range(load(context + WORLD)):
+        if is_mapped(context, rank):
+            ranks += 1
+    return ranks
+
+
+@njit(error_model="numpy")
+def meet(context: int, step: int, word: int) -> int:
+    """End a call once all ranks are done with the tensors of all."""
+    step = publish(context, step)
+    status = await_all(context, step, word)
+    if status != DONE:
+        return status
+    return finish(context, step)
