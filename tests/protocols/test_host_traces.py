@@ -105,7 +105,7 @@ def play_in_python(executor: Any, events: list[Event], change: Change | None) ->
             if not 0 <= offset < executor._buffer.nbytes:
                 continue
             if outbox >= 0:
-                slot_bytes = layout.OUTBOX_HEADER_BYTES + executor._context[layout.OUTBOX_CHUNK // 8]
+                slot_bytes = layout.OUTBOX_HEADER_BYTES + executor.context[layout.OUTBOX_CHUNK // 8]
                 slot, place = divmod(outbox, slot_bytes)
                 if action in ("stage", "read"):
                     receiver, slot = divmod(slot, layout.OUTBOX_SLOTS)
@@ -234,7 +234,7 @@ def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list
     events: list[Event] = []
     begin = play_in_python(executor, events, change)
     group.barrier()
-    chunk_bytes = executor._context[layout.OUTBOX_CHUNK // 8]
+    chunk_bytes = executor.context[layout.OUTBOX_CHUNK // 8]
     for number in range(len(ops or MESSAGES)):
         plan = plan_of(ops[number], number, group.world_size) if ops else message_plan(number, group.rank, chunk_bytes)
         if plan is None:
