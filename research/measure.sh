@@ -189,7 +189,7 @@ for part in "$@"; do
         ;;
     tests_cuda_x[248]) # four processes at once, as most of the time is spent on compiling
         tests 400 "cuda_a_x$ranks" "$plain::test_numerics[$ranks]" "$plain::test_graphs_replay_on_changed_inputs[$ranks]" \
-            "$plain::test_two_streams[$ranks]" "$plain::test_repeated_calls_take_the_fast_path[$ranks]" \
+            "$plain::test_two_streams[$ranks]" "$plain::test_repeated_calls_are_prepared[$ranks]" \
             "$plain::test_epochs_across_borders[$ranks]" &
         tests 400 "cuda_b_x$ranks" "$plain::test_matrix[0-$ranks]" "$plain::test_matrix[1-$ranks]" &
         tests 400 "cuda_c_x$ranks" "$plain::test_ten_thousand_calls_of_changing_size_with_stragglers[$ranks]" \

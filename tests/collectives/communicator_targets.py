@@ -277,14 +277,15 @@ def many_different_calls(calls: int) -> tuple[int, bool]:
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
         x = torch.ones(calls)
         comm.all_reduce(x)
-        (hot,) = comm._calls.values()
+        (hot,) = comm._prepared._calls.values()
         for count in range(calls):
             if count % 1000 == 0:
                 comm.all_reduce(x)
             got = comm.all_reduce(x[:count])
             assert got.numel() == count
             assert not count or float(got[-1]) == comm.world_size
-        remembered = [*comm._calls.values(), *comm._calls._old.values()]
+        remembered = [*comm._prepared._calls.values(), *comm._prepared._calls._old.values()]
+        assert len(comm._calls) + len(comm._calls._old) <= len(remembered)
         return len(remembered), any(call is hot for call in remembered)
 
 

@@ -213,7 +213,7 @@ def test_eager_calls_around_a_capture(world_size: int) -> None:
 
 
 def written(device: str) -> None:
-    """Check versions and gradients of what repeated calls write, on the fast path and past it."""
+    """Check versions and gradients of what repeated calls write, prepared ones and others."""
     with shotcast.Communicator(device=device, timeout_s=60) as comm:
         factor = torch.ones(2048, device=comm.device, requires_grad=True)
         for _ in range(3):
@@ -240,18 +240,17 @@ def test_written_tensors_and_autograd(world_size: int) -> None:
 
 
 def repeated(calls: int) -> int:
-    """Repeat the same calls, as eager decoding makes them. Return how many took the fast path."""
+    """Repeat the same calls, as eager decoding makes them. Return how many of them were prepared."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size, device = comm.rank, comm.world_size, comm.device
-        assert comm._fast_path is not None
-        fast_calls, make = [0], comm._fast_path.make
+        prepared, find = [0], comm._prepared.find
 
-        def counted(*args: Any) -> bool:
-            taken = make(*args)
-            fast_calls[0] += taken
-            return taken
+        def counted(*given: Any) -> Any:
+            found = find(*given)
+            prepared[0] += found is not None
+            return found
 
-        comm._fast_path.make = counted  # type: ignore[method-assign]
+        comm._prepared.find = counted  # type: ignore[method-assign]
         other = torch.cuda.Stream(device)
         for number in range(calls):
             count, dtype = (24, 4096, 40_000, 3_000_001)[number % 4], list(FLOATS.values())[number % 3]
@@ -266,11 +265,11 @@ def repeated(calls: int) -> int:
             torch.cuda.synchronize(device)
             assert torch.equal(out, wanted), (number, count, dtype, algorithm)
         comm.check()
-        return fast_calls[0]
+        return prepared[0]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_repeated_calls_take_the_fast_path(world_size: int) -> None:
+def test_repeated_calls_are_prepared(world_size: int) -> None:
     assert min(shotcast.spawn(repeated, world_size, 400, timeout_s=200)) > 200
 
 

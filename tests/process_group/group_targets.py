@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from frames import Frames
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.process_group import counts, torch_private
 from shotcast.process_group.registration import register
@@ -47,37 +48,85 @@ def refused(kind: type[Exception], words: str, call: Callable[..., Any], *argume
         raise AssertionError(f"it was not refused: {words}")
 
 
-def short_calls() -> dict[str, dict[str, int]]:
-    """Repeat calls of plain tensors where the long way fails; then make calls that have to take it."""
+def repeated_calls() -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
+    """Repeat calls where only prepared ones succeed. Return the functions that each runs, and the counts of calls.
+
+    Each was made before on other tensors of the same kind. Then calls are made that are none of these.
+    """
     from shotcast.process_group import calls
 
     with backend() as (rank, size):
+        every = [values(r) for r in range(size)]
+        many, whole = values(rank).repeat(size), torch.cat(every)
+
+        def gathered(**how: Any) -> Any:
+            return dist.all_gather_into_tensor(out, values(rank), **how), out, whole
+
+        def scattered(**how: Any) -> Any:
+            return dist.reduce_scatter_tensor(part, many.clone(), **how), part, sum(every)
+
+        def exchanged(**how: Any) -> Any:
+            return dist.all_to_all_single(out, many.clone(), **how), out, whole
+
+        def rows(**how: Any) -> Any:
+            return dist.all_gather_into_tensor(table, values(rank).view(1, 6), **how), table, torch.stack(every)
+
+        def reduced(**how: Any) -> Any:
+            x = values(rank)
+            return dist.all_reduce(x, **how), x, sum(every)
+
+        def greatest(**how: Any) -> Any:
+            x = values(rank)
+            return dist.all_reduce(x, op=dist.ReduceOp.MAX, **how), x, torch.stack(every).amax(0)
+
+        def sent_to_all(**how: Any) -> Any:
+            x = values(rank)
+            return dist.broadcast(x, size - 1, **how), x, every[-1]
+
+        def met(**how: Any) -> Any:
+            return dist.barrier(**how), whole, whole
+
+        made = gathered, scattered, exchanged, rows, reduced, greatest, sent_to_all, met
+        out, part, table = torch.empty(6 * size), torch.empty(6), torch.empty(size, 6)
         dist.barrier()  # builds the communicator
-        operands, total = calls.Operands, sum(values(r) for r in range(size))
-        calls.Operands = None  # type: ignore[assignment, misc]
-        x, out, part = values(rank), torch.empty(6 * size), torch.empty(6)
-        dist.broadcast(x, size - 1)
-        assert torch.equal(x, values(size - 1))
-        dist.all_gather_into_tensor(out, values(rank))
-        assert torch.equal(out, torch.cat([values(r) for r in range(size)]))
-        dist.reduce_scatter_tensor(part, values(rank).repeat(size))
-        assert torch.equal(part, total)
-        dist.all_to_all_single(out, values(rank).repeat(size))
-        assert torch.equal(out, torch.cat([values(r) for r in range(size)]))
+        found: dict[str, list[str]] = {}
+        with Frames() as counted:
+            sent_to_all(async_op=True)[0].wait()  # begins the thread of such calls
+            for call in made:
+                for _ in range(2):
+                    call()
+            operands = calls.Operands
+            calls.Operands = None  # type: ignore[assignment, misc]
+            for call in made:
+                for asynchronous in (False, True, False):
+                    out, part, table = torch.empty(6 * size), torch.empty(6), torch.empty(size, 6)
+                    results: list[Any] = []
+
+                    def one(call: Any = call, how: bool = asynchronous, results: list[Any] = results) -> None:
+                        results.extend(call(async_op=how))
+                        if how:
+                            results[0]._outcome.over.wait()
+
+                    functions = counted.of(one)
+                    work, got, wanted = results
+                    assert work is None or work.wait()
+                    assert torch.equal(got, wanted), call
+                    found[f"{call.__name__}, asynchronous: {asynchronous}"] = functions
         for long in (
-            lambda: dist.broadcast(values(rank), 0, async_op=True),
-            lambda: dist.broadcast(torch.nn.Parameter(values(rank)), 0),
-            lambda: dist.broadcast(values(rank).view(2, 3).t(), 0),
-            lambda: dist.broadcast(values(rank, dtype=torch.complex64).conj(), 0),
-            lambda: dist.reduce_scatter_tensor(part, values(rank).repeat(size), op=dist.ReduceOp.MAX),
-            lambda: dist.all_to_all_single(out, out, [6] * size, [6] * size),
+            lambda: dist.broadcast(torch.nn.Parameter(values(rank)), size - 1),
+            lambda: dist.broadcast(values(rank).requires_grad_(), size - 1),
+            lambda: dist.broadcast(values(rank).view(2, 3).t(), size - 1),
+            lambda: dist.broadcast(values(rank), 0),
+            lambda: dist.broadcast(torch._neg_view(values(rank)), size - 1),
+            lambda: dist.reduce_scatter_tensor(part, many, op=dist.ReduceOp.MAX),
+            lambda: dist.all_to_all_single(out, many, [6] * size, [6] * size),
             lambda: dist.all_gather_into_tensor(out[:5], values(rank)),
         ):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # Operands is None
                 long()
-                raise AssertionError("it took the short way")
+                raise AssertionError("it was taken for a prepared call")
         calls.Operands = operands  # type: ignore[misc]
-        return counts()
+        return found, counts()
 
 
 def collectives(asynchronous: bool) -> dict[str, dict[str, int]]:

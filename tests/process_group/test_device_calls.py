@@ -34,8 +34,8 @@ def group(inners: dict[str, Any]) -> ShotcastProcessGroup:
     made = ShotcastProcessGroup.__new__(ShotcastProcessGroup)
     torch._C._distributed_c10d.ProcessGroup.__init__(made, 1, 4)
     made._rank, made._world_size, made._name = 1, 4, "of a test"
-    made._inners, made._thread, made._quick = inners, OfThread(), 0
-    made._counts, made._on_cpu = Counter(), SimpleNamespace(comm=None)  # type: ignore[assignment]
+    made._inners, made._thread = inners, OfThread()
+    made._counts, made._on_cpu = Counter(), SimpleNamespace(again=lambda *call: None)  # type: ignore[assignment]
     made._meaning = lambda op, error, limit_s: error  # type: ignore[method-assign]
     return made
 

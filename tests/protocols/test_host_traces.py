@@ -118,7 +118,7 @@ def play_in_python(executor: Any, events: list[Event], change: Change | None) ->
             if not 0 <= offset < executor._buffer.nbytes:
                 continue
             if outbox >= 0:
-                slot_bytes = layout.OUTBOX_HEADER_BYTES + executor._context[layout.OUTBOX_CHUNK // 8]
+                slot_bytes = layout.OUTBOX_HEADER_BYTES + executor.context[layout.OUTBOX_CHUNK // 8]
                 slot, place = divmod(outbox, slot_bytes)
                 if action in ("stage", "read"):
                     receiver, slot = divmod(slot, layout.OUTBOX_SLOTS)
@@ -250,7 +250,7 @@ def traced(group: LocalGroup, ops: Sequence[str], change: Change | None) -> list
     tensor = executor.empty((CHUNKS * CHUNK_BYTES * group.world_size // 4,), torch.float32)
     assert tensor is not None
     group.barrier()
-    chunk_bytes = executor._context[layout.OUTBOX_CHUNK // 8]
+    chunk_bytes = executor.context[layout.OUTBOX_CHUNK // 8]
     for number in range(len(ops or MESSAGES)):
         plan = plan_of(ops[number], number, group.world_size) if ops else message_plan(number, group.rank, chunk_bytes)
         if plan is None:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, cast
@@ -30,7 +31,6 @@ from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
 from shotcast.collectives.dropped import CLOSER, Held
 from shotcast.collectives.executor_factory import build_executor
-from shotcast.collectives.fast_path import CpuFastPath, GpuFastPath
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse, Form
@@ -47,6 +47,7 @@ from shotcast.collectives.interface import (
 from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
+from shotcast.collectives.prepared import Given, PreparedCalls
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
 from shotcast.collectives.reductions import Reduction, divide, is_divided, reduction_name
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
@@ -221,7 +222,6 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self._host = StoreGroup(meeting, patience, order, name, title)
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         self._closed = False
-        self._counts_versions = True
         self._first: ShotcastError | None = None
         """The error of the call that has stopped this communicator, once somebody has seen it."""
         self._state_above: dict[str, Any] = {}
@@ -232,7 +232,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self.device = torch.device("cuda", 0) if nodes.own_gpus else device
         self.max_bytes = DEFAULT_MAX_BYTES[self.device.type] if max_bytes is None else max_bytes
         self._lock = threading.Lock()
-        self._calls = KeptCalls()
+        self._calls: KeptCalls[Call] = KeptCalls()
         self._chain = StreamChain(self.device, replays=not exclusive) if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._checks_vendor = env.check_vendor()
@@ -317,17 +317,13 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         graphs = self._chain is not None
         others = self._executor if self.world_size > 1 else None
         self._resolver = Resolver(topology, environment, found.tables, found.passed, others, graphs)
-        self._own_path: GpuFastPath | CpuFastPath | None = None
+        prepares = None if self._nvtx else others
+        aligns = self.device.type == "cuda" or built.kernels == "interpreter"
+        check = weakref.WeakMethod(self.check)
+        self._prepared = PreparedCalls(prepares, self._vendor, self._chain, self._lock, check, aligns)
         self._starter = None
         batching = self._executor is not None and self._executor.batches and self.world_size > 1
         self._batches = cast(BatchExecutor, self._executor) if batching else None
-        if others is not None and not self._nvtx:
-            shared = self._calls, others, self._vendor
-            if self._chain is not None:
-                self._own_path = GpuFastPath(*shared, self._chain, self._lock, self.device)
-            else:
-                self._own_path = CpuFastPath(*shared, self._lock, self.check)
-        self._fast_path = self._own_path  # None while calls that were started may be outstanding
         register(self)
         watch(self)
         held = Held(self._executor, self._vendor, self._peers, self._chain, self.device)
@@ -418,9 +414,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         """
         if not isinstance(reduction, str):
             reduction = reduction_name(reduction)
-        fast_path = None if out is None or sms is not None else self._fast_path
-        if fast_path is not None and out is not None and fast_path.make(x, out, algorithm, reduction):
-            return out
+        key, operands = ("all_reduce", algorithm, reduction, sms, type(sms)), (x, out)
+        if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
+            return done
         x = dense(x, "x", self.device)
         if is_compiling():
             return operators.all_reduce(self, x, out, algorithm, reduction, sms)
@@ -429,9 +425,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         out = output(x, out, x.shape, 0)
         if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
             return autograd.written(autograd.AllReduce, x, out, self, algorithm, reduction, sms)
-        call = self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction, sms=sms)
-        if fast_path is not None:
-            fast_path.keep(call, x, out)
+        given = key, operands
+        self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction, sms=sms, given=given)
         return out
 
     def reduce_scatter(
@@ -455,6 +450,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         """
         if not isinstance(reduction, str):
             reduction = reduction_name(reduction)
+        key, operands = ("reduce_scatter", algorithm, reduction, sms, type(sms)), (x, out)
+        if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
+            return done
         x = dense(x, "x", self.device)
         if is_compiling():
             return operators.reduce_scatter(self, x, out, algorithm, reduction, sms)
@@ -464,15 +462,19 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         out = output(x, out, (rows, *x.shape[1:]), self.rank * (x.nbytes // self.world_size))
         if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
             return autograd.written(autograd.ReduceScatter, x, out, self, algorithm, reduction, sms)
-        self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction, sms=sms)
+        given = key, operands
+        self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction, sms=sms, given=given)
         return out
 
     def barrier(self) -> None:
         """Complete (on CUDA: on the current stream) when every rank has called."""
+        given = ("barrier",), (None, None)
+        if (prepared := self._prepared.find(*given)) and prepared.run(given[1]):
+            return
         if is_compiling():
             operators.barrier(self)
             return
-        self._run(Op.BARRIER, None, None)
+        self._run(Op.BARRIER, None, None, given=given)
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
@@ -490,10 +492,12 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         launch: LaunchShape | None = None,
         sms: int | None = None,
         count: int | None = None,
+        given: Given | None = None,
     ) -> Call:
         """Make a call. With ``launch`` it is launched as said, past the choice, for measuring.
 
-        ``count`` is the number of elements that define the call, where it is not that of its tensor.
+        ``count`` is the number of elements that define the call, where it is not that of its tensor. ``given`` are the
+        arguments of the method, for which the call is prepared if it can be.
         """
         if self._starter is not None:
             self._starter.settle()
@@ -513,18 +517,16 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             of_two: tuple[int, ...] = ()
             if op is Op.ALL_TO_ALL_UNEVEN:  # two ranks each know a size, so nothing that ranks agree on goes by it
                 sizes, of_two = of_two, sizes
-            key: tuple[Any, ...] = (count, dtype, algorithm, reduction)  # what the fast path looks up
             if sms is not None:
                 sm_budget(sms)  # True and 16.0 would find what 1 and 16 have left
-            if op is not Op.ALL_REDUCE or capturing or launch is not None or sms is not None:
-                key = (*key, op, root, sizes, norm, capturing, launch, sms)
+            key = op, count, dtype, algorithm, reduction, root, sizes, norm, capturing, launch, sms
             call = self._calls.get(key) or self._calls.recall(key)
             if call is None:
                 problem = self._resolver.problem(op, dtype, count, reduction, root, sizes, norm, sms)
                 call = self._calls.keep(key, self._resolver.resolve(problem, algorithm, capturing, launch))
             if self._growths is not None and call.needs and algorithm == "auto":
                 call = self._within_workspace(call, capturing, op, dtype, count, reduction, root, sizes, norm, sms)
-            if out is not None and norm is None and self._counts_versions:
+            if out is not None and norm is None and self._prepared.counts_versions:
                 increment_version((out,))
             if norm is None or not call.by_library:
                 self._execute(call, x, out, capturing, tensors, of_two)
@@ -535,6 +537,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 self._compile(call, capturing)  # the same call captured may take an own kernel
             if self._chain is not None and self.world_size > 1:
                 self._chain.leave(capturing)
+            if given is not None and not capturing:
+                self._prepared.keep(given, call, x, out, tensors, of_two, self.world_size if divides else 0)
             return call
         finally:
             self._lock.release()
@@ -549,7 +553,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         if not capturing and self._growths.all_there():
             return call
         within = self._resolver.within(executor.room)
-        return within.resolve(within.problem(*problem), "auto", capturing)
+        makeshift = within.resolve(within.problem(*problem), "auto", capturing)
+        makeshift.is_makeshift = True
+        return makeshift
 
     def _run_kernel(self, own: KernelCall, *operands: torch.Tensor) -> None:
         """Make a call that brings its launches, for the rooms above. There are several ranks, with kernels of GPUs."""
@@ -609,15 +615,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
 
     def _leave_versions(self) -> None:
         """Leave autograd's versions of the tensors that calls write as they are, like torch.distributed does."""
-        self._counts_versions = False
-        if self._own_path is not None:
-            self._own_path.counts_versions = False
-
-    def _pause_fast_path(self) -> None:
-        self._fast_path = None
-
-    def _resume_fast_path(self) -> None:
-        self._fast_path = self._own_path
+        self._prepared.counts_versions = False
 
     def _compile(self, call: Call, capturing: bool) -> None:
         """Compile, and make room for, everything that a call needs. Raises ConfigError in a graph capture.
@@ -632,6 +630,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 raise self._error(grown)
             if grown:  # calls that are remembered have the addresses of the workspace before
                 self._calls.clear()
+                self._prepared.clear()
         for form, bound in call.needs:
             assert self._first_use is not None
             if form not in self._first_use.known:
@@ -892,8 +891,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
                 return
             self._closed = True
             CLOSER.leave(self._dropped)
-            if self._own_path is not None:
-                self._own_path.close()
+            self._prepared.close()
             self._drain()  # while the ends of processes are still watched, as no call waits for dead ranks
             self._peers.leave()
             if self._waits is not None:

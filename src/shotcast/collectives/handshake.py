@@ -33,9 +33,6 @@ class Handshake:
         for bound in self._in_turn:
             bound.run(None, None)
 
-    def one_launch(self, aligned: bool) -> None:
-        """Return None: a handshake is two kernels."""
-
     def load(self) -> None:
         """Compile or load what both directions need."""
         for bound in self._in_turn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -164,10 +164,6 @@ class Collectives(Protocol):
     ) -> Fp8Normed: ...
 
 
-Enqueue = Callable[[int, Sequence[Any]], None]
-"""Enqueues a kernel on a CUDA stream, given by its handle, with the addresses of x and out."""
-
-
 class BoundCall(Protocol):
     """A call plan that an executor has bound to its kernels; it is run again and again with other tensors."""
 
@@ -178,7 +174,6 @@ class BoundCall(Protocol):
         norm: NormTensors | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None: ...
-    def one_launch(self, aligned: bool) -> Enqueue | None: ...
     def load(self) -> None: ...
 
 
@@ -195,7 +190,10 @@ class Executor(Protocol):
     Attributes:
         room: the longest message, in bytes, that the workspace is laid out for now.
         held_bytes: bytes of shared memory that the workspace takes on each rank.
+        stopped_word: a word whose ``value`` is 0 until a fault is known. It is gone after :meth:`close`.
     """
+
+    stopped_word: Any
 
     @property
     def room(self) -> int: ...

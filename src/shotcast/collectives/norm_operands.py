@@ -18,7 +18,8 @@ from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm
 
 _SUMMED = tuple(getattr(torch, name) for name in wire.REDUCIBLE)
-_ALIGN = 16
+ALIGN = 16
+"""Kernels take operands at multiples of this number of bytes."""
 
 
 class Fp8Normed(NamedTuple):
@@ -269,7 +270,7 @@ def is_aligned(x: torch.Tensor, tensors: NormTensors) -> bool:
     for tensor in (tensors.normed, tensors.quantized, tensors.bias):
         if tensor is not None:
             bits |= tensor.data_ptr()
-    return bits % _ALIGN == 0
+    return bits % ALIGN == 0
 
 
 def aligned(x: torch.Tensor, tensors: NormTensors) -> tuple[torch.Tensor, NormTensors]:
@@ -286,7 +287,7 @@ def aligned(x: torch.Tensor, tensors: NormTensors) -> tuple[torch.Tensor, NormTe
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.data_ptr() % _ALIGN == 0 else tensor.clone()
+    return tensor if tensor.data_ptr() % ALIGN == 0 else tensor.clone()
 
 
 def copy_back(aligned: NormTensors, tensors: NormTensors) -> None:

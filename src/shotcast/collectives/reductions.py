@@ -11,7 +11,7 @@ from shotcast.errors import ConfigError, UnsupportedError
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 """A name among :data:`shotcast.wire.REDUCTIONS`, or what PyTorch calls it."""
 
-_OF_TORCH = {
+OF_TORCH = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.MIN: "min",
@@ -32,7 +32,7 @@ def reduction_name(reduction: Reduction) -> str:
         if reduction in wire.REDUCTIONS:
             return reduction
     elif isinstance(reduction, dist.ReduceOp | dist.ReduceOp.RedOpType):
-        for kind, name in _OF_TORCH.items():
+        for kind, name in OF_TORCH.items():
             if reduction == kind:
                 return name
         if reduction == dist.ReduceOp.PREMUL_SUM:

@@ -25,11 +25,11 @@ class Handle:
     """A call that was started: a result that will be there. The handle of a call that is over, as a base of others.
 
     Args:
-        result: of the call.
+        result: of the call, as the attribute is.
     """
 
     def __init__(self, result: Any = None):
-        self._result = result
+        self.result = result
 
     def is_completed(self) -> bool:
         """Return whether the call is over, with a result or an error. It is False for calls captured in a graph."""
@@ -40,7 +40,7 @@ class Handle:
 
         Raises what the call raised. It may be called again.
         """
-        return self._result
+        return self.result
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -71,10 +71,10 @@ class _StreamHandle(Handle):
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
         if not self._captured:
-            for tensor in tensors_in(self._result):
+            for tensor in tensors_in(self.result):
                 tensor.record_stream(stream)
         self._operands = None
-        return self._result
+        return self.result
 
 
 class StreamStarter:
@@ -85,6 +85,9 @@ class StreamStarter:
     Args:
         device: of the communicator.
     """
+
+    thread_id = None
+    """Calls have no thread of their own."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -184,6 +187,22 @@ class _HostHandle(Handle):
         self._outcome.drop()
 
 
+def in_this_state(make: Make) -> Make:
+    """Return a function that makes a call on another thread, in the state of autograd and autocast of this one."""
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def alike() -> Any:
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(gradients),
+            torch.autocast("cpu", dtype, enabled=cast),
+        ):
+            return make()
+
+    return alike
+
+
 _Queue = queue.SimpleQueue[tuple[Outcome, Make] | None]
 
 
@@ -204,10 +223,13 @@ class ThreadStarter:
     The thread ends with :meth:`close`, or when nothing refers to this any more.
 
     Args:
-        begun, ended: called when calls begin to be outstanding, and when all are over.
+        begun, ended: called when calls begin to be outstanding, and when all are over; None for nothing.
+
+    Attributes:
+        thread_id: of the thread.
     """
 
-    def __init__(self, begun: Callable[[], None], ended: Callable[[], None]):
+    def __init__(self, begun: Callable[[], None] | None = None, ended: Callable[[], None] | None = None):
         self._begun, self._ended = begun, ended
         self._queue: _Queue = queue.SimpleQueue()
         self._last: Outcome | None = None
@@ -215,34 +237,28 @@ class ThreadStarter:
         # a daemon: a call that waits for ranks that never come must not keep the process from ending
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name="shotcast started calls", daemon=True)
         self._thread.start()
+        self.thread_id = self._thread.ident
         self._end = weakref.finalize(self, self._queue.put, None)
         self._end.atexit = False
         _STARTERS.add(self)
 
     def start(self, make: Make, operands: Any) -> Handle:
         """Make a call on the thread, in the state of autograd and autocast of this one."""
-        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return _HostHandle(self.issue(in_this_state(make)))
 
-        def alike() -> Any:
-            with (
-                torch.inference_mode(inference),
-                torch.set_grad_enabled(gradients),
-                torch.autocast("cpu", dtype, enabled=cast),
-            ):
-                return make()
-
+    def issue(self, make: Make) -> Outcome:
+        """Make a call on the thread, in any state of autograd and autocast."""
         outcome = Outcome()
         with self._lock:
-            if self._last is None:
+            if self._last is None and self._begun is not None:
                 self._begun()
             self._last = outcome
-            self._queue.put((outcome, alike))
-        return _HostHandle(outcome)
+            self._queue.put((outcome, make))
+        return outcome
 
     def is_current(self) -> bool:
         """Return whether this is the thread of the calls, such as in a callback at the end of one."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self.thread_id
 
     def settle(self) -> None:
         """Return when all calls that were started are over, so that another may follow them."""
@@ -252,7 +268,8 @@ class ThreadStarter:
             if self._last is not None:
                 self._last.over.wait()
                 self._last = None
-                self._ended()
+                if self._ended is not None:
+                    self._ended()
 
     def serve_until(self, over: threading.Event) -> None:
         """Make calls on their thread, within one of them, until one that was started is over."""

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from shotcast.memory import driver
 
 
-def raw_stream(device_index: int) -> int:
-    """Return the handle of the current stream of a GPU."""
-    return torch._C._cuda_getCurrentRawStream(device_index)
+def _without_cuda(*arguments: int) -> Any:
+    raise RuntimeError("this PyTorch has no CUDA")
+
+
+# PyTorch's own, as a function that calls them would take longer than they do
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _without_cuda)
+"""Return the handle of the current stream of a GPU, which is given by its index."""
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _without_cuda)
+"""Return the index of the current GPU."""
+capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _without_cuda)
+"""Return whether the current stream is being captured in a graph."""
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the current stream of a GPU, which can wait for others; this takes longer than its handle."""
     return torch.cuda.current_stream(device)
-
-
-def current_device() -> int:
-    """Return the index of the current GPU."""
-    return torch._C._cuda_getDevice()
-
-
-def capturing() -> bool:
-    """Return whether the current stream is being captured in a graph."""
-    return torch._C._cuda_isCurrentStreamCapturing()
 
 
 def capture_id(stream: torch.cuda.Stream) -> int:

@@ -10,21 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shotcast import wire
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.reductions import reduction_name
+from shotcast.collectives.reductions import OF_TORCH, reduction_name
+from shotcast.collectives.torch_ops.versions import Unseen
 from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
 from shotcast.process_group.device_calls import Make
 from shotcast.process_group.modes import visible
-from shotcast.process_group.operands import Operands, flat, movable
-from shotcast.process_group.served import MOVED_AS_THEY_ARE, is_scaled, way_of
+from shotcast.process_group.operands import Operands, flat, joined, movable
+from shotcast.process_group.served import is_scaled, way_of
 from shotcast.process_group.works import DoneWork, SeveralWorks
 
 _CPU = torch.device("cpu")
-_SUMMED = frozenset(
-    dtype for dtype in MOVED_AS_THEY_ARE if "sum" in wire.REDUCED.get(str(dtype).removeprefix("torch."), ())
-)
+MOVED = {op: (op, "auto", None, type(None)) for op in ("all_gather", "all_to_all")}
+REDUCED = {
+    (op, kind): (op, "auto", name, None, type(None))
+    for op in ("all_reduce", "reduce_scatter")
+    for kind, name in OF_TORCH.items()
+}
+"""Keys by which methods of a communicator find calls that they prepared, without arguments beside the tensors."""
 Begin = Callable[[Any], Any]
 """Begins a call of an inner group."""
 
@@ -42,18 +46,13 @@ class Calls:
         """Make a call on the communicator of a device."""
 
     @abstractmethod
-    def _short(
-        self,
-        op: str,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        opts: Any,
-        method: Callable[..., Any],
-        /,
-        *args: Any,
-        **named: Any,
+    def _again(
+        self, op: str, opts: Any, key: tuple[Any, ...] | None, x: torch.Tensor | None, out: torch.Tensor | None
     ) -> DoneWork | None:
-        """Make a call the short way; None if that cannot be."""
+        """Make a call like one before; None, with nothing done, if there was none.
+
+        ``key`` is what the communicator's method finds it by, beside the tensors.
+        """
 
     @abstractmethod
     def _inner(self, op: str, begin: Begin, result: Any, device: torch.device) -> DoneWork:
@@ -109,7 +108,8 @@ class Calls:
 
         def make(comm: Communicator) -> None:
             own = [_scaled(x, factor) for x in data.inputs]
-            comm.all_reduce_coalesced(own, outs=data.outputs, reduction=name)
+            with Unseen():
+                comm.all_reduce_coalesced(own, outs=data.outputs, reduction=name)
             data.finish()
 
         return self._own("all_reduce_coalesced", make, list(tensors), data.all(factor), opts, xs[0].device)
@@ -167,20 +167,20 @@ class Calls:
             else:  # a rank whose list is wrong learns that from the communicator, as all make their call there
                 comm.all_reduce(own, out=own, reduction=name)
                 before = sum(x.numel() for x in data.inputs[: self._rank])
-                flat(data.outputs[0]).copy_(own[before : before + out.numel()])
+                with Unseen():
+                    flat(data.outputs[0]).copy_(own[before : before + out.numel()])
             data.finish()
 
         return self._own("reduce_scatter", make, [given], data.all(factor), opts, out.device)
 
-    @visible("_reduce_scatter_base")
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
         """Reduce the i-th part of a tensor of all ranks to rank i."""
+        key = None if opts is None else REDUCED.get(("reduce_scatter", opts.reduceOp.op))
+        return self._again("reduce_scatter", opts, key, x, output) or self._reduce_scatter_single(output, x, opts)
+
+    @visible("reduce_scatter_single", "_reduce_scatter_base")
+    def _reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> DoneWork:
         opts = opts if opts is not None else torch_private.ReduceScatterOptions()
-        fits = x.dim() == 1 and x.numel() == output.numel() * self._world_size
-        sums = fits and x.dtype in _SUMMED and opts.reduceOp == dist.ReduceOp.SUM
-        short = Communicator.reduce_scatter, x
-        if sums and (done := self._short("reduce_scatter", x, output, opts, *short, out=flat(output))):
-            return done
         name, factor = _reduction(opts, x.dtype)
         if torch_private.has_no_data(output):
             return DoneWork([output])
@@ -194,8 +194,8 @@ class Calls:
         data = Operands([own], [out])
 
         def make(comm: Communicator) -> None:
-            source = _scaled(flat(data.inputs[0]), factor)
-            comm.reduce_scatter(source, out=flat(data.outputs[0]), reduction=name)
+            target, source = joined(data.outputs[0], data.inputs[0], self._world_size)
+            comm.reduce_scatter(_scaled(source, factor), out=target, reduction=name)
             data.finish()
 
         return self._own("reduce_scatter", make, [output], data.all(factor), opts, out.device)
@@ -223,14 +223,14 @@ class Calls:
 
         def make(comm: Communicator) -> None:
             sources = [_scaled(flat(x), factor) for x in data.inputs]
-            comm.reduce_scatter_coalesced(sources, outs=[flat(out) for out in data.outputs], reduction=name)
+            with Unseen():
+                comm.reduce_scatter_coalesced(sources, outs=[flat(out) for out in data.outputs], reduction=name)
             data.finish()
 
         return self._own("reduce_scatter_coalesced", make, list(outputs), data.all(factor), opts, outs[0].device)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
-    @visible()
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> DoneWork:
         """Copy a tensor of one rank to all."""
         if isinstance(opts, int):  # (tensor, root)
@@ -238,10 +238,16 @@ class Calls:
         if opts is None:
             opts = _options(torch_private.BroadcastOptions, None, None, timeout)
             opts.rootRank = root
+        if isinstance(tensors, list) and len(tensors) == 1:
+            key, x = ("broadcast", opts.rootRank, int, "auto"), tensors[0]
+            if work := self._again("broadcast", opts, key, x, x):
+                return work
+        return self._broadcast(tensors, opts)
+
+    @visible("broadcast")
+    def _broadcast(self, tensors: Any, opts: Any) -> DoneWork:
         given = _only(tensors, "broadcast")
         self._check_root("broadcast", opts.rootRank)
-        if done := self._short("broadcast", given, given, opts, Communicator.broadcast, given, opts.rootRank):
-            return done
         if torch_private.has_no_data(given):
             return DoneWork([given])
         x = torch_private.plain(given)
@@ -250,7 +256,7 @@ class Calls:
         data = Operands([], [x], keeps=True)
 
         def make(comm: Communicator) -> None:
-            comm.broadcast(movable(data.outputs[0]), opts.rootRank)
+            comm.broadcast(joined(data.outputs[0], data.outputs[0], 1)[0], opts.rootRank)
             data.finish()
 
         return self._own("broadcast", make, [given], data.all(), opts, x.device)
@@ -282,13 +288,14 @@ class Calls:
 
         return self._own("all_gather", make, result, data.all(), opts, x.device)
 
-    @visible("_allgather_base")
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
         """Give every rank the tensors of all, in one."""
+        work = self._again("all_gather", opts, MOVED["all_gather"], x, output)
+        return work or self._all_gather_single(output, x, opts)
+
+    @visible("all_gather_single", "_allgather_base")
+    def _all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> DoneWork:
         opts = opts if opts is not None else torch_private.AllgatherOptions()
-        fits = x.dim() == output.dim() == 1 and output.numel() == x.numel() * self._world_size
-        if fits and (done := self._short("all_gather", x, output, opts, Communicator.all_gather, x, out=output)):
-            return done
         if torch_private.has_no_data(output):
             return DoneWork([output])
         out, own = torch_private.plain(output), torch_private.plain(x)
@@ -299,7 +306,8 @@ class Calls:
         data = Operands([own], [out])
 
         def make(comm: Communicator) -> None:
-            comm.all_gather(movable(data.inputs[0]), out=movable(data.outputs[0]))
+            source, target = joined(data.inputs[0], data.outputs[0], self._world_size)
+            comm.all_gather(source, out=target)
             data.finish()
 
         return self._own("all_gather", make, [output], data.all(), opts, out.device)
@@ -325,7 +333,8 @@ class Calls:
 
         def make(comm: Communicator) -> None:
             sources = [movable(x) for x in data.inputs]
-            comm.all_gather_coalesced(sources, outs=[movable(out) for out in data.outputs])
+            with Unseen():
+                comm.all_gather_coalesced(sources, outs=[movable(out) for out in data.outputs])
             data.finish()
 
         return self._own("all_gather_coalesced", make, list(outputs), data.all(), opts, outs[0].device)
@@ -442,12 +451,12 @@ class Calls:
 
         def make(comm: Communicator) -> None:
             sources, targets = [[movable(one) for one in side] for side in (data.inputs, data.outputs)]
-            comm.all_to_all_list(sources, targets)
+            with Unseen():
+                comm.all_to_all_list(sources, targets)
             data.finish()
 
         return self._own("all_to_all", make, list(outputs), data.all(), opts, outs[0].device)
 
-    @visible("alltoall_base")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -457,11 +466,20 @@ class Calls:
         opts: Any = None,
     ) -> DoneWork:
         """Send the i-th part of a tensor to rank i; parts have equal or the given numbers of rows."""
+        key = None if output_split_sizes or input_split_sizes else MOVED["all_to_all"]
+        work = self._again("all_to_all", opts, key, x, output)
+        return work or self._all_to_all_single(output, x, output_split_sizes, input_split_sizes, opts)
+
+    @visible("all_to_all_single", "alltoall_base")
+    def _all_to_all_single(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any,
+    ) -> DoneWork:
         opts = opts if opts is not None else torch_private.AllToAllOptions()
-        fits = x.dim() == 1 and x.shape == output.shape and not x.numel() % self._world_size
-        fits = fits and not (output_split_sizes or input_split_sizes)
-        if fits and (done := self._short("all_to_all", x, output, opts, Communicator.all_to_all, x, out=output)):
-            return done
         if torch_private.has_no_data(output):
             return DoneWork([output])
         out, own = torch_private.plain(output), torch_private.plain(x)
@@ -481,7 +499,11 @@ class Calls:
                 raise ConfigError("all_to_all cannot work in place; give another tensor as the output")
 
         def make(comm: Communicator) -> None:
-            source, target = movable(data.inputs[0]), movable(data.outputs[0])
+            source, target = data.inputs[0], data.outputs[0]
+            if given or not source.dim() or source.shape[0] % self._world_size:
+                source, target = movable(source), movable(target)
+            else:
+                source, target = joined(source, target, 1)
             if given:
                 scale = own.element_size() // source.element_size()
                 comm.all_to_all(
@@ -523,9 +545,14 @@ class Calls:
         width = x.numel() // x.shape[0] if x.shape[0] else 0
         return [int(size) * width for size in rows]
 
-    @visible()
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> DoneWork:
         """Wait until all ranks have come here. On GPUs the host waits too."""
+        on_cpu = type(opts) is torch_private.BarrierOptions and opts.device in (None, _CPU)
+        work = self._again("barrier", opts, ("barrier",), None, None) if on_cpu else None
+        return work or self._barrier(opts, timeout)
+
+    @visible("barrier")
+    def _barrier(self, opts: Any, timeout: timedelta | None) -> DoneWork:
         opts = _options(torch_private.BarrierOptions, opts, None, timeout)
         device: torch.device = opts.device or _CPU
         if device.type == "cpu":

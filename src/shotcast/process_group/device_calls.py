@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.started import Outcome, StreamStarter, ThreadStarter
+from shotcast.collectives.prepared import Operands, PreparedCall
+from shotcast.collectives.started import Handle, Outcome, StreamStarter, ThreadStarter, in_this_state
 from shotcast.errors import ClosedError, CollectiveTimeout, ShotcastError, not_made
 from shotcast.memory.host_group import Meeting
 from shotcast.process_group.works import DONE, DoneWork, StreamWork, ThreadWork
@@ -70,29 +70,34 @@ class DeviceCalls:
                 raise
         return self.comm
 
-    def again(self, x: torch.Tensor) -> bool:
-        """Add up ``x`` of all ranks in place, if such a call was made before; else return False, with nothing done."""
-        comm = self.comm
-        if self._is_called_back():
-            return False
-        with self.lock:
-            if self._starter is not None:
-                self._starter.settle()
-            path = comm._fast_path if comm is not None and not self._closed else None
-            return path is not None and path.make(x, x, "auto", "sum")
+    def again(self, op: str, key: tuple[Any, ...], operands: Operands, asynchronous: bool) -> DoneWork | None:
+        """Make or start a call that the communicator has prepared; return None, with nothing done, if it has not.
 
-    def short(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-        """Make a call by a method of the communicator, which exists. Return whether own kernels served it."""
-        comm = self.comm
-        assert comm is not None
-        with contextlib.nullcontext() if self._is_called_back() else self.lock:
-            if self._closed:
-                raise ClosedError(_DESTROYED)
-            if self._starter is not None:
-                self._starter.settle()
-            before = comm.calls_by_library
-            method(comm, *args, **kwargs)
-            return comm.calls_by_library == before
+        Args:
+            op: the name of the operation.
+            key: the arguments of the communicator's method that are not tensors.
+            operands: those that are, the last of which it writes.
+            asynchronous: the caller goes on meanwhile.
+        """
+        comm, starter = self.comm, self._starter
+        if comm is None or (starter is not None and starter.thread_id == threading.get_ident()):
+            return None
+        with self.lock:
+            call = None if self._closed else comm._prepared.find(key, operands)
+            if call is None:
+                return None
+            starter = self._starter
+            if not asynchronous:
+                if starter is not None:
+                    starter.settle()
+                return None if call.run(operands) is None else DONE
+            result = [] if operands[-1] is None else [operands[-1]]
+            if isinstance(starter, ThreadStarter):
+                return ThreadWork(op, starter.issue(functools.partial(_repeat, op, comm, call, operands)), result, self)
+            if starter is None:
+                return None
+            handle = starter.start(functools.partial(call.run, operands), operands)
+            return None if handle.result is None else self._work_of(op, handle, result, comm, starter)
 
     def make(
         self, op: str, make: Make, result: Any, operands: Any, asynchronous: bool, timeout_s: float | None
@@ -145,18 +150,19 @@ class DeviceCalls:
 
         if self._device.type == "cpu":
             if self._starter is None:
-                self._starter = ThreadStarter(_nothing, _nothing)
-            outcome = Outcome()
-            self._starter.start(functools.partial(outcome.run, call), operands)
-            return ThreadWork(op, outcome, result, self)
+                self._starter = ThreadStarter()
+            assert isinstance(self._starter, ThreadStarter)
+            return ThreadWork(op, self._starter.issue(in_this_state(call)), result, self)
         with torch.cuda.device(self._device):
             comm = self.communicator()  # meets the other ranks on the host
         if self._starter is None:
             self._starter = StreamStarter(self._device)
         assert isinstance(self._starter, StreamStarter)
         handle = self._starter.start(functools.partial(_result_of, call, result), operands)
-        pending = functools.partial(self.pending, op)
-        return StreamWork(handle, self._starter.stream, result, comm.check, pending)
+        return self._work_of(op, handle, result, comm, self._starter)
+
+    def _work_of(self, op: str, handle: Handle, result: Any, comm: Communicator, starter: StreamStarter) -> StreamWork:
+        return StreamWork(handle, starter.stream, result, comm.check, functools.partial(self.pending, op))
 
     def behind(self, task: Callable[[], None]) -> None:
         """Do something after the calls that were issued, on their thread; at once if all are over."""
@@ -210,5 +216,7 @@ def _result_of(call: Callable[[], None], result: Any) -> Any:
     return result
 
 
-def _nothing() -> None:
-    """Take no note of calls that begin or end."""
+def _repeat(op: str, comm: Communicator, call: PreparedCall, operands: Operands) -> None:
+    if call.run(operands) is None:
+        comm._refuse_if_stopped(op)
+        raise ClosedError(_DESTROYED)

@@ -24,16 +24,15 @@ from shotcast.memory.agreed_number import agreed_number
 from shotcast.memory.host_group import Meeting, title_of
 from shotcast.memory.members import Members
 from shotcast.process_group import torch_private
-from shotcast.process_group.calls import Begin, Calls
+from shotcast.process_group.calls import REDUCED, Begin, Calls
 from shotcast.process_group.device_calls import DeviceCalls, Make
 from shotcast.process_group.ends import ProcessEnds
 from shotcast.process_group.messages import Batch, HeldWork, Message, OfThread, begin_together
 from shotcast.process_group.names import BACKEND
-from shotcast.process_group.served import INNER, LIBRARY, MOVED_AS_THEY_ARE, OWN, Way, way_of
+from shotcast.process_group.served import INNER, LIBRARY, OWN, Way, way_of
 from shotcast.process_group.torch_private import dispatch_modes, is_profiled
-from shotcast.process_group.works import DONE, DoneWork, SeveralWorks, inner_work, seconds
+from shotcast.process_group.works import DoneWork, SeveralWorks, inner_work, seconds
 
-_SUM = dist.ReduceOp.SUM
 _NO_TIMEOUT = timedelta(0)
 """Calls without a deadline of their own have one below this."""
 _ADVICE = "The process group is stopped: destroy it on every rank (dist.destroy_process_group) and make a new one"
@@ -100,7 +99,6 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         self._set_default_backend(kinds.GLOO)
         self._calls: dict[torch.device, DeviceCalls] = {}
         self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._quick = 0
         self._thread = OfThread()
         self._splits = 0
         self._aborted = False
@@ -153,9 +151,6 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         counts: dict[str, dict[str, int]] = {}
         for (op, way), number in sorted(self._counts.items()):
             counts.setdefault(op, {})[way] = number
-        if self._quick:
-            ways = counts.setdefault("all_reduce", {})
-            ways[OWN] = ways.get(OWN, 0) + self._quick
         return counts
 
     def explain(self, x: torch.Tensor, op: str = "all_reduce", reduction: Reduction = "sum") -> Way:
@@ -177,52 +172,26 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> DoneWork:
         """Reduce a tensor of all ranks, in place."""
-        alone = type(opts) is _AllreduceOptions and not opts.asyncOp and len(tensors) == 1
-        watched = is_profiled() or dispatch_modes()
-        if alone and self._thread.works is None and opts.timeout <= _NO_TIMEOUT and not watched:
-            x = tensors[0]
-            calls = self._on_cpu if x.is_cpu else self._calls.get(x.device)
-            if calls is not None and calls.comm is not None and opts.reduceOp == _SUM and calls.again(x):
-                self._quick += 1
-                return DONE
+        if type(opts) is _AllreduceOptions and len(tensors) == 1:
+            key, x = REDUCED.get(("all_reduce", opts.reduceOp.op)), tensors[0]
+            if work := self._again("all_reduce", opts, key, x, x):
+                return work
         return self._all_reduce(tensors, opts, op, timeout)
 
-    def _short(
-        self,
-        op: str,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        opts: Any,
-        method: Callable[..., Any],
-        /,
-        *args: Any,
-        **named: Any,
+    def _again(
+        self, op: str, opts: Any, key: tuple[Any, ...] | None, x: torch.Tensor | None, out: torch.Tensor | None
     ) -> DoneWork | None:
-        """Make a synchronous call on plain tensors of CPU ranks by a method of the communicator.
-
-        None if the call needs more than that, with nothing done. A small call takes most of its time in Python.
-        """
-        calls = self._on_cpu
-        if (
-            calls.comm is None
-            or is_profiled()
-            or self._thread.works is not None
-            or opts.asyncOp
-            or type(x) is not torch.Tensor
-            or type(out) is not torch.Tensor
-            or x.dtype is not out.dtype
-            or x.dtype not in MOVED_AS_THEY_ARE
-            or not (x.is_cpu and out.is_cpu and x.is_contiguous() and out.is_contiguous())
-            or x.requires_grad
-            or out.requires_grad
-            or x.is_neg()
-            or (x is not out and out.is_neg())
-            or seconds(opts.timeout) is not None
-        ):
+        if opts is None or key is None or is_profiled() or dispatch_modes():
             return None
-        own = calls.short(method, *args, **named)
-        self._counts[op, OWN if own else LIBRARY] += 1
-        return DONE
+        if self._thread.works is not None or opts.timeout > _NO_TIMEOUT:
+            return None
+        if x is None and len(self._calls) > 1:  # a barrier waits for calls on GPUs, too
+            return None
+        calls = self._on_cpu if x is None or x.is_cpu else self._calls.get(x.device)
+        work = None if calls is None else calls.again(op, key, (x, out), opts.asyncOp)
+        if work is not None:
+            self._counts[op, OWN] += 1
+        return work
 
     def _calls_on(self, device: torch.device) -> DeviceCalls:
         if device == torch.device("cuda"):
@@ -265,8 +234,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     ) -> DoneWork:
         def counted(comm: Communicator) -> None:
             before = comm.calls_by_library
-            with Unseen():
-                make(comm)
+            make(comm)
             self._counts[op, OWN if comm.calls_by_library == before else LIBRARY] += 1
 
         calls = self._calls_on(device)

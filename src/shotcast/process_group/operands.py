@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shotcast import wire
+from shotcast.collectives.torch_ops.versions import Unseen
 
 
 class Operands:
@@ -35,15 +36,17 @@ class Operands:
 
     def finish(self) -> None:
         """Copy results to where the call has them."""
-        for out, room in self._copies:
-            out.copy_(room)
+        with Unseen():
+            for out, room in self._copies:
+                out.copy_(room)
 
     def receive(self, whole: torch.Tensor | list[torch.Tensor]) -> None:
         """Copy the parts of a result, which is flat and may be in bytes, to all outputs."""
         if isinstance(whole, torch.Tensor):
             whole = list(whole.split([movable(out).numel() for out in self.outputs]))
-        for out, part in zip(self.outputs, whole, strict=True):
-            movable(out).copy_(part)
+        with Unseen():
+            for out, part in zip(self.outputs, whole, strict=True):
+                movable(out).copy_(part)
         self.finish()
 
 
@@ -56,6 +59,17 @@ def movable(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor with one dimension, as bytes if own kernels do not know its dtype."""
     known = str(x.dtype).removeprefix("torch.") in wire.DTYPES
     return flat(x) if known else flat(x).view(torch.uint8)
+
+
+def joined(part: torch.Tensor, whole: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two contiguous tensors, of which the second has the parts of all ranks along its first dimension.
+
+    Where their shapes do not say so, they get one dimension, and unknown dtypes become bytes.
+    """
+    known = str(part.dtype).removeprefix("torch.") in wire.DTYPES
+    if known and part.dim() and whole.shape == (part.shape[0] * ranks, *part.shape[1:]):
+        return part, whole
+    return movable(part), movable(whole)
 
 
 def _is_dense(x: torch.Tensor) -> bool:

@@ -21,10 +21,6 @@ MESSAGES = ("send", "recv", "recv_anysource")
 """Operations of two ranks."""
 
 
-MOVED_AS_THEY_ARE = frozenset(dtype for name in wire.DTYPES if not (dtype := getattr(torch, name)).is_complex)
-"""The dtypes that own kernels know and that nothing conjugates lazily."""
-
-
 def is_scaled(dtype: torch.dtype) -> bool:
     """Return whether PREMUL_SUM is defined for a dtype: a factor is seldom a whole number."""
     return dtype.is_floating_point or dtype.is_complex

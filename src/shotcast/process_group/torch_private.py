@@ -267,9 +267,8 @@ def has_nccl() -> bool:
     return bool(dist.is_nccl_available() and torch.cuda.is_available())
 
 
-def is_profiled() -> bool:
-    """Return whether a profiler records this process."""
-    return profiler._is_profiler_enabled
+is_profiled: Callable[[], bool] = functools.partial(getattr, profiler, "_is_profiler_enabled")
+"""Return whether a profiler records this process."""
 
 
 def profiled_range(name: str, tensors: Iterable[torch.Tensor]) -> Any:

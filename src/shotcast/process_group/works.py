@@ -96,7 +96,8 @@ class ThreadWork(DoneWork):
     """
 
     def __init__(self, op: str, outcome: Outcome, result: Any, place: Place):
-        super().__init__(result)
+        torch_private.Work.__init__(self)  # without a frame in between
+        self._result = result
         self._op, self._place, self._outcome = op, place, outcome
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None

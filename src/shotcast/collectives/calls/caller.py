@@ -10,6 +10,7 @@ from shotcast.collectives.algorithm import Topology
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Collectives, Executor
+from shotcast.collectives.prepared import Given, PreparedCalls
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm, Op
 
@@ -19,6 +20,7 @@ class Caller(Collectives):
 
     _executor: Executor | None
     _closed: bool
+    _prepared: PreparedCalls
 
     @property
     @abstractmethod
@@ -40,8 +42,12 @@ class Caller(Collectives):
         *,
         sms: int | None = None,
         count: int | None = None,
+        given: Given | None = None,
     ) -> Call:
-        """Make a call on tensors that have been checked; ``count`` elements define it, if not those of a tensor."""
+        """Make a call on tensors that have been checked; ``count`` elements define it, if not those of a tensor.
+
+        It is prepared for the arguments that the method was ``given``.
+        """
 
     @abstractmethod
     def explain(

@@ -40,7 +40,11 @@ class RootedCalls(Caller):
             ``out`` on the root, an empty tensor elsewhere. Differentiable: every rank calls ``backward()``, on others
             through the empty tensor (its sum is 0).
         """
-        reduction = reduction_name(reduction)
+        if not isinstance(reduction, str):
+            reduction = reduction_name(reduction)
+        key, operands = ("reduce", root, type(root), algorithm, reduction), (x, out if root == self.rank else None)
+        if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
+            return done if root == self.rank else nothing_of(x)
         x = dense(x, "x", self.device)
         at_root = rank_in(root, self.world_size, "root") == self.rank
         if is_compiling():
@@ -53,7 +57,8 @@ class RootedCalls(Caller):
                 return autograd.written(autograd_rooted.Reduce, x, out, self, root, algorithm, reduction)
         else:  # the kernels of GPUs are those of an all_reduce, and write to every rank
             out = x.new_empty(x.shape) if self.topology.kernels in ("triton", "interpreter") else None
-        self._run(Op.REDUCE, x, out, algorithm=algorithm, reduction=reduction, root=root)
+        given = key, operands
+        self._run(Op.REDUCE, x, out, algorithm=algorithm, reduction=reduction, root=root, given=given)
         return out if at_root and out is not None else nothing_of(x)
 
     def gather(
@@ -71,6 +76,9 @@ class RootedCalls(Caller):
         Returns:
             ``out`` on the root, [0, ...] elsewhere. Differentiable as :meth:`reduce` is.
         """
+        key, operands = ("gather", root, type(root), algorithm), (x, out if root == self.rank else None)
+        if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
+            return done if root == self.rank else nothing_of(x)
         x = dense(x, "x", self.device)
         at_root = rank_in(root, self.world_size, "root") == self.rank
         if x.dim() == 0:
@@ -83,7 +91,8 @@ class RootedCalls(Caller):
         out = output(x, out, shape, self.rank * x.nbytes) if at_root else None
         if out is not None and (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
             return autograd.written(autograd_rooted.Gather, x, out, self, root, algorithm)
-        self._run(Op.GATHER, x, out, algorithm=algorithm, root=root, count=x.numel() * self.world_size)
+        count = x.numel() * self.world_size
+        self._run(Op.GATHER, x, out, algorithm=algorithm, root=root, count=count, given=(key, operands))
         return nothing_of(x) if out is None else out
 
     def scatter(
@@ -101,6 +110,9 @@ class RootedCalls(Caller):
         Returns:
             ``out``. Differentiable where ``x`` of all ranks requires grad; the gradient is that of the root.
         """
+        key, operands = ("scatter", root, type(root), algorithm, x is None), (out if x is None else x, out)
+        if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
+            return done
         at_root = rank_in(root, self.world_size, "root") == self.rank
         if x is None:
             if at_root or out is None:
@@ -123,7 +135,8 @@ class RootedCalls(Caller):
             return out.copy_(
                 self.scatter(None, root, out=torch.empty_like(out, requires_grad=False), algorithm=algorithm)
             )
-        self._run(Op.SCATTER, x if at_root else None, out, algorithm=algorithm, root=root, count=whole)
+        source = x if at_root else None
+        self._run(Op.SCATTER, source, out, algorithm=algorithm, root=root, count=whole, given=(key, operands))
         return out
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -86,16 +85,8 @@ class StartedCalls(Caller):
             if self.device.type == "cuda":
                 self._starter = StreamStarter(self.device)
             else:
-                self._starter = ThreadStarter(self._pause_fast_path, self._resume_fast_path)
+                self._starter = ThreadStarter(self._prepared.pause, self._prepared.resume)
         return self._starter.start(make, (args, kwargs))
-
-    @abstractmethod
-    def _pause_fast_path(self) -> None:
-        """Let every call take the long way, where it waits for calls that were started."""
-
-    @abstractmethod
-    def _resume_fast_path(self) -> None:
-        """Let calls take the short way again."""
 
 
 def _copied(arguments: Any) -> Any:

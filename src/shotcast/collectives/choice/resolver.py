@@ -17,7 +17,7 @@ from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import Form
 from shotcast.collectives.handshake import Handshake
-from shotcast.collectives.interface import BoundCall, BoundKernel, Enqueue, Executor, KernelExecutor
+from shotcast.collectives.interface import BoundCall, BoundKernel, Executor, KernelExecutor
 from shotcast.collectives.reductions import Reduction, check_reduction, is_divided, reduction_name
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.transport.kernel_call import KernelCall
@@ -51,9 +51,7 @@ class Call:
             included; 0 where any workspace will do.
         label: a name for profilers and errors.
         kernel: of a call that brings its launches, in place of ``bound``.
-        enqueue_aligned, enqueue_unaligned: the only kernel of an eager call, for tensors at multiples of 16 bytes and
-            for others; None until such a call has been made.
-        again: CPU ranks may make the call again by the fast path.
+        is_makeshift: it is made once, as the workspace has no room for the call that would be made.
     """
 
     plan: CallPlan
@@ -63,9 +61,7 @@ class Call:
     room: int
     label: str
     kernel: BoundKernel | None = None
-    enqueue_aligned: Enqueue | None = None
-    enqueue_unaligned: Enqueue | None = None
-    again: bool = False
+    is_makeshift: bool = False
 
 
 @dataclasses.dataclass(slots=True)

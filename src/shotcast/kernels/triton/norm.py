@@ -372,19 +372,16 @@ NORM_ADDRESSES = ("residual", "weight", "bias", "new_residual", "normed", "quant
 
 def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
     """Return the values of :data:`NORM_ADDRESSES`. Tensors that do not exist get the address ``nowhere``."""
-
-    def address(tensor: torch.Tensor | None) -> int:
-        return (tensor.data_ptr() if tensor is not None else 0) or nowhere
-
+    residual, weight, eps, new_residual, normed, quantized, scale, bias = tensors
     return (
-        address(tensors.residual),
-        address(tensors.weight),
-        address(tensors.bias),
-        address(tensors.new_residual),
-        address(tensors.normed),
-        address(tensors.quantized),
-        address(tensors.scale),
-        tensors.eps,
+        residual.data_ptr() or nowhere,
+        weight.data_ptr() or nowhere,
+        (nowhere if bias is None else bias.data_ptr()) or nowhere,
+        new_residual.data_ptr() or nowhere,
+        (nowhere if normed is None else normed.data_ptr()) or nowhere,
+        (nowhere if quantized is None else quantized.data_ptr()) or nowhere,
+        (nowhere if scale is None else scale.data_ptr()) or nowhere,
+        eps,
     )
 
 

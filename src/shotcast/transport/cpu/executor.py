@@ -118,8 +118,10 @@ class BoundCall:
         if sizes and not self.call.header_only:
             executor.put_sizes(self._record, plan, sizes)
         assert self._function is not None
-        if self.call.norms:
-            executor.place(plan, norm)
+        if norm is not None and plan.norm is not None:
+            put_tensors(executor.context, norm, plan.norm)
+        elif self.call.norms:
+            raise ConfigError(f"{plan.op.label}: the residual and what else belongs to the norm is missing")
         source = 0 if x is None else x.data_ptr()
         target = source if out is None else out.data_ptr()
         interruption: BaseException | None = None
@@ -140,9 +142,6 @@ class BoundCall:
                 _fill_with_nan(tensor)
         if interruption is not None:
             raise interruption
-
-    def one_launch(self, aligned: bool) -> None:
-        """Return None: calls are not kernels on a stream."""
 
     def load(self) -> None:
         """Compile or load what the call needs, and write its record. Raises ClosedError."""
@@ -175,7 +174,8 @@ class CpuExecutor:
         room: no message needs a larger workspace.
         held_bytes: bytes of shared memory on each rank.
         closed: after :meth:`close`.
-        context_address: of what every compiled function is given.
+        context, context_address: what every compiled function is given.
+        stopped_word: of the fault that has stopped the communicator, 0 for none; :meth:`close` gives its memory back.
     """
 
     batches = True
@@ -201,8 +201,8 @@ class CpuExecutor:
         self._buffer = ShmBuffer(group, workspace, self.heap_nbytes)
         self.held_bytes = self._buffer.nbytes
         regions = self._buffer.addresses
-        self._context = array("q", [0] * layout.CONTEXT_WORDS)
-        self.context_address = self._context.buffer_info()[0]
+        self.context = array("q", [0] * layout.CONTEXT_WORDS)
+        self.context_address = self.context.buffer_info()[0]
         self._set(layout.RANK, self._rank)
         self._set(layout.WORLD, world_size)
         self._set(layout.SPINS, _SPINS)
@@ -214,7 +214,7 @@ class CpuExecutor:
 
         self._regions = regions
         self._abort_words = [ctypes.c_uint64.from_address(address + layout.ABORT) for address in regions]
-        abort_word = self._abort_word = self._abort_words[self._rank]
+        abort_word = self.stopped_word = self._abort_words[self._rank]
         self._heap = self._buffer.heap
         if self._heap is not None:
             self._set(layout.HEAP, self._heap.start)
@@ -319,12 +319,6 @@ class CpuExecutor:
                 f"are no rows of {hidden}"
             )
 
-    def place(self, plan: CallPlan, norm: NormTensors | None) -> None:
-        """Write into the context where the tensors of a fused call begin."""
-        if norm is None or plan.norm is None:
-            raise ConfigError(f"{plan.op.label}: the residual and what else belongs to the norm is missing")
-        put_tensors(self._context, norm, plan.norm)
-
     def _chunk_bytes(self, plan: CallPlan, call: HostCall) -> int:
         """Return the bytes of a pipeline step: those of the plan or the default, within what a generation holds."""
         most, default, multiple = call.chunk(plan, self._world_size, self._generation)
@@ -379,10 +373,10 @@ class CpuExecutor:
         if status == INTERRUPTED:
             peers = [self._rank]
         elif status == PEER_GONE:
-            gone = self._context[layout.GONE // 8]
+            gone = self.context[layout.GONE // 8]
             peers = [peer for peer in peers if gone >> peer & 1]
         elif status == MISMATCHED:
-            peers = [self._context[layout.MESSAGE_PEER // 8]]
+            peers = [self.context[layout.MESSAGE_PEER // 8]]
             expected = next(plan for plan, _ in left if plan.op is Op.RECV and plan.root == peers[0])
             self._keep_message_headers(expected, self._algorithms.header(expected))
         op = next((plan.op for plan, _ in left if plan.root in peers), Op.SEND)
@@ -392,7 +386,7 @@ class CpuExecutor:
 
     def fault(self) -> Fault | None:
         """Return the fault that stopped this communicator, or None."""
-        if self.closed or not (word := self._abort_word.value):
+        if self.closed or not (word := self.stopped_word.value):
             return None
         return Fault.decode(word)
 
@@ -403,7 +397,7 @@ class CpuExecutor:
 
     def waiting(self, nbytes: int) -> int:
         """Return how many messages of ``nbytes`` may lie in an outbox while their sender continues."""
-        return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self._context[layout.OUTBOX_CHUNK // 8]))
+        return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self.context[layout.OUTBOX_CHUNK // 8]))
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return each rank's header of call ``epoch``, None where it has not made that call.
@@ -423,10 +417,10 @@ class CpuExecutor:
             if self.closed or self._messages is not None:
                 return self._messages
             seen_s = (time.monotonic_ns() - self._word(self._rank, layout.HEARTBEAT)) / 1e9
-            deadline = self._context[layout.DEADLINE // 8]
+            deadline = self.context[layout.DEADLINE // 8]
             if seen_s > _SEEN_S or not deadline:
                 return None
-            since = (deadline - self._context[layout.TIMEOUT // 8]) / 1e9
+            since = (deadline - self.context[layout.TIMEOUT // 8]) / 1e9
             peer = self._word(self._rank, layout.WAITS_FOR) - 1
             if peer >= 0:
                 return Wait("send or recv", 0, since, (self._known(peer),))
@@ -463,7 +457,7 @@ class CpuExecutor:
                 if status == MISMATCHED:
                     self._keep_message_headers(plan, header)
             elif status == PEER_GONE:
-                gone = [rank for rank in range(self._world_size) if self._context[layout.GONE // 8] >> rank & 1]
+                gone = [rank for rank in range(self._world_size) if self.context[layout.GONE // 8] >> rank & 1]
                 guilty = [rank for rank in gone if rank in self._absent()] or gone
             elif status == TIMED_OUT:
                 guilty = self._absent()
@@ -510,7 +504,7 @@ class CpuExecutor:
         """Return the ranks whose header is not the most frequent one, after a short wait for missing headers."""
         until = time.monotonic() + min(_GRACE_S, self._timeout_s / 2)
         headers = self.headers(self.epoch)
-        while None in headers and time.monotonic() < until and not self._abort_word.value:
+        while None in headers and time.monotonic() < until and not self.stopped_word.value:
             time.sleep(0.001)
             headers = self.headers(self.epoch)
         known = [header for header in headers if header is not None]
@@ -519,7 +513,7 @@ class CpuExecutor:
 
     def _keep_parts(self, plan: CallPlan) -> list[int]:
         """Keep which part has another size than this rank expects. Returns its sender."""
-        peer, sent = (self._context[word // 8] for word in (layout.PARTS_PEER, layout.PARTS_SENT))
+        peer, sent = (self.context[word // 8] for word in (layout.PARTS_PEER, layout.PARTS_SENT))
         item = wire.DTYPES[plan.dtype]
         expected = plan.sizes[self._world_size + peer]
         self._parts = (
@@ -538,7 +532,7 @@ class CpuExecutor:
     def _keep_message_headers(self, plan: CallPlan, header: HeaderWords) -> None:
         sender, receiver = plan.root, self._rank
         received = self._word(receiver, layout.RECEIVED + layout.LINE * sender)
-        slot_bytes = layout.OUTBOX_HEADER_BYTES + self._context[layout.OUTBOX_CHUNK // 8]
+        slot_bytes = layout.OUTBOX_HEADER_BYTES + self.context[layout.OUTBOX_CHUNK // 8]
         slot = receiver * layout.OUTBOX_SLOTS + received % layout.OUTBOX_SLOTS
         address = self._regions[sender] + layout.CONTROL_BYTES + 2 * self._generation + slot * slot_bytes
         headers: list[HeaderWords | None] = [None] * self._world_size
@@ -551,7 +545,7 @@ class CpuExecutor:
     @property
     def epoch(self) -> int:
         """The number of collective calls started so far, counted from 1; 64 bits."""
-        return self._context[layout.EPOCH // 8]
+        return self.context[layout.EPOCH // 8]
 
     def set_epoch(self, value: int) -> None:
         """Make ``value`` the number of the last call. On every rank, while none is in a call."""
@@ -572,7 +566,7 @@ class CpuExecutor:
     def mark_gone(self, rank: int) -> None:
         """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it."""
         with self._marking:
-            self._set(layout.GONE, self._context[layout.GONE // 8] | 1 << rank)
+            self._set(layout.GONE, self.context[layout.GONE // 8] | 1 << rank)
 
     def more_bytes(self, room: int) -> int:
         """Return 0: no message needs a larger workspace."""
@@ -611,4 +605,4 @@ class CpuExecutor:
             self._buffer.close()
 
     def _set(self, offset: int, value: int) -> None:
-        self._context[offset // 8] = value
+        self.context[offset // 8] = value

@@ -17,22 +17,29 @@ from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, add_and_norm, arith
 from shotcast.transport.cpu.waiting import DONE
 from shotcast.wire import Norm
 
+_RESIDUAL, _NEW_RESIDUAL, _WEIGHT, _BIAS, _NORMED, _QUANTIZED, _SCALE, _DYNAMIC, _EPS = (
+    (layout.ROW + offset) // 8
+    for offset in (
+        *(layout.RESIDUAL, layout.NEW_RESIDUAL, layout.WEIGHT, layout.BIAS, layout.NORMED, layout.QUANTIZED),
+        *(layout.SCALE, layout.DYNAMIC, layout.EPS),
+    )
+)
+"""Words of the context."""
+_FLOAT32, _INT32 = struct.Struct("=f"), struct.Struct("=i")
+
 
 def put_tensors(context: array[int], tensors: NormTensors, norm: Norm) -> None:
     """Write the addresses of ``tensors`` into the context's ROW."""
 
-    def put(offset: int, value: int) -> None:
-        context[(layout.ROW + offset) // 8] = value
-
-    put(layout.RESIDUAL, tensors.residual.data_ptr())
-    put(layout.NEW_RESIDUAL, tensors.new_residual.data_ptr())
-    put(layout.WEIGHT, tensors.weight.data_ptr())
-    put(layout.BIAS, 0 if tensors.bias is None else tensors.bias.data_ptr())
-    put(layout.NORMED, 0 if tensors.normed is None else tensors.normed.data_ptr())
-    put(layout.QUANTIZED, 0 if tensors.quantized is None else tensors.quantized.data_ptr())
-    put(layout.SCALE, 0 if tensors.scale is None else tensors.scale.data_ptr())
-    put(layout.DYNAMIC, int(norm.quantize == "dynamic"))
-    put(layout.EPS, struct.unpack("=i", struct.pack("=f", tensors.eps))[0])
+    context[_RESIDUAL] = tensors.residual.data_ptr()
+    context[_NEW_RESIDUAL] = tensors.new_residual.data_ptr()
+    context[_WEIGHT] = tensors.weight.data_ptr()
+    context[_BIAS] = 0 if tensors.bias is None else tensors.bias.data_ptr()
+    context[_NORMED] = 0 if tensors.normed is None else tensors.normed.data_ptr()
+    context[_QUANTIZED] = 0 if tensors.quantized is None else tensors.quantized.data_ptr()
+    context[_SCALE] = 0 if tensors.scale is None else tensors.scale.data_ptr()
+    context[_DYNAMIC] = norm.quantize == "dynamic"
+    context[_EPS] = _INT32.unpack(_FLOAT32.pack(tensors.eps))[0]
 
 
 def rows(context: int, plan: int, x: int, _out: int) -> int:

@@ -273,7 +273,7 @@ class HostsExecutor(CpuExecutor):
     def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None:
         """Tell all ranks of all nodes why a call of this one failed."""
         if status == ABORTED:
-            if (word := self._abort_word.value) != 0:
+            if (word := self.stopped_word.value) != 0:
                 self._control.tell(word)  # the rank that found the fault may have lost its connections
             return
         if plan.op in (Op.SEND, Op.RECV):
@@ -281,12 +281,12 @@ class HostsExecutor(CpuExecutor):
         else:
             kind, guilty = self._blame(status)
         self._mark_fault(wire.encode_fault(kind, int(plan.op), guilty, self.epoch))
-        self._control.tell(self._abort_word.value)
+        self._control.tell(self.stopped_word.value)
         logger.info("rank %d stops: %s", self._global_rank, self.fault())
 
     def _interrupted(self, op: Op) -> None:
         self._mark_fault(wire.encode_fault(wire.INTERRUPTED, int(op), [self._global_rank], self.epoch))
-        self._control.tell(self._abort_word.value)
+        self._control.tell(self.stopped_word.value)
 
     def _blame_message(self, status: int, plan: CallPlan, header: HeaderWords) -> tuple[int, list[int]]:
         """Return the kind of a fault of a message, and the rank at fault."""
@@ -351,7 +351,7 @@ class HostsExecutor(CpuExecutor):
     def _await_better_news(self) -> None:
         """Wait for a rank of this node that knows more: its peers may answer for the node whose rank here is silent."""
         until = time.monotonic() + _SILENT_S
-        while len(self._members) > 1 and not self._abort_word.value and time.monotonic() < until:
+        while len(self._members) > 1 and not self.stopped_word.value and time.monotonic() < until:
             time.sleep(0.005)
 
     def _behind(self, states: dict[int, RankState]) -> list[int]:
@@ -364,7 +364,7 @@ class HostsExecutor(CpuExecutor):
         lost, error = self._network[layout.LOST // 8], self._network[layout.LOST_ERROR // 8]
         self._put(layout.LOST, 0)
         if not lost:
-            gone = self._context[local_layout.GONE // 8]
+            gone = self.context[local_layout.GONE // 8]
             guilty = [rank for local, rank in enumerate(self._members) if gone >> local & 1]
             return self._gone_kind(guilty), guilty
         until = time.monotonic() + _SILENT_S
@@ -407,7 +407,7 @@ class HostsExecutor(CpuExecutor):
         return dict(sorted(found.items()))
 
     def _states_of_node(self, epoch: int) -> list[RankState]:
-        now, gone = time.monotonic_ns(), self._context[local_layout.GONE // 8]
+        now, gone = time.monotonic_ns(), self.context[local_layout.GONE // 8]
         found = []
         for local, header in enumerate(super().headers(epoch)):
             silent_s = (now - self._word(local, local_layout.HEARTBEAT)) / 1e9

@@ -188,9 +188,6 @@ class Message:
         self._record = self._executor.record(self._plan, self._call)
         self._function = self._call.schedule.get()
 
-    def one_launch(self, aligned: bool) -> None:
-        """Return None: messages are not kernels on a stream."""
-
     def run(
         self,
         x: torch.Tensor | None,

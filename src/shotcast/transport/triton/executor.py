@@ -29,7 +29,7 @@ from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
 from shotcast.transport.triton.bound_kernel import BoundKernel
-from shotcast.transport.triton.gates import gated
+from shotcast.transport.triton.gates import gate_of
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op, Wait
@@ -57,8 +57,12 @@ class Algorithms(Protocol):
 
 
 class _Piece(NamedTuple):
-    """One kernel of a call, or all that a call enqueues, which takes the tensors from byte ``start`` on."""
+    """One kernel of a call, or all that a call enqueues, which takes the tensors from byte ``start`` on.
 
+    ``gate`` is launched before it, unless it is None.
+    """
+
+    gate: Launch | None
     launch: Enqueue
     start: int
 
@@ -117,7 +121,9 @@ class BoundCall:
         if sizes := sizes or self._sizes:
             aligned = aligned and not wire.DTYPES[self._plan.dtype] * functools.reduce(operator.or_, sizes) & 15
         pieces = self._pieces.get(aligned) or self._bind(aligned)
-        for launch, start in pieces:
+        for gate, launch, start in pieces:
+            if gate is not None:
+                gate(stream, ())
             if self._tensors == "x and out":
                 launch(stream, (source + start, target + start))
             elif self._of_sizes is not None:
@@ -128,33 +134,26 @@ class BoundCall:
             else:
                 launch(stream, {"x": (source,), "out": (target,), "none": ()}[self._tensors])
 
-    def one_launch(self, aligned: bool) -> Enqueue | None:
-        """Return the kernel of a call that has run, if the call is one kernel with ``x`` and ``out``.
-
-        The kernel is to be given the stream and both addresses. ``aligned``: these are multiples of 16.
-        """
-        pieces = self._pieces.get(aligned, ())
-        if INTERPRETED or len(pieces) != 1 or self._tensors != "x and out":
-            return None
-        return pieces[0].launch
-
     def load(self) -> None:
         """Compile every form of the kernels that the call may need on any rank, and load them."""
         if INTERPRETED:
             return
         with torch.cuda.device(self._executor.device):
             for aligned in (True, False):
-                for piece in self._pieces.get(aligned) or self._bind(aligned):
-                    piece.launch.load()
+                for gate, launch, _ in self._pieces.get(aligned) or self._bind(aligned):
+                    if gate is not None:
+                        gate.load()
+                    launch.load()
 
     def _bind(self, aligned: bool) -> tuple[_Piece, ...]:
         pieces = []
         for plan, start in self._executor.pieces(self._plan):
-            launch, bound = self._executor.launch(plan, aligned)
+            bound = self._executor.kernel(plan, aligned)
             self._tensors = bound.tensors
             if isinstance(bound, KernelLaunch):
                 self._of_sizes = bound.of_sizes
-            pieces.append(_Piece(launch, start))
+            launch = bound.launch if isinstance(bound, EnqueuedCall) else _launch(bound)
+            pieces.append(_Piece(self._executor.gate(plan, launch), launch, start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
 
@@ -228,6 +227,7 @@ class TritonExecutor:
         workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
         room: the longest message, in bytes, that the last of these is laid out for.
         own_address: of this rank's region of the first workspace.
+        stopped_word: of the fault that a finished kernel has seen, 0 for none.
 
     Raises:
         ConfigError: on all ranks; a rank has too little memory.
@@ -277,7 +277,7 @@ class TritonExecutor:
 
     def _use_words(self, words: torch.Tensor) -> None:
         self._host_words = words
-        self._status_word, self._gone_word, self._wait_word = (
+        self.stopped_word, self._gone_word, self._wait_word = (
             ctypes.c_int64.from_address(words.data_ptr() + 8 * at)
             for at in (layout.HOST_FAULT, layout.HOST_GONE, layout.HOST_WAIT)
         )
@@ -318,17 +318,10 @@ class TritonExecutor:
                 bound = self._kernel(plan, True)
                 (bound.launch if isinstance(bound, EnqueuedCall) else _launch(bound)).load()
 
-    def launch(self, plan: CallPlan, aligned: bool) -> tuple[Enqueue, KernelLaunch | EnqueuedCall]:
-        """Return what enqueues a plan or a piece, behind a gate where its grid is not to wait for other ranks.
-
-        The second value is what it enqueues. Raises ConfigError as :meth:`kernel` does.
-        """
-        bound = self.kernel(plan, aligned)
-        if isinstance(bound, EnqueuedCall):
-            return bound.launch, bound
+    def gate(self, plan: CallPlan, launch: Enqueue) -> Launch | None:
+        """Return the gate of a plan or a piece, None where it may wait for other ranks by itself."""
         # a message waits for one rank, in few programs (send_recv.py)
-        ungated = self._exclusive or plan.op in (Op.SEND, Op.RECV)
-        return _launch(bound) if ungated else gated(_launch(bound)), bound
+        return None if self._exclusive or plan.op in (Op.SEND, Op.RECV) else gate_of(launch)
 
     def form(self, plan: CallPlan) -> str:
         """Return a name for what ``plan`` needs compiled: all that decides values which are known to the compiler."""
@@ -457,7 +450,7 @@ class TritonExecutor:
 
     def fault(self) -> Fault | None:
         """Return the fault that a finished kernel of this rank has seen, or None. Never synchronises."""
-        word = self._status_word.value
+        word = self.stopped_word.value
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
 
     def waits(self) -> Fault | None:
@@ -563,7 +556,7 @@ class TritonExecutor:
         with self._marking:
             for workspace in self.workspaces:
                 workspace.clear(epoch, self._timeout_s)
-            self._status_word.value = self._wait_word.value = 0
+            self.stopped_word.value = self._wait_word.value = 0
             self.drain()  # peers may store there once all ranks have cleared theirs
 
     def close(self) -> None:

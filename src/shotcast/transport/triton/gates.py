@@ -8,40 +8,14 @@ come, so it waits for no longer than other ranks take to launch the same kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from shotcast.device.triton.launch import Launch
 from shotcast.transport.triton.barrier import gate_before
 from shotcast.transport.triton.binding import Enqueue
 
 
-class Gated:
-    """A kernel behind its gate.
-
-    Args:
-        launch: of the kernel.
-    """
-
-    __slots__ = ("_gate", "_launch")
-
-    def __init__(self, launch: Launch):
-        self._gate, self._launch = gate_before(launch), launch
-
-    def load(self) -> None:
-        """Compile and load both kernels."""
-        self._gate.load()
-        self._launch.load()
-
-    def __call__(self, stream: int, call_values: Sequence[Any]) -> None:
-        """Enqueue both kernels."""
-        self._gate(stream, ())
-        self._launch(stream, call_values)
-
-
-def gated(launch: Enqueue) -> Enqueue:
-    """Return a kernel behind a gate, or as it is where its grid is one program, as that of a barrier is.
+def gate_of(launch: Enqueue) -> Launch | None:
+    """Return the gate to launch before a kernel; None where its grid is one program, as that of a barrier is.
 
     What enqueues more than one kernel keeps to few SMs by itself.
     """
-    return Gated(launch) if isinstance(launch, Launch) and launch.programs > 1 else launch
+    return gate_before(launch) if isinstance(launch, Launch) and launch.programs > 1 else None

@@ -87,7 +87,7 @@ class HostsTritonExecutor(TritonExecutor):
         while not self._stop_looking.wait(
             min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT))
         ):
-            word = self._status_word.value & (_WORD - 1)
+            word = self.stopped_word.value & (_WORD - 1)
             if word and word != self._told:
                 self._told = word
                 with self._marking:
@@ -103,9 +103,9 @@ class HostsTritonExecutor(TritonExecutor):
             if self._closed or number >= len(self.workspaces):
                 return
             self.workspaces[number].stop(word)
-            if not self._status_word.value:
+            if not self.stopped_word.value:
                 self._told = word
-                self._status_word.value = word
+                self.stopped_word.value = word
 
     def _peer_ended(self, node: int) -> None:
         self._ended(self._peers[node])

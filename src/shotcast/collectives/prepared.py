@@ -1,0 +1,288 @@
+"""Prepared calls: a call like one before is made again without asking how to make it.
+
+The host spends most of a small call on checking its tensors, and on deciding which algorithm and kernel to take. The
+same arguments and tensors of the same kind have the same answers. PyTorch compares the tensors in one step, as it does
+for the inputs of compiled code; what is left are their addresses and the state of the communicator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled  # names of this module: looked up in one step
+from torch._C._dynamo.guards import TensorGuards  # the only private name of PyTorch here
+from torch.compiler import is_compiling
+
+from shotcast.collectives.choice.resolver import Call
+from shotcast.collectives.interface import Executor
+from shotcast.collectives.kept_calls import KeptCalls
+from shotcast.collectives.norm_operands import ALIGN, Fp8Normed
+from shotcast.collectives.reductions import divide
+from shotcast.collectives.stream_order import StreamChain
+from shotcast.collectives.torch_ops.versions import Unseen, increment_version
+from shotcast.collectives.vendor.vendor import Vendor
+from shotcast.memory.operands import NormTensors
+
+Operands = tuple[Tensor | None, ...]
+"""The tensors that a method is given: x and out, or of a fused call x, residual, weight, bias, scale, normed,
+new_residual, quantized and the scales of rows. None stands for one that is not given."""
+Given = tuple[tuple[Any, ...], Operands]
+"""The arguments of a method: those that are not tensors, and the operands."""
+
+_ALIASES = {2: ((0, 1),), 9: ((0, 5), (1, 6))}
+"""Operands that may be one object, by the number of operands: x and out; x and normed, residual and new_residual.
+
+What a call is found by tells whether they are."""
+_ALIGNED = frozenset({0, 1, 2, 3, 5, 6, 7})
+"""The operands of a fused call that kernels take at multiples of 16 bytes."""
+_MOST_REMEMBERED = 256
+"""The most places of the operands of one call that are known to be apart."""
+
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+_new: Callable[..., Any] = tuple.__new__
+
+
+class PreparedCall:
+    """A call that has been made, for operands of the kind that it had.
+
+    Args:
+        shared: what the calls of its communicator share.
+        call: the call.
+        operands: those that it was made on.
+        outputs: the tensors that it wrote; None for those of the last operands that it did not.
+        reads: whether it reads the first operand.
+        norm: the tensors of a fused call.
+        sizes: the sizes of the parts that two ranks know.
+        divisor: the result is divided by this number; 0 for none.
+    """
+
+    __slots__ = (
+        "_aligned", "_bound", "_divisor", "_eps", "_fp8", "_leaves", "_made", "_may_match", "_pairs", "_pick", "_reads",
+        "_seen", "_shared", "_sizes", "_written",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        shared: PreparedCalls,
+        call: Call,
+        operands: Operands,
+        outputs: Operands,
+        reads: bool,
+        norm: NormTensors | None,
+        sizes: tuple[int, ...],
+        divisor: int,
+    ):
+        assert call.bound is not None
+        self._shared, self._bound, self._reads, self._sizes, self._divisor = shared, call.bound, reads, sizes, divisor
+        self._eps = None if norm is None else norm.eps
+        self._fp8 = norm is not None and norm.quantized is not None
+        first = len(operands) - len(outputs)
+        given = [at for at, one in enumerate(operands) if one is not None and _first(operands, one) == at]
+        distinct = [one for at in given if (one := operands[at]) is not None]
+        self._pick = _getter(given)
+        self._may_match = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self._leaves = any(one.requires_grad for one in distinct)
+        self._made: tuple[tuple[torch.Size, torch.dtype] | None, ...] | None = None
+        if not any(one is not None for one in operands[first:]) and any(one is not None for one in outputs):
+            self._made = tuple(None if one is None else (one.shape, one.dtype) for one in outputs)
+        changed = [] if self._made else [at for at, one in enumerate(outputs, first) if one is not None]
+        self._written = _getter(changed)
+        written = {given.index(_first(operands, operands[at])) for at in changed}
+        self._pairs = tuple(
+            (one, other, distinct[other].nbytes, distinct[one].nbytes, _offset(distinct[one], distinct[other]))
+            for one in sorted(written)
+            for other in range(len(distinct))
+            if other > one or other not in written
+        )
+        self._aligned = [place for place, at in enumerate(given) if norm and shared.aligns_norms and at in _ALIGNED]
+        self._seen: set[tuple[int, ...]] = set()
+
+    def matches(self, operands: Operands) -> bool:
+        """Return whether the call may be made on operands like those that it was made on."""
+        distinct = self._pick(operands)
+        if not self._may_match(*distinct) or (self._leaves and is_grad_enabled()):
+            return False
+        if self._pairs or self._aligned:
+            addresses = tuple(map(_address, distinct))
+            if addresses not in self._seen:
+                for one, other, before, behind, accepted in self._pairs:
+                    offset = addresses[other] - addresses[one]
+                    if -before < offset < behind and offset != accepted and before and behind:
+                        return False
+                for place in self._aligned:
+                    if addresses[place] % ALIGN:
+                        return False
+                if len(self._seen) >= _MOST_REMEMBERED:
+                    self._seen.clear()
+                self._seen.add(addresses)
+        return True
+
+    def run(self, operands: Operands) -> Any:
+        """Make the call on operands that match. Return its result: what it writes, or True if that is nothing.
+
+        It is None, with nothing done, where the communicator is closed, stopped or in a call of another thread, or the
+        call is to be captured in a graph. Raises the named error of a call that fails.
+        """
+        shared = self._shared
+        if not shared.lock.acquire(False):
+            return None
+        try:
+            chain = shared.chain
+            if not shared.is_open or shared.stopped_word.value or shared.vendor.failed:
+                return None
+            if chain is not None and chain.enter():
+                return None
+            x, out, norm = operands[0], operands[-1], None
+            outputs: list[Any] = []
+            if self._made is not None:
+                assert x is not None
+                for kind in self._made:
+                    outputs.append(None if kind is None else x.new_empty(kind[0], dtype=kind[1]))
+                out = outputs[0]
+            result: Any = out
+            if self._eps is None:
+                if out is None:
+                    result = True
+                elif shared.counts_versions:
+                    increment_version((out,))
+            else:
+                _, residual, weight, bias, scale, normed, new_residual, quantized, rows = operands
+                if self._made is not None:
+                    normed, new_residual, quantized, rows = outputs
+                else:
+                    increment_version(self._written(operands))
+                scale, out = rows if scale is None else scale, None
+                norm = _new(NormTensors, (residual, weight, self._eps, new_residual, normed, quantized, scale, bias))
+                result = normed, new_residual
+                if self._fp8:
+                    result = _new(Fp8Normed, (quantized, scale, new_residual, normed))
+            self._bound.run(x if self._reads else None, out, norm, self._sizes)
+            if chain is None and shared.stopped_word.value:
+                check = shared.check()
+                assert check is not None
+                check()
+            if self._divisor:
+                with Unseen():
+                    divide(result, self._divisor)
+            if chain is not None:
+                chain.leave(False)
+        finally:
+            shared.lock.release()
+        return result
+
+
+class PreparedCalls:
+    """The prepared calls of one communicator, and what they need of it.
+
+    Args:
+        executor: of the communicator; None where no call is to be prepared.
+        vendor: the calls of the vendor library.
+        chain: of calls on a GPU; None for calls that block.
+        lock: held during a call.
+        check: returns what raises the fault that has stopped calls that block. It does not keep the communicator alive.
+        aligns_norms: fused calls copy operands that do not begin at a multiple of 16 bytes; prepared ones do not.
+
+    Attributes:
+        is_open: prepared calls may be made now.
+        counts_versions: calls count up autograd's versions of the tensors that they write.
+    """
+
+    def __init__(
+        self,
+        executor: Executor | None,
+        vendor: Vendor,
+        chain: StreamChain | None,
+        lock: threading.Lock,
+        check: Callable[[], Callable[[], None] | None],
+        aligns_norms: bool,
+    ):
+        self._calls: KeptCalls[PreparedCall] = KeptCalls()
+        self._executor, self._closed = executor, False
+        self.stopped_word: Any = None if executor is None else executor.stopped_word
+        self.vendor, self.chain, self.lock, self.check, self.aligns_norms = vendor, chain, lock, check, aligns_norms
+        self.is_open = self.counts_versions = True
+
+    def find(self, key: tuple[Any, ...], operands: Operands) -> PreparedCall | None:
+        """Return the call that was made with these arguments, if it matches the operands."""
+        if is_compiling():
+            return None
+        x, last = operands[0], operands[-1]
+        kind: tuple[Any, ...] = key
+        if type(x) is Tensor:
+            kind = key, x.shape, x.dtype, last is x, last is None
+        elif x is not None:
+            return None
+        call = self._calls.get(kind) or self._calls.recall(kind)
+        return call if call is not None and (x is None or call.matches(operands)) else None
+
+    def keep(
+        self,
+        given: Given,
+        call: Call,
+        x: Tensor | None,
+        out: Tensor | None,
+        norm: NormTensors | None,
+        sizes: tuple[int, ...],
+        divisor: int,
+    ) -> None:
+        """Prepare a call that has just been made on ``x`` and ``out``, which methods were given, copied or made.
+
+        A call that would be made by the vendor library, or on copies, is none that can be prepared.
+        """
+        key, operands = given
+        first, last = operands[0], operands[-1]
+        if self._executor is None or call.bound is None or call.by_library or call.is_makeshift:
+            return
+        if (x is not None and x is not first) or (first is not None and type(first) is not Tensor):
+            return
+        outputs: Operands = (out,)
+        if norm is not None:
+            rows = norm.scale if norm.quantized is not None and operands[4] is None else None
+            outputs = norm.normed, norm.new_residual, norm.quantized, rows
+        elif out is not None and last is not None and last is not out:
+            return
+        same = {(_first(operands, one), at) for at, one in enumerate(operands) if one is not None}
+        if any(one != at and (one, at) not in _ALIASES[len(operands)] for one, at in same):
+            return
+        prepared = PreparedCall(self, call, operands, outputs, x is not None, norm, sizes, divisor)
+        kind = key
+        if first is not None:
+            kind = key, first.shape, first.dtype, last is first, last is None
+        self._calls.keep(kind, prepared)
+
+    def clear(self) -> None:
+        """Forget all calls: the addresses of the workspace have changed."""
+        self._calls.clear()
+
+    def pause(self) -> None:
+        """Make none for a while: each call waits first for those that were started."""
+        self.is_open = False
+
+    def resume(self) -> None:
+        """Make them again."""
+        self.is_open = not self._closed
+
+    def close(self) -> None:
+        """Make no more. The caller holds the lock."""
+        self._closed, self.is_open = True, False
+        self.clear()
+
+
+def _first(operands: Operands, one: Tensor | None) -> int:
+    """Return the first place of an object among operands."""
+    return next(at for at, other in enumerate(operands) if other is one)
+
+
+def _getter(places: list[int]) -> Callable[[Operands], tuple[Any, ...]]:
+    """Return what takes the operands at some places as a tuple, in one step."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
+def _offset(one: Tensor, other: Tensor) -> int:
+    return other.data_ptr() - one.data_ptr()
