@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.errors import ClosedError, CollectiveMismatch
+from shotcast.errors import ClosedError, CollectiveMismatch, ConfigError
 
 COUNT = 40_000
 
@@ -54,6 +54,16 @@ def every_call() -> None:
         if peer < ranks:
             comm.batch_send_recv([(x.fill_(rank), peer)], [(residual, peer)])
             assert residual.eq(peer).all()
+
+
+def shapes() -> None:
+    with Communicator(device="cpu") as comm:
+        assert comm.empty((2, 3)).shape == comm.empty(torch.Size([2, 3])).shape == comm.empty(2, 3).shape == (2, 3)
+        assert comm.empty().shape == ()
+        assert comm.empty(0, 4).shape == (0, 4)
+        for wrong in ((-1,), (2.0,), (True,), ("ab",), ((2, 3), 4), ([-5000],)):
+            with pytest.raises(ConfigError, match="whole numbers from 0 up"):
+                comm.empty(*wrong)  # type: ignore[arg-type]
 
 
 def trained() -> tuple[list[float], list[float]]:

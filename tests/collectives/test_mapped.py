@@ -29,3 +29,7 @@ def test_calls_go_on_after_a_reset() -> None:
 
 def test_ranks_of_several_nodes_map_none() -> None:
     shared_ranks.run(targets.ordinary, 2, env={"SHOTCAST_RANKS_PER_NODE": "1"})
+
+
+def test_shapes_are_those_of_torch() -> None:
+    shared_ranks.run(targets.shapes, 2)

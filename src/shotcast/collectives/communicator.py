@@ -355,7 +355,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Make a tensor, with any content, in memory that the ranks of this communicator map. Needs no other rank.
 
         Calls of this communicator read and write such tensors of all ranks where they lie, in place of staging them:
@@ -367,7 +367,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         of the call until :meth:`reset` has returned.
 
         Args:
-            shape: of the tensor, which other ranks may choose otherwise.
+            shape: of the tensor, as ``torch.empty`` takes it; other ranks may choose another.
             dtype: None for PyTorch's default.
 
         Returns:
@@ -376,13 +376,18 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
 
         Raises:
             ClosedError: after :meth:`close`.
+            ConfigError: the shape is not one.
         """
         if self._closed:
             raise ClosedError("empty: this communicator was closed")
+        given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        extents = tuple(extent for extent in given if type(extent) is int and extent >= 0)
+        if len(extents) != len(given):
+            raise ConfigError(f"empty: a shape consists of whole numbers from 0 up, not {given}")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         executor = self._executor
-        mapped = executor.empty(shape, dtype) if isinstance(executor, MappingExecutor) else None
-        return torch.empty(shape, dtype=dtype, device=self.device) if mapped is None else mapped
+        mapped = executor.empty(extents, dtype) if isinstance(executor, MappingExecutor) else None
+        return torch.empty(extents, dtype=dtype, device=self.device) if mapped is None else mapped
 
     def all_reduce(
         self,
