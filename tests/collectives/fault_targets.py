@@ -181,7 +181,10 @@ def fault_during_a_first_call() -> tuple[str, float]:
                 comm.send(torch.ones(5), 2) if comm.rank == 1 else comm.recv(torch.ones(6), 1)
         except ShotcastError as caught:
             error = type(caught).__name__
-        return error, time.monotonic() - began
+        took = time.monotonic() - began
+        if comm.rank == 1:  # its message is under way: if it left now, rank 0 would be told of that
+            time.sleep(1)
+        return error, took
 
 
 def absent_from_a_first_call() -> tuple[CollectiveTimeout, float, float] | None:

@@ -35,7 +35,7 @@ from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.members import Members
 from shotcast.wire import CallPlan, HeaderWords, Op
 
-SLACK_S = 1.0
+SLACK_S = 2.0
 
 
 def names(outcome: dict[str, Any], ranks: tuple[int, ...], reason: str = "late") -> bool:
