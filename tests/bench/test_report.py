@@ -162,6 +162,7 @@ OTHERS = (
     "generation_",
     "faults_",
     "forecast_before_",
+    "mapped_tensors",
 )
 """File names of other results: those of the engine, of the scripts in research, and of long tests."""
 KEPT = sorted(

@@ -21,6 +21,7 @@ NOT_STARTABLE = {
     "candidates",
     "check",
     "close",
+    "empty",
     "explain",
     "recv",
     "reset",

@@ -67,7 +67,7 @@ def executor_of_four(multicast: bool = False, nodes: int = 1, max_bytes: int = M
 @pytest.mark.parametrize(("block", "warps", "taken"), [(128, 1, 128), (512, 4, 512), (64, 1, 128), (128, 4, 512)])
 def test_every_quad_has_one_thread(block: int, warps: int, taken: int) -> None:
     """Two threads that summed one quad could see two orders of addition, so the ranks would get different bits."""
-    ((launch, start),) = launches(LaunchShape(8, block, warps))
+    ((_, launch, start),) = launches(LaunchShape(8, block, warps))
     assert launch._kernel is multimem_all_reduce
     assert (launch._programs, launch._arguments["BLOCK"], start) == (9, taken, 0)
 
@@ -86,7 +86,7 @@ def test_kernels_that_only_sum_refuse_other_reductions() -> None:
 
 
 def test_programs_have_a_row_of_flags_each() -> None:
-    ((launch, _),) = launches(LaunchShape(5000, 128, 1))
+    ((_, launch, _),) = launches(LaunchShape(5000, 128, 1))
     where = Layout.for_messages(MAX_BYTES)
     assert launch._programs == 1 + layout.FLAG_ROWS
     assert launch._arguments["flags_at"] == where.flags_at
@@ -96,8 +96,8 @@ def test_programs_have_a_row_of_flags_each() -> None:
 
 def test_a_message_beyond_the_workspace_passes_in_pieces() -> None:
     made = launches(LaunchShape(8, 128, 1), nbytes=2 * MAX_BYTES + 32)
-    assert [start for _, start in made] == [0, MAX_BYTES, 2 * MAX_BYTES]
-    assert [launch._arguments["nbytes"] for launch, _ in made] == [MAX_BYTES, MAX_BYTES, 32]
+    assert [start for *_, start in made] == [0, MAX_BYTES, 2 * MAX_BYTES]
+    assert [launch._arguments["nbytes"] for _, launch, _ in made] == [MAX_BYTES, MAX_BYTES, 32]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_message_beyond_the_workspace_passes_in_pieces() -> None:
     [("one_shot", 8, 16), ("one_shot", 32, 16), ("one_shot", 33, 1), ("two_shot", 8, 1)],
 )
 def test_cells_of_few_rows_are_a_cache_line_apart(algorithm: str, rows: int, cell_stride: int) -> None:
-    ((launch, _),) = launches(
+    ((_, launch, _),) = launches(
         LaunchShape(rows * 32, 128, 1), algorithm, False, Op.ALL_REDUCE_RMS_NORM, rows * 16384, Norm(8192)
     )
     assert (launch._arguments["ROW_TILES"], launch._arguments["cell_stride"]) == (32, cell_stride)
@@ -132,7 +132,7 @@ def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: 
     for nbytes in sizes:
         plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=LaunchShape(1, 512, 4, 4096))
         kernels = set()
-        for launch, _ in (piece for aligned in (False, True) for piece in executor.bind(plan)._bind(aligned)):
+        for _, launch, _ in (piece for aligned in (False, True) for piece in executor.bind(plan)._bind(aligned)):
             known = {name: launch._arguments[name] for name in launch._arguments if name.isupper()}
             kernels.add(f"{known} {launch._options}")
         compiled.append(kernels)
@@ -149,7 +149,7 @@ def test_the_sizes_of_an_uneven_call_are_arguments_of_its_launch(monkeypatch: py
     bound = executor.bind(CallPlan(Op.ALL_TO_ALL_UNEVEN, "one_shot", "bfloat16", 0, launch=shape))
     given: list[tuple[bool, dict[str, int]]] = []
     for aligned in (True, False):
-        ((launch, _),) = bound._bind(aligned)
+        ((_, launch, _),) = bound._bind(aligned)
         assert launch._open_names == ("x", "out", *SIZED)
         assert not any(launch._arguments[name] for name in SIZED)
         assert launch._arguments["UNIT"] == (16 if aligned else 2)

@@ -216,7 +216,10 @@ class PreparedCalls:
             kind = key, x.shape, x.dtype, last is x, last is None
         elif x is not None:
             return None
-        call = self._calls.get(kind) or self._calls.recall(kind)
+        try:
+            call = self._calls.get(kind) or self._calls.recall(kind)
+        except TypeError:  # an argument of a wrong type has no hash; the checks of a new call say what is wrong with it
+            return None
         return call if call is not None and (x is None or call.matches(operands)) else None
 
     def keep(

@@ -238,6 +238,8 @@ class Calls:
         if opts is None:
             opts = _options(torch_private.BroadcastOptions, None, None, timeout)
             opts.rootRank = root
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
         if isinstance(tensors, list) and len(tensors) == 1:
             key, x = ("broadcast", opts.rootRank, int, "auto"), tensors[0]
             if work := self._again("broadcast", opts, key, x, x):
