@@ -234,7 +234,8 @@ class CpuExecutor:
         """
         if self.closed:
             raise ClosedError("this communicator was closed")
-        return None if self._heap is None else self._heap.empty(shape, dtype)
+        heap = self._heap
+        return None if heap is None else heap.empty(shape, dtype)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -602,6 +603,7 @@ class CpuExecutor:
             if self.closed:
                 return
             self.closed = True
+            self._heap = None  # tensors that live keep it
             self._buffer.close()
 
     def _set(self, offset: int, value: int) -> None:
