@@ -28,7 +28,7 @@ def test_communicators_are_counted_by_kind() -> None:
     assert interpreted(targets.kinds, 2) == [[(1, 0), (1, 1), (0, 1), (0, 0)]] * 2
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (3, 5))])
 def test_calls_with_stragglers_count_once(world_size: int) -> None:
     assert interpreted(targets.calls_with_stragglers, world_size, 40) == [40] * world_size
 

@@ -391,7 +391,7 @@ def test_kernels_get_operands_at_multiples_of_16_bytes() -> None:
 # -- communicators ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "interpreted"])
+@pytest.mark.parametrize("kernels", ["compiled", pytest.param("interpreted", marks=pytest.mark.full)])
 def test_repeated_calls_take_few_frames(kernels: str) -> None:
     """Interpreted kernels are launched as on a GPU, with no order of streams."""
     if kernels == "compiled":
