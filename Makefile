@@ -62,7 +62,8 @@ QUICK := tests/test_imports.py tests/test_quick.py tests/test_errors.py tests/te
 
 quick: ruff
 	@$(BIN)/mypy & types=$$!; trap 'kill $$types' INT TERM; \
-	$(BIN)/python -m pytest -q -p no:cacheprovider -m 'not gpu and not full and not timing' $(QUICK); status=$$?; \
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n $(WORKERS) --dist loadfile \
+		-m 'not gpu and not full and not timing' $(QUICK); status=$$?; \
 	wait $$types || status=1; exit $$status
 
 # Tests that say how soon something happens run one after the other; all others beside them, in workers that give way.
