@@ -314,6 +314,13 @@ def marked(ranks: int) -> tuple[list[bool], Fault | None]:
     return checks, None
 
 
+def goes_on_though_marked(waited_s: float) -> bool:
+    """Return whether a program goes on for whose rank the host has a mark."""
+    program = Waiting(waited_s)
+    program.host[layout.HOST_GONE] = 1
+    return program.goes_on()
+
+
 def notices(waited_s: float) -> Fault | None:
     """Return what the host is told of a program that goes on."""
     program = Waiting(waited_s)

@@ -76,6 +76,13 @@ def test_a_mark_in_the_memory_of_the_host_ends_the_wait_for_that_rank_alone() ->
     assert run(targets.marked, 0b10) == ([True] * 3, None), "it does not wait for rank 1"
 
 
+def test_short_waits_do_not_look_into_the_memory_of_the_host() -> None:
+    """A look takes so long that it makes other ranks wait as long, which then look, too."""
+    not_yet_s = -1.0  # for interpreted kernels, two milliseconds are short
+    assert run(targets.goes_on_though_marked, not_yet_s)
+    assert not run(targets.goes_on_though_marked, 0.01)
+
+
 def test_the_host_is_told_of_a_long_wait_before_the_deadline() -> None:
     assert run(targets.notices, 4) is None
     fault = run(targets.notices, 6)

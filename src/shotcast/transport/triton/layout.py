@@ -45,6 +45,9 @@ HOST_GONE = 8  # a bit for each rank whose process has ended; the host sets it, 
 HOST_WAIT = 16  # what the fault of a call would be that has waited for WAIT_NOTICE_NS; stored again at every check
 HOST_WORDS = 24
 
+HOST_LOOK_NS = 2_000_000
+"""The wait, in ns, after which a program looks for marks of the host, which takes it several microseconds."""
+
 WAIT_NOTICE_NS = 5_000_000_000
 """The wait, in ns, after which a call tells the host which ranks it waits for."""
 

@@ -62,6 +62,7 @@ GONE = tl.constexpr(layout.GONE)
 HOST_FAULT = tl.constexpr(layout.HOST_FAULT)
 HOST_GONE = tl.constexpr(layout.HOST_GONE)
 HOST_WAIT = tl.constexpr(layout.HOST_WAIT)
+HOST_LOOK_NS = tl.constexpr(layout.HOST_LOOK_NS)
 WAIT_NOTICE_NS = tl.constexpr(layout.WAIT_NOTICE_NS)
 ABORT = tl.constexpr(layout.ABORT)
 HEADERS = tl.constexpr(layout.HEADERS)
@@ -471,9 +472,10 @@ def check_deadline(
     host marks, is not waited for: the fault names it at once. With TELLS, a program that has waited for WAIT_NOTICE_NS
     tells the host, at every check, whom it would name; programs that hold tiles leave that to those that do not.
 
-    The host marks in its own memory, since a store to the GPU's would be queued behind kernels that wait. Warps could
-    read different marks there. So each program adds what it reads to a word of the region, by an atomic, and reads that
-    by another, which gives all warps one value.
+    The host marks in its own memory, since a store to the GPU's would be queued behind kernels that wait. A load from
+    there takes so long that peers of many programs which load come to their own checks, and so on call after call;
+    therefore only long waits load it. Warps could read different marks there. So each program adds what it reads to a
+    word of the region, by an atomic, and reads that by another, which gives all warps one value.
 
     With EXTENDED_DEADLINE the program waits a quarter longer. This is for a wait for data that peers compute from the
     data of others: a peer that lacks those data then expires first, and names the rank that did not send them.
@@ -484,13 +486,15 @@ def check_deadline(
     if EXTENDED_DEADLINE:
         timeout += timeout // 4
     fault = tl.atomic_add(call.own + ABORT, 0, sem="relaxed", scope="sys")
-    host = host_words(call.own)
-    marks = tl.load(host + HOST_GONE, volatile=True)
-    tl.atomic_or(call.own + GONE, marks, sem="relaxed", scope="gpu")
-    gone = tl.atomic_or(call.own + GONE, marks * 0, sem="relaxed", scope="gpu").to(tl.int32)
     live = (fault == 0).to(tl.int32)
     if started == 0:
         started = now
+    host = host_words(call.own)
+    gone = live * 0
+    if now - started > HOST_LOOK_NS:
+        marks = tl.load(host + HOST_GONE, volatile=True)
+        tl.atomic_or(call.own + GONE, marks, sem="relaxed", scope="gpu")
+        gone = tl.atomic_or(call.own + GONE, marks * 0, sem="relaxed", scope="gpu").to(tl.int32)
     expired = now - started > timeout
     tells = expired & False
     if TELLS:
