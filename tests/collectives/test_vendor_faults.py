@@ -288,7 +288,7 @@ class Device:
     library = "nccl"
 
     def __init__(self) -> None:
-        self.begun = self.ended = self.stops = 0
+        self.begun = self.ended = self.stops = self.made = 0
         self.trouble: CallError | None = None
 
     def progress(self) -> tuple[int, int]:
@@ -302,23 +302,28 @@ class Device:
         if self.trouble is not None:
             raise self.trouble
 
+    def run(self, *_: Any) -> None:
+        self.made += 1
+
 
 class TestCallsOnADevice:
     """The watch and calls that a GPU has begun and not ended."""
 
     @pytest.fixture
     def parts(self) -> Any:
-        store, gone, faults = dist.HashStore(), set[int](), list[int]()
+        store, gone, faults, alarms = dist.HashStore(), set[int](), list[int](), list[int]()
         host: Any = object.__new__(StoreGroup)
         host.rank, host.world_size, host.gone, host.layout = 0, 2, gone, NodeLayout.one_node(2)
         host.members, host.left = Members(0), ()
         host._store = store
         cpu = torch.device("cpu")
-        vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults))
+        peers: Any = types.SimpleNamespace(alarmed=-1, alarm=lambda generation: alarms.append(generation))
+        vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults), peers)
         device: Any = Device()
         known = _Connected(device, (0, 1))
         vendor._connected[0, 1] = known
-        return types.SimpleNamespace(vendor=vendor, device=device, gone=gone, faults=faults, store=store, known=known)
+        names = {"gone": gone, "faults": faults, "store": store, "known": known, "peers": peers, "alarms": alarms}
+        return types.SimpleNamespace(vendor=vendor, device=device, **names)
 
     def look(self, parts: Any, limit_s: float) -> float:
         """Look as the watch does until a fault is found. Return the seconds that it took, or ``limit_s``."""
@@ -336,6 +341,20 @@ class TestCallsOnADevice:
         assert self.look(parts, 0.3) == 0.3
         parts.vendor.check()
         assert parts.device.stops == 0
+
+    def test_a_late_rank_makes_no_call_that_others_gave_up(self, parts: Any) -> None:
+        """Its library may have what the call needs: it would succeed on this rank alone."""
+        x, plan = torch.ones(2), CallPlan(Op.ALL_REDUCE, "vendor", "float32", 8)
+        parts.vendor.run(plan, x, x)
+        parts.peers.alarmed = 0
+        with pytest.raises(shotcast.CollectiveTimeout):
+            parts.vendor.run(plan, x, x)
+        assert parts.device.made == 1
+        parts.vendor.reset(1)
+        assert parts.alarms == [0]
+        parts.vendor._connected[0, 1] = parts.known
+        parts.vendor.run(plan, x, x)
+        assert parts.device.made == 2, "the alarm was of the connections before"
 
     def test_the_deadline(self, parts: Any) -> None:
         parts.device.begun = 1
@@ -472,3 +491,7 @@ class TestCallsOnADevice:
         while watch._thread is not None and time.monotonic() < until:
             time.sleep(0.01)
         assert watch._thread is None
+
+
+def test_ranks_tell_each_other_of_calls_that_fail() -> None:
+    assert shotcast.spawn(targets.hear_of_a_failure, 2, timeout_s=60) == [(-1, -1), (-1, 3)]

@@ -17,9 +17,10 @@ import shotcast
 
 def main(device: str, path: str) -> None:
     comm = shotcast.Communicator(device=device, timeout_s=30)
-    x = torch.ones(1000, dtype=torch.float32 if path == "own" else torch.int32, device=comm.device)
+    x = torch.ones(1000, device=comm.device)
+    algorithm = "auto" if path == "own" else "vendor"
     for _ in range(2):
-        comm.all_reduce(x)
+        comm.all_reduce(x, algorithm=algorithm)
         settle(comm)
     comm.barrier()
     settle(comm)
@@ -29,7 +30,7 @@ def main(device: str, path: str) -> None:
         time.sleep(600)
     if comm.rank == 1:
         before_library(comm, lambda: time.sleep(600))
-    comm.all_reduce(x)
+    comm.all_reduce(x, algorithm=algorithm)
     settle(comm)
 
 

@@ -207,3 +207,17 @@ def absent_at_the_connection(victim: int) -> Outcome | None:
             return None
         return _outcome(lambda: comm.all_reduce(torch.ones(3), algorithm="vendor"))
     return None
+
+
+def hear_of_a_failure() -> tuple[int, int]:
+    """Let rank 0 say that a call of it failed. Return what this rank has heard before and then."""
+    with Communicator(device="cpu", timeout_s=30) as comm:
+        before = comm._peers.alarmed
+        comm._host.barrier()
+        if comm.rank == 0:
+            comm._peers.alarm(3)
+        until = time.monotonic() + 10
+        while comm.rank == 1 and comm._peers.alarmed < 0 and time.monotonic() < until:
+            time.sleep(0.005)
+        comm._host.barrier()
+        return before, comm._peers.alarmed

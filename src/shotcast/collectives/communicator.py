@@ -296,6 +296,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             library,
             compares,
             lambda: ended.is_set() or (executor is not None and executor.fault() is not None),
+            self._peers,
         )
         if self._executor is None and self.world_size > 1:
             self._vendor.connect(SETUP_TIMEOUT_S)

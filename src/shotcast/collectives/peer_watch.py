@@ -1,4 +1,4 @@
-"""Watch the processes of the other ranks of a communicator, and learn from them when they leave it."""
+"""Watch the processes of the other ranks of a communicator, and learn from them when they leave it or stop it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ from collections.abc import Callable
 from shotcast.launcher.process_watch import WATCH, ProcessId, tell
 from shotcast.memory.host_group import StoreGroup
 
+_ALARM = "/alarm"
+"""The end of the token by which processes are told of calls that failed."""
+
 
 class PeerWatch:
     """Learns when the process of another rank ends, or closes the communicator. Construction is collective.
 
-    A rank that closes it tells the processes of its machine; those of other machines learn it from their connections.
+    A rank that closes it, or whose call of the vendor library fails, tells the processes of its machine. Those of other
+    machines learn it from their connections and from the store.
 
     Attributes:
         gone: the ranks whose processes have ended, and those that have left; grows on the thread of the watch.
         left: those of them that have left.
+        alarmed: the last generation of the library's connections in which a call of another rank failed; -1 for none.
     """
 
     def __init__(self, host: StoreGroup):
         self.gone: set[int] = set()
         self._told: list[Callable[[int], None]] = []
         self.left: set[int] = set()
+        self.alarmed = -1
         self._rank, token = host.rank, secrets.token_hex(8)
         self._ends: list[Callable[[], None] | None] = []
         if host.world_size > 1:
             self._ends.append(WATCH.hear(token, self.departed))
+            self._ends.append(WATCH.hear(token + _ALARM, self._hear_alarm))
         processes = host.all_gather((ProcessId.own(), token), what="construction")
         self._peers = [peer for peer in processes if peer[0] != processes[host.rank][0]]
         for rank, (process, _) in enumerate(processes):
@@ -52,6 +59,14 @@ class PeerWatch:
         """Tell all of a rank that has left, on any thread."""
         self.left.add(rank)
         self.ended(rank)
+
+    def _hear_alarm(self, generation: int) -> None:
+        self.alarmed = max(self.alarmed, generation)
+
+    def alarm(self, generation: int) -> None:
+        """Tell the others that a call of the library has failed here, on connections of this generation."""
+        for process, token in self._peers:
+            tell(process, token + _ALARM, generation)
 
     def leave(self) -> None:
         """Tell the others that this rank has made its last call, whose data are where peers read them."""

@@ -74,7 +74,7 @@ def tell(process: ProcessId, token: str, number: int) -> None:
         try:
             one.sendto(f"{token} {number}".encode(), process.address)
         except OSError as error:  # it has closed the communicator too, or is stopped
-            logger.debug("process %d was not told that a rank has left: %s", process.pid, error)
+            logger.debug("process %d was not told what a rank has done: %s", process.pid, error)
 
 
 def _start_time(pid: int) -> int:
@@ -155,7 +155,7 @@ class ProcessWatch:
                     heard.bind(ProcessId.own().address)
                 except OSError as error:
                     heard.close()
-                    logger.debug("this process does not hear of ranks that leave: %s", error)
+                    logger.debug("this process does not hear what other ranks do: %s", error)
                     return lambda: None
                 self._socket = heard
                 self._started().register(heard, select.EPOLLIN)

@@ -162,7 +162,7 @@ class Blame:
         self._set_first(f"report/{self._rank}", report)
         until = time.monotonic() + _PATIENCE_S
         while time.monotonic() < until and not interrupted and not self._has("verdict"):
-            if all(self._has(f"report/{rank}") for rank in members):
+            if all(rank in self._gone or self._has(f"report/{rank}") for rank in members):
                 break
             time.sleep(0.01)
         if not self._has("verdict"):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.faults import mismatch_of
+from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.vendor.blame import Blame
 from shotcast.collectives.vendor.gloo import GlooGroup
 from shotcast.collectives.vendor.interface import CallError, RefusedError, VendorGroup
@@ -33,6 +34,7 @@ _SETTLE_S = 0.3
 """Time from the end of a process to the end of calls with it, which may have all that they need from it."""
 _REMEMBERED = 1024
 """Calls on a device whose headers are kept, to compare them should one fail."""
+_ELSEWHERE = "a call of another rank failed"
 
 
 class _Begun(NamedTuple):
@@ -87,6 +89,7 @@ class Vendor:
         library: ``nccl`` or ``gloo``.
         compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
         stopped: returns whether native kernels have stopped the communicator.
+        peers: hears of calls of other ranks that failed, and tells them of those of this rank.
 
     Attributes:
         failed: a call has failed since the last reset.
@@ -102,10 +105,11 @@ class Vendor:
         library: str,
         compares: bool,
         stopped: Callable[[], bool],
+        peers: PeerWatch,
     ):
         self._host, self._device, self._algorithms = host, device, algorithms
         self._timeout_s, self._library = timeout_s, library
-        self._compares, self._stopped = compares, stopped
+        self._compares, self._stopped, self._peers = compares, stopped, peers
         self._all = tuple(range(host.world_size))
         self._retired: list[VendorGroup] = []
         self._retired_at: list[int] = []
@@ -250,7 +254,12 @@ class Vendor:
     # -- faults -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the error that stopped the calls, if there is one."""
+        """Raise the error that stopped the calls of this rank or of another of this machine, if there is one."""
+        if not self.failed and self._alarmed() and not self._waits():
+            # the library may have what the calls of this rank need, and would go on without the other
+            recent = [known.recent[-1] for known in self._connected.values() if known.recent]
+            call = recent[-1] if recent else _Begun("a call", 0, None, self._timeout_s)
+            self._fail(self._all, call, time.monotonic(), CallError(_ELSEWHERE))
         if self.failed:
             self._decided.wait()
             assert self._error is not None
@@ -263,7 +272,18 @@ class Vendor:
 
     def needs_reset(self) -> bool:
         """Return whether :meth:`check` would raise."""
-        return self.failed or self._replayed()
+        return self.failed or self._alarmed() or self._replayed()
+
+    def _alarmed(self) -> bool:
+        """Return whether another rank of this machine has said that a call of it failed."""
+        return self._peers.alarmed >= self.generation
+
+    def _waits(self) -> bool:
+        """Return whether this rank is in a call, which hears of failures by itself."""
+        if self._wait is not None:
+            return True
+        counts = [known.group.progress() for known in self._connected.values()]
+        return any(begun != ended for begun, ended in counts)
 
     def _replayed(self) -> bool:
         """Return whether the device has begun calls on connections that are no more."""
@@ -282,10 +302,12 @@ class Vendor:
                 continue  # it took part in all calls that it was to make, and the library tells of others
             if rank in self._host.gone and now - self._gone_at.setdefault(rank, now) > _SETTLE_S:
                 raise CallError(f"the process of rank {self._host.members.known(rank)} has ended")
+        if self._alarmed():
+            raise CallError(_ELSEWHERE)
         if now - self._looked > _ALARM_AFTER_S:
             self._looked = now
             if self._blame.raised():
-                raise CallError("a call of another rank failed")
+                raise CallError(_ELSEWHERE)
 
     def _fail(
         self, members: tuple[int, ...], call: _Begun, begun: float, error: CallError, interrupted: bool = False
@@ -293,6 +315,7 @@ class Vendor:
         """Stop, as a call failed that began at the time ``begun``, and set the error that all ranks agree on."""
         if not self._halt():
             return
+        self._peers.alarm(self.generation)
         rank = self._host.members.own
         self._error = self._library_error(call, str(error))
         try:
