@@ -108,11 +108,14 @@ class _Closer:
 
 @contextlib.contextmanager
 def _beside_captures(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current one, and leave captures of other threads alone."""
+    """Make a GPU the current one, and leave captures of other threads alone.
+
+    A new thread has no context of the driver, even where PyTorch says that the GPU is current.
+    """
     if device.type == "cpu":
         yield
         return
-    with torch.cuda.device(device), driver.relaxed():
+    with torch.cuda.device(device), driver.side_stream(device.index).current(), driver.relaxed():
         yield
 
 

@@ -34,22 +34,22 @@ class SideStream:
 
     def write_word(self, address: int, word: int) -> None:
         """Store 64 bits in memory of the GPU, beside kernels that may be running."""
-        with self._current():
+        with self.current():
             error = library().cuStreamWriteValue64_v2(self._stream, ctypes.c_uint64(address), ctypes.c_uint64(word), 0)
             check(error, "writing a word")
 
     def read_words(self, address: int, count: int) -> list[int]:
         """Return ``count`` signed 64-bit words of the GPU's memory as they are now, beside kernels that may run."""
         words = (ctypes.c_int64 * count)()
-        with self._current():
+        with self.current():
             source, nbytes = ctypes.c_uint64(address), ctypes.c_size_t(ctypes.sizeof(words))
             check(library().cuMemcpyDtoHAsync_v2(words, source, nbytes, self._stream), "reading words")
             check(library().cuStreamSynchronize(self._stream), "reading words")
         return list(words)
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        """Make the stream's context current on this thread."""
+    def current(self) -> Iterator[None]:
+        """Make the context of the GPU current on this thread."""
         check(library().cuCtxPushCurrent_v2(self._context), "making a context current")
         try:
             yield
