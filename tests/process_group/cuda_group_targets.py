@@ -174,6 +174,7 @@ def inner_calls() -> None:
         x = torch.ones(16, device=gpu).to(torch.float8_e4m3fn)
         work = dist.group.WORLD.allreduce([x], torch_private.AllreduceOptions())  # type: ignore[union-attr]
         assert work.wait()
+        torch.cuda.synchronize()  # the wait was one of the stream
         assert work.is_completed()
         assert work.get_future().wait()[0] is x
         assert counts()["all_reduce"] == {"inner": 3}

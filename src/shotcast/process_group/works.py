@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -261,12 +262,20 @@ class InnerWork(DoneWork):
         if self._error is not None:
             return True
         completed = bool(self._work.is_completed())
-        if completed and self._finish is not None and self._work.is_success():
-            self._arrived()
+        if completed and self._finish is not None:
+            self._learn()
         return completed
 
     def is_success(self) -> bool:
-        return self._error is None and self.is_completed() and bool(self._work.is_success())
+        if not self.is_completed():
+            return False
+        self._learn()
+        return self._error is None
+
+    def _learn(self) -> None:
+        """Learn how a call has ended, by a wait that takes no time: NCCL does not serve is_success()."""
+        with contextlib.suppress(Exception):  # wait() keeps it
+            self.wait()
 
     def exception(self) -> BaseException | None:
         return self._error
