@@ -136,17 +136,19 @@ def differing() -> str:
         return str(failure.value)
 
 
-def forms_of_longest() -> tuple[int, int]:
-    """Make one small call; return how many forms the longest one would still load, eager and captured."""
+def forms_of_sizes() -> int:
+    """Make one small call; return how many forms calls of other sizes would still load: eager and captured."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         assert comm._first_use is not None
         comm._growths = Growths(comm._host.store("growths of a test"), comm.world_size, 0.2)
         comm.all_reduce(torch.ones(4))
-        x = torch.ones(1 << 14)
-        problem = comm._resolver.problem(Op.ALL_REDUCE, x.dtype, x.numel(), "sum", 0, (), None)
-        needs = [comm._resolver.resolve(problem, "auto", capturing).needs for capturing in (False, True)]
-        eager, captured = (sum(one.form not in comm._first_use.known for one in each) for each in needs)
-        return eager, captured
+        left = 0
+        for count in (4, 512, 1 << 10, 3 << 11, 1 << 14):
+            problem = comm._resolver.problem(Op.ALL_REDUCE, torch.float32, count, "sum", 0, (), None)
+            for capturing in (False, True):
+                needs = comm._resolver.resolve(problem, "auto", capturing).needs
+                left += sum(one.form not in comm._first_use.known for one in needs)
+        return left
 
 
 def growth_with_late_ranks() -> list[tuple[int, int]]:

@@ -136,9 +136,18 @@ def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: 
             known = {name: launch._arguments[name] for name in launch._arguments if name.isupper()}
             kernels.add(f"{known} {launch._options}")
         compiled.append(kernels)
-        forms = {executor.form(dataclasses.replace(plan, nbytes=size)) for size in sizes}
+        forms = {executor.forms(dataclasses.replace(plan, nbytes=size)) for size in sizes}
     assert (len(forms) == 1) == (compiled[0] == compiled[1])
     assert compiled[0] != compiled[1] or sizes == (1 << 16, 16)
+
+
+def test_a_call_in_pieces_needs_the_kernels_of_its_pieces() -> None:
+    """It may be made beside calls that wait, where no kernel can be loaded: those of calls of other sizes are there."""
+    executor = executor_of_four(max_bytes=8 << 20)
+    plan = CallPlan(Op.ALL_REDUCE, "two_shot", "float32", 20 << 20, launch=LaunchShape(1, 512, 4, 0))
+    long, short = (executor.forms(dataclasses.replace(plan, nbytes=size)) for size in (8 << 20, 4 << 20))
+    assert (len(long), len(short)) == (1, 1)
+    assert set(executor.forms(plan)) == {*long, *short}
 
 
 def test_the_sizes_of_an_uneven_call_are_arguments_of_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:

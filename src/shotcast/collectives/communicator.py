@@ -69,10 +69,9 @@ DEFAULT_TIMEOUT_S = 600.0
 MAX_WORKSPACE_MESSAGE = 512 << 20
 """The largest value of ``max_bytes``."""
 _OF_ANY_SIZE = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST, Op.REDUCE})
-"""Operations of which the first call on a GPU loads the kernel for the longest messages too, in a shared communicator.
+"""Operations of which the first call on a GPU loads the kernels for all sizes, in a shared communicator.
 
-CUDA loads no kernel while another runs. A long message grows the workspace, maybe beside a call that waits, and its
-kernel is there then. The kernels of all sizes would take half a minute to compile."""
+CUDA loads no kernel while another runs, and a later call may begin beside one that waits. There are three or four."""
 _PATIENCE_S = 0.5
 """The time that the host of a GPU waits for the others in a call that has not been made before.
 
@@ -642,18 +641,18 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if form not in self._first_use.known:
                 if capturing:
                     raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
-                others = self._forms_of_longest(call)
+                others = self._forms_of_sizes(call)
                 load = functools.partial(self._load, bound, tuple(others.values())) if others else bound.load
                 self._first_use(form, load, call.plan.op.label, self._timeout_s)
                 self._first_use.known.update(others)
         call.needs = ()
 
-    def _forms_of_longest(self, call: Call) -> dict[Form, CallPlan]:
-        """Return the forms that the longest messages take, with a plan for each, if they are to be loaded now."""
+    def _forms_of_sizes(self, call: Call) -> dict[Form, CallPlan]:
+        """Return the forms that calls of other sizes take, with a plan for each, if they are to be loaded now."""
         plan = call.plan
         if self._growths is None or call.by_library or plan.op not in _OF_ANY_SIZE or plan.sizes:
             return {}
-        return self._resolver.plans_of_longest(plan)
+        return self._resolver.plans_of_sizes(plan)
 
     def _load(self, bound: BoundCall | BoundKernel, plans: Sequence[CallPlan]) -> None:
         bound.load()

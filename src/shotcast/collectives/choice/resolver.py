@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -155,36 +156,40 @@ class Resolver:
         alone = self.topology.network == "nvshmem" and op in (Op.SEND, Op.RECV)
         if self.executor is None or alone:
             return Call(plan, by_library, None, (), needed, label)
-        form = Form(self.executor.form(plan))
+        names = self.executor.forms(plan)
+        forms = [Form(name) for name in names]
         bound: BoundCall = self.executor.bind(plan)
         if op in (Op.SEND, Op.RECV):
             other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
-            form = Form(self.executor.form(plan), problem.root, self.executor.form(other))
+            forms = [Form(names[0], problem.root, self.executor.forms(other)[0])]
             if by_library:
                 answer = dataclasses.replace(other, piece=wire.ANSWER)  # no message passes for one
                 bound, name = Handshake(bound, self.executor.bind(answer)), f"handshake/{plan.dtype}"
-                form = Form(name, problem.root, name)
-        needs = {form: Needed(form, bound)}
+                forms = [Form(name, problem.root, name)]
+        needs = {form: Needed(form, bound) for form in forms}
         if self.graphs and not capturing and launch is None:
             captured = self.resolve(problem, algorithm, True)
             needs |= {one.form: one for one in captured.needs}
             needed = max(needed, captured.room)
         return Call(plan, by_library, bound, tuple(needs.values()), needed, label)
 
-    def plans_of_longest(self, like: CallPlan) -> dict[Form, CallPlan]:
-        """Return the plans of the longest messages of calls like one, eager and captured: one of each form."""
+    def plans_of_sizes(self, like: CallPlan) -> dict[Form, CallPlan]:
+        """Return the plans that calls like one take, eager and captured, whatever their size: one of each form."""
         executor, found = self.executor, dict[Form, CallPlan]()
         assert executor is not None
-        nbytes = 1 << self.topology.max_bytes.bit_length() - 1
-        problem = CollectiveProblem(like.op, nbytes, like.dtype, self.topology, like.root, reduction=like.reduction)
-        for mode in MODES:
-            taken = choose(problem, "auto", self.environment, self.tables, mode).candidate
-            if not self.topology.algorithms[taken.algorithm].library:
-                needed = room(problem, taken.algorithm)
-                plan = dataclasses.replace(
-                    like, algorithm=taken.algorithm, nbytes=nbytes, launch=taken.launch, room=needed
-                )
-                found.setdefault(Form(executor.form(plan)), plan)
+        quads = 16 * self.topology.world_size  # so that all parts are multiples of 16 bytes
+        sizes = (quads * part << bits for bits in range(self.topology.max_bytes.bit_length()) for part in (2, 3))
+        for nbytes in itertools.takewhile(lambda size: size <= self.topology.max_bytes, sizes):
+            problem = CollectiveProblem(like.op, nbytes, like.dtype, self.topology, like.root, reduction=like.reduction)
+            for mode in MODES:
+                taken = choose(problem, "auto", self.environment, self.tables, mode).candidate
+                if not self.topology.algorithms[taken.algorithm].library:
+                    needed = room(problem, taken.algorithm)
+                    plan = dataclasses.replace(
+                        like, algorithm=taken.algorithm, nbytes=nbytes, launch=taken.launch, room=needed
+                    )
+                    for name in executor.forms(plan):
+                        found.setdefault(Form(name), plan)
         return found
 
     def resolve_kernel(self, call: KernelCall) -> Call:

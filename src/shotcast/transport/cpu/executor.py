@@ -256,10 +256,10 @@ class CpuExecutor:
         call.arithmetic(plan)
         return BoundCall(self, plan, call)
 
-    def form(self, plan: CallPlan) -> str:
-        """Return a name for what ``plan`` needs compiled."""
+    def forms(self, plan: CallPlan) -> tuple[str, ...]:
+        """Return names for what ``plan`` needs compiled."""
         norm = "" if plan.norm is None else f"{plan.norm.kind} of {plan.norm.weight or plan.dtype}"
-        return f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{norm}"
+        return (f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{norm}",)
 
     def record(self, plan: CallPlan, call: HostCall) -> array[int]:
         """Return the record of a call, as compiled code reads it. Compiles or loads the arithmetic."""

@@ -323,18 +323,17 @@ class TritonExecutor:
         # a message waits for one rank, in few programs (send_recv.py)
         return None if self._exclusive or plan.op in (Op.SEND, Op.RECV) else gate_of(launch)
 
-    def form(self, plan: CallPlan) -> str:
-        """Return a name for what ``plan`` needs compiled: all that decides values which are known to the compiler."""
+    def forms(self, plan: CallPlan) -> tuple[str, ...]:
+        """Return a name for each kernel of ``plan``: all that decides values which are known to the compiler."""
         shape, context = plan.launch, self.workspaces[0].context
         # to and from a root go parts as large as those of an all_gather
         alike = dataclasses.replace(plan, op=Op.ALL_GATHER) if plan.op in (Op.GATHER, Op.SCATTER) else None
         pieces = [alike] if alike is not None else [piece for piece, _ in self.pieces(plan)]
-        sizes = {(context.clears(piece), context.unit(piece), context.in_one_step(piece)) for piece in pieces}
-        return (
-            f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{shape.block_words}/{shape.num_warps}/{sorted(sizes)}"
-            f"/{plan.norm.hidden if plan.norm else 0}/{plan.norm.code if plan.norm else 0}"
-            f"/{shape.chunk_bytes if plan.norm else 0}"
-        )
+        parts = [plan.op.label, plan.algorithm, plan.dtype, plan.reduction, shape.block_words, shape.num_warps]
+        parts += [plan.norm.hidden, plan.norm.code, shape.chunk_bytes] if plan.norm else []
+        name = "/".join(map(str, parts))
+        kinds = {(context.clears(piece), context.unit(piece), context.in_one_step(piece)) for piece in pieces}
+        return tuple(f"{name}/{kind}" for kind in sorted(kinds))
 
     def pieces(self, plan: CallPlan) -> list[tuple[CallPlan, int]]:
         """Return the calls that make up ``plan``, with the byte at which each begins.
