@@ -151,6 +151,32 @@ def forms_of_sizes() -> int:
         return left
 
 
+def copies_with_late_ranks() -> list[tuple[str, int]]:
+    """Make calls that only the library has room for, with rank 1 late; return kernels, and forms that were loaded."""
+    layout.FIRST_ROOM = 1 << 12
+    seen = []
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
+        assert comm._first_use is not None
+        size, x = comm.world_size, torch.arange(1 << 13) % 1000 + 3.0 * comm.rank
+        comm._growths = Growths(comm._host.store("growths of a test"), size, 0.2)
+        for number, call in enumerate((comm.all_gather, comm.all_to_all, comm.reduce_scatter)):
+            call(x[:size])
+            known = len(comm._first_use.known)
+            comm._growths.asked = (1 << number + 1) - 1  # it looks for the others the next time
+            comm._host.barrier()
+            if comm.rank == 1:
+                time.sleep(0.6)
+            with launched() as kernels:
+                out = call(x)
+            assert comm.calls_by_library == 0
+            seen.append(([name for name, _ in kernels if name != "gate"][0], len(comm._first_use.known) - known))
+            wholes = torch.stack([torch.arange(1 << 13) % 1000 + 3.0 * rank for rank in range(size)])
+            part = wholes.view(size, size, -1)[:, comm.rank]
+            wanted = (wholes, part, part.sum(0))[number]
+            assert torch.equal(out.flatten(), wanted.flatten())
+    return seen
+
+
 def growth_with_late_ranks() -> list[tuple[int, int]]:
     """Make calls that need a larger workspace, for which rank 1 is late at first; return workspaces and decisions."""
     layout.FIRST_ROOM = 1 << 12

@@ -48,6 +48,11 @@ def test_the_first_call_loads_the_kernels_of_all_sizes() -> None:
     assert interpreted(targets.forms_of_sizes, 2) == [0, 0]
 
 
+def test_what_fits_serves_calls_when_ranks_are_not_there() -> None:
+    """The library would first connect ranks, and their hosts would wait for each other."""
+    assert interpreted(targets.copies_with_late_ranks, 2) == [[("few_sms", 0)] * 3] * 2
+
+
 def test_workspaces_grow_when_all_ranks_are_there() -> None:
     assert interpreted(targets.growth_with_late_ranks, 2) == [[(1, 1), (2, 2), (2, 2)]] * 2
 

@@ -28,6 +28,8 @@ from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
 Tables = tuple[tuple[str, Table], ...]
 """Tables with their sources, in the order in which they are looked up."""
 
+_MAKESHIFT_SMS = 16
+"""The SMs of a call that is made within a workspace which it would have made larger."""
 _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
 
 
@@ -87,6 +89,18 @@ class Resolver:
         """Return the resolver of calls in a workspace for messages of ``max_bytes``, which stays as it is."""
         topology = dataclasses.replace(self.topology, max_bytes=max_bytes)
         return dataclasses.replace(self, topology=topology)
+
+    def makeshift(self, problem: CollectiveProblem) -> CollectiveProblem:
+        """Return a problem in such a workspace as own kernels serve it: on a few SMs where only these do.
+
+        The library might have to connect ranks first, whose hosts would wait for each other.
+        """
+        few = dataclasses.replace(problem, sms=_MAKESHIFT_SMS)
+        return few if self._by_library(problem) and not self._by_library(few) else problem
+
+    def _by_library(self, problem: CollectiveProblem) -> bool:
+        taken = choose(problem, "auto", self.environment, self.tables).candidate
+        return self.topology.algorithms[taken.algorithm].library
 
     def problem(
         self,
@@ -177,19 +191,19 @@ class Resolver:
         """Return the plans that calls like one take, eager and captured, whatever their size: one of each form."""
         executor, found = self.executor, dict[Form, CallPlan]()
         assert executor is not None
-        quads = 16 * self.topology.world_size  # so that all parts are multiples of 16 bytes
-        sizes = (quads * part << bits for bits in range(self.topology.max_bytes.bit_length()) for part in (2, 3))
-        for nbytes in itertools.takewhile(lambda size: size <= self.topology.max_bytes, sizes):
-            problem = CollectiveProblem(like.op, nbytes, like.dtype, self.topology, like.root, reduction=like.reduction)
-            for mode in MODES:
-                taken = choose(problem, "auto", self.environment, self.tables, mode).candidate
-                if not self.topology.algorithms[taken.algorithm].library:
-                    needed = room(problem, taken.algorithm)
-                    plan = dataclasses.replace(
-                        like, algorithm=taken.algorithm, nbytes=nbytes, launch=taken.launch, room=needed
-                    )
-                    for name in executor.forms(plan):
-                        found.setdefault(Form(name), plan)
+        most, quads = self.topology.max_bytes, 16 * self.topology.world_size  # so that parts are multiples of 16 bytes
+        sizes = (quads * part << bits for bits in range(most.bit_length()) for part in (2, 3))
+        problem = CollectiveProblem(like.op, most, like.dtype, self.topology, like.root, reduction=like.reduction)
+        problems = [dataclasses.replace(problem, nbytes=size) for size in itertools.takewhile(most.__ge__, sizes)]
+        if executor.room < most:
+            within = self.within(executor.room)
+            problems.append(within.makeshift(dataclasses.replace(problem, topology=within.topology)))
+        for problem, mode in itertools.product(problems, MODES):
+            taken = choose(problem, "auto", self.environment, self.tables, mode).candidate
+            if not self.topology.algorithms[taken.algorithm].library:
+                name, nbytes, needed = taken.algorithm, problem.nbytes, room(problem, taken.algorithm)
+                plan = dataclasses.replace(like, algorithm=name, nbytes=nbytes, launch=taken.launch, room=needed)
+                found |= {Form(form): plan for form in executor.forms(plan) if Form(form) not in found}
         return found
 
     def resolve_kernel(self, call: KernelCall) -> Call:
