@@ -169,7 +169,7 @@ def copies_with_late_ranks() -> list[tuple[str, int]]:
             with launched() as kernels:
                 out = call(x)
             assert comm.calls_by_library == 0
-            seen.append(([name for name, _ in kernels if name != "gate"][0], len(comm._first_use.known) - known))
+            seen.append((next(name for name, _ in kernels if name != "gate"), len(comm._first_use.known) - known))
             wholes = torch.stack([torch.arange(1 << 13) % 1000 + 3.0 * rank for rank in range(size)])
             part = wholes.view(size, size, -1)[:, comm.rank]
             wanted = (wholes, part, part.sum(0))[number]
