@@ -558,7 +558,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         if not capturing and self._growths.all_there():
             return call
         within = self._resolver.within(executor.room)
-        makeshift = within.resolve(within.makeshift(within.problem(*problem)), "auto", capturing)
+        makeshift = within.resolve(*within.makeshift(within.problem(*problem)), capturing)
         makeshift.is_makeshift = True
         return makeshift
 

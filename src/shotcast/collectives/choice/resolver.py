@@ -12,7 +12,7 @@ from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.arguments import operation, sm_budget
-from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room
+from shotcast.collectives.choice.candidates import candidates, launch_obstacle, obstacle, room
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
@@ -90,17 +90,16 @@ class Resolver:
         topology = dataclasses.replace(self.topology, max_bytes=max_bytes)
         return dataclasses.replace(self, topology=topology)
 
-    def makeshift(self, problem: CollectiveProblem) -> CollectiveProblem:
-        """Return a problem in such a workspace as own kernels serve it: on a few SMs where only these do.
+    def makeshift(self, problem: CollectiveProblem) -> tuple[CollectiveProblem, str]:
+        """Return a problem in such a workspace, and its algorithm: few SMs where else the library would serve it.
 
         The library might have to connect ranks first, whose hosts would wait for each other.
         """
         few = dataclasses.replace(problem, sms=_MAKESHIFT_SMS)
-        return few if self._by_library(problem) and not self._by_library(few) else problem
-
-    def _by_library(self, problem: CollectiveProblem) -> bool:
         taken = choose(problem, "auto", self.environment, self.tables).candidate
-        return self.topology.algorithms[taken.algorithm].library
+        if self.topology.algorithms[taken.algorithm].library and not obstacle(few, "few_sms"):
+            return few, "few_sms"
+        return problem, "auto"
 
     def problem(
         self,
@@ -194,12 +193,13 @@ class Resolver:
         most, quads = self.topology.max_bytes, 16 * self.topology.world_size  # so that parts are multiples of 16 bytes
         sizes = (quads * part << bits for bits in range(most.bit_length()) for part in (2, 3))
         problem = CollectiveProblem(like.op, most, like.dtype, self.topology, like.root, reduction=like.reduction)
-        problems = [dataclasses.replace(problem, nbytes=size) for size in itertools.takewhile(most.__ge__, sizes)]
+        fitting = itertools.takewhile(most.__ge__, sizes)
+        asked = [(dataclasses.replace(problem, nbytes=nbytes), "auto") for nbytes in fitting]
         if executor.room < most:
             within = self.within(executor.room)
-            problems.append(within.makeshift(dataclasses.replace(problem, topology=within.topology)))
-        for problem, mode in itertools.product(problems, MODES):
-            taken = choose(problem, "auto", self.environment, self.tables, mode).candidate
+            asked.append(within.makeshift(dataclasses.replace(problem, topology=within.topology)))
+        for (problem, algorithm), mode in itertools.product(asked, MODES):
+            taken = choose(problem, algorithm, self.environment, self.tables, mode).candidate
             if not self.topology.algorithms[taken.algorithm].library:
                 name, nbytes, needed = taken.algorithm, problem.nbytes, room(problem, taken.algorithm)
                 plan = dataclasses.replace(like, algorithm=name, nbytes=nbytes, launch=taken.launch, room=needed)
