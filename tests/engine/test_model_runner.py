@@ -38,8 +38,7 @@ from shotcast.engine.requests import Request
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.step_plan import PENDING_TOKEN, ScheduledSequence, StepPlan
-from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
-from shotcast.kernels.triton.step_inputs import FIELDS
+from shotcast.kernels.step_fields import FIELDS, TILE_FIELDS
 from shotcast.launcher.spawn import spawn
 from shotcast.layers.batch import Logits
 from shotcast.layers.step_timer import HostStepTimer

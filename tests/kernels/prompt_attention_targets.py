@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shotcast.kernels.triton.prompt_attention import TILE_FIELDS, attend
+from shotcast.kernels.step_fields import TILE_FIELDS
+from shotcast.kernels.triton.prompt_attention import attend
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Accepted errors, relative to the largest result of their head. (The interpreter truncates bfloat16 weights.)"""

@@ -12,10 +12,11 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from quick_interpreter import interpret
+from shotcast.kernels.step_fields import FIELDS
 from shotcast.kernels.triton import embedding, step_inputs
 from shotcast.kernels.triton.embedding import embed_kernel
 from shotcast.kernels.triton.logits import TILE, argmax_kernel, concat_kernel
-from shotcast.kernels.triton.step_inputs import FIELDS, unpack_kernel, unpack_prompts_kernel
+from shotcast.kernels.triton.step_inputs import unpack_kernel, unpack_prompts_kernel
 from shotcast.kernels.triton.timestamps import start_kernel, stop_kernel
 
 

@@ -14,6 +14,7 @@ import triton
 
 import cross
 from quick_interpreter import interpret
+from shotcast.kernels.step_fields import TILE_FIELDS
 from shotcast.kernels.triton import prompt_attention
 from shotcast.kernels.triton.prompt_attention import (
     FEW_ROWS,
@@ -22,7 +23,6 @@ from shotcast.kernels.triton.prompt_attention import (
     KEYS,
     ROWS,
     STAGES,
-    TILE_FIELDS,
     WIDE_KEYS,
     WIDE_STAGES,
     prompt_kernel,

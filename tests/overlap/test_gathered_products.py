@@ -146,7 +146,7 @@ PART = catalog.find("NVIDIA H200")
 def test_the_way_is_the_one_that_models_find_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that large products are fused, and that few rows, float32 and unknown GPUs are not."""
     assert PART is not None
-    monkeypatch.setattr(gathered_products, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gathered_products, "sms_of", lambda device: 132)
     monkeypatch.setattr(gathered_products, "uses_own_product", lambda a: a.dtype != torch.float32)
 
     def way(rows: int, columns: int, dtype: torch.dtype = BF16, part: str = "NVIDIA H200") -> str:

@@ -14,7 +14,7 @@ from shotcast.engine.device_state import DeviceState
 from shotcast.engine.input_batch import pack_decode
 from shotcast.engine.step_plan import StepPlan
 from shotcast.engine.transfer import pinned_empty
-from shotcast.kernels.triton.step_inputs import FIELDS, unpack
+from shotcast.kernels.step_fields import FIELDS
 from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.step_timer import DeviceStepTimer
 
@@ -71,6 +71,8 @@ class DecodeGraphs:
         return self._graphs.get_or_capture(("decode", size, stamped), lambda: self._compute(size, stamped), stamped)
 
     def _compute(self, size: int, stamped: bool) -> None:
+        from shotcast.kernels.triton.step_inputs import unpack
+
         state, part = self._state, slice(0, size)
         tokens, positions, slots = self._tokens[part], self._positions[part], self._cache_slots[part]
         lengths, rows = self._lengths[part], self._rows[part]

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shotcast.engine.step_plan import PENDING_TOKEN, StepPlan
-from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
+from shotcast.kernels.step_fields import TILE_FIELDS
 
 Int32Array = npt.NDArray[np.int32]
 
 
 def pack_decode(plan: StepPlan, size: int, spare_row: int, out: Int32Array) -> None:
-    """Fill ``out`` [size, ``step_inputs.FIELDS``] with a step that a decode graph serves.
+    """Fill ``out`` [size, ``FIELDS``] with a step that a decode graph serves.
 
     Padding rows compute token 0 at position 0 of row ``spare_row`` of the block tables, which belongs to no sequence.
     """

@@ -32,8 +32,7 @@ from shotcast.engine.input_batch import (
 )
 from shotcast.engine.prefill_forms import HALVES, MEASURED_LAYERS, WHOLE, Form, PrefillForms
 from shotcast.engine.transfer import pinned_empty
-from shotcast.kernels.triton.prompt_attention import TILE_FIELDS
-from shotcast.kernels.triton.step_inputs import unpack_prompts
+from shotcast.kernels.step_fields import TILE_FIELDS
 from shotcast.layers.batch import AttentionTiles, Batch, Logits
 
 
@@ -127,6 +126,8 @@ class PrefillGraphs:
 
     def _compute(self, size: int, form: Form, layers: int | None = None) -> None:
         """Compute the packed step up to the head; with ``layers``, as if the model had no more layers."""
+        from shotcast.kernels.triton.step_inputs import unpack_prompts
+
         state, packed, layout = self._state, self._packed, self._layouts[size, form.parts]
         tokens, positions, slots = self._tokens[:size], self._positions[:size], self._cache_slots[:size]
         model = state.model if layers is None else state.model.shortened(layers)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.compiler import is_compiling
@@ -25,19 +25,19 @@ from torch.compiler import is_compiling
 from shotcast.collectives.arguments import sm_budget, without_gradient
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import Communicator
-from shotcast.device.triton.intrinsics import INTERPRETED, num_sms
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.hardware import catalog
-from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.overlap import schedule, torch_ops
 from shotcast.overlap.adaptive import Adaptive, bucket, remember
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import Lanes
 from shotcast.overlap.policy import WORTH, model_us
-from shotcast.overlap.products import ShapedProduct
+from shotcast.overlap.products import ShapedProduct, interprets_kernels, own_gemm, sms_of
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.wire import Op
+
+if TYPE_CHECKING:
+    from shotcast.kernels.triton.gemm import GemmConfig, GemmForm
 
 T = TypeVar("T")
 AUTO, FUSED, PLAIN, SEQUENTIAL = "auto", "fused", "plain", "sequential"
@@ -152,7 +152,7 @@ def _check(comm: Communicator, a_shard: torch.Tensor, weights: Sequence[torch.Te
 
 def uses_own_product(a: torch.Tensor) -> bool:
     """Return whether ``a`` is multiplied by our product, whose bits do not depend on the rows beside."""
-    return a.dtype in gemm.DTYPES and a.device.type == ("cpu" if INTERPRETED else "cuda")
+    return a.dtype in (torch.bfloat16, torch.float16) and (a.device.type == "cuda" or interprets_kernels())
 
 
 def _multiply(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemmConfig | None) -> None:
@@ -245,7 +245,7 @@ def _fused(
         raise UnsupportedError(f"all_gather_matmul has no fused form here: {obstacle(comm, gathered, weights, few)}")
     if a_shard.data_ptr() % 16:
         a_shard = a_shard.clone()
-    form = gemm.form_of(gathered, weights[0], outs[0])
+    form = own_gemm().form_of(gathered, weights[0], outs[0])
 
     def new_call() -> KernelCall:
         from shotcast.transport.triton import gather_matmul
@@ -282,9 +282,9 @@ def serves_fused(
     return _once(comm, key, lambda: not obstacle(comm, gathered, weights, few))
 
 
-def fused_config(form: gemm.GemmForm) -> GemmConfig:
+def fused_config(form: GemmForm) -> GemmConfig:
     """Return the shape of blocks of a product whose rows are arriving."""
-    return replace(gemm.choose_config(form), group=GROUP)
+    return replace(own_gemm().choose_config(form), group=GROUP)
 
 
 def few_sms(comm: Communicator, sms: int | None) -> int:
@@ -325,14 +325,14 @@ def predicted_ways(
     part = catalog.find(comm.topology.part)
     if part is None or not gathered.numel() or not all(weight.numel() for weight in weights):
         return {}
-    few, total = few_sms(comm, sms), num_sms(gathered.device)
+    few, total = few_sms(comm, sms), sms_of(gathered.device)
     call = Op.ALL_GATHER, str(gathered.dtype).removeprefix("torch."), gathered.nbytes
     few_us = predicted_us(comm.topology, *call, _ALGORITHM, few)
     gather_us = model_us(comm, gathered, "all_gather")
     if gather_us is None:  # a library is taken to be as fast as the wires
         gather_us = predicted_us(comm.topology, *call, _ALGORITHM)
     times = [2e-6 * gathered.numel() * one.shape[1] / (part.bf16_tflops * _PRODUCT_RATE) for one in weights]
-    shape = config or gemm.FAST
+    shape = config or own_gemm().FAST
     rows = -(-len(gathered) // shape.tile_m)
     tiles = rows * -(-weights[0].shape[1] // shape.tile_n)
     first_us = few_us * min(1.0, GROUP / rows)  # the first wave of tiles waits for its rows

@@ -21,16 +21,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.hardware.multiprocessor import Multiprocessor, multiprocessor
-from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import Gemm, GemmConfig, GemmForm
 from shotcast.overlap import torch_private
 from shotcast.overlap.occupancy import Kernel, Room, resident_blocks
+
+if TYPE_CHECKING:
+    from shotcast.kernels.triton.gemm import Gemm, GemmConfig, GemmForm
 
 
 class Product(Protocol):
@@ -45,8 +46,8 @@ class Product(Protocol):
 
 @functools.cache
 def sms_of(device: torch.device) -> int:
-    """Return the number of SMs of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Return the number of SMs of a GPU; 1 for the CPU, where programs run one after the other."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -55,7 +56,28 @@ def multiprocessor_of(device: torch.device) -> Multiprocessor:
     return multiprocessor(torch.cuda.get_device_capability(device))
 
 
-_bind = functools.lru_cache(maxsize=256)(Gemm)
+@functools.cache
+def own_gemm() -> Any:
+    """Return the module of our own product, which imports Triton."""
+    from shotcast.kernels.triton import gemm
+
+    return gemm
+
+
+@functools.cache
+def interprets_kernels() -> bool:
+    """Return whether kernels of GPUs serve tensors of the CPU; without Triton none do."""
+    try:
+        from shotcast.device.triton.intrinsics import INTERPRETED
+    except ImportError:
+        return False
+    return INTERPRETED
+
+
+@functools.lru_cache(maxsize=256)
+def _bind(form: GemmForm, config: GemmConfig, sms: int) -> Gemm:
+    bound: Gemm = own_gemm().Gemm(form, config, sms)
+    return bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +112,7 @@ class ShapedProduct:
         """
         if out is None:
             out = a.new_empty(a.shape[0], b.shape[1])
-        self._bound(gemm.form_of(a, b, out))(a, b, out)
+        self._bound(own_gemm().form_of(a, b, out))(a, b, out)
         return out
 
     def room(self, a: torch.Tensor, b: torch.Tensor) -> Room:
@@ -107,11 +129,10 @@ class ShapedProduct:
 
     def bound(self, a: torch.Tensor, b: torch.Tensor) -> Gemm:
         """Return the launch of ``a @ b``, not yet compiled if it was never called."""
-        return self._bound(gemm.form_of(a, b, a.new_empty(a.shape[0], b.shape[1])))
+        return self._bound(own_gemm().form_of(a, b, a.new_empty(a.shape[0], b.shape[1])))
 
     def _bound(self, form: GemmForm) -> Gemm:
-        sms = self.sms or (1 if form.device.type == "cpu" else sms_of(form.device))
-        return _bind(form, self.config or gemm.choose_config(form, self.sms), sms)
+        return _bind(form, self.config or own_gemm().choose_config(form, self.sms), self.sms or sms_of(form.device))
 
 
 def _room_of(kernel: Kernel, blocks: int, sms: int, sm: Multiprocessor) -> Room:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
@@ -18,12 +18,13 @@ from shotcast.bench.overlap.config import (
     OverlapConfig,
 )
 from shotcast.bench.overlap.form import Candidate, Candidates, Form, run_steps
-from shotcast.bench.overlap.own import PUBLISHED_TILE
+from shotcast.bench.overlap.own import as_published
 from shotcast.bench.overlap.steps import Steps, library_product
 from shotcast.hardware.multiprocessor import Multiprocessor
-from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import GemmConfig
-from shotcast.overlap.products import LibraryProduct, ShapedProduct, multiprocessor_of, sms_of
+from shotcast.overlap.products import LibraryProduct, ShapedProduct, multiprocessor_of, own_gemm, sms_of
+
+if TYPE_CHECKING:
+    from shotcast.kernels.triton.gemm import GemmConfig
 
 CTAS = (4, 8, 16)
 GROUP_TIMEOUT_S = 90
@@ -143,9 +144,9 @@ def options(steps: Steps, groups: Groups) -> Candidates:
     """Yield the forms of NCCL beside products that leave room, and with fewer thread blocks."""
     yield Candidate("library shaped", _form(steps, groups, ShapedProduct()))
     yield Candidate("library shaped, priority", _form(steps, groups, ShapedProduct(), priority=True))
-    as_published = ShapedProduct(PUBLISHED_TILE)
-    yield Candidate("library shaped as published", _form(steps, groups, as_published))
-    yield Candidate("library shaped as published, priority", _form(steps, groups, as_published, priority=True))
+    published = as_published()
+    yield Candidate("library shaped as published", _form(steps, groups, published))
+    yield Candidate("library shaped as published, priority", _form(steps, groups, published, priority=True))
     for sms in steps.config.sms:
         yield Candidate(f"library, {sms} SMs left", _form(steps, groups, LibraryProduct(sms), priority=True))
         on = ShapedProduct(sms=sms_of(steps.comm.device) - sms)
@@ -169,8 +170,9 @@ def _form(
 
 def published_tiles(sm: Multiprocessor) -> Iterator[tuple[str, GemmConfig]]:
     """Yield the tiles of the publication (arXiv 2606.09200), padded until an SM holds a chosen number of blocks."""
+    gemm = own_gemm()
     for depth in _PUBLISHED_TILES:
-        config = GemmConfig(64, 64, depth, 3, 4)
+        config = gemm.GemmConfig(64, 64, depth, 3, 4)
         for blocks in _PUBLISHED_BLOCKS:
             name = f"64x64x{depth}, {blocks or 'all'} blocks an SM"
             padding = 0
@@ -178,7 +180,7 @@ def published_tiles(sm: Multiprocessor) -> Iterator[tuple[str, GemmConfig]]:
                 room = min(sm.shared_bytes // blocks - sm.reserved_shared_bytes, sm.max_block_shared_bytes)
                 padding = (room - _BARRIER_BYTES - gemm.shared_bytes(config)) // sm.shared_unit * sm.shared_unit
             if padding >= 0:
-                yield name, GemmConfig(64, 64, depth, 3, 4, padding_bytes=padding)
+                yield name, gemm.GemmConfig(64, 64, depth, 3, 4, padding_bytes=padding)
 
 
 def published(steps: Steps, groups: Groups) -> Candidates:

@@ -11,17 +11,14 @@ from shotcast.bench.overlap.config import COMMUNICATION, COMPUTE, REDUCE_SCATTER
 from shotcast.bench.overlap.form import Candidate, Candidates, Form, in_one
 from shotcast.bench.overlap.steps import Steps, library_product
 from shotcast.collectives.communicator import Communicator
-from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.overlap import schedule
 from shotcast.overlap.chains import Chain
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.gathered_products import all_gather_matmul
 from shotcast.overlap.lanes import HIGH, LOW, StreamLanes, lanes_of
-from shotcast.overlap.products import LibraryProduct, Product, ShapedProduct, sms_of
+from shotcast.overlap.products import LibraryProduct, Product, ShapedProduct, own_gemm, sms_of
 from shotcast.overlap.summed_products import FUSED, matmul_all_reduce, matmul_reduce_scatter
 
-PUBLISHED_TILE = GemmConfig(64, 64, 64, 3, 4)
-"""The faster of the publication's tiles (arXiv 2606.09200), whose blocks leave room on every SM."""
 BESIDE_SMS = 24
 """SMs of a message whose kernels fit beside a block of our product on every SM."""
 SUM_SMS = 16
@@ -30,6 +27,11 @@ _ENGINES, _MEETING_SMS = "copy_engines", 1
 """The algorithm by copy engines, and the SMs of the kernels in which ranks meet."""
 
 Message = Callable[[Communicator, int], Any]
+
+
+def as_published() -> ShapedProduct:
+    """Return a product of the faster of the publication's tiles (arXiv 2606.09200), which leave room on every SM."""
+    return ShapedProduct(own_gemm().GemmConfig(64, 64, 64, 3, 4))
 
 
 def alone(steps: Steps) -> Candidates:
@@ -79,7 +81,7 @@ def shaped(steps: Steps) -> Candidates:
     few = _by(steps, BESIDE_SMS)
     yield _streams("shaped", steps, LOW, product, few)
     yield _streams("shaped, priority", steps, HIGH, product, few)
-    yield _streams("shaped as published, priority", steps, HIGH, ShapedProduct(PUBLISHED_TILE), few)
+    yield _streams("shaped as published, priority", steps, HIGH, as_published(), few)
     for sms in steps.config.sms:
         yield _streams(f"{sms} SMs, shaped", steps, HIGH, _leaving(steps, sms), _by(steps, sms))
     if not steps.config.gathers_first:

@@ -15,10 +15,8 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, dot, launch_options, release_next_kernel
 from shotcast.device.triton.words import round_float
+from shotcast.kernels.step_fields import TILE_FIELDS
 
-TILE_FIELDS = 4
-"""int32 words of a tile: its sequence's row of the tables; its first query; its number of queries (0 for an empty
-tile); and the position of the first (below 0: queries that attend to nothing, and get zeros)."""
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
 """Rows of a program: usually; where those would leave SMs idle, or wide heads would not fit into registers; and in
 float32, whose products use registers only."""

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-FIELDS = 4
-"""int32 words of a sequence: its row of the tables; position; token (below 0: the one sampled last); and the block that
-it gets for this step (below 0: none)."""
+from shotcast.kernels.step_fields import FIELDS
+
 _TOKENS = 128
 """Tokens of a program, in steps with prompts."""
 
