@@ -135,6 +135,10 @@ def judge(outcome: Outcome, reports: Mapping[int, Report], grace_s: float = GRAC
             if rank == victim and fault in ("late", "stopped"):
                 deadline_s = 0.0  # the others have found the fault before it calls
             outcome.past_s = max(outcome.past_s, report.waited_s + report.freed_s - deadline_s)
+    # the deadline of the first rank, which may have begun a moment before the others, ends the calls of all
+    waited = [report.waited_s for rank, report in reports.items() if rank != victim and report.error is not None]
+    if fault in ("late", "absent", "stopped") and waited and max(waited) < 0.9 * case.deadline_s:
+        wrong.append(f"no error came after more than {max(waited):.2f} s, before the deadline")
     if outcome.past_s > grace_s:
         wrong.append(f"the error came {outcome.past_s:.2f} s past the deadline")
 
@@ -166,8 +170,6 @@ def _judge_error(case: Case, rank: int, report: Report, wrong: list[str], grace_
         started = case.cell.inside and fault != "killed"  # all had begun the call
         if tuple(error["missing"]) != (victim,) and not (started and not error["missing"]):
             wrong.append(f"names {error['missing']}, not {victim}")
-        if reason == "late" and rank != victim and report.waited_s < 0.9 * case.deadline_s:
-            wrong.append(f"came after {report.waited_s:.2f} s, before the deadline")
     if error["op"] not in _operations(operation) if fault != "mismatched" else False:
         wrong.append(f"names the operation {error['op']}")
     if report.again != name or report.again_s > grace_s:

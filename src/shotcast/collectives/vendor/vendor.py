@@ -130,6 +130,7 @@ class Vendor:
         self._connected: dict[tuple[int, ...], _Connected] = {}
         self._error: ShotcastError | None = None
         self._decided = threading.Event()
+        self._last = _Begun("a call of another rank", 0, None, self._timeout_s)
         self.failed = False
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -153,16 +154,18 @@ class Vendor:
             CollectiveTimeout, CollectiveMismatch: other ranks are not in the same call.
             ShotcastError: the library failed.
         """
-        self.check()
+        self._check_own()
         members = self._members(plan)
         sent = dataclasses.replace(plan, root=self._host.rank) if plan.op is Op.SEND else plan
         header = self._algorithms.header(sent)
         known = self._connected.get(members)
-        call = _Begun(plan.op.label, known.calls + 1 if known else 1, header, self._timeout_s)
+        call = self._last = _Begun(plan.op.label, known.calls + 1 if known else 1, header, self._timeout_s)
         begun = time.monotonic()
         if self._library == "gloo":
             self._wait = call, begun, WaitLog()
         try:
+            if self._alarmed():  # the library may have what this call needs, and would go on without the others
+                raise CallError(_ELSEWHERE)
             known = known or self._connect(members, self._timeout_s)
             known.calls += 1
             if self._library == "nccl":
@@ -256,10 +259,10 @@ class Vendor:
     def check(self) -> None:
         """Raise the error that stopped the calls of this rank or of another of this machine, if there is one."""
         if not self.failed and self._alarmed() and not self._waits():
-            # the library may have what the calls of this rank need, and would go on without the other
-            recent = [known.recent[-1] for known in self._connected.values() if known.recent]
-            call = recent[-1] if recent else _Begun("a call", 0, None, self._timeout_s)
-            self._fail(self._all, call, time.monotonic(), CallError(_ELSEWHERE))
+            self._fail(self._all, self._last, time.monotonic(), CallError(_ELSEWHERE))
+        self._check_own()
+
+    def _check_own(self) -> None:
         if self.failed:
             self._decided.wait()
             assert self._error is not None
