@@ -30,7 +30,6 @@ from shotcast.collectives.choice.agreement import agree, find_tables, outside_co
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
 from shotcast.collectives.dropped import CLOSER, Held
-from shotcast.collectives.executor_factory import build_executor
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse, Form
@@ -61,6 +60,8 @@ from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
 from shotcast.memory.host_group import Meeting, StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
+from shotcast.transport.registry import build_executor, find
+from shotcast.transport.transport import Ranks
 from shotcast.wire import CallPlan, Fault, LaunchShape, Norm, Op
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
@@ -240,9 +241,11 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         environment = registry.from_environment()
         part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         found = find_tables(part, nodes.layout.shape, self.device.type, self._algorithms)
+        transport = find(self.device.type, nodes.layout.nodes)
         settings = {
             "device": self.device.type,
             "SHOTCAST_CPU_KERNELS": env.cpu_kernels(),
+            "transport": transport.name,
             "GPU": part,
             "max_bytes": self.max_bytes,
             "SHOTCAST_ALGORITHM": environment,
@@ -261,9 +264,10 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         if self._batch_invariant:
             other_bits = outside_contract(self._algorithms, environment, self._allow_fp8, nodes.layout.shape)
         agree(self._host, settings, "; ".join(filter(None, (nodes.trouble, found.trouble, other_bits))))
-        built = build_executor(
+        ranks = Ranks(
             self._host,
-            nodes,
+            nodes.layout,
+            nodes.one_host,
             self.device,
             self.max_bytes,
             self._timeout_s,
@@ -272,6 +276,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             self._peers.departed,
             exclusive,
         )
+        transport, built = build_executor(transport, ranks)
         self._executor = built.executor
         self._first_use: FirstUse | None = None
         self._growths: Growths | None = None
@@ -303,14 +308,13 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             self._host.layout,
             self.device.type,
             part,
-            built.kernels,
+            transport,
             built.obstacle,
             built.multicast,
             self.max_bytes,
             self._algorithms,
             self._allow_fp8,
             built.network,
-            built.network_cost,
             self._batch_invariant,
             exclusive,
         )
@@ -318,9 +322,8 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         others = self._executor if self.world_size > 1 else None
         self._resolver = Resolver(topology, environment, found.tables, found.passed, others, graphs)
         prepares = None if self._nvtx else others
-        aligns = self.device.type == "cuda" or built.kernels == "interpreter"
         check = weakref.WeakMethod(self.check)
-        self._prepared = PreparedCalls(prepares, self._vendor, self._chain, self._lock, check, aligns)
+        self._prepared = PreparedCalls(prepares, self._vendor, self._chain, self._lock, check, topology.runs_grids)
         self._starter = None
         batching = self._executor is not None and self._executor.batches and self.world_size > 1
         self._batches = cast(BatchExecutor, self._executor) if batching else None
@@ -921,5 +924,5 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self._resolver.topology.kernels or "vendor"
+        state = "closed" if self._closed else self._resolver.topology.transport.name
         return f"Communicator(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"

@@ -54,7 +54,7 @@ class Parallel:
     @property
     def _by_kernel(self) -> bool:
         """True where a kernel normalizes: on GPUs, and where kernels are interpreted."""
-        return self.comm.device.type == "cuda" or self.comm.topology.kernels == "interpreter"
+        return self.comm.topology.runs_grids
 
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
         """Return the algorithm of an all-reduce of ``x``; calls differ only in their number of rows."""

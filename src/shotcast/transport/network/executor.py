@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from shotcast import wire
+from shotcast.cost.collective import NetworkCost
 from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.symmetric import raise_failures
@@ -35,6 +36,7 @@ from shotcast.transport.network.meet import BARRIER
 from shotcast.transport.network.messages import Message, MessageConnections
 from shotcast.transport.network.nvrar_pairs import ALL_REDUCE
 from shotcast.transport.network.swap import SWAP
+from shotcast.transport.transport import Built, Network, Ranks
 from shotcast.units import align_up
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, Wait
 
@@ -437,3 +439,10 @@ class HostsExecutor(CpuExecutor):
         """Close the connections and give the memory back. A second call does nothing."""
         self._links.close()
         super().close()
+
+
+def build(ranks: Ranks) -> Built:
+    """Build the executor of CPU ranks of several nodes."""
+    told = ranks.ended, ranks.left
+    executor = HostsExecutor(ranks.host, ranks.layout, ranks.max_bytes, ranks.timeout_s, ranks.algorithms, *told)
+    return Built(executor, network=Network("tcp", NetworkCost(*executor.network)))
