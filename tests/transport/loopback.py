@@ -84,7 +84,7 @@ DIRECT = Algorithm(
 
 
 class Hub:
-    """What the ranks of a communicator share: what each has brought to a call, by (epoch, phase)."""
+    """The meeting place of the ranks of a communicator: what each has brought to a call, by (epoch, phase)."""
 
     def __init__(self, world_size: int):
         self.world_size, self.changed, self.fault = world_size, threading.Condition(), ctypes.c_int64(0)

@@ -67,11 +67,16 @@ class Buffer:
 built: dict[str, tuple[Any, ...]] = {}
 
 
+ALGORITHMS = registered()
+
+
+def ranks_of(host: Any, nodes: Nodes, device: torch.device) -> Ranks:
+    return Ranks(host, nodes.layout, nodes.one_host, device, 1 << 20, 3.0, ALGORITHMS, print, print, False)
+
+
 def made_for(host: Any, nodes: Nodes, device: torch.device) -> Built:
     """Return what is built for the ranks of a communicator, by the transport of GPUs or for none."""
-    told = print, print
-    ranks = Ranks(host, nodes.layout, nodes.one_host, device, 1 << 20, 3.0, registered(), *told, False)
-    transport, made = build_executor(find(device.type, nodes.layout.nodes), ranks)
+    transport, made = build_executor(find(device.type, nodes.layout.nodes), ranks_of(host, nodes, device))
     assert transport is (NO_TRANSPORT if made.executor is None else GPUS)
     return made
 
@@ -81,9 +86,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     built.clear()
     process = arena.Process()
 
-    def executor(lease: Any, *args: Any) -> Any:
-        built["executor"] = args
-        memory = lease(Layout.for_messages(args[1]).nbytes)
+    def executor(ranks: Ranks, lease: Any, nodes: int) -> Any:
+        built["executor"] = ranks, nodes
+        memory = lease(Layout.for_messages(ranks.max_bytes).nbytes)
         return SimpleNamespace(memory=memory, multicast=bool(memory.multicast_address))
 
     monkeypatch.setattr("shotcast.memory.cuda.CudaBuffer", Buffer)
@@ -104,7 +109,7 @@ def test_gpus_with_peer_access() -> None:
     made = made_for(host, ONE_NODE, GPU)
     assert made[1:] == ("", True, NO_NETWORK)
     assert built["buffer"] == (GPU, False)
-    assert built["executor"] == (host, 1 << 20, 3.0, GPU, registered(), 1, False)
+    assert built["executor"] == (ranks_of(host, ONE_NODE, GPU), 1)
     assert arena.held()[str(GPU)].leased > Layout.for_messages(1 << 20).nbytes
 
 
@@ -177,8 +182,8 @@ def heap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path))
 
-    def executor(host: Any, layout: NodeLayout, lease: Any, *args: Any) -> Any:
-        built["executor"] = layout, *args
+    def executor(ranks: Ranks, lease: Any) -> Any:
+        built["executor"] = (ranks,)
         return SimpleNamespace()
 
     monkeypatch.setattr(hosts, "HostsTritonExecutor", executor)
@@ -190,9 +195,10 @@ HOSTS = Nodes(NodeLayout.of_keys(["a", "b"]), False)
 def test_gpus_of_several_hosts_put(heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They need not see each other's GPUs."""
     monkeypatch.setattr("shotcast.transport.triton.build.visible_gpus", lambda: {"GPU-1": 1})
-    made = made_for(TwoRanks(), HOSTS, GPU)
+    host = TwoRanks()
+    made = made_for(host, HOSTS, GPU)
     assert made[1:] == ("", False, Network("nvshmem", INFINIBAND, puts=True))
-    assert built["executor"] == (HOSTS.layout, 1 << 20, 3.0, GPU, registered(), print, False)
+    assert built["executor"] == (ranks_of(host, HOSTS, GPU),)
 
 
 def test_logical_nodes_put_if_that_is_asked_for(heap: None, monkeypatch: pytest.MonkeyPatch) -> None:

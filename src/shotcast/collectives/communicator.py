@@ -41,7 +41,6 @@ from shotcast.collectives.interface import (
     BoundKernel,
     GrowingExecutor,
     MappingExecutor,
-    WaitingExecutor,
 )
 from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
@@ -264,18 +263,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         if self._batch_invariant:
             other_bits = outside_contract(self._algorithms, environment, self._allow_fp8, nodes.layout.shape)
         agree(self._host, settings, "; ".join(filter(None, (nodes.trouble, found.trouble, other_bits))))
-        ranks = Ranks(
-            self._host,
-            nodes.layout,
-            nodes.one_host,
-            self.device,
-            self.max_bytes,
-            self._timeout_s,
-            self._algorithms,
-            self._peers.ended,
-            self._peers.departed,
-            exclusive,
-        )
+        told = self._peers.ended, self._peers.departed
+        limits = self.max_bytes, self._timeout_s
+        ranks = Ranks(self._host, *nodes[:2], self.device, *limits, self._algorithms, *told, exclusive)
         transport, built = build_executor(transport, ranks)
         self._executor = built.executor
         self._first_use: FirstUse | None = None
@@ -287,7 +277,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if on_gpu and not exclusive:
                 self._growths = Growths(self._host.store("growths"), self.world_size, _PATIENCE_S)
             self._peers.tell(self._executor.mark_gone)
-            self._waits = CallWaits(cast(WaitingExecutor, self._executor), self._host)
+            self._waits = CallWaits(self._executor, self._host)
         library = "gloo" if self.device.type == "cpu" or gpus_are_shared() else "nccl"
         compares = self._checks_vendor and self._executor is None
         executor = self._executor  # not the communicator: a cycle would keep what it holds for longer
@@ -304,20 +294,9 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         )
         if self._executor is None and self.world_size > 1:
             self._vendor.connect(SETUP_TIMEOUT_S)
-        topology = Topology(
-            self._host.layout,
-            self.device.type,
-            part,
-            transport,
-            built.obstacle,
-            built.multicast,
-            self.max_bytes,
-            self._algorithms,
-            self._allow_fp8,
-            built.network,
-            self._batch_invariant,
-            exclusive,
-        )
+        facts = self._host.layout, self.device.type, part, transport, built.obstacle, built.multicast, self.max_bytes
+        modes = self._batch_invariant, exclusive
+        topology = Topology(*facts, self._algorithms, self._allow_fp8, built.network, *modes)
         graphs = self._chain is not None
         others = self._executor if self.world_size > 1 else None
         self._resolver = Resolver(topology, environment, found.tables, found.passed, others, graphs)

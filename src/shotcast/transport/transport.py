@@ -44,7 +44,10 @@ class Ranks(NamedTuple):
         host: the ranks.
         layout: their nodes.
         one_host: all ranks could map each other's memory.
-        device, max_bytes, timeout_s, exclusive: those of the communicator.
+        device: where the kernels of this rank run.
+        max_bytes: the longest message of the largest workspace.
+        timeout_s: deadline of a call, from its first unsuccessful look.
+        exclusive: calls may fill a GPU while they wait for other ranks; without, a gate waits in front of them.
         algorithms: those that plans name.
         ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended, on any thread.
         left: ``left(rank)`` is told of those that have left.
@@ -57,9 +60,9 @@ class Ranks(NamedTuple):
     max_bytes: int
     timeout_s: float
     algorithms: Any
-    ended: Callable[[int], None]
-    left: Callable[[int], None]
-    exclusive: bool
+    ended: Callable[[int], None] = lambda rank: None
+    left: Callable[[int], None] = lambda rank: None
+    exclusive: bool = True
 
     def beyond(self, most: int) -> str:
         """Return why a transport for up to ``most`` ranks does not serve; empty if it does."""

@@ -69,14 +69,10 @@ _BESIDE_OTHERS = ((2, LaunchShape(128, 2048, 8)), (MAX_WORLD_SIZE, LaunchShape(1
 """Launches of this many warps for up to a number of ranks, whose tiles decide the registers of a thread."""
 
 
-def _may_fill(topology: Topology) -> bool:
-    return topology.exclusive or topology.device != "cuda"
-
-
 def _beyond_others(problem: CollectiveProblem, shape: LaunchShape) -> str:
     """Return why a grid leaves too little of the GPU to other communicators; empty if it does not."""
     warps = shape.programs * shape.num_warps
-    if _may_fill(problem.topology) or warps <= _MOST_WARPS:
+    if problem.topology.exclusive or problem.topology.device != "cuda" or warps <= _MOST_WARPS:
         return ""
     return f"its grid has {warps} warps, and calls have up to {_MOST_WARPS} where the communicator is not exclusive"
 

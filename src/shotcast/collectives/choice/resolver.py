@@ -144,19 +144,8 @@ class Resolver:
         if why := launch_obstacle(self.topology.transport, chosen, shape):
             raise ConfigError(f"{op.label} by {candidate.algorithm} cannot be launched so: {why}")
         needed = room(problem, candidate.algorithm)
-        plan = CallPlan(
-            op,
-            candidate.algorithm,
-            problem.dtype,
-            problem.nbytes,
-            code,
-            sizes,
-            shape,
-            norm,
-            room=needed,
-            reduction=problem.reduction,
-        )
-        by_library = self.topology.algorithms[plan.algorithm].library
+        made = op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm
+        plan, by_library = CallPlan(*made, room=needed, reduction=problem.reduction), chosen.library
         how = "" if plan.reduction == "sum" else f" {plan.reduction}"
         label = f"shotcast.{op.label}{how} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
         # a message is of two ranks, and headers of GPUs on several hosts are for all
@@ -236,17 +225,8 @@ class Resolver:
         executor = self.executor
         memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(room(problem, taken[0])))
         gated = self.topology.device == "cuda" and not self.topology.exclusive and not by_library
+        gated = gated and asked not in (Op.SEND, Op.RECV, Op.BARRIER)
+        sms, invariant = problem.sms, self.topology.batch_invariant
         return Explanation(
-            asked.label,
-            *size,
-            *taken,
-            choice.source,
-            reason,
-            legal,
-            mode,
-            by_library,
-            *memory,
-            problem.sms,
-            self.topology.batch_invariant,
-            gated and asked not in (Op.SEND, Op.RECV, Op.BARRIER),
+            asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory, sms, invariant, gated
         )

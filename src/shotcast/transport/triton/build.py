@@ -55,16 +55,11 @@ def on_gpus(ranks: Ranks) -> Built:
 def _on_mapped_memory(ranks: Ranks, allocate: Allocate, link: LinkCost) -> Built:
     from shotcast.transport.triton.executor import TritonExecutor
 
-    host, layout, arena, multicast = ranks.host, ranks.layout, arena_of(ranks.device), env.multicast()
+    layout, arena, multicast = ranks.layout, arena_of(ranks.device), env.multicast()
     executor = TritonExecutor(
-        lambda nbytes: arena.lease(host, nbytes, allocate, multicast),
-        host,
-        ranks.max_bytes,
-        ranks.timeout_s,
-        ranks.device,
-        ranks.algorithms,
+        ranks,
+        lambda nbytes: arena.lease(ranks.host, nbytes, allocate, multicast),
         layout.nodes if layout.consecutive else 1,
-        ranks.exclusive,
     )
     joined = Network("peer stores", NetworkCost(link.step_us, link.bw_gbps)) if layout.nodes > 1 else NO_NETWORK
     return Built(executor, "", executor.multicast, joined)
@@ -87,17 +82,7 @@ def _on_put_memory(ranks: Ranks, mates: Sequence[int]) -> Built:
     from shotcast.transport.triton.hosts import HostsTritonExecutor
 
     try:
-        executor = HostsTritonExecutor(
-            ranks.host,
-            ranks.layout,
-            lambda nbytes: HEAP.lease(ranks.host, nbytes, ranks.device, mates),
-            ranks.max_bytes,
-            ranks.timeout_s,
-            ranks.device,
-            ranks.algorithms,
-            ranks.ended,
-            ranks.exclusive,
-        )
+        executor = HostsTritonExecutor(ranks, lambda nbytes: HEAP.lease(ranks.host, nbytes, ranks.device, mates))
     except ConfigError as error:
         return Built(None, str(error))
     cost = INFINIBAND if not ranks.one_host else NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps)
