@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast.collectives import registry as algorithms
+from shotcast.collectives.algorithm import Form
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout
 from shotcast.memory.host_group import Meeting
 from shotcast.transport import registry
@@ -133,6 +135,11 @@ def test_which_transport_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [find("cpu", nodes).name for nodes in (1, 2)] == ["interpreter", "interpreter"]
     assert usual("cpu").name == "compiled", "whatever this process asks for"
     assert find("cuda").name == "triton"
+
+
+def test_forms_have_the_fields_that_transports_name() -> None:
+    known = {one.name for one in dataclasses.fields(Form)}
+    assert {one.field for one in TRANSPORTS} <= known
 
 
 # --- nobody compares names --------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def _note(path: Path) -> str:
         first = rows[0] if rows else {}
         transport = usual(first.get("device", "cuda"), first.get("nodes", 1))
         other = fingerprints.changed(recorded, _now(recorded, transport))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, StopIteration) as error:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error
     if not other:
         return ""
