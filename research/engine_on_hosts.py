@@ -28,6 +28,8 @@ from shotcast.cost.collective import NetworkCost
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.models.config import ModelConfig
 from shotcast.models.source import open_checkpoint
+from shotcast.transport.registry import usual
+from shotcast.transport.transport import Network
 from shotcast.wire import Op
 
 HOSTS = (1, 2, 4, 8)
@@ -46,9 +48,8 @@ def all_reduce_ms(hosts: int, nbytes: int, network: NetworkCost, gloo: bool) -> 
         return (4 * (hosts - 1) * network.step_us + ring_bytes / (network.bw_gbps * 1e3)) / 1e3
     algorithms = registered()
     layout = NodeLayout(tuple((rank,) for rank in range(hosts)), tuple(map(str, range(hosts))))
-    topology = Topology(
-        layout, "cpu", "cpu", "compiled", "", False, 1 << 30, algorithms, network="tcp", network_cost=network
-    )
+    facts = layout, "cpu", "cpu", usual("cpu", hosts), "", False, 1 << 30, algorithms, False, Network("tcp", network)
+    topology = Topology(*facts)
     own = [one.name for one in algorithms.serving(Op.ALL_REDUCE) if one.name.startswith("nvrar")]
     return min(predicted_us(topology, Op.ALL_REDUCE, "float32", nbytes, name) for name in own) / 1e3
 

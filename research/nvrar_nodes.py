@@ -193,7 +193,7 @@ def ours(shape: Shape, rows: Rows, over: str, *algorithms: str) -> None:
     if over == "puts":
         settings["SHOTCAST_NETWORK"] = "nvshmem"
     with communicator(**settings) as comm:
-        if over == "puts" and comm.topology.network != "nvshmem":
+        if over == "puts" and not comm.topology.network.puts:
             raise RuntimeError(f"GPUs do not put to each other: {comm.topology.obstacle}")
         for algorithm in algorithms:
             way = algorithm if over == "node" else f"{over}/{algorithm}"

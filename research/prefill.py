@@ -64,7 +64,7 @@ class Silent(Parallel):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norm, tensors = norm_operands("silent", x.device, x, residual, weight, eps, 1, False, (x, residual))
-        separate_norm.norm_sum(x, tensors, norm, self._by_kernel)
+        separate_norm.norm_sum(x, tensors, norm, self.comm.topology.runs_grids)
         return x, residual
 
 

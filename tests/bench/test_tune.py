@@ -28,7 +28,10 @@ from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.transport.network import HOSTS
+from shotcast.transport.triton import GPUS
 from shotcast.wire import LaunchShape, NodeShape, Op
+from transports_by_name import named
 
 CONFIG = TuneConfig(
     ops=("all_reduce",),
@@ -43,7 +46,7 @@ CONFIG = TuneConfig(
 
 def problem(op: Op = Op.ALL_REDUCE, nbytes: int = 1 << 20, kernels: str = "triton", world_size: int = 4) -> Any:
     device = "cuda" if kernels == "triton" else "cpu"
-    place = Topology(NodeLayout.one_node(world_size), device, "H", kernels, "", True, 512 << 20, registered())
+    place = Topology(NodeLayout.one_node(world_size), device, "H", named(kernels), "", True, 512 << 20, registered())
     return CollectiveProblem(op, nbytes, "bfloat16", place)
 
 
@@ -185,7 +188,7 @@ class TestSearch:
             return
         best = found.best
         assert obstacle(asked, best.algorithm) == ""
-        assert launch_obstacle(kernels, registered()[best.algorithm], best.launch) == ""
+        assert launch_obstacle(named(kernels), registered()[best.algorithm], best.launch) == ""
         assert any_bits or best.algorithm == "vendor" or keeps_bits(asked, best.algorithm)
         assert {c for c, time_us in times.items() if time_us is None} == set(found.wrong)
         assert best.time_us == times[Candidate(best.algorithm, best.launch)]
@@ -218,7 +221,7 @@ class TestSms:
             assert len(set(shapes)) == len(shapes) > 1
             for shape in shapes:
                 assert shape.programs <= sms
-                assert launch_obstacle("triton", registered()["few_sms"], shape) == ""
+                assert launch_obstacle(GPUS, registered()["few_sms"], shape) == ""
                 assert registered()["few_sms"].forms[Op.ALL_REDUCE].launch_obstacle(asked, shape) == ""
 
     def test_where_the_library_alone_serves_it_is_the_choice(self) -> None:
@@ -244,7 +247,7 @@ class TestSms:
         table = parse(text, "t", registered())
         assert table.rows == {key: tuple(rows) for key, rows in tune_table.rows(points[1:]).items()}
         (key,) = (key for key in table.rows if key[1] == "all_reduce@24")
-        assert fingerprints.of_table(table, key, registered(), "triton") == ""
+        assert fingerprints.of_table(table, key, registered(), GPUS) == ""
         found = table.lookup("all_reduce", "bfloat16", 1 << 23, "graph", 20)
         assert found is not None
         assert (found.launch, found.sms) == (shape, 24)
@@ -362,13 +365,13 @@ class TestDocument:
         assert [(m["mode"], m["nbytes"]) for m in document["measurements"]] == [("eager", 64), ("graph", 128)]
 
     def test_each_entry_has_the_fingerprints_of_the_kernels_that_were_measured(self) -> None:
-        now = fingerprints.of_operation(registered(), Op.ALL_REDUCE, "triton")
+        now = fingerprints.of_operation(registered(), Op.ALL_REDUCE, GPUS)
         table = parse(self.text(*self.POINTS), "t", registered())
         assert table.kernels == {
             ("graph", "all_reduce", "bfloat16"): {name: now[name] for name in ("one_shot", "two_shot")},
             ("eager", "all_reduce", "bfloat16"): {"ring": now["ring"]},
         }
-        assert fingerprints.of_table(table, ("eager", "all_reduce", "bfloat16"), registered(), "triton") == ""
+        assert fingerprints.of_table(table, ("eager", "all_reduce", "bfloat16"), registered(), GPUS) == ""
 
     def test_merging_keeps_the_fingerprints_of_the_entries_that_stay(self) -> None:
         old = json.loads(self.text(*self.POINTS))
@@ -380,9 +383,9 @@ class TestDocument:
         eager, graph = ("eager", "all_reduce", "bfloat16"), ("graph", "all_reduce", "bfloat16")
         assert table.kernels[eager] == {"ring": "older"}
         assert table.kernels[graph] == parse(new, "t", registered()).kernels[graph]
-        made_by = fingerprints.of_table(table, eager, registered(), "triton")
+        made_by = fingerprints.of_table(table, eager, registered(), GPUS)
         assert made_by == "made by earlier kernels (ring); measured in spring"
-        assert fingerprints.of_table(table, graph, registered(), "triton") == ""
+        assert fingerprints.of_table(table, graph, registered(), GPUS) == ""
         whole = self.text(*self.POINTS)
         assert parse(tune_table.merged(json.dumps(old), whole, "t"), "t", registered()).earlier_kernels == ""
 
@@ -513,7 +516,7 @@ class TestRanks:
         text = tune_table.document(part, shape, points, device="cpu", environment={}, command="", seconds=0.0)
         table = parse(text, "t", registered())
         assert table.shape == shape
-        known = fingerprints.of_operation(registered(), Op.ALL_REDUCE, "hosts")
+        known = fingerprints.of_operation(registered(), Op.ALL_REDUCE, HOSTS)
         assert known.keys() == {"nvrar", "nvrar_16bit", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot", "vendor"}
         kernels = table.kernels["eager", "all_reduce", "float32"]
         assert {points[0].choice.best.algorithm} <= kernels.keys()

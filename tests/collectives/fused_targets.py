@@ -133,7 +133,7 @@ def unfused(comm: Communicator, op: Op, x: torch.Tensor, residual: torch.Tensor,
     norm, tensors = norm_operands(
         "test", comm.device, total, residual.clone(), operands.weight.clone(), EPS, 1, False, None, *kind
     )
-    separate_norm.norm_sum(total, tensors, norm, comm.topology.kernels != "compiled")
+    separate_norm.norm_sum(total, tensors, norm, comm.topology.transport.name != "compiled")
     normed = tensors.normed
     if op in wire.GATHERED_NORMS:
         normed = comm.all_gather(normed)
@@ -425,7 +425,7 @@ def outputs_of(op: Op, rows: int, hidden: int, world_size: int, device: torch.de
 def peer_has_stopped(comm: Communicator) -> bool:
     """Return whether a peer has stopped the call that this rank is late for."""
     executor: Any = comm._executor
-    return bool(executor.fault()) if comm.topology.kernels == "compiled" else executor.workspaces[0].stopped
+    return bool(executor.fault()) if comm.topology.transport.name == "compiled" else executor.workspaces[0].stopped
 
 
 def failing_call(comm: Communicator, op: Op, algorithm: str, operands: Data, x: torch.Tensor) -> Stopped:

@@ -68,7 +68,7 @@ def other_operations() -> dict[str, str]:
             normed, _ = comm.all_reduce_layer_norm(x, residual, weight, weight, algorithm=algorithm)
             assert torch.allclose(normed, reference.layer_norm(new_residual, weight, weight, 1e-5), atol=1e-6)
         comm.check()
-        cost = comm.topology.network_cost
+        cost = comm.topology.network.cost
         assert len(set(comm._host.all_gather(cost))) == 1, "so all choose alike"
         assert all(1.0 < one < 1e6 for one in (cost.step_us, cost.to_all[0]))
         assert all(1e-3 < one < 1e3 for one in (cost.bw_gbps, cost.to_all[1]))

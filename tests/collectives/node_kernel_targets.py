@@ -24,6 +24,7 @@ from shotcast.collectives.algorithm import Algorithm, Algorithms, Form
 from shotcast.cost.collective import Work
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.arena import arena_of
+from shotcast.transport.transport import Ranks
 from shotcast.wire import CallPlan, LaunchShape, Op
 
 KINDS = ("nvrar", "nvrar_pairs", "nvrar_halving")
@@ -78,9 +79,8 @@ def executor_of(comm: shotcast.Communicator, nodes: int, max_bytes: int, timeout
 
         allocate = functools.partial(CudaBuffer, device=device, shared=env.share_gpus())
     arena = arena_of(device)
-    executor = TritonExecutor(
-        lambda nbytes: arena.lease(host, nbytes, allocate, False), host, max_bytes, timeout_s, device, ALGORITHMS, nodes
-    )
+    ranks = Ranks(host, comm.topology.layout, True, device, max_bytes, timeout_s, ALGORITHMS)
+    executor = TritonExecutor(ranks, lambda nbytes: arena.lease(host, nbytes, allocate, False), nodes)
     try:
         if max_bytes > executor.room:
             executor.grow(max_bytes)

@@ -329,7 +329,7 @@ def communicators(device: str, timeout_s: float) -> Iterator[list[Communicator]]
     """Make a communicator, and for compiled CPU ranks another one; kernels are interpreted in one thread alone."""
     with contextlib.ExitStack() as stack:
         comms = [stack.enter_context(shotcast.Communicator(device=device, timeout_s=timeout_s))]
-        if comms[0].topology.kernels == "compiled":
+        if comms[0].topology.transport.name == "compiled":
             other = comms[0].split(0)
             assert other is not None
             comms.append(stack.enter_context(other))

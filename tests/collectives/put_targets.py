@@ -18,6 +18,7 @@ from workers import check, inputs
 import emulated_puts
 import shotcast
 from executor_calls import run_call
+from shotcast.transport.transport import Ranks
 
 
 @contextlib.contextmanager
@@ -27,15 +28,8 @@ def executor_of(comm: shotcast.Communicator, nodes: int, max_bytes: int, timeout
 
     host, layout = comm._host, layout_of(nodes, comm.world_size)
     mates = layout.members[layout.node_of(host.rank)]
-    executor = HostsTritonExecutor(
-        host,
-        layout,
-        lambda nbytes: emulated_puts.EmulatedLease(host, nbytes, mates),
-        max_bytes,
-        timeout_s,
-        comm.device,
-        ALGORITHMS,
-    )
+    ranks = Ranks(host, layout, False, comm.device, max_bytes, timeout_s, ALGORITHMS)
+    executor = HostsTritonExecutor(ranks, lambda nbytes: emulated_puts.EmulatedLease(host, nbytes, mates))
     try:
         if max_bytes > executor.room:
             executor.grow(max_bytes)
@@ -216,26 +210,16 @@ def killed(nodes: int) -> Any:
 def communicator(nodes: int, timeout_s: float = 20.0) -> shotcast.Communicator:
     """Return a communicator over hosts that put to each other, as that of GPUs is."""
     from shotcast.collectives import communicator as module
-    from shotcast.collectives.executor_factory import BuiltExecutor
     from shotcast.cost.collective import NetworkCost
+    from shotcast.transport.transport import Built, Network, Transport
     from shotcast.transport.triton.hosts import HostsTritonExecutor
 
-    def build(
-        host: Any, found: Any, device: Any, max_bytes: int, timeout_s: float, algorithms: Any, *told: Any
-    ) -> BuiltExecutor:
-        layout = found.layout
-        mates = layout.members[layout.node_of(host.rank)]
+    def build(transport: Transport, ranks: Ranks) -> tuple[Transport, Built]:
+        mates = ranks.layout.members[ranks.layout.node_of(ranks.host.rank)]
         executor = HostsTritonExecutor(
-            host,
-            layout,
-            lambda nbytes: emulated_puts.EmulatedLease(host, nbytes, mates),
-            max_bytes,
-            timeout_s,
-            device,
-            algorithms,
-            told[0],
+            ranks._replace(exclusive=True), lambda nbytes: emulated_puts.EmulatedLease(ranks.host, nbytes, mates)
         )
-        return BuiltExecutor(executor, "interpreter", "", False, "nvshmem", NetworkCost(5.0, 20.0))
+        return transport, Built(executor, network=Network("nvshmem", NetworkCost(5.0, 20.0), puts=True))
 
     world_size = int(os.environ["WORLD_SIZE"])
     with (

@@ -10,7 +10,9 @@ from shotcast.collectives.choice.table import packaged
 from shotcast.collectives.registry import registered
 from shotcast.cost.collective import NetworkCost
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.transport.transport import Network
 from shotcast.wire import NodeShape, Op
+from transports_by_name import named
 
 SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
 
@@ -20,7 +22,9 @@ SIZES = (0, 4, 4096, 100_000, 1 << 20, 16 << 20, 64 << 20, 400 << 20)
 @pytest.mark.parametrize("multicast", [False, True])
 def test_auto_keeps_the_bits_of_a_sum(device: str, world_size: int, multicast: bool) -> None:
     kernels, part = ("compiled", "cpu") if device == "cpu" else ("triton", "NVIDIA H200")
-    topology = Topology(NodeLayout.one_node(world_size), device, part, kernels, "", multicast, 512 << 20, registered())
+    topology = Topology(
+        NodeLayout.one_node(world_size), device, part, named(kernels), "", multicast, 512 << 20, registered()
+    )
     table = packaged(part, NodeShape(1, world_size), registered())
     for tables in ((), (("packaged table", table),) if table else ()):
         for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
@@ -35,8 +39,8 @@ def test_auto_keeps_the_bits_of_a_sum(device: str, world_size: int, multicast: b
 def test_auto_keeps_the_bits_of_a_sum_over_nodes(kernels: str, shape: tuple[int, int]) -> None:
     nodes, ranks = shape
     layout = NodeLayout.of_keys([str(node) for node in range(nodes) for _ in range(ranks)])
-    device, network = ("cuda" if kernels == "triton" else "cpu"), ("tcp" if kernels == "compiled" else "peer stores")
-    facts = layout, device, "X", kernels, "", True, 512 << 20, registered(), False, network, NetworkCost(5.0, 10.0)
+    device, network = ("cuda" if kernels == "triton" else "cpu"), Network("some wires", NetworkCost(5.0, 10.0))
+    facts = layout, device, "X", named(kernels, nodes), "", True, 512 << 20, registered(), False, network
     allowed = ("nvrar", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot")
     for op, names in ((Op.ALL_REDUCE, allowed), (Op.REDUCE_SCATTER, ("vendor",))):
         for dtype in ("float32", "float16", "bfloat16"):

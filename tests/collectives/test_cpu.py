@@ -159,7 +159,7 @@ def test_started_by_torchrun(tmp_path: Path) -> None:
             import os, torch, shotcast
             with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
                 assert (comm.rank, comm.world_size) == (int(os.environ["RANK"]), 2)
-                assert comm.topology.kernels == "compiled"
+                assert comm.topology.transport.name == "compiled"
                 for algorithm in ("one_shot", "two_shot", "ring", "vendor"):
                     got = comm.all_reduce(torch.full([1001], comm.rank + 1.0), algorithm=algorithm)
                     assert got.tolist() == [3.0] * 1001, algorithm

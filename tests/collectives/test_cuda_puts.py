@@ -52,7 +52,7 @@ def facts() -> tuple[str, str, list[str], list[str]]:
         x = torch.ones(1000, device=comm.device)
         own = [name for name in comm.candidates(x) if name != "vendor"]
         others = [name for name in comm.candidates(x, "all_gather") if name != "vendor"]
-        return comm.topology.network, comm.topology.obstacle, own, others
+        return comm.topology.network.name, comm.topology.obstacle, own, others
 
 
 def test_a_communicator_over_puts() -> None:

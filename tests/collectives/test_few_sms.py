@@ -29,7 +29,7 @@ from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.candidates import candidates, launch_obstacle, launch_shape, obstacle, room
 from shotcast.collectives.choice.select import choose, predicted_us
 from shotcast.errors import ConfigError
-from shotcast.transport.triton import layout
+from shotcast.transport.triton import GPUS, layout
 from shotcast.wire import MAX_SMS, REDUCIBLE, LaunchShape, Op
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -206,7 +206,7 @@ def test_the_library_serves_a_message_of_too_many_steps() -> None:
 @pytest.mark.parametrize("chunk_bytes", [0, 8, 24, -16])
 def test_a_launch_without_whole_chunks_is_refused(algorithm: str, chunk_bytes: int) -> None:
     shape = LaunchShape(8, 2048, 16, chunk_bytes)
-    why = launch_obstacle("triton", make_topology("triton", 4, 64 << 20).algorithms[algorithm], shape)
+    why = launch_obstacle(GPUS, make_topology("triton", 4, 64 << 20).algorithms[algorithm], shape)
     assert why == f"chunk_bytes is a multiple of 16 from 16 up, not {chunk_bytes}"
 
 
@@ -263,16 +263,16 @@ def test_launches_fit_into_the_window(
     case = CollectiveProblem(op, nbytes, dtype, topology, sizes=sizes, sms=sms)
     shape = launch_shape(case, "few_sms")
     assert 1 <= shape.programs <= sms
-    assert not launch_obstacle(topology.kernels, topology.algorithms["few_sms"], shape)
+    assert not launch_obstacle(topology.transport, topology.algorithms["few_sms"], shape)
     where = layout.Layout.for_messages(room(case, "few_sms"))
     assert shape.chunk_bytes >= 16
     assert shape.chunk_bytes % 16 == 0
     form = topology.algorithms["few_sms"].forms[op]
     assert form.launch_obstacle(case, shape) == form.obstacle(case)
-    short = topology.max_bytes < 1 << 20 or topology.kernels == "interpreter"  # 4 KiB a step where there is no GPU
+    short = topology.max_bytes < 1 << 20 or topology.transport.serial  # 4 KiB a step where there is no GPU
     assert not form.obstacle(case) or short, "only of a small window, or of short steps"
     used = shape.programs * layout.PLACES_IN_WINDOW * world_size * shape.chunk_bytes
     assert used <= where.window_quads * layout.QUAD
-    if topology.max_bytes >= 8 << 20 and nbytes >= 64 << 20 and topology.kernels == "triton" and not sizes:
+    if topology.max_bytes >= 8 << 20 and nbytes >= 64 << 20 and topology.transport.name == "triton" and not sizes:
         assert shape.programs == sms, "a large message has work for all"
         assert used >= where.window_quads * layout.QUAD / 4 or shape.chunk_bytes == 128 << 10

@@ -8,9 +8,10 @@ import torch
 import shotcast
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.select import choose
-from shotcast.collectives.executor_factory import peer_obstacle
 from shotcast.collectives.registry import registered
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.transport.transport import NO_TRANSPORT
+from shotcast.transport.triton.build import peer_obstacle
 from shotcast.wire import Op
 
 
@@ -18,14 +19,14 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: {device, peer} != {0, 2})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     gpus = {"GPU-a": 0, "GPU-b": 1, "GPU-c": 2}
-    factory = "shotcast.collectives.executor_factory"
+    factory = "shotcast.transport.triton.build"
     monkeypatch.setattr(f"{factory}.visible_gpus", lambda: gpus)
     monkeypatch.setattr(f"{factory}.uuid_of", lambda device: list(gpus)[device.index])
     assert peer_obstacle(torch.device("cuda", 1), dict(enumerate(gpus))) == ""
     obstacle = peer_obstacle(torch.device("cuda", 0), dict(enumerate(gpus)))
     assert obstacle == "GPU 0 has no peer access to GPU 2"
     layout = NodeLayout.one_node(3)
-    topology = Topology(layout, "cuda", "NVIDIA X", "", f"rank 0: {obstacle}", False, 1 << 20, registered())
+    topology = Topology(layout, "cuda", "NVIDIA X", NO_TRANSPORT, f"rank 0: {obstacle}", False, 1 << 20, registered())
     choice = choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", topology), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
     assert "GPU 0 has no peer access to GPU 2" in choice.reason

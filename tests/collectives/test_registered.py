@@ -16,6 +16,7 @@ import registered_targets as targets
 from registered_targets import COPYCAT
 
 import shotcast
+import transports_by_name
 from shotcast import wire
 from shotcast.bench import implementations, plot
 from shotcast.bench.tune import eligible_candidates
@@ -96,7 +97,9 @@ class TestRefused:
 
 
 def topology(kernels: str = "compiled") -> Topology:
-    return Topology(NodeLayout.one_node(4), "cpu", "cpu", kernels, "", False, 1 << 20, registered())
+    return Topology(
+        NodeLayout.one_node(4), "cpu", "cpu", transports_by_name.named(kernels), "", False, 1 << 20, registered()
+    )
 
 
 def test_every_part_of_the_package_knows_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:

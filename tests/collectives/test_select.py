@@ -30,10 +30,13 @@ from shotcast.collectives.choice.resolver import Resolver
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table, parse
 from shotcast.collectives.registry import registered
-from shotcast.cost.collective import NO_NETWORK, NVLINK4, SHARED_MEMORY, NetworkCost, Work, time_us
+from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, NetworkCost, Work, time_us
 from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.transport.cpu import COMPILED
+from shotcast.transport.transport import NO_NETWORK, Network
 from shotcast.wire import LaunchShape, Norm, Op
+from transports_by_name import named
 
 ALGORITHMS = tuple(registered())
 
@@ -54,10 +57,9 @@ def make_topology(
     """Return the topology of so many ranks on each of ``nodes`` nodes."""
     device = "cuda" if kernels == "triton" else "cpu"
     layout = NodeLayout.of_keys([f"n{node}" for node in range(nodes) for _ in range(world_size)])
-    network, cost = ("", NO_NETWORK)
-    if nodes > 1:
-        network, cost = ("tcp" if kernels == "compiled" else "peer stores"), NetworkCost(50.0, 2.0)
-    facts = layout, device, "cpu", kernels, obstacle, multicast, max_bytes, registered(), allow_fp8, network, cost
+    network = Network("some wires", NetworkCost(50.0, 2.0)) if nodes > 1 else NO_NETWORK
+    transport = named(kernels, nodes)
+    facts = layout, device, "cpu", transport, obstacle, multicast, max_bytes, registered(), allow_fp8, network
     return Topology(*facts, exclusive=exclusive)
 
 
@@ -237,9 +239,9 @@ class TestOrder:
         link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
         own = [name for name in ALGORITHMS if name != "vendor" and not obstacle(case, name) and keeps_bits(case, name)]
         works = {name: registered()[name].forms[Op.ALL_REDUCE].work(nbytes, topology.shape, 4) for name in own}
-        times = {name: time_us(work, link, topology.network_cost) for name, work in works.items()}
+        times = {name: time_us(work, link, topology.network.cost) for name, work in works.items()}
         assert times[choice.candidate.algorithm] == min(times.values())
-        assert f"for {nodes}x{ranks} ranks over {topology.network} of 50 us and 2 GB/s" in choice.reason
+        assert f"for {nodes}x{ranks} ranks over {topology.network.name} of 50 us and 2 GB/s" in choice.reason
 
     @given(st.integers(0, 1 << 26), st.integers(2, 8), st.sampled_from(["triton", "compiled"]))
     def test_model_takes_the_least_time(self, nbytes: int, world_size: int, kernels: str) -> None:
@@ -623,10 +625,10 @@ class TestLaunch:
     def test_kernels_accept_the_launch(self, case: CollectiveProblem, algorithm: str) -> None:
         assume(case.op in registered()[algorithm].forms)
         shape = launch_shape(case, algorithm)
-        if case.topology.kernels == "compiled":
+        if case.topology.transport.name == "compiled":
             assert shape == LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
             return
-        assert launch_obstacle(case.topology.kernels, registered()[algorithm], shape) == ""
+        assert launch_obstacle(case.topology.transport, registered()[algorithm], shape) == ""
         assert shape.block_words & (shape.block_words - 1) == 0, "Triton's tiles are powers of two"
         assert shape.block_words >= 16
         assert shape.num_warps in (1, 2, 4, 8, 16)
@@ -638,8 +640,8 @@ class TestLaunch:
         assert shapes[0] == launch_shape(case, algorithm)
         assert len(set(shapes)) == len(shapes)
         for shape in shapes:
-            assert launch_obstacle(case.topology.kernels, registered()[algorithm], shape) == ""
-        if algorithm == "vendor" or case.topology.kernels == "interpreter":
+            assert launch_obstacle(case.topology.transport, registered()[algorithm], shape) == ""
+        if algorithm == "vendor" or case.topology.transport.name == "interpreter":
             assert len(shapes) == 1
 
     @pytest.mark.parametrize(
@@ -676,7 +678,7 @@ class TestLaunch:
     )
     def test_explain_says_which_kernels_made_the_table(self, recorded: str | None, said: str) -> None:
         if recorded is None:
-            recorded = fingerprints.of_operation(registered(), Op.ALL_REDUCE, "compiled")["two_shot"]
+            recorded = fingerprints.of_operation(registered(), Op.ALL_REDUCE, COMPILED)["two_shot"]
         kernels = {("eager", "all_reduce", "float32"): {"two_shot": recorded}} if recorded else {}
         made = dataclasses.replace(
             table([None, "two_shot", None]), kernels=kernels, earlier_kernels="measured in spring"
@@ -872,7 +874,7 @@ class TestSharedCommunicators:
         for found in candidates(shared):
             algorithm = case.topology.algorithms[found.algorithm]
             launch, whole = found.launch, alone[found.algorithm]
-            if case.topology.kernels != "triton" or algorithm.library or algorithm.keeps_to_sms:
+            if case.topology.transport.name != "triton" or algorithm.library or algorithm.keeps_to_sms:
                 assert launch == whole
                 continue
             assert launch.programs * launch.num_warps <= 1024

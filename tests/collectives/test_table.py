@@ -32,7 +32,9 @@ from shotcast.collectives.choice.table import (
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.transport.triton import GPUS
 from shotcast.wire import LaunchShape, NodeShape, Norm, Op
+from transports_by_name import named
 
 ALGORITHMS = tuple(registered())
 NODES = st.builds(NodeShape, st.integers(1, 4), st.integers(1, 8))
@@ -381,14 +383,14 @@ class TestFiles:
         )
         if message:
             with pytest.raises(ConfigError, match=f"table my.json, eager/all_reduce/int8, ring: {message}"):
-                fit_for(table, kernels, registered())
+                fit_for(table, named(kernels), registered())
         else:
-            assert fit_for(table, kernels, registered()) is table
+            assert fit_for(table, named(kernels), registered()) is table
 
 
 def unsaid(table: Table) -> str:
     """Return what a packaged table does not say of the kernels that made it; empty if it tells the truth."""
-    notes = [fingerprints.of_table(table, key, registered(), "triton") for key in table.rows]
+    notes = [fingerprints.of_table(table, key, registered(), GPUS) for key in table.rows]
     if table.earlier_kernels:
         return "" if any(notes) else f"{table.name} speaks of earlier kernels, and no kernel has changed"
     return next((f"{table.name}: {note}" for note in notes if note), "")
@@ -404,13 +406,13 @@ class TestPackaged:
         assert file.name == file_name(table.part, table.shape)
         found = packaged(table.part, table.shape, registered())
         assert found == table
-        assert fit_for(table, "triton", registered()) is table
+        assert fit_for(table, GPUS, registered()) is table
 
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
     def test_each_row_is_legal_and_keeps_the_bits(self, file: Path) -> None:
         table = parse(file.read_text(), file.name, registered())
         layout = NodeLayout.one_node(table.shape.world_size)
-        topology = Topology(layout, "cuda", table.part, "triton", "", True, 512 << 20, registered())
+        topology = Topology(layout, "cuda", table.part, GPUS, "", True, 512 << 20, registered())
         assert table.rows
         for (mode, op, dtype), rows in table.rows.items():
             least = 0
@@ -424,7 +426,7 @@ class TestPackaged:
                     assert obstacle(problem, row.algorithm) == "", (mode, op, dtype, row)
                     assert row.algorithm == "vendor" or keeps_bits(problem, row.algorithm), (mode, op, dtype, row)
                     if row.launch is not None:
-                        assert launch_obstacle("triton", registered()[row.algorithm], row.launch) == ""
+                        assert launch_obstacle(GPUS, registered()[row.algorithm], row.launch) == ""
                 least = int(min(row.nbytes, 1 << 30)) + 1
 
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)
@@ -439,7 +441,7 @@ class TestPackaged:
 
     def test_what_is_not_said_is_found(self) -> None:
         table = parse(PACKAGED[0].read_text(), PACKAGED[0].name, registered())
-        now = {key: fingerprints.of_operation(registered(), Op[key[1].upper()], "triton") for key in table.rows}
+        now = {key: fingerprints.of_operation(registered(), Op[key[1].upper()], GPUS) for key in table.rows}
         current = dataclasses.replace(table, kernels=now, earlier_kernels="")
         key = next(iter(table.rows))
         assert unsaid(current) == ""

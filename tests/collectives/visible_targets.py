@@ -29,7 +29,7 @@ def sums(visible: list[str], device: str | None) -> tuple[str, str, bool, int]:
         x = torch.ones(1000, device=comm.device)
         assert comm.all_reduce(x).tolist() == [comm.world_size] * 1000
         comm.check()
-        facts = str(comm.device), comm.topology.kernels, comm.explain(x).by_library
+        facts = str(comm.device), comm.topology.transport.name, comm.explain(x).by_library
     return *facts, matrix(facts[0], ["float32", "bfloat16"], [1, 4099, 1 << 20], 0, 32 << 20)
 
 

@@ -223,7 +223,7 @@ def across_epochs(device: str) -> list[int]:
 
 def launches(comm: shotcast.Communicator) -> list[LaunchShape]:
     """Return launch shapes that no operation uses by default."""
-    if comm.topology.kernels == "compiled":
+    if comm.topology.transport.name == "compiled":
         return [LaunchShape(chunk_bytes=size) for size in (64, 704, 8192)]
     return [LaunchShape(1, 1024), LaunchShape(3, 64), LaunchShape(7, 256, 2 if comm.device.type == "cuda" else 1)]
 

@@ -24,6 +24,9 @@ from shotcast.collectives.algorithm import Algorithms, Form
 from shotcast.collectives.registry import registered
 from shotcast.device import fingerprint
 from shotcast.device.fingerprint import Tree, of_host_call, of_launch, of_module
+from shotcast.transport.cpu import COMPILED
+from shotcast.transport.network import HOSTS
+from shotcast.transport.triton import GPUS
 from shotcast.wire import Op
 
 SOURCE = Path(shotcast.__file__).parent
@@ -216,8 +219,8 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
 # --- the kernels of this package --------------------------------------------------------------------------------------
 
 
-KERNELS = {"triton": "triton", "cpu": "compiled", "hosts": "hosts"}
-"""The fields of forms that have kernels, and what fingerprints call those that run them."""
+KERNELS = {one.field: one for one in (GPUS, COMPILED, HOSTS)}
+"""The fields of forms that have kernels, and the transports that run them."""
 
 
 def forms() -> list[tuple[Op, str, str, str]]:
@@ -394,12 +397,12 @@ def test_an_algorithm_of_the_user_has_one_too(tmp_path: Path, monkeypatch: pytes
         monkeypatch.syspath_prepend(tmp_path)
         module = importlib.import_module(file.stem)
         form = Form(work=lambda nbytes, world_size, itemsize: None, triton=module.bind)  # type: ignore[arg-type, return-value]
-        digests.append(fingerprints.of_form(form, "triton"))
+        digests.append(fingerprints.of_form(form, GPUS))
         monkeypatch.delitem(sys.modules, file.stem)
     assert digests[0] == digests[1] != digests[2]
     assert "" not in digests
-    assert fingerprints.of_form(Form(work=lambda *_: None), "triton") == ""  # type: ignore[arg-type, return-value]
-    assert fingerprints.of_operation(Algorithms(()), Op.ALL_REDUCE, "triton") == {}
+    assert fingerprints.of_form(Form(work=lambda *_: None), GPUS) == ""  # type: ignore[arg-type, return-value]
+    assert fingerprints.of_operation(Algorithms(()), Op.ALL_REDUCE, GPUS) == {}
 
 
 def test_needs_no_triton_and_no_torch() -> None:
@@ -411,14 +414,16 @@ def test_needs_no_triton_and_no_torch() -> None:
                     raise ModuleNotFoundError(name)
         sys.meta_path.insert(0, Blocked())
         from shotcast.collectives import fingerprints, registry
+        from shotcast.transport.cpu import COMPILED
+        from shotcast.transport.triton import GPUS
         from shotcast.wire import Op
-        for kernels in ("triton", "compiled"):
-            print(sorted(fingerprints.of_operation(registry.registered(), Op.ALL_REDUCE, kernels).items()))
+        for transport in (GPUS, COMPILED):
+            print(sorted(fingerprints.of_operation(registry.registered(), Op.ALL_REDUCE, transport).items()))
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     expected = [
-        str(sorted(fingerprints.of_operation(registered(), Op.ALL_REDUCE, kernels).items()))
-        for kernels in ("triton", "compiled")
+        str(sorted(fingerprints.of_operation(registered(), Op.ALL_REDUCE, transport).items()))
+        for transport in (GPUS, COMPILED)
     ]
     assert result.stdout.split("\n")[:2] == expected

@@ -75,7 +75,7 @@ class Rank:
 
     def served_by(self) -> tuple[str, bool]:
         communicator = collective.get_group_handle(self.group).communicator()
-        return communicator.topology.kernels, communicator.explain(torch.zeros(16)).by_library
+        return communicator.topology.transport.name, communicator.explain(torch.zeros(16)).by_library
 
     def on_gpu(self) -> tuple[str, str, list[float], list[float], list[float]]:
         """Return the kernels, the device, a sum and a message on this actor's GPU, and a sum on its CPU."""
@@ -90,7 +90,13 @@ class Rank:
         host = torch.full([10], self.rank + 1.0)
         collective.allreduce(host, self.group)
         collective.barrier(self.group)
-        return communicator.topology.kernels, str(communicator.device), x.tolist(), message.tolist(), host.tolist()
+        return (
+            communicator.topology.transport.name,
+            str(communicator.device),
+            x.tolist(),
+            message.tolist(),
+            host.tolist(),
+        )
 
     def refused(self) -> list[str]:
         """Return the texts of the errors of calls that this backend does not have."""

@@ -18,6 +18,7 @@ from shotcast.kernels.triton import gemm
 from shotcast.kernels.triton.arriving_gemm import arriving_gemm_kernel, register_limit
 from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.overlap.occupancy import Kernel, fits_beside
+from shotcast.transport.triton import GPUS
 from shotcast.transport.triton.few_sms import ALL_GATHER, BESIDE_REGISTERS, BESIDE_WORDS
 from shotcast.wire import LaunchShape
 
@@ -89,5 +90,5 @@ def test_threads_load_behind_the_wait(capability: int, unit: int) -> None:
 
 
 def launch_of(sms: int) -> LaunchShape:
-    topology: Any = SimpleNamespace(world_size=2, kernels="triton", max_bytes=64 << 20)
+    topology: Any = SimpleNamespace(world_size=2, transport=GPUS, max_bytes=64 << 20)
     return launch(SimpleNamespace(topology=topology, nbytes=64 << 20, sizes=(), sms=sms))  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from shotcast.kernels.triton import gemm
 from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.launcher.spawn import spawn
 from shotcast.overlap import gathered_products
+from shotcast.transport.triton import GPUS
 from shotcast.transport.triton.gather_matmul import call_of
 from shotcast.wire import LaunchShape, Op
 
@@ -173,7 +174,7 @@ class Ranks:
     def __init__(self, part: str):
         self._state_above: dict[str, Any] = {}
         nodes = NodeLayout.one_node(2)
-        self.topology = Topology(nodes, "cuda", part, "triton", "", False, 64 << 20, registry.registered())
+        self.topology = Topology(nodes, "cuda", part, GPUS, "", False, 64 << 20, registry.registered())
 
     def _problem(self, x: torch.Tensor, sms: int | None) -> CollectiveProblem:
         nbytes, dtype = x.numel() * x.element_size(), str(x.dtype).removeprefix("torch.")

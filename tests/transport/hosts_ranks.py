@@ -22,6 +22,7 @@ from shotcast.transport.network import (
     nvrar_two_shot,
 )
 from shotcast.transport.network.executor import HostsExecutor
+from shotcast.transport.transport import Ranks
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, encode_header
 
 SUMS = {
@@ -93,7 +94,9 @@ def layout_of(nodes: int, local: int) -> NodeLayout:
 
 
 def executor_of(group: LocalGroup, nodes: int, local: int, timeout_s: float = 20.0) -> HostsExecutor:
-    return HostsExecutor(Hosts(group), layout_of(nodes, local), 1 << 20, timeout_s, _Algorithms())
+    hosts: Any = Hosts(group)
+    place = layout_of(nodes, local), False, torch.device("cpu")
+    return HostsExecutor(Ranks(hosts, *place, 1 << 20, timeout_s, _Algorithms()))
 
 
 def all_reduce(executor: HostsExecutor, algorithm: str, x: torch.Tensor, out: torch.Tensor) -> None:

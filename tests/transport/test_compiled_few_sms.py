@@ -15,6 +15,7 @@ from triton.runtime.jit import create_function_from_signature
 
 import cross
 from shotcast.collectives.algorithms.few_sms import launch
+from shotcast.transport.triton import GPUS
 from shotcast.transport.triton.few_sms import _KINDS, BESIDE_REGISTERS, BESIDE_WORDS, few_sms
 from shotcast.wire import Op
 
@@ -38,7 +39,7 @@ WINDOW_PARTS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1, ALL_TO_ALL: 1}
 
 def kernel(kind: int, dtype: str, unit: int, world_size: int, capability: int = 90) -> tuple[Any, int, int]:
     """Return the compiled kernel, as a large message launches it, with the words of its tiles and its warps."""
-    topology: Any = SimpleNamespace(world_size=world_size, kernels="triton", max_bytes=64 << 20)
+    topology: Any = SimpleNamespace(world_size=world_size, transport=GPUS, max_bytes=64 << 20)
     problem: Any = SimpleNamespace(topology=topology, nbytes=256 << 20, sizes=(), sms=16)
     shape = launch(problem)
     block = shape.block_words if unit == 16 else min(shape.block_words, 64 * shape.num_warps)

@@ -13,6 +13,7 @@ from triton.runtime.jit import create_function_from_signature
 
 import cross
 from shotcast.collectives.algorithms.one_shot import ALGORITHM
+from shotcast.transport.triton import GPUS
 from shotcast.transport.triton.uneven import exchange_parts
 from shotcast.wire import LaunchShape, Op
 
@@ -31,7 +32,7 @@ FORMS = [
 
 
 def shape_of(world_size: int) -> LaunchShape:
-    topology: Any = SimpleNamespace(world_size=world_size, kernels="triton", max_bytes=64 << 20)
+    topology: Any = SimpleNamespace(world_size=world_size, transport=GPUS, max_bytes=64 << 20)
     problem: Any = SimpleNamespace(topology=topology)
     launch = ALGORITHM.forms[Op.ALL_TO_ALL_UNEVEN].launch
     assert launch is not None

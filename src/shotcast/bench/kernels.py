@@ -19,6 +19,8 @@ from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.device import fingerprint
 from shotcast.errors import ConfigError
+from shotcast.transport.registry import usual
+from shotcast.transport.transport import Transport
 from shotcast.wire import NodeShape, Op
 
 _ENGINE_OPS = tuple(op for op in Op if op is not Op.ALL_TO_ALL)
@@ -29,7 +31,7 @@ _NORM = {"cuda": "kernels.triton.norm", "cpu": "transport.cpu.norm_rows"}
 def of_rows(rows: Sequence[Row]) -> dict[str, str]:
     """Return the fingerprints of our kernels behind the rows of a collective."""
     names = dict.fromkeys(name for row in rows for name in _behind(row))
-    return _now(names, _kind(rows[0].device, rows[0].nodes)) if rows else {}
+    return _now(names, usual(rows[0].device, rows[0].nodes)) if rows else {}
 
 
 def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
@@ -44,7 +46,7 @@ def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
             continue
         for op in _ENGINE_OPS:
             names |= dict.fromkeys(_collective(op, row.algorithm, NodeShape(1, tensor * pipeline)))
-    return _now(names, _kind(device))
+    return _now(names, usual(device))
 
 
 def of_layout(device: str, ranks: int) -> dict[str, str]:
@@ -52,18 +54,18 @@ def of_layout(device: str, ranks: int) -> dict[str, str]:
     names = dict.fromkeys(_modules(device))
     for op in _ENGINE_OPS if ranks > 1 else ():
         names |= dict.fromkeys(_collective(op, implementations.AUTO, NodeShape(1, ranks)))
-    return _now(names, _kind(device))
+    return _now(names, usual(device))
 
 
 def of_modules(*modules: str) -> dict[str, str]:
     """Return the fingerprints of modules of kernels, such as ``kernels.triton.gemv``."""
-    return _now(modules, _kind("cuda"))
+    return _now(modules, usual("cuda"))
 
 
 def of_collectives(device: str, nodes: int = 1) -> dict[str, str]:
     """Return the fingerprints of all our kernels of collectives."""
     serving = implementations.algorithms().serving
-    return _now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], _kind(device, nodes))
+    return _now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], usual(device, nodes))
 
 
 def _behind(row: Row) -> tuple[str, ...]:
@@ -110,19 +112,14 @@ def _modules(device: str) -> tuple[str, ...]:
     return modules if device == "cuda" else (*modules, _NORM["cpu"])
 
 
-def _kind(device: str, nodes: int = 1) -> str:
-    """Return what runs the kernels, as :func:`shotcast.collectives.fingerprints.of_operation` takes it."""
-    return "triton" if device == "cuda" else "hosts" if nodes > 1 else "compiled"
-
-
-def _now(names: Iterable[str], kind: str) -> dict[str, str]:
+def _now(names: Iterable[str], transport: Transport) -> dict[str, str]:
     """Return the fingerprints of kernels as they are; a name that does not exist any more is absent."""
-    found = {name: _of(name, kind) for name in names}
+    found = {name: _of(name, transport) for name in names}
     return {name: digest for name, digest in found.items() if digest}
 
 
 @functools.cache
-def _of(name: str, kind: str) -> str:
+def _of(name: str, transport: Transport) -> str:
     op, _, algorithm = name.partition("/")
     if not algorithm:
         try:
@@ -131,7 +128,7 @@ def _of(name: str, kind: str) -> str:
             return ""
     if op.upper() not in Op.__members__:
         return ""
-    return fingerprints.of_operation(implementations.algorithms(), Op[op.upper()], kind).get(algorithm, "")
+    return fingerprints.of_operation(implementations.algorithms(), Op[op.upper()], transport).get(algorithm, "")
 
 
 # --- what documents say -----------------------------------------------------------------------------------------------
@@ -165,9 +162,9 @@ def _note(path: Path) -> str:
         if recorded is None:
             return "made by kernels whose fingerprints were not recorded"
         first = rows[0] if rows else {}
-        kind = _kind(first.get("device", "cuda"), first.get("nodes", 1))
-        other = fingerprints.changed(recorded, _now(recorded, kind))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        transport = usual(first.get("device", "cuda"), first.get("nodes", 1))
+        other = fingerprints.changed(recorded, _now(recorded, transport))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, StopIteration) as error:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error
     if not other:
         return ""

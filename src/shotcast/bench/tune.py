@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shotcast import env, wire
+from shotcast import wire
 from shotcast.bench import harness
 from shotcast.bench.baselines import BenchCall
 from shotcast.bench.cases import Case, Reference
@@ -40,6 +40,7 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.hardware.detect import cpu_model
 from shotcast.launcher.spawn import spawn
+from shotcast.transport.registry import find
 from shotcast.units import align_up, format_size
 from shotcast.wire import LaunchShape, NodeShape, Op
 
@@ -100,7 +101,7 @@ class TuneConfig:
             raise ConfigError("message sizes must be at least 1 byte and ascend")
         if not self.seconds >= 0:
             raise ConfigError(f"seconds for a size cannot be negative: {self.seconds}")
-        if self.device == "cpu" and env.cpu_kernels() == "interpreter":
+        if self.device == "cpu" and find(self.device).serial:
             raise ConfigError("interpreted kernels are for testing; unset SHOTCAST_CPU_KERNELS to tune CPU ranks")
 
 
@@ -362,7 +363,7 @@ def measure(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
     largest = align_up(config.sizes[-1], max(wire.DTYPES[dtype] for dtype in config.dtypes) * wire.MAX_WORLD_SIZE)
     comm = Communicator(device=config.device, max_bytes=harness.workspace_bytes(config.device, largest), exclusive=True)
     with comm:
-        if not comm.topology.kernels:
+        if comm.topology.obstacle:
             raise ConfigError(f"there is nothing to tune: {comm.topology.obstacle}")
         group = dist.group.WORLD
         assert group is not None

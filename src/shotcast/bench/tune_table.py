@@ -16,6 +16,7 @@ from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.choice import table
 from shotcast.errors import ConfigError
+from shotcast.transport.registry import usual
 from shotcast.units import format_size
 from shotcast.wire import NodeShape, Op
 
@@ -72,11 +73,11 @@ def document(
 def _kernels(points: Sequence[Point], shape: NodeShape, device: str) -> dict[table.Key, dict[str, str]]:
     """Return the fingerprints of the kernels between which each entry chooses."""
     algorithms, found = implementations.algorithms(), {}
-    kernels = "triton" if device == "cuda" else "compiled" if shape.nodes == 1 else "hosts"
+    transport = usual(device, shape.nodes)
     for key in dict.fromkeys(point.key for point in points):
         timed = [one for point in points if point.key == key for one in (point.choice.best, *point.choice.others)]
         names = {one.algorithm for one in timed}
-        now = fingerprints.of_operation(algorithms, Op[table.operation_and_sms(key[1])[0].upper()], kernels)
+        now = fingerprints.of_operation(algorithms, Op[table.operation_and_sms(key[1])[0].upper()], transport)
         found[key] = {name: digest for name, digest in now.items() if name in names}
     return found
 

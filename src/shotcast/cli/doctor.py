@@ -79,12 +79,13 @@ def _packaged_tables(facts: Any) -> list[str]:
     """Return a line for each packaged table for the GPUs of this host that other kernels than these made."""
     from shotcast.collectives import fingerprints, registry
     from shotcast.collectives.choice.table import all_packaged
+    from shotcast.transport.registry import usual
 
     algorithms = registry.registered()
     lines = []
     for table in all_packaged(algorithms):
         if table.part in {gpu.name for gpu in facts.gpus}:
-            notes = (fingerprints.of_table(table, key, algorithms, "triton") for key in table.rows)
+            notes = (fingerprints.of_table(table, key, algorithms, usual("cuda")) for key in table.rows)
             if made_by := next((note for note in notes if note), ""):
                 lines.append(f"packaged table {table.name}: {made_by}; `shotcast tune` makes one for SHOTCAST_TABLE")
     return lines

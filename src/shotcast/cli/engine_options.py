@@ -116,6 +116,7 @@ def engine_options(
     dtype: str,
     quantization: str,
     max_model_len: int,
+    gpu_memory_utilization: float,
     **others: Any,
 ) -> dict[str, Any]:
     division = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
@@ -127,6 +128,7 @@ def engine_options(
         "dtype": dtype,
         "quantization": quantization,
         "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
         "progress": sys.stderr.isatty(),
         **others,
     }

@@ -75,21 +75,9 @@ def generate(
 
     given = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     params = SamplingParams(**{**_GENERATE_DEFAULTS, **given})
-    options = engine_options(
-        model,
-        device,
-        tensor_parallel,
-        pipeline_parallel,
-        layout,
-        dtype,
-        quantization,
-        max_model_len,
-        gpu_memory_utilization=gpu_memory_utilization,
-        algorithm=algorithm,
-        sequence_parallel=sequence_parallel,
-        overlap=overlap,
-        max_sequences=1,
-    )
+    common = model, device, tensor_parallel, pipeline_parallel, layout, dtype, quantization, max_model_len
+    modes: dict[str, Any] = {"algorithm": algorithm, "sequence_parallel": sequence_parallel, "overlap": overlap}
+    options = engine_options(*common, gpu_memory_utilization, max_sequences=1, **modes)
     with LLM(**options) as llm:
         _say_layout(llm)
         tokens = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if chat else prompt
@@ -128,19 +116,8 @@ def chat(
 
     given = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     SamplingParams(**given)  # refused before the model is loaded
-    options = engine_options(
-        model,
-        device,
-        tensor_parallel,
-        pipeline_parallel,
-        layout,
-        dtype,
-        quantization,
-        max_model_len,
-        gpu_memory_utilization=gpu_memory_utilization,
-        generation_config=generation_config,
-        max_sequences=1,
-    )
+    common = model, device, tensor_parallel, pipeline_parallel, layout, dtype, quantization, max_model_len
+    options = engine_options(*common, gpu_memory_utilization, max_sequences=1, generation_config=generation_config)
     messages = [{"role": "system", "content": system}] if system else []
     with LLM(**options) as llm:
         _say_layout(llm)

@@ -90,21 +90,15 @@ def serve(
     from shotcast.server.restart import run_with_restarts
     from shotcast.units import parse_size
 
+    common = model, device, tensor_parallel, pipeline_parallel, layout, dtype, quantization, max_model_len
     options = engine_options(
-        model,
-        device,
-        tensor_parallel,
-        pipeline_parallel,
-        layout,
-        dtype,
-        quantization,
-        max_model_len,
+        *common,
+        gpu_memory_utilization,
         target=target,
         workload=workload,
         max_sequences=max_sequences,
         max_batch_tokens=max_batch_tokens,
         kv_cache_bytes=parse_size(kv_cache),
-        gpu_memory_utilization=gpu_memory_utilization,
         generation_config=generation_config,
         algorithm=algorithm,
         sequence_parallel=sequence_parallel,

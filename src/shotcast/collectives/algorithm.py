@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shotcast import wire
-from shotcast.cost.collective import NO_NETWORK, NetworkCost, Work
+from shotcast.cost.collective import Work
 from shotcast.errors import UnsupportedError
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.transport.transport import NO_NETWORK, Network, Transport
 from shotcast.wire import LaunchShape, NodeShape, Norm, Op, ProductOp
 
 LIBRARY = "vendor"
@@ -44,15 +45,13 @@ class Topology:
         layout: the nodes of the ranks.
         device: ``"cuda"`` or ``"cpu"``.
         part: name of the GPU, or ``"cpu"``; tuned tables are made for one part.
-        kernels: what runs own algorithms: ``"triton"`` (GPU), ``"interpreter"`` or ``"compiled"`` (CPU), or ``""``.
-        obstacle: why there are no native kernels, where ``kernels`` is empty.
+        transport: what runs own algorithms.
+        obstacle: why there are no native kernels; empty if there are.
         multicast: kernels may use a multicast address.
         max_bytes: the largest message of the workspace, in bytes.
         algorithms: the algorithms that were registered when the communicator was made.
         allow_fp8: ``auto`` may take algorithms that lose precision.
-        network: what joins nodes: ``"tcp"`` (connections of CPU hosts), ``"peer stores"`` (logical nodes of one host,
-            whose memory is mapped) or ``"nvshmem"``; empty on one node, and where there are no native kernels.
-        network_cost: the constants of that network.
+        network: what joins nodes.
         batch_invariant: reductions are by algorithms of the numerics contract alone, at every size.
         exclusive: calls may fill a GPU while they wait for other ranks.
     """
@@ -60,14 +59,13 @@ class Topology:
     layout: NodeLayout
     device: str
     part: str
-    kernels: str
+    transport: Transport
     obstacle: str
     multicast: bool
     max_bytes: int
     algorithms: Algorithms
     allow_fp8: bool = False
-    network: str = ""
-    network_cost: NetworkCost = NO_NETWORK
+    network: Network = NO_NETWORK
     batch_invariant: bool = False
     exclusive: bool = True
 
@@ -77,11 +75,9 @@ class Topology:
         return self.layout.world_size
 
     @property
-    def form_kind(self) -> str:
-        """The field of a :class:`Form` that has the kernels of these ranks."""
-        if self.kernels == "compiled":
-            return "hosts" if self.network == "tcp" else "cpu"
-        return "triton"
+    def runs_grids(self) -> bool:
+        """Kernels of GPUs run here, if not for own algorithms then beside the library."""
+        return self.device == "cuda" or self.transport.grids
 
     @property
     def shape(self) -> NodeShape:
@@ -213,6 +209,10 @@ class Form:
     any_dtype: bool = True
     keeps_to_sms: bool = False
 
+    def kernel(self, field: str) -> Reference:
+        """Return the kernel of a transport, by the field that has it; empty if there is none."""
+        return getattr(self, field, "")
+
 
 def in_rank_order(shape: NodeShape) -> bool:
     """Return whether sums in the order of ranks are those of the contract.
@@ -320,12 +320,12 @@ class Algorithms(Mapping[str, Algorithm]):
             raise UnsupportedError(f"there is no {plan.algorithm} {plan.op.label} of {plan.dtype}")
         return algorithm.forms[plan.op]
 
-    def kernel(self, plan: wire.CallPlan, kind: str) -> Any:
-        """Return the ``"triton"``, ``"cpu"`` or ``"hosts"`` part of the form of ``plan``, imported once."""
-        key = plan.op, plan.algorithm, kind
+    def kernel(self, plan: wire.CallPlan, field: str) -> Any:
+        """Return the kernel in a field of the form of ``plan``, imported once. Raises UnsupportedError without one."""
+        key = plan.op, plan.algorithm, field
         if key not in self._kernels:
-            reference = getattr(self.form(plan), kind)
+            reference = self.form(plan).kernel(field)
             if not reference:
-                raise UnsupportedError(f"there is no {plan.algorithm} {plan.op.label} for {kind} kernels")
+                raise UnsupportedError(f"there is no {plan.algorithm} {plan.op.label} for {field} kernels")
             self._kernels[key] = imported(reference)
         return self._kernels[key]

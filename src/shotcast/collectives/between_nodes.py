@@ -84,7 +84,7 @@ def order_obstacle(problem: CollectiveProblem) -> str:
     reduction, dtype = problem.reduction, problem.dtype
     if reduction == "sum" and dtype in wire.REDUCIBLE:
         return ""
-    if problem.topology.form_kind != "hosts":
+    if problem.topology.transport.only_sums:
         return f"kernels of GPUs between nodes add up {', '.join(wire.REDUCIBLE)}, and this is {reduction} of {dtype}"
     if reduction in ("max", "min") or dtype in (*wire.INTEGERS, "bool"):
         return ""

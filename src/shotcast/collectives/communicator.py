@@ -30,7 +30,6 @@ from shotcast.collectives.choice.agreement import agree, find_tables, outside_co
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call, Resolver
 from shotcast.collectives.dropped import CLOSER, Held
-from shotcast.collectives.executor_factory import build_executor
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import FirstUse, Form
@@ -42,7 +41,6 @@ from shotcast.collectives.interface import (
     BoundKernel,
     GrowingExecutor,
     MappingExecutor,
-    WaitingExecutor,
 )
 from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
@@ -61,6 +59,8 @@ from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
 from shotcast.memory.host_group import Meeting, StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
+from shotcast.transport.registry import build_executor, find
+from shotcast.transport.transport import Ranks
 from shotcast.wire import CallPlan, Fault, LaunchShape, Norm, Op
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
@@ -240,9 +240,11 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         environment = registry.from_environment()
         part = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         found = find_tables(part, nodes.layout.shape, self.device.type, self._algorithms)
+        transport = find(self.device.type, nodes.layout.nodes)
         settings = {
             "device": self.device.type,
             "SHOTCAST_CPU_KERNELS": env.cpu_kernels(),
+            "transport": transport.name,
             "GPU": part,
             "max_bytes": self.max_bytes,
             "SHOTCAST_ALGORITHM": environment,
@@ -261,17 +263,10 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         if self._batch_invariant:
             other_bits = outside_contract(self._algorithms, environment, self._allow_fp8, nodes.layout.shape)
         agree(self._host, settings, "; ".join(filter(None, (nodes.trouble, found.trouble, other_bits))))
-        built = build_executor(
-            self._host,
-            nodes,
-            self.device,
-            self.max_bytes,
-            self._timeout_s,
-            self._algorithms,
-            self._peers.ended,
-            self._peers.departed,
-            exclusive,
-        )
+        told = self._peers.ended, self._peers.departed
+        limits = self.max_bytes, self._timeout_s
+        ranks = Ranks(self._host, *nodes[:2], self.device, *limits, self._algorithms, *told, exclusive)
+        transport, built = build_executor(transport, ranks)
         self._executor = built.executor
         self._first_use: FirstUse | None = None
         self._growths: Growths | None = None
@@ -282,7 +277,7 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
             if on_gpu and not exclusive:
                 self._growths = Growths(self._host.store("growths"), self.world_size, _PATIENCE_S)
             self._peers.tell(self._executor.mark_gone)
-            self._waits = CallWaits(cast(WaitingExecutor, self._executor), self._host)
+            self._waits = CallWaits(self._executor, self._host)
         library = "gloo" if self.device.type == "cpu" or gpus_are_shared() else "nccl"
         compares = self._checks_vendor and self._executor is None
         executor = self._executor  # not the communicator: a cycle would keep what it holds for longer
@@ -299,28 +294,15 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         )
         if self._executor is None and self.world_size > 1:
             self._vendor.connect(SETUP_TIMEOUT_S)
-        topology = Topology(
-            self._host.layout,
-            self.device.type,
-            part,
-            built.kernels,
-            built.obstacle,
-            built.multicast,
-            self.max_bytes,
-            self._algorithms,
-            self._allow_fp8,
-            built.network,
-            built.network_cost,
-            self._batch_invariant,
-            exclusive,
-        )
+        facts = self._host.layout, self.device.type, part, transport, built.obstacle, built.multicast, self.max_bytes
+        modes = self._batch_invariant, exclusive
+        topology = Topology(*facts, self._algorithms, self._allow_fp8, built.network, *modes)
         graphs = self._chain is not None
         others = self._executor if self.world_size > 1 else None
         self._resolver = Resolver(topology, environment, found.tables, found.passed, others, graphs)
         prepares = None if self._nvtx else others
-        aligns = self.device.type == "cuda" or built.kernels == "interpreter"
         check = weakref.WeakMethod(self.check)
-        self._prepared = PreparedCalls(prepares, self._vendor, self._chain, self._lock, check, aligns)
+        self._prepared = PreparedCalls(prepares, self._vendor, self._chain, self._lock, check, topology.runs_grids)
         self._starter = None
         batching = self._executor is not None and self._executor.batches and self.world_size > 1
         self._batches = cast(BatchExecutor, self._executor) if batching else None
@@ -921,5 +903,5 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self._resolver.topology.kernels or "vendor"
+        state = "closed" if self._closed else self._resolver.topology.transport.name
         return f"Communicator(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"

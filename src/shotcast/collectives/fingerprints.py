@@ -11,52 +11,38 @@ from pathlib import Path
 from shotcast.collectives.algorithm import Algorithms, Form
 from shotcast.collectives.choice.table import Key, Table, operation_and_sms
 from shotcast.device import fingerprint
+from shotcast.transport.transport import Transport
 from shotcast.wire import Op
 
 _SHARED_ROOMS = ("collectives", "device", "kernels", "memory", "transport")
 _SHARED_SOURCES = ("wire.py", *(f"{room}/**/*.py" for room in _SHARED_ROOMS))
-_TRITON_OPTIONS = ("shotcast.transport.triton.binding:COMPILE_OPTIONS",)
-_CPU_OPTIONS = tuple(f"shotcast.device.cpu.compilation:{kind}_OPTIONS" for kind in ("SCHEDULE", "ARITHMETIC"))
 
 
-def of_operation(algorithms: Algorithms, op: Op, kernels: str) -> dict[str, str]:
+def of_operation(algorithms: Algorithms, op: Op, transport: Transport) -> dict[str, str]:
     """Return the fingerprints of the kernels that serve an operation, by the names of the algorithms.
 
     An algorithm without a kernel of this kind, or whose source cannot be read, is absent.
-
-    Args:
-        kernels: what runs them: ``"compiled"`` for host code of one node, ``"hosts"`` for that of several, otherwise
-            Triton.
     """
-    found = {algorithm.name: of_form(algorithm.forms[op], kernels) for algorithm in algorithms.serving(op)}
+    found = {algorithm.name: of_form(algorithm.forms[op], transport) for algorithm in algorithms.serving(op)}
     return {name: digest for name, digest in found.items() if digest}
 
 
-def of_form(form: Form, kernels: str) -> str:
+def of_form(form: Form, transport: Transport) -> str:
     """Return the fingerprint of the kernel of a form; empty if it has none, or none whose source can be read."""
-    reference = {"compiled": form.cpu, "hosts": form.hosts}.get(kernels, form.triton)
-    if callable(reference) and inspect.isfunction(reference):
+    reference = form.kernel(transport.field)
+    if inspect.isfunction(reference):
         file = inspect.getsourcefile(reference)
-        return _of_function(reference.__module__, reference.__qualname__, file) if file else ""
-    return _of_reference(reference, kernels) if isinstance(reference, str) and reference else ""
+        return _of(transport, f"{reference.__module__}:{reference.__qualname__}", file) if file else ""
+    return _of(transport, reference) if isinstance(reference, str) and reference else ""
 
 
 @functools.cache
-def _of_reference(reference: str, kernels: str) -> str:
+def _of(transport: Transport, reference: str, file: str = "") -> str:
     tree = fingerprint.installed()
+    if file:
+        tree = tree.with_module(reference.partition(":")[0], Path(file))
     try:
-        if kernels in ("compiled", "hosts"):
-            return fingerprint.of_host_call(tree, reference, *_CPU_OPTIONS)
-        return fingerprint.of_launch(tree, reference, *_TRITON_OPTIONS)
-    except (ValueError, OSError, SyntaxError):
-        return ""
-
-
-@functools.cache
-def _of_function(module: str, name: str, file: str) -> str:
-    tree = fingerprint.installed().with_module(module, Path(file))
-    try:
-        return fingerprint.of_launch(tree, f"{module}:{name}", *_TRITON_OPTIONS)
+        return transport.fingerprint(tree, reference)
     except (ValueError, OSError, SyntaxError):
         return ""
 
@@ -71,17 +57,13 @@ def of_package() -> str:
     return digest.hexdigest()[:12]
 
 
-def of_table(table: Table, key: Key, algorithms: Algorithms, kernels: str) -> str:
-    """Return in words that other kernels made the rows of a table under ``key``; empty if the kernels of today did.
-
-    Args:
-        kernels: as for :func:`of_operation`.
-    """
+def of_table(table: Table, key: Key, algorithms: Algorithms, transport: Transport) -> str:
+    """Return in words that other kernels made the rows of a table under ``key``; empty if the kernels of today did."""
     recorded = table.kernels.get(key, {})
     words = f"; {table.earlier_kernels}" if table.earlier_kernels else ""
     if not recorded:
         return f"the fingerprints of the kernels that made it were not recorded{words}"
-    other = changed(recorded, of_operation(algorithms, Op[operation_and_sms(key[1])[0].upper()], kernels))
+    other = changed(recorded, of_operation(algorithms, Op[operation_and_sms(key[1])[0].upper()], transport))
     return f"made by earlier kernels ({', '.join(other)}){words}" if other else ""
 
 

@@ -11,9 +11,9 @@ from shotcast.wire import LaunchShape
 
 def rows_obstacle(problem: CollectiveProblem) -> str:
     """Return why the fused kernels, which hold a row in the registers of one program, cannot hold these; empty if they
-    can. Compiled CPU ranks take any rows."""
+    can. Host code takes any rows."""
     row = problem.row_bytes
-    if problem.topology.kernels == "compiled":
+    if not problem.topology.transport.grids:
         return "" if row else "rows have no elements"
     if row == 0 or row % QUAD:
         return f"fused kernels take rows of a multiple of {QUAD} bytes, and these have {row}"
@@ -29,7 +29,7 @@ def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
     programs one after the other, so there a tile is a row.
     """
     words = max(1, problem.row_bytes // 4)
-    interpreted = problem.topology.kernels == "interpreter"
+    interpreted = problem.topology.transport.serial
     row = 1 << max(4 if interpreted else 5, (words - 1).bit_length())
     block = row if interpreted else min(row, 128)
     return problem.nbytes // (4 * words) * -(-words // block), block
@@ -65,7 +65,7 @@ def scatter_launch(problem: CollectiveProblem) -> LaunchShape:
     row_words = max(1, problem.row_bytes // 4)
     rows = problem.nbytes // (4 * row_words) // world_size
     words = -(-problem.nbytes // 4 // world_size)
-    if problem.topology.kernels == "interpreter":
+    if problem.topology.transport.serial:
         block = 1 << max(4, min(11, (words // 2).bit_length()))
         return LaunchShape(programs=4, block_words=block, num_warps=1)
     _, warps = row_tile(row_words)

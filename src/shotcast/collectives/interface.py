@@ -232,6 +232,16 @@ class Executor(Protocol):
         """Keep the memory that calls use now: a graph is being captured with its addresses."""
         ...
 
+    @property
+    def timeout_s(self) -> float: ...
+    def wait(self) -> Wait | None:
+        """Return the wait that this rank is in, if there is one. Any thread may call it, and blocks for nothing."""
+        ...
+
+    def awaited(self, wait: Wait, /) -> list[int]:
+        """Return the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
+        ...
+
     def idle(self) -> bool: ...
     def drain(self) -> None: ...
     def clear(self, epoch: int) -> None: ...
@@ -252,20 +262,6 @@ class KernelExecutor(Executor, Protocol):
     """An executor that also runs calls which bring their launches."""
 
     def bind_kernel(self, call: KernelCall, /) -> BoundKernel: ...
-
-
-class WaitingExecutor(Executor, Protocol):
-    """An executor whose memory tells another thread that a call waits, and for whom."""
-
-    @property
-    def timeout_s(self) -> float: ...
-    def wait(self) -> Wait | None:
-        """Return the wait that this rank is in, if there is one. Any thread may call it, and blocks for nothing."""
-        ...
-
-    def awaited(self, wait: Wait, /) -> list[int]:
-        """Return the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
-        ...
 
 
 class BatchExecutor(Executor, Protocol):

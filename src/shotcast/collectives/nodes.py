@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from shotcast import env
-from shotcast.collectives.rank_device import local_world_size, visible_gpus
+from shotcast.collectives.rank_device import local_world_size
 from shotcast.hardware.nodes import NodeLayout
+from shotcast.memory.driver import visible_gpus
 from shotcast.memory.host_group import StoreGroup
 
 

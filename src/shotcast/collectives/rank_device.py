@@ -78,13 +78,3 @@ def local_world_size() -> int:
     """Return how many ranks of the job run on this machine."""
     job = env.whole_job()
     return int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size if job else 1))
-
-
-def uuid_of(device: torch.device) -> str:
-    """Return what identifies a GPU whatever number a process knows it by."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def visible_gpus() -> dict[str, int]:
-    """Return the numbers of the GPUs that this process sees, by UUID."""
-    return {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}

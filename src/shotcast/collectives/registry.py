@@ -17,6 +17,7 @@ from shotcast import env, wire
 from shotcast.collectives import algorithms as built_in_modules
 from shotcast.collectives.algorithm import REDUCING, Algorithm, Algorithms, Form, Reference
 from shotcast.errors import ConfigError
+from shotcast.transport.registry import fields
 from shotcast.wire import NodeShape, Op
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
         if op not in SERVABLE or not isinstance(form, Form):
             accepted = ", ".join(f"Op.{one.name}" for one in SERVABLE)
             raise ConfigError(f"algorithm {name}: forms are Form objects of {accepted}; not {form!r} of {op!r}")
-        if not (form.triton or form.cpu or form.hosts):
+        if not any(map(form.kernel, fields())):
             raise ConfigError(f"algorithm {name}: its form of {op.label} has neither a Triton nor a CPU kernel")
     if algorithm.lossy and not algorithm.error_bound:
         raise ConfigError(f"algorithm {name} is lossy, so its error_bound must say how far off sums may be")
@@ -148,7 +149,7 @@ def _fingerprint(algorithm: Algorithm) -> str:
         facts += [op.label, form.divides, form.uneven, form.any_dtype, form.between_nodes]
         if op in REDUCING:
             facts += [form.work(1 << bits, NodeShape(nodes, 4), 2) for nodes in (1, 2) for bits in (0, 12, 24)]
-        facts += [_source(form.triton), _source(form.cpu), _source(form.hosts)]
+        facts += [_source(form.kernel(field)) for field in fields()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
 
 

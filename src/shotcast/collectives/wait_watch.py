@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 
-from shotcast.collectives.interface import WaitingExecutor
+from shotcast.collectives.interface import Executor
 from shotcast.errors import ClosedError
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.wait_log import WaitLog, wait_text
@@ -29,7 +29,7 @@ class CallWaits:
         host: the ranks.
     """
 
-    def __init__(self, executor: WaitingExecutor, host: StoreGroup):
+    def __init__(self, executor: Executor, host: StoreGroup):
         self._executor, self._host = executor, host
         self._last: Wait | None = None
         self._log = WaitLog()

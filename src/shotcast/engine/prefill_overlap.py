@@ -59,7 +59,12 @@ class PrefillOverlap:
         self._controller: Controller | None = None
         parallel = state.model.parallel
         obstacle = overlap_obstacle(parallel, overlap)
-        if not obstacle and overlap == "auto" and state.device.type == "cpu" and not parallel.comm.topology.network:
+        if (
+            not obstacle
+            and overlap == "auto"
+            and state.device.type == "cpu"
+            and not parallel.comm.topology.network.name
+        ):
             obstacle = "CPU ranks of one node wait for no network"
         self.decision = Decision(SEQUENTIAL, obstacle, {}, {}, {})
         if not obstacle:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from shotcast import env
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.rank_device import uuid_of
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S
 from shotcast.errors import ClosedError, ConfigError, UnsupportedError
 from shotcast.integrations.ray_meeting import ActorMeeting
+from shotcast.memory.driver import uuid_of
 from shotcast.memory.host_group import Meeting
 
 _NAME_BYTES = 128

@@ -127,10 +127,9 @@ def make_sums(
     try:
         asked = env.batch_invariant()
         communicator = Communicator(group, device, batch_invariant=batch_invariant or None, exclusive=True)
-        if communicator.topology.kernels:
+        why = communicator.topology.obstacle
+        if not why:
             sums = TensorParallelSums(communicator, group_name)
-        else:
-            why = communicator.topology.obstacle
     except Exception as error:  # also what a compiler, the driver or the system raises on this rank alone
         why = f"{type(error).__name__}: {error}"
     try:

@@ -51,11 +51,6 @@ class Parallel:
         named = self.comm.topology.algorithms[self.algorithm] if self.algorithm != "auto" else None
         self._unfused = named is not None and not named.library and not named.is_fused
 
-    @property
-    def _by_kernel(self) -> bool:
-        """True where a kernel normalizes: on GPUs, and where kernels are interpreted."""
-        return self.comm.device.type == "cuda" or self.comm.topology.kernels == "interpreter"
-
     def _algorithm(self, op: str, x: torch.Tensor) -> str:
         """Return the algorithm of an all-reduce of ``x``; calls differ only in their number of rows."""
         if self.algorithm in ("auto", "vendor"):
@@ -108,7 +103,7 @@ class Parallel:
                 found = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
                 operands = total, residual, weight, eps, 1, False, None, False, found
                 norm, tensors = fp8_operands("reduce_norm_float8", x.device, *operands)
-                separate_norm.norm_sum(total, tensors, norm, self._by_kernel)
+                separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
             elif residual.shape[0] == x.shape[0]:
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
                 out = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
@@ -140,7 +135,7 @@ class Parallel:
                 norm, tensors = norm_operands(
                     "reduce_norm", x.device, total, residual, weight, eps, 1, False, (x, residual)
                 )
-                separate_norm.norm_sum(total, tensors, norm, self._by_kernel)
+                separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
                 normed = x
             elif residual.shape[0] == x.shape[0] and self._unfused:
                 residual += self.comm.all_reduce(x, out=x, algorithm=self.algorithm)

@@ -100,3 +100,13 @@ def check(error: int, what: str) -> None:
         text = ctypes.c_char_p()
         library().cuGetErrorString(error, ctypes.byref(text))
         raise RuntimeError(f"{what} failed: {(text.value or b'unknown').decode()} (CUDA error {error})")
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return what identifies a GPU whatever number a process knows it by."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def visible_gpus() -> dict[str, int]:
+    """Return the numbers of the GPUs that this process sees, by UUID."""
+    return {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}

@@ -262,7 +262,7 @@ def obstacle(comm: Communicator, gathered: torch.Tensor, weights: Sequence[torch
     """Return why no product can begin before all rows have come; empty if one can."""
     if comm.world_size == 1:
         return "there is one rank"
-    if comm.topology.kernels not in ("triton", "interpreter"):
+    if not comm.topology.transport.grids:
         return comm.topology.obstacle or "these ranks have no kernels of GPUs"
     if not uses_own_product(gathered):
         return f"own products take bfloat16 and float16 on GPUs, not {gathered.dtype}"

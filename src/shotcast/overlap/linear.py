@@ -14,6 +14,7 @@ a rank's own are kept.
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -45,13 +46,25 @@ class _Divided(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, ranks: Communicator | Lanes, way: str, sequence_parallel: bool, sms: int | None):
+    def __init__(
+        self,
+        ranks: Communicator | Lanes,
+        linear: nn.Linear,
+        way: str = AUTO,
+        sequence_parallel: bool = False,
+        sms: int | None = None,
+    ):
         super().__init__()
         self.sequence_parallel, self._sms = sequence_parallel, sms
         self._lanes = ranks if isinstance(ranks, Lanes) else lanes_of(ranks)
         self._controller = Controller(self._lanes)
         self._comm = self._lanes.communicators[0]
         self.adaptive = Adaptive(self._comm, way)
+        self._take(linear)
+
+    @abstractmethod
+    def _take(self, linear: nn.Linear) -> None:
+        """Keep this rank's part of the whole layer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Divided:
         """Return a copy with parameters of its own, on the same lanes."""
@@ -130,15 +143,7 @@ class ColumnParallelLinear(_Divided):
         ConfigError: the outputs are not divisible among the ranks.
     """
 
-    def __init__(
-        self,
-        ranks: Communicator | Lanes,
-        linear: nn.Linear,
-        way: str = AUTO,
-        sequence_parallel: bool = False,
-        sms: int | None = None,
-    ):
-        super().__init__(ranks, way, sequence_parallel, sms)
+    def _take(self, linear: nn.Linear) -> None:
         part = self._part(linear.out_features, "outputs")
         self._keep(linear, linear.weight[part], None if linear.bias is None else linear.bias[part])
 
@@ -283,15 +288,7 @@ class RowParallelLinear(_Divided):
         ConfigError: the inputs are not divisible among the ranks.
     """
 
-    def __init__(
-        self,
-        ranks: Communicator | Lanes,
-        linear: nn.Linear,
-        way: str = AUTO,
-        sequence_parallel: bool = False,
-        sms: int | None = None,
-    ):
-        super().__init__(ranks, way, sequence_parallel, sms)
+    def _take(self, linear: nn.Linear) -> None:
         part = self._part(linear.in_features, "inputs")
         self._keep(linear, linear.weight[:, part], linear.bias)
 

@@ -254,7 +254,7 @@ class _Product:
         topology = self.comm.topology
         if self.comm.world_size == 1:
             return "there is one rank"
-        if topology.kernels not in ("triton", "interpreter"):
+        if not topology.transport.grids:
             return topology.obstacle or "these ranks have no kernels of GPUs"
         if topology.shape.nodes > 1 or self.comm.world_size > wire.MAX_WORLD_SIZE:
             return "it takes ranks of one node"
@@ -297,7 +297,7 @@ class _Product:
 
     def reason(self) -> str:
         """Return why ``auto`` has no other way than one after the other."""
-        if self.a.device.type == "cpu" and self.comm.topology.kernels not in ("triton", "interpreter"):
+        if self.a.device.type == "cpu" and not self.comm.topology.transport.grids:
             return self.obstacle_to_chunks()
         if why := self.obstacle:
             return why

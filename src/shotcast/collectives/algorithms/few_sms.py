@@ -43,7 +43,7 @@ def part_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 
 def launch(problem: CollectiveProblem) -> LaunchShape:
     """Return a program for each SM, with chunks that together fill the window unless the message is smaller."""
-    world_size, interpreted = problem.topology.world_size, problem.topology.kernels == "interpreter"
+    world_size, interpreted = problem.topology.world_size, problem.topology.transport.serial
     part = _part(problem)
     room = window_bytes(problem.topology.max_bytes) // (PLACES_IN_WINDOW * world_size)
     least = QUAD if interpreted else _LEAST_CHUNK

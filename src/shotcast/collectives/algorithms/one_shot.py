@@ -90,7 +90,7 @@ def _uneven_launch(problem: CollectiveProblem) -> LaunchShape:
 
     The programs fill the link with half of the SMs of a GPU; their chunks fill the window.
     """
-    world_size, interpreted = problem.topology.world_size, problem.topology.kernels == "interpreter"
+    world_size, interpreted = problem.topology.world_size, problem.topology.transport.serial
     programs, block, warps = (64, 4096, 16) if world_size == 2 else (64, 2048, 16) if world_size <= 4 else (64, 1024, 8)
     if interpreted:
         programs, block, warps = 2, 64, 1

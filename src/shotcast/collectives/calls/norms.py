@@ -307,7 +307,7 @@ class NormCalls(Caller):
         given: Given | None = None,
     ) -> None:
         """Run a fused call, or the sum and the norm as calls of their own."""
-        by_kernel = self.device.type == "cuda" or self.topology.kernels == "interpreter"
+        by_kernel = self.topology.runs_grids
         if self.world_size == 1 and not by_kernel and not self._closed:
             with torch.no_grad():
                 separate_norm.norm_sum(x, tensors, norm, by_kernel)

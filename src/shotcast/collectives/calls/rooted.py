@@ -56,7 +56,7 @@ class RootedCalls(Caller):
             if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
                 return autograd.written(autograd_rooted.Reduce, x, out, self, root, algorithm, reduction)
         else:  # the kernels of GPUs are those of an all_reduce, and write to every rank
-            out = x.new_empty(x.shape) if self.topology.kernels in ("triton", "interpreter") else None
+            out = x.new_empty(x.shape) if self.topology.transport.writes_everywhere else None
         given = key, operands
         self._run(Op.REDUCE, x, out, algorithm=algorithm, reduction=reduction, root=root, given=given)
         return out if at_root and out is not None else nothing_of(x)

@@ -18,6 +18,7 @@ from shotcast.collectives.nodes import Nodes
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import cpu_model
 from shotcast.memory.host_group import StoreGroup
+from shotcast.transport.registry import find
 from shotcast.wire import NodeShape, Op
 
 logger = logging.getLogger(__name__)
@@ -50,19 +51,19 @@ def find_tables(part: str, shape: NodeShape, device: str, algorithms: Algorithms
         device: ``cuda`` or ``cpu``.
     """
     tables, troubles, passed = [], [], []
-    kernels = env.cpu_kernels() if device == "cpu" else "triton"
+    transport = find(device, shape.nodes)
     for path in env.table_paths():
         try:
             table = load(path, cpu_model() if device == "cpu" else part, shape, algorithms, device)
             if isinstance(table, PassedOver):
                 passed.append(table.reason)
             else:
-                tables.append(("user table", fit_for(table, kernels, algorithms)))
+                tables.append(("user table", fit_for(table, transport, algorithms)))
         except ConfigError as error:
             troubles.append(str(error))
     try:
         if found := packaged(part, shape, algorithms):
-            tables.append(("packaged table", fit_for(found, kernels, algorithms)))
+            tables.append(("packaged table", fit_for(found, transport, algorithms)))
     except ConfigError as error:
         # nobody asked for it by name, and without it calls are right and may be slower
         passed.append(str(error))

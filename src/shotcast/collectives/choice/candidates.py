@@ -7,6 +7,7 @@ import dataclasses
 from shotcast import wire
 from shotcast.collectives.algorithm import FUSED, REDUCING, Algorithm, CollectiveProblem, Form, Topology
 from shotcast.collectives.choice.choice import Candidate
+from shotcast.transport.transport import Transport
 from shotcast.transport.triton.layout import CELLS_TAKE, QUAD, rooms
 from shotcast.units import format_size
 from shotcast.wire import MAX_WORLD_SIZE, LaunchShape, Op
@@ -23,7 +24,7 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
         serving = [one for one in topology.algorithms.serving(op) if not one.library]
         own = [one.name for one in serving if one.forms[op].keeps_to_sms == bool(problem.sms)]
         return f"there is no {name} {op.label}; there is {', '.join(own)}"
-    if not topology.kernels:
+    if topology.obstacle:
         return topology.obstacle
     if problem.sms and not form.keeps_to_sms:
         return "it does not keep to a number of SMs"
@@ -42,17 +43,18 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
         return "the ranks share no multicast address"
     if form.between_nodes and topology.shape.nodes == 1:
         return "all ranks are on one node"
-    if not getattr(form, topology.form_kind):
+    transport = topology.transport
+    if not form.kernel(transport.field):
         return _no_kernel(problem, algorithm)
-    if topology.network == "nvshmem" and not form.between_nodes and op is not Op.BARRIER:
+    if topology.network.puts and not form.between_nodes and op is not Op.BARRIER:
         return "it stores to all ranks, and those of other hosts are reached by puts"
-    if form.between_nodes and topology.form_kind == "triton" and not topology.layout.consecutive:
+    if form.between_nodes and transport.consecutive and not topology.layout.consecutive:
         return "its kernel takes nodes of consecutive ranks"
     if why := form.obstacle(problem):
         return why
     if form.launch is not None and not form.keeps_to_sms and (why := _beyond_others(problem, form.launch(problem))):
         return why
-    if topology.kernels == "compiled" or op in (Op.SEND, Op.RECV, Op.BARRIER):
+    if not transport.grids or op in (Op.SEND, Op.RECV, Op.BARRIER):
         return ""  # a message of any size passes in chunks
     return _beyond_workspace(problem, algorithm, form)
 
@@ -67,14 +69,10 @@ _BESIDE_OTHERS = ((2, LaunchShape(128, 2048, 8)), (MAX_WORLD_SIZE, LaunchShape(1
 """Launches of this many warps for up to a number of ranks, whose tiles decide the registers of a thread."""
 
 
-def _may_fill(topology: Topology) -> bool:
-    return topology.exclusive or topology.kernels != "triton"
-
-
 def _beyond_others(problem: CollectiveProblem, shape: LaunchShape) -> str:
     """Return why a grid leaves too little of the GPU to other communicators; empty if it does not."""
     warps = shape.programs * shape.num_warps
-    if _may_fill(problem.topology) or warps <= _MOST_WARPS:
+    if problem.topology.exclusive or problem.topology.device != "cuda" or warps <= _MOST_WARPS:
         return ""
     return f"its grid has {warps} warps, and calls have up to {_MOST_WARPS} where the communicator is not exclusive"
 
@@ -116,20 +114,16 @@ def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
 
 
 def _no_kernel(problem: CollectiveProblem, algorithm: Algorithm) -> str:
-    kind = problem.topology.form_kind
-    if kind == "hosts":
-        serving = problem.topology.algorithms.serving(problem.op)
-        if not any(one.forms[problem.op].hosts for one in serving if not one.library):
-            return f"no own kernel carries {problem.op.label} between hosts"
-        return f"{algorithm.name} has no form for CPU ranks on several nodes"
-    if kind == "cpu":
-        return f"{algorithm.name} has no compiled form for CPU ranks; SHOTCAST_CPU_KERNELS=interpreter runs its kernel"
-    return f"{algorithm.name} has no Triton kernel"
+    topology, op = problem.topology, problem.op
+    forms = [one.forms[op] for one in topology.algorithms.serving(op) if not one.library]
+    if topology.shape.nodes > 1 and not any(form.kernel(topology.transport.field) for form in forms):
+        return f"no own kernel carries {op.label} between hosts"
+    return topology.transport.missing.format(name=algorithm.name)
 
 
 def by_cells(topology: Topology, dtype: str, form: Form) -> bool:
     """Return whether a form sends flag cells, which take twice the bytes of the data (docs/reference/protocols.md)."""
-    return topology.form_kind == "triton" and dtype not in wire.REDUCIBLE and not form.keeps_to_sms
+    return topology.transport.cells and dtype not in wire.REDUCIBLE and not form.keeps_to_sms
 
 
 def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Form) -> str:
@@ -159,7 +153,7 @@ def room(problem: CollectiveProblem, name: str) -> int:
     topology = problem.topology
     algorithm = topology.algorithms[name]
     passing = problem.op in (Op.SEND, Op.RECV, Op.BARRIER)
-    if algorithm.library or passing or topology.kernels not in ("triton", "interpreter"):
+    if algorithm.library or passing or not topology.transport.grids:
         return 0
     form = algorithm.forms[problem.op]
     if form.divides:
@@ -198,7 +192,7 @@ def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:
     communicator is not exclusive, fewer programs pass over it repeatedly.
     """
     topology, form = problem.topology, problem.topology.algorithms[name].forms[problem.op]
-    if topology.kernels == "compiled":
+    if not topology.transport.grids:
         return LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
     if form.launch is not None:
         return form.launch(problem)
@@ -209,7 +203,7 @@ def _whole_gpu(problem: CollectiveProblem, form: Form) -> LaunchShape:
     """Return the launch of a call that may fill the GPU while it waits."""
     topology, share = problem.topology, form.share(problem)
     words = max(share // 4, 1)
-    if topology.kernels == "interpreter":
+    if topology.transport.serial:
         block = 1 << max(4, min(11, (words // 2).bit_length()))
         return LaunchShape(programs=min(3, -(-words // block)), block_words=block, num_warps=1)
     if share < 512 << 10:
@@ -228,15 +222,13 @@ _WARPS = 4096
 """The most warps of such a grid that is worth trying."""
 _CHUNKS = tuple(1 << bits for bits in range(15, 21))
 
-_MAX_PROGRAMS, _MAX_BLOCK_WORDS, _MAX_WARPS = (1 << 31) - 2, 4096, 16  # CUDA's grid, and the program of headers
+_MAX_PROGRAMS, _MAX_WARPS = (1 << 31) - 2, 16  # CUDA's grid, and the program of headers
 _MAX_SENT_WORDS, _MAX_SENT_WARPS = 16384, 32
 """The same for kernels that keep to a number of SMs, which poll no words of a tile and have no program for headers."""
-_MAX_INTERPRETED_WORDS = 8192
-"""The interpreter has a whole row of a fused call in one tile."""
 
 
-def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> str:
-    """Return why ``kernels`` (:attr:`Topology.kernels`) cannot launch ``algorithm`` as ``shape``; empty if they can.
+def launch_obstacle(transport: Transport, algorithm: Algorithm, shape: LaunchShape) -> str:
+    """Return why kernels of a transport cannot launch ``algorithm`` as ``shape``; empty if they can.
 
     On a GPU every thread has words of its own. Where a tile has fewer words than threads, several threads poll one
     word and may see it arrive at different times: one of them continues with the old one.
@@ -244,9 +236,9 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
     for name, value in dataclasses.asdict(shape).items():
         if not isinstance(value, int) or isinstance(value, bool):
             return f"{name} is a whole number, not {value!r}"
-    if algorithm.library or kernels == "compiled":
+    if algorithm.library or not transport.grids:
         return "" if shape.chunk_bytes >= 0 else f"chunk_bytes starts at 0, and is {shape.chunk_bytes}"
-    most, most_warps = _MAX_BLOCK_WORDS if kernels == "triton" else _MAX_INTERPRETED_WORDS, _MAX_WARPS
+    most, most_warps = transport.most_words, _MAX_WARPS
     if algorithm.keeps_to_sms:
         most, most_warps = _MAX_SENT_WORDS, _MAX_SENT_WARPS
     if not 1 <= shape.programs <= _MAX_PROGRAMS:
@@ -258,7 +250,7 @@ def launch_obstacle(kernels: str, algorithm: Algorithm, shape: LaunchShape) -> s
     if algorithm.keeps_to_sms and (shape.chunk_bytes < 1 or shape.chunk_bytes % QUAD):
         return f"chunk_bytes is a multiple of {QUAD} from {QUAD} up, not {shape.chunk_bytes}"
     threads = 32 * shape.num_warps
-    if kernels == "triton" and shape.block_words < threads:
+    if not transport.serial and shape.block_words < threads:
         of_program = f"{threads} in {shape.num_warps} warps"
         return f"block_words is at least the threads of a program, {of_program}, not {shape.block_words}"
     return ""
@@ -269,14 +261,14 @@ def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, .
 
     Forms with a separate launch, such as fused kernels, keep the default, unless they say what else to try.
     """
-    default, kernels = launch_shape(problem, name), problem.topology.kernels
+    default, transport = launch_shape(problem, name), problem.topology.transport
     algorithm = problem.topology.algorithms[name]
     form = algorithm.forms[problem.op]
     shapes = [default]
-    if not algorithm.library and kernels == "compiled":
+    if not algorithm.library and not transport.grids:
         # a chunk that holds the whole message is as good as any larger one
         shapes += [dataclasses.replace(default, chunk_bytes=chunk) for chunk in _CHUNKS if chunk < 2 * problem.nbytes]
-    elif kernels == "triton" and form.launch is None:
+    elif transport.grids and not transport.serial and form.launch is None:
         words = max(form.share(problem) // 4, 1)
         for block, warps in _TILES:
             if block == _TILES[0][0] or block <= words:
@@ -286,7 +278,7 @@ def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, .
                     dataclasses.replace(default, programs=programs, block_words=block, num_warps=warps)
                     for programs in (*grids, tiles)
                 ]
-    elif kernels == "triton":
+    elif transport.grids and not transport.serial:
         shapes += form.launches(problem)
     return tuple(dict.fromkeys(shape for shape in shapes if not _beyond_others(problem, shape)))
 
@@ -296,7 +288,7 @@ def fitted(problem: CollectiveProblem, name: str, shape: LaunchShape) -> LaunchS
 
     (Idle programs are not free: at 2 ranks, 32768 programs instead of 8192 took twice as long for 64 MiB.)
     """
-    if problem.topology.kernels == "compiled":
+    if not problem.topology.transport.grids:
         return shape
     form = problem.topology.algorithms[name].forms[problem.op]
     if form.keeps_to_sms:

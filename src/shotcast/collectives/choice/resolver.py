@@ -123,9 +123,16 @@ class Resolver:
         check_reduction(name, reduction)
         if is_divided(name, reduction):
             reduction = "sum"
-        on_sms = self.topology.device == "cuda" or self.topology.kernels == "interpreter"
         return CollectiveProblem(
-            op, count * dtype.itemsize, name, self.topology, root, sizes, reduction, norm, budget if on_sms else 0
+            op,
+            count * dtype.itemsize,
+            name,
+            self.topology,
+            root,
+            sizes,
+            reduction,
+            norm,
+            budget if self.topology.runs_grids else 0,
         )
 
     def resolve(
@@ -147,26 +154,15 @@ class Resolver:
             code = norm.code
         shape = candidate.launch if launch is None else launch
         chosen = self.topology.algorithms[candidate.algorithm]
-        if self.topology.kernels and (why := launch_obstacle(self.topology.kernels, chosen, shape)):
+        if why := launch_obstacle(self.topology.transport, chosen, shape):
             raise ConfigError(f"{op.label} by {candidate.algorithm} cannot be launched so: {why}")
         needed = room(problem, candidate.algorithm)
-        plan = CallPlan(
-            op,
-            candidate.algorithm,
-            problem.dtype,
-            problem.nbytes,
-            code,
-            sizes,
-            shape,
-            norm,
-            room=needed,
-            reduction=problem.reduction,
-        )
-        by_library = self.topology.algorithms[plan.algorithm].library
+        made = op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm
+        plan, by_library = CallPlan(*made, room=needed, reduction=problem.reduction), chosen.library
         how = "" if plan.reduction == "sum" else f" {plan.reduction}"
         label = f"shotcast.{op.label}{how} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
         # a message is of two ranks, and headers of GPUs on several hosts are for all
-        alone = self.topology.network == "nvshmem" and op in (Op.SEND, Op.RECV)
+        alone = self.topology.network.puts and op in (Op.SEND, Op.RECV)
         if self.executor is None or alone:
             return Call(plan, by_library, None, (), needed, label)
         names = self.executor.forms(plan)
@@ -235,26 +231,16 @@ class Resolver:
             reason = "; ".join((reason, *self.passed))
         if choice.entry is not None:
             (number, key), topology = choice.entry, self.topology
-            kernels = "hosts" if topology.form_kind == "hosts" else topology.kernels
-            made_by = fingerprints.of_table(self.tables[number][1], key, topology.algorithms, kernels)
+            made_by = fingerprints.of_table(self.tables[number][1], key, topology.algorithms, topology.transport)
             reason += f"; {made_by}" if made_by else ""
         legal = tuple(candidate.algorithm for candidate in candidates(problem))
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)
         by_library = self.topology.algorithms[candidate.algorithm].library
         executor = self.executor
         memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(room(problem, taken[0])))
-        gated = self.topology.kernels == "triton" and not self.topology.exclusive and not by_library
+        gated = self.topology.device == "cuda" and not self.topology.exclusive and not by_library
+        gated = gated and asked not in (Op.SEND, Op.RECV, Op.BARRIER)
+        sms, invariant = problem.sms, self.topology.batch_invariant
         return Explanation(
-            asked.label,
-            *size,
-            *taken,
-            choice.source,
-            reason,
-            legal,
-            mode,
-            by_library,
-            *memory,
-            problem.sms,
-            self.topology.batch_invariant,
-            gated and asked not in (Op.SEND, Op.RECV, Op.BARRIER),
+            asked.label, *size, *taken, choice.source, reason, legal, mode, by_library, *memory, sms, invariant, gated
         )

@@ -144,7 +144,7 @@ def predicted_us(topology: Topology, op: Op, dtype: str, nbytes: int, name: str,
     form = topology.algorithms[name].forms[op]
     sent = 2 * nbytes if by_cells(topology, dtype, form) else nbytes
     work = form.work(sent, topology.shape, wire.DTYPES.get(dtype, 1))
-    return time_us(work, link, topology.network_cost, sms)
+    return time_us(work, link, topology.network.cost, sms)
 
 
 def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate], argument: str) -> Choice:
@@ -155,7 +155,7 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate], argument:
     allowed = [name for name in own if not _not_taken(topology, name, argument)]
     if not allowed:
         return _the_library(problem, legal)
-    if problem.nbytes > _MOST_IN_CELLS and problem.op in REDUCING and topology.kernels == "triton":
+    if problem.nbytes > _MOST_IN_CELLS and problem.op in REDUCING and topology.device == "cuda":
         forms = {name: algorithms[name].forms[problem.op] for name in allowed}
         library = next((candidate for name, candidate in legal.items() if algorithms[name].library), None)
         if library and all(by_cells(topology, problem.dtype, form) for form in forms.values()):
@@ -164,8 +164,8 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate], argument:
     times = {name: predicted_us(topology, *call, name, problem.sms) for name in own}
     best = min(allowed, key=times.__getitem__)
     reason = "predicted us: " + ", ".join(f"{name} {times[name]:.1f}" for name in allowed)
-    if topology.network:
-        reason += f", for {topology.shape} ranks over {topology.network} of {topology.network_cost}"
+    if topology.network.name:
+        reason += f", for {topology.shape} ranks over {topology.network.name} of {topology.network.cost}"
     fastest = min(own, key=times.__getitem__)
     if fastest not in allowed:
         reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_not_taken(topology, fastest, argument)}"

@@ -38,6 +38,7 @@ from shotcast import wire
 from shotcast.collectives.algorithm import FUSED, Algorithms
 from shotcast.collectives.choice.candidates import launch_obstacle
 from shotcast.errors import ConfigError
+from shotcast.transport.transport import Transport
 from shotcast.wire import LaunchShape, NodeShape
 
 FORMAT = 3
@@ -224,14 +225,13 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def fit_for(table: Table, kernels: str, algorithms: Algorithms) -> Table:
-    """Return ``table`` if ``kernels`` ("triton", "interpreter" or "compiled") take its launches.
-
-    Raises ConfigError otherwise.
-    """
+def fit_for(table: Table, transport: Transport, algorithms: Algorithms) -> Table:
+    """Return ``table`` if kernels of a transport take its launches. Raises ConfigError otherwise."""
     for (mode, op, dtype), rows in table.rows.items():
         for row in rows:
-            if row.launch is not None and (trouble := launch_obstacle(kernels, algorithms[row.algorithm], row.launch)):
+            if row.launch is not None and (
+                trouble := launch_obstacle(transport, algorithms[row.algorithm], row.launch)
+            ):
                 raise ConfigError(f"table {table.name}, {mode}/{op}/{dtype}, {row.algorithm}: {trouble}")
     return table
 

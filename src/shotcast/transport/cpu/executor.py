@@ -33,6 +33,7 @@ from shotcast.transport.cpu.waiting import (
     PEER_GONE,
     TIMED_OUT,
 )
+from shotcast.transport.transport import Built, Ranks
 from shotcast.wire import CallPlan, Fault, Header, HeaderWords, Op, Wait
 
 logger = logging.getLogger(__name__)
@@ -608,3 +609,10 @@ class CpuExecutor:
 
     def _set(self, offset: int, value: int) -> None:
         self.context[offset // 8] = value
+
+
+def build(ranks: Ranks) -> Built:
+    """Build the executor of CPU ranks of one host."""
+    if why := ranks.beyond(wire.MAX_WORLD_SIZE):
+        return Built(None, why)
+    return Built(CpuExecutor(ranks.host, ranks.max_bytes, ranks.timeout_s, ranks.algorithms))

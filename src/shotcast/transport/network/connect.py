@@ -12,14 +12,15 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shotcast.errors import ConfigError
 from shotcast.hardware.interfaces import address_of_this_host, listen
 from shotcast.hardware.nodes import NodeLayout
-from shotcast.memory.symmetric import HostGroup, raise_failures
+from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.network.handshake import connection_key, handshake, new_key, receive
 
 logger = logging.getLogger(__name__)
@@ -36,19 +37,6 @@ _ADVICE = (
     "SHOTCAST_SOCKET_IFNAME names the network interface that hosts use, SHOTCAST_PORT_RANGE the ports that they open, "
     "and SHOTCAST_SECRET is to be equal on all of them"
 )
-
-
-class Hosts(HostGroup, Protocol):
-    """The ranks of a communicator, from which those of one node can be taken."""
-
-    @property
-    def meeting_point(self) -> str: ...
-    @property
-    def left(self) -> Collection[int]:
-        """The ranks that have left, though their processes live on."""
-        ...
-
-    def part(self, ranks: Iterable[int], name: str) -> HostGroup: ...
 
 
 class Connections(NamedTuple):
@@ -70,7 +58,7 @@ class Connections(NamedTuple):
             one.close()
 
 
-def connect(host: Hosts, layout: NodeLayout, timeout_s: float) -> Connections:
+def connect(host: StoreGroup, layout: NodeLayout, timeout_s: float) -> Connections:
     """Connect this rank with its peers. Collective.
 
     Args:

@@ -12,22 +12,21 @@ import statistics
 import threading
 import time
 from array import array
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 
 from shotcast import wire
+from shotcast.cost.collective import NetworkCost
 from shotcast.errors import ConfigError
-from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu import layout as local_layout
-from shotcast.transport.cpu.executor import Algorithms, BoundCall, CpuExecutor, parts_of
+from shotcast.transport.cpu.executor import BoundCall, CpuExecutor, parts_of
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.waiting import ABORTED, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
 from shotcast.transport.network import layout
-from shotcast.transport.network.connect import Hosts, connect
+from shotcast.transport.network.connect import connect
 from shotcast.transport.network.control import ControlPlane, RankState
 from shotcast.transport.network.hosts_call import HostsCall, partial_bytes
 from shotcast.transport.network.layout import FRAME_HEADER_BYTES
@@ -35,6 +34,7 @@ from shotcast.transport.network.meet import BARRIER
 from shotcast.transport.network.messages import Message, MessageConnections
 from shotcast.transport.network.nvrar_pairs import ALL_REDUCE
 from shotcast.transport.network.swap import SWAP
+from shotcast.transport.transport import Built, Network, Ranks
 from shotcast.units import align_up
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, Wait
 
@@ -73,32 +73,15 @@ class HostsExecutor(CpuExecutor):
     """Runs the calls of one communicator whose ranks are processes of several nodes, equally many on each.
 
     Construction is collective, and raises what :class:`CpuExecutor` raises, on all ranks.
-
-    Args:
-        host: all ranks.
-        layout: their nodes.
-        max_bytes, timeout_s, algorithms: as for :class:`CpuExecutor`.
-        ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended.
-        left: ``left(rank)`` is told of those that have left.
     """
 
     batches = False
     kind = "hosts"
     heap_nbytes = 0
 
-    def __init__(
-        self,
-        host: Hosts,
-        nodes: NodeLayout,
-        max_bytes: int,
-        timeout_s: float,
-        algorithms: Algorithms,
-        ended: Callable[[int], None] = lambda rank: None,
-        left: Callable[[int], None] = lambda rank: None,
-    ):
-        if nodes.nodes > wire.MAX_NODES:
-            raise ConfigError(f"own kernels serve up to {wire.MAX_NODES} nodes, not {nodes.nodes}")
-        self._hosts, self._nodes, self._told, self._tell_left = host, nodes, ended, left
+    def __init__(self, ranks: Ranks):
+        host, nodes = ranks.host, ranks.layout
+        self._hosts, self._nodes, self._told, self._tell_left = host, nodes, ranks.ended, ranks.left
         self._global_rank = host.rank
         self._node = nodes.node_of(host.rank)
         self._members = nodes.members[self._node]
@@ -109,7 +92,8 @@ class HostsExecutor(CpuExecutor):
         try:
             failure = ""
             try:
-                super().__init__(host.part(self._members, f"node {self._node}"), max_bytes, timeout_s, algorithms)
+                part = host.part(self._members, f"node {self._node}")
+                super().__init__(part, ranks.max_bytes, ranks.timeout_s, ranks.algorithms)
             except ConfigError as error:
                 failure = str(error)
             raise_failures(host, failure)
@@ -437,3 +421,9 @@ class HostsExecutor(CpuExecutor):
         """Close the connections and give the memory back. A second call does nothing."""
         self._links.close()
         super().close()
+
+
+def build(ranks: Ranks) -> Built:
+    """Build the executor of CPU ranks of several nodes."""
+    executor = HostsExecutor(ranks)
+    return Built(executor, network=Network("tcp", NetworkCost(*executor.network)))

@@ -11,7 +11,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,8 +24,9 @@ from shotcast.memory import driver
 from shotcast.memory.arena import arena_of
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
-from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target, raise_failures
+from shotcast.memory.symmetric import SymmetricBuffer, Target, raise_failures
 from shotcast.transport.kernel_call import KernelCall
+from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
 from shotcast.transport.triton.bound_kernel import BoundKernel
@@ -37,23 +38,6 @@ from shotcast.wire import CallPlan, Fault, HeaderWords, Op, Wait
 _SETTLE_S = 0.3
 """Time from the end of a process to the mark that ends waits for it. A program that has looked for a word before the
 rank sent it, and ended, looks again by then."""
-
-
-class Form(Protocol):
-    """A form of an algorithm, as far as the executor needs it."""
-
-    @property
-    def divides(self) -> bool: ...
-    @property
-    def between_nodes(self) -> bool: ...
-
-
-class Algorithms(Protocol):
-    """The algorithms of a communicator, as far as the executor needs them."""
-
-    def header(self, plan: CallPlan, /) -> HeaderWords: ...
-    def form(self, plan: CallPlan, /) -> Form: ...
-    def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
 
 
 class _Piece(NamedTuple):
@@ -214,14 +198,9 @@ class TritonExecutor:
     kernels in captured graphs use them.
 
     Args:
+        ranks: those on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import).
         lease: ``lease(nbytes)`` gives symmetric memory. Collective; it raises on all ranks or on none.
-        group: the ranks.
-        max_bytes: the longest message of the largest workspace.
-        timeout_s: deadline of a call, from its first unsuccessful look.
-        device: where the kernels run; ``cpu`` needs Triton's interpreter (TRITON_INTERPRET=1 at import).
-        algorithms: those that plans name.
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
-        exclusive: calls may fill the GPU while they wait for other ranks; without, a gate waits in front of them.
 
     Attributes:
         workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
@@ -238,24 +217,15 @@ class TritonExecutor:
     _puts = False
     """Ranks of other nodes are reached by puts, which are staged."""
 
-    def __init__(
-        self,
-        lease: Callable[[int], Memory],
-        group: HostGroup,
-        max_bytes: int,
-        timeout_s: float,
-        device: torch.device,
-        algorithms: Algorithms,
-        nodes: int = 1,
-        exclusive: bool = True,
-    ):
+    def __init__(self, ranks: Ranks, lease: Callable[[int], Memory], nodes: int = 1):
+        group, device, exclusive = ranks.host, ranks.device, ranks.exclusive
         on_gpu = device.type == "cuda"
         if on_gpu == INTERPRETED:
             where = "the interpreter (TRITON_INTERPRET=1)" if INTERPRETED else "a GPU"
             raise ConfigError(f"Triton was imported to run kernels on {where}; it cannot serve {device.type} ranks now")
-        self._lease, self._group, self._rooms = lease, group, layout.rooms(max_bytes)
+        self._lease, self._group, self._rooms = lease, group, layout.rooms(ranks.max_bytes)
         self.device = device
-        self._algorithms, self._nodes, self._exclusive = algorithms, nodes, exclusive
+        self._algorithms, self._nodes, self._exclusive = ranks.algorithms, nodes, exclusive
         failure = ""
         try:
             self._use_words(_host_words(device))
@@ -264,7 +234,7 @@ class TritonExecutor:
         except RuntimeError as error:
             failure = f"there is too little memory for a communicator on {device}: {error}"
         raise_failures(group, failure)
-        self._timeout_s = timeout_s
+        self._timeout_s = ranks.timeout_s
         self._wait: Wait | None = None
         self._awaited: Sequence[int] = ()
         self._marking, self._closed = threading.Lock(), False

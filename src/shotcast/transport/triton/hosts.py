@@ -13,13 +13,11 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, cast
 
-import torch
-
 from shotcast.errors import ConfigError
-from shotcast.hardware.nodes import NodeLayout
-from shotcast.transport.network.connect import Hosts, connect
+from shotcast.transport.network.connect import connect
 from shotcast.transport.network.control import ControlPlane
-from shotcast.transport.triton.executor import Algorithms, Memory, TritonExecutor
+from shotcast.transport.transport import Ranks
+from shotcast.transport.triton.executor import Memory, TritonExecutor
 
 _LONGEST_LOOK_S, _SHORTEST_LOOK_S = 0.01, 0.001
 _LOOKS_PER_TIMEOUT = 500
@@ -40,11 +38,8 @@ class HostsTritonExecutor(TritonExecutor):
     """This rank's side of a communicator whose ranks are on several nodes, equally many on each.
 
     Args:
-        host: all ranks.
-        nodes: their nodes, each of consecutive ranks.
+        ranks: those of all nodes, each of which has consecutive ones.
         lease: ``lease(nbytes)`` gives memory of NVSHMEM. Collective; it raises on all ranks or on none.
-        max_bytes, timeout_s, device, algorithms, exclusive: as for :class:`TritonExecutor`.
-        ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended.
 
     Raises:
         ConfigError: on all ranks; NVSHMEM is missing or has too little memory, or peers cannot connect.
@@ -53,21 +48,10 @@ class HostsTritonExecutor(TritonExecutor):
 
     _puts = True
 
-    def __init__(
-        self,
-        host: Hosts,
-        nodes: NodeLayout,
-        lease: Callable[[int], PutMemory],
-        max_bytes: int,
-        timeout_s: float,
-        device: torch.device,
-        algorithms: Algorithms,
-        ended: Callable[[int], None] = lambda rank: None,
-        exclusive: bool = True,
-    ):
-        self._hosts, self._layout_of_nodes, self._ended = host, nodes, ended
-        super().__init__(lease, host, max_bytes, timeout_s, device, algorithms, nodes.nodes, exclusive)
-        self._peers = nodes.peers(host.rank)
+    def __init__(self, ranks: Ranks, lease: Callable[[int], PutMemory]):
+        self._hosts, self._layout_of_nodes, self._ended = ranks.host, ranks.layout, ranks.ended
+        super().__init__(ranks, lease, ranks.layout.nodes)
+        self._peers = ranks.layout.peers(ranks.host.rank)
         self._told = 0
         self._stop_looking = threading.Event()
         self._control = self._connect()

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from shotcast.collectives.executor_factory import build_executor
 from shotcast.collectives.nodes import Nodes
 from shotcast.collectives.registry import registered
-from shotcast.cost.collective import INFINIBAND, NO_NETWORK, NVLINK4, NetworkCost
+from shotcast.cost.collective import INFINIBAND, NVLINK4, NetworkCost
 from shotcast.errors import ConfigError
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory import arena
-from shotcast.transport.triton import hosts  # before the fixture replaces what it derives from
+from shotcast.transport.registry import build_executor, find
+from shotcast.transport.transport import NO_NETWORK, NO_TRANSPORT, Built, Network, Ranks
+from shotcast.transport.triton import (
+    GPUS,
+    hosts,  # before the fixture replaces what it derives from
+)
 from shotcast.transport.triton.layout import Layout
 
 GPU = torch.device("cuda", 1)
@@ -63,21 +67,35 @@ class Buffer:
 built: dict[str, tuple[Any, ...]] = {}
 
 
+ALGORITHMS = registered()
+
+
+def ranks_of(host: Any, nodes: Nodes, device: torch.device) -> Ranks:
+    return Ranks(host, nodes.layout, nodes.one_host, device, 1 << 20, 3.0, ALGORITHMS, print, print, False)
+
+
+def made_for(host: Any, nodes: Nodes, device: torch.device) -> Built:
+    """Return what is built for the ranks of a communicator, by the transport of GPUs or for none."""
+    transport, made = build_executor(find(device.type, nodes.layout.nodes), ranks_of(host, nodes, device))
+    assert transport is (NO_TRANSPORT if made.executor is None else GPUS)
+    return made
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     built.clear()
     process = arena.Process()
 
-    def executor(lease: Any, *args: Any) -> Any:
-        built["executor"] = args
-        memory = lease(Layout.for_messages(args[1]).nbytes)
+    def executor(ranks: Ranks, lease: Any, nodes: int) -> Any:
+        built["executor"] = ranks, nodes
+        memory = lease(Layout.for_messages(ranks.max_bytes).nbytes)
         return SimpleNamespace(memory=memory, multicast=bool(memory.multicast_address))
 
     monkeypatch.setattr("shotcast.memory.cuda.CudaBuffer", Buffer)
     monkeypatch.setattr("shotcast.transport.triton.executor.TritonExecutor", executor)
     monkeypatch.setattr(arena, "_process", process)
     monkeypatch.setenv("SHOTCAST_MULTICAST", "1")
-    factory = "shotcast.collectives.executor_factory"
+    factory = "shotcast.transport.triton.build"
     monkeypatch.setattr(f"{factory}.uuid_of", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(f"{factory}.visible_gpus", lambda: {"GPU-0": 0, "GPU-1": 1})
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
@@ -88,16 +106,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_gpus_with_peer_access() -> None:
     host: Any = TwoRanks()
-    made = build_executor(host, ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
-    assert made[1:] == ("triton", "", True, "", NO_NETWORK)
+    made = made_for(host, ONE_NODE, GPU)
+    assert made[1:] == ("", True, NO_NETWORK)
     assert built["buffer"] == (GPU, False)
-    assert built["executor"] == (host, 1 << 20, 3.0, GPU, registered(), 1, False)
+    assert built["executor"] == (ranks_of(host, ONE_NODE, GPU), 1)
     assert arena.held()[str(GPU)].leased > Layout.for_messages(1 << 20).nbytes
 
 
 def test_gpus_older_than_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    built_executor = build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
+    built_executor = made_for(TwoRanks(), ONE_NODE, GPU)
     assert built_executor.obstacle == "rank 1: kernels need compute capability 8.0, as Triton does, and GPU 1 has 7.5"
     assert not built
 
@@ -105,58 +123,56 @@ def test_gpus_older_than_the_instructions(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     both = torch.device("cuda", 0)
     with pytest.raises(ConfigError, match=r"ranks 0, 1 use one GPU, GPU-0: .*SHOTCAST_SHARE_GPUS=1"):
-        build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered(), print)
+        made_for(TwoRanks(), ONE_NODE, both)
     assert not built
     monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
-    assert build_executor(TwoRanks(), ONE_NODE, both, 1 << 20, 3.0, registered(), print).kernels == "triton"
+    assert made_for(TwoRanks(), ONE_NODE, both).executor is not None
     assert built["buffer"][-1] is True
-    build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
+    made_for(TwoRanks(), ONE_NODE, GPU)
     assert built["buffer"][-1] is False, "these have one each"
 
 
 def test_one_gpu_under_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with other orders in CUDA_VISIBLE_DEVICES share a GPU, although their numbers differ."""
-    monkeypatch.setattr("shotcast.collectives.executor_factory.uuid_of", lambda device: "GPU-0")
+    monkeypatch.setattr("shotcast.transport.triton.build.uuid_of", lambda device: "GPU-0")
     with pytest.raises(ConfigError, match="ranks 0, 1 use one GPU, GPU-0"):
-        build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
+        made_for(TwoRanks(), ONE_NODE, GPU)
     monkeypatch.setenv("SHOTCAST_SHARE_GPUS", "1")
-    build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
+    made_for(TwoRanks(), ONE_NODE, GPU)
     assert built["buffer"][-1] is True
 
 
-def one_visible(monkeypatch: pytest.MonkeyPatch, access: bool | None) -> tuple[str, str]:
-    """Build where this rank sees GPU-1 alone, as number 0, and NVML says ``access``. Return kernels and obstacle."""
-    factory = "shotcast.collectives.executor_factory"
+def one_visible(monkeypatch: pytest.MonkeyPatch, access: bool | None) -> str:
+    """Build where this rank sees GPU-1 alone, as number 0, and NVML says ``access``. Return the obstacle."""
+    factory = "shotcast.transport.triton.build"
     monkeypatch.setattr(f"{factory}.uuid_of", lambda device: "GPU-1")
     monkeypatch.setattr(f"{factory}.visible_gpus", lambda: {"GPU-1": 0})
     monkeypatch.setattr(f"{factory}.nvml.peer_access", lambda *gpus: access if gpus == ("GPU-1", "GPU-0") else None)
-    made = build_executor(TwoRanks(), ONE_NODE, torch.device("cuda", 0), 1 << 20, 3.0, registered(), print)
-    return made.kernels, made.obstacle
+    made = made_for(TwoRanks(), ONE_NODE, torch.device("cuda", 0))
+    return made.obstacle
 
 
 def test_gpus_that_their_processes_see_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one visible GPU a rank, all have the number 0; they are not one GPU, and PyTorch has to be told so."""
-    assert one_visible(monkeypatch, True) == ("triton", "")
+    assert one_visible(monkeypatch, True) == ""
     assert built["buffer"] == (torch.device("cuda", 0), True)
 
 
 def test_a_hidden_gpu_without_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert one_visible(monkeypatch, False) == ("", "rank 1: GPU 0 has no peer access to the GPU of rank 0, GPU-0")
+    assert one_visible(monkeypatch, False) == "rank 1: GPU 0 has no peer access to the GPU of rank 0, GPU-0"
     assert not built
 
 
 def test_a_gpu_that_nothing_here_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, obstacle = one_visible(monkeypatch, None)
-    assert not kernels
-    assert obstacle == (
+    assert one_visible(monkeypatch, None) == (
         "rank 1: this process does not see the GPU of rank 0, GPU-0, and NVML knows nothing of it: a container hides it"
     )
 
 
 def test_logical_nodes_are_joined_by_peer_stores() -> None:
     layout = NodeLayout.of_keys(["a/0", "a/1"])
-    made = build_executor(TwoRanks(), ONE_NODE._replace(layout=layout), GPU, 1 << 20, 3.0, registered(), print)
-    assert made[1:] == ("triton", "", True, "peer stores", NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps))
+    made = made_for(TwoRanks(), ONE_NODE._replace(layout=layout), GPU)
+    assert made[1:] == ("", True, Network("peer stores", NetworkCost(NVLINK4.step_us, NVLINK4.bw_gbps)))
 
 
 @pytest.fixture
@@ -166,8 +182,8 @@ def heap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path))
 
-    def executor(host: Any, layout: NodeLayout, lease: Any, *args: Any) -> Any:
-        built["executor"] = layout, *args
+    def executor(ranks: Ranks, lease: Any) -> Any:
+        built["executor"] = (ranks,)
         return SimpleNamespace()
 
     monkeypatch.setattr(hosts, "HostsTritonExecutor", executor)
@@ -178,23 +194,24 @@ HOSTS = Nodes(NodeLayout.of_keys(["a", "b"]), False)
 
 def test_gpus_of_several_hosts_put(heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They need not see each other's GPUs."""
-    monkeypatch.setattr("shotcast.collectives.executor_factory.visible_gpus", lambda: {"GPU-1": 1})
-    made = build_executor(TwoRanks(), HOSTS, GPU, 1 << 20, 3.0, registered(), print)
-    assert made[1:] == ("triton", "", False, "nvshmem", INFINIBAND)
-    assert built["executor"] == (HOSTS.layout, 1 << 20, 3.0, GPU, registered(), print, False)
+    monkeypatch.setattr("shotcast.transport.triton.build.visible_gpus", lambda: {"GPU-1": 1})
+    host = TwoRanks()
+    made = made_for(host, HOSTS, GPU)
+    assert made[1:] == ("", False, Network("nvshmem", INFINIBAND, puts=True))
+    assert built["executor"] == (ranks_of(host, HOSTS, GPU),)
 
 
 def test_logical_nodes_put_if_that_is_asked_for(heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOTCAST_NETWORK", "nvshmem")
     nodes = HOSTS._replace(one_host=True)
-    assert build_executor(TwoRanks(), nodes, GPU, 1 << 20, 3.0, registered(), print).network == "nvshmem"
-    assert build_executor(TwoRanks(), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print).network == ""
+    assert made_for(TwoRanks(), nodes, GPU).network.puts
+    assert made_for(TwoRanks(), ONE_NODE, GPU).network == NO_NETWORK
 
 
 def test_gpus_that_put_are_as_many_as_a_fault_can_name() -> None:
     layout = NodeLayout.of_keys([str(rank // 6) for rank in range(18)])
     host: Any = SimpleNamespace(world_size=18, rank=1)
-    obstacle = build_executor(host, Nodes(layout, False), GPU, 1 << 20, 3.0, registered(), print).obstacle
+    obstacle = made_for(host, Nodes(layout, False), GPU).obstacle
     assert obstacle == "own kernels serve up to 16 ranks, not 18"
 
 
@@ -220,7 +237,7 @@ def test_gpus_of_several_hosts_that_cannot_put(
             raise ConfigError("NVSHMEM has no memory")
 
         monkeypatch.setattr(hosts, "HostsTritonExecutor", refuse)
-    made = build_executor(TwoRanks(), nodes, GPU, 1 << 20, 3.0, registered(), print)
+    made = made_for(TwoRanks(), nodes, GPU)
     assert made.executor is None
     assert made.obstacle.startswith(said)
 
@@ -237,29 +254,27 @@ def test_gpus_of_several_hosts_that_cannot_put(
 def test_nodes_that_own_kernels_do_not_serve(keys: Any, obstacle: str) -> None:
     nodes = Nodes(NodeLayout.of_keys(list(keys)), False)
     for device in (GPU, torch.device("cpu")):
-        assert build_executor(TwoRanks(), nodes, device, 1 << 20, 3.0, registered(), print).obstacle == obstacle
+        assert made_for(TwoRanks(), nodes, device).obstacle == obstacle
 
 
 def test_multicast_is_for_all_ranks_or_none() -> None:
     """The choice of algorithm depends on multicast, and all ranks must choose and launch alike."""
-    made: Any = build_executor(TwoRanks(others_multicast=False), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
+    made: Any = made_for(TwoRanks(others_multicast=False), ONE_NODE, GPU)
     assert not made.multicast
     assert made.executor.memory.multicast_address == 0
 
 
 def test_an_obstacle_of_another_rank_counts_for_all() -> None:
-    built_executor = build_executor(
-        TwoRanks("Triton is not installed"), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print
-    )
-    assert built_executor == (None, "", "rank 0: Triton is not installed", False, "", NO_NETWORK)
+    built_executor = made_for(TwoRanks("Triton is not installed"), ONE_NODE, GPU)
+    assert built_executor == (None, "rank 0: Triton is not installed", False, NO_NETWORK)
     assert not built
 
 
 def test_an_obstacle_is_said_once_by_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("shotcast.collectives.executor_factory._said", set())
+    monkeypatch.setattr("shotcast.transport.registry._said", set())
     for rank in (1, 0, 0):
         for obstacle in ("no peer access", "too old"):
-            build_executor(TwoRanks(obstacle, rank=rank), ONE_NODE, GPU, 1 << 20, 3.0, registered(), print)
+            made_for(TwoRanks(obstacle, rank=rank), ONE_NODE, GPU)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", f"the vendor library serves all calls of communicator two: rank 0: {obstacle}")
         for obstacle in ("no peer access", "too old")

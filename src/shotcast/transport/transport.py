@@ -1,0 +1,123 @@
+"""A transport as an object: the way in which calls are carried, and what it can do. Plain values, without torch.
+
+A transport is a folder beside this file, with its object in the folder's ``__init__``. All else asks the object what it
+can do: nobody compares the names of transports, or of networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shotcast.cost import collective
+
+if TYPE_CHECKING:
+    import torch
+
+    from shotcast.device.fingerprint import Tree
+    from shotcast.hardware.nodes import NodeLayout
+    from shotcast.memory.host_group import StoreGroup
+
+
+class Network(NamedTuple):
+    """The network between the nodes of ranks.
+
+    Attributes:
+        name: as people read it; empty on one node, and where there are no native kernels.
+        cost: its constants, the same on all ranks.
+        puts: memory of other nodes is not mapped: kernels reach it by puts, those of algorithms between nodes alone.
+    """
+
+    name: str = ""
+    cost: collective.NetworkCost = collective.NO_NETWORK
+    puts: bool = False
+
+
+NO_NETWORK = Network()
+
+
+class Ranks(NamedTuple):
+    """The ranks of a communicator that is being constructed.
+
+    Attributes:
+        host: the ranks.
+        layout: their nodes.
+        one_host: all ranks could map each other's memory.
+        device: where the kernels of this rank run.
+        max_bytes: the longest message of the largest workspace.
+        timeout_s: deadline of a call, from its first unsuccessful look.
+        exclusive: calls may fill a GPU while they wait for other ranks; without, a gate waits in front of them.
+        algorithms: those that plans name.
+        ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended, on any thread.
+        left: ``left(rank)`` is told of those that have left.
+    """
+
+    host: StoreGroup
+    layout: NodeLayout
+    one_host: bool
+    device: torch.device
+    max_bytes: int
+    timeout_s: float
+    algorithms: Any
+    ended: Callable[[int], None] = lambda rank: None
+    left: Callable[[int], None] = lambda rank: None
+    exclusive: bool = True
+
+    def beyond(self, most: int) -> str:
+        """Return why a transport for up to ``most`` ranks does not serve; empty if it does."""
+        return f"own kernels serve up to {most} ranks, not {self.host.world_size}" * (self.host.world_size > most)
+
+
+class Built(NamedTuple):
+    """An executor (:class:`shotcast.collectives.interface.Executor`), or None and why there is none.
+
+    ``multicast``: kernels use multicast addresses, on all ranks.
+    """
+
+    executor: Any
+    obstacle: str = ""
+    multicast: bool = False
+    network: Network = NO_NETWORK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """One way to carry calls.
+
+    Attributes:
+        name: as people read and write it.
+        device: ``"cuda"`` or ``"cpu"``: the device of its ranks.
+        field: the field of a :class:`~shotcast.collectives.algorithm.Form` that has its kernels.
+        missing: why an algorithm (``{name}``) without such a kernel cannot serve.
+        build: ``build(ranks)``, which returns :class:`Built`, by its name. Collective; raises ConfigError on all ranks.
+        fingerprint: ``fingerprint(tree, reference)`` of a kernel; ValueError for what it cannot read.
+        least_nodes: it serves ranks on this many nodes and more.
+        grids: kernels are grids of programs, as GPUs run them, and may be brought by calls; launches give their shape,
+            and the workspace bounds a message. Without, messages pass in chunks, and launches have nothing else.
+        serial: the programs of a grid run one after the other, each by one thread.
+        most_words: the most words of a tile.
+        cells: values that kernels do not add up travel as flag cells, twice their bytes.
+        consecutive: kernels between nodes take nodes of consecutive ranks.
+        only_sums: kernels between nodes have only sums of :data:`shotcast.wire.REDUCIBLE`.
+        writes_everywhere: a reduce writes its output on all ranks.
+    """
+
+    name: str
+    device: str
+    field: str
+    missing: str
+    build: str
+    fingerprint: Callable[[Tree, str], str] = lambda tree, reference: ""
+    least_nodes: int = 1
+    grids: bool = False
+    serial: bool = False
+    most_words: int = 0
+    cells: bool = False
+    consecutive: bool = False
+    only_sums: bool = False
+    writes_everywhere: bool = False
+
+
+NO_TRANSPORT = Transport(name="vendor", device="", field="", missing="", build="")
+"""The transport of ranks without native kernels: the vendor library serves all calls."""
