@@ -419,7 +419,8 @@ class Calls:
         given = bool(output_split_sizes) or bool(input_split_sizes)
         if not given:
             _sized("all_to_all", out.numel(), own.numel())
-            if own.numel() and own.data_ptr() == out.data_ptr() and is_dense(own) and is_dense(out):
+            dense = own.layout is torch.strided and is_dense(own) and is_dense(out)
+            if dense and own.numel() and own.data_ptr() == out.data_ptr():
                 raise ConfigError("all_to_all cannot work in place; give another tensor as the output")
 
         def make(comm: Communicator, data: Operands) -> None:
