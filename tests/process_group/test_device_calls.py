@@ -354,11 +354,15 @@ def test_what_has_arrived_is_finished_once(first: str) -> None:
 
 
 def test_inner_groups_have_the_methods_that_calls_use() -> None:
-    used = {
-        node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(calls)))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "inner"
-    }
+    used = set(calls._SINGLE.values())
+    for node in ast.walk(ast.parse(inspect.getsource(calls))):
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "inner"
+            and isinstance(node.value, ast.Tuple)
+        ):
+            method = node.value.elts[0]
+            used |= {method.value} if isinstance(method, ast.Constant) else set()
     assert {"allreduce", "allgather_coalesced", "_reduce_scatter_base", "alltoall"} <= used
     for name in ("ProcessGroupGloo", "ProcessGroupNCCL"):  # builds for the CPU have no NCCL
         kind = getattr(torch._C._distributed_c10d, name, None)

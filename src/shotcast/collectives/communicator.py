@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 
 from shotcast import env
-from shotcast.collectives import registry
+from shotcast.collectives import ops, registry
 from shotcast.collectives.algorithm import Topology
-from shotcast.collectives.arguments import dense, output, rows_per_rank, sm_budget
+from shotcast.collectives.arguments import sm_budget
 from shotcast.collectives.calls.coalesced import CoalescedCalls
-from shotcast.collectives.calls.copies import CopyCalls
 from shotcast.collectives.calls.messages import MessageCalls
 from shotcast.collectives.calls.norms import NormCalls
 from shotcast.collectives.calls.rooted import RootedCalls
@@ -47,10 +46,10 @@ from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.prepared import Given, PreparedCalls
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
-from shotcast.collectives.reductions import Reduction, divide, is_divided, reduction_name
+from shotcast.collectives.reductions import Reduction, divide, is_divided
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
 from shotcast.collectives.stream_order import StreamChain
-from shotcast.collectives.torch_ops import autograd, operators
+from shotcast.collectives.torch_ops import autograd
 from shotcast.collectives.torch_ops.communicators import register
 from shotcast.collectives.torch_ops.versions import Unseen, increment_version
 from shotcast.collectives.vendor.vendor import Vendor
@@ -86,7 +85,7 @@ def _seconds(timeout_s: float) -> float:
     return float(timeout_s)
 
 
-class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, NormCalls):
+class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, NormCalls):
     """The ranks of a process group, which exchange ordinary tensors.
 
     Every rank makes the same calls in the same order (send and recv: the two ranks that take part). On CUDA a call is
@@ -371,95 +370,13 @@ class Communicator(CopyCalls, RootedCalls, MessageCalls, CoalescedCalls, Started
         mapped = executor.empty(extents, dtype) if isinstance(executor, MappingExecutor) else None
         return torch.empty(extents, dtype=dtype, device=self.device) if mapped is None else mapped
 
-    def all_reduce(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        algorithm: str = "auto",
-        reduction: Reduction = "sum",
-        sms: int | None = None,
-    ) -> torch.Tensor:
-        """Compute ``out = x_0 + x_1 + ... + x_{N-1}``, or another reduction, on every rank.
-
-        Args:
-            x: contiguous, any shape, the same on all ranks.
-            out: like ``x``; ``x`` itself for in place; None for a new tensor.
-            algorithm: ``auto``, ``lossless`` (as ``auto``, but none that loses precision, even with ``allow_fp8``),
-                ``one_shot``, ``two_shot``, ``two_shot_fp8`` (loses precision: ``docs/reference/numerics.md``),
-                ``ring``, ``multimem`` (by name only), ``vendor``, or the name of a registered algorithm; over several
-                nodes ``nvrar``, ``nvrar_pairs``, ``nvrar_two_shot``, ``nvrar_halving`` and ``nvrar_16bit`` (by name
-                only, loses precision), of which ``docs/reference/algorithms.md`` tells.
-            reduction: ``sum``, ``avg``, ``prod``, ``max`` or ``min``, of integers and bool also ``band``, ``bor`` or
-                ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines
-                them for each dtype.
-            sms: the most SMs that native kernels may occupy on a GPU, so that other work continues; None for as many as
-                are fastest. The same on all ranks. CPU ranks and the vendor library (see :meth:`explain`) ignore it.
-
-        Returns:
-            ``out``. Differentiable; the gradient of ``max`` and ``min`` is divided equally among the ranks that reach
-            it, as by ``torch.amax``. That of ``max``, ``min`` and ``prod`` gathers ``x`` of all ranks.
-        """
-        if not isinstance(reduction, str):
-            reduction = reduction_name(reduction)
-        key, operands = ("all_reduce", algorithm, reduction, sms, type(sms)), (x, out)
-        if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
-            return done
-        x = dense(x, "x", self.device)
-        if is_compiling():
-            return operators.all_reduce(self, x, out, algorithm, reduction, sms)
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.AllReduce.apply(x, self, algorithm, reduction, sms)
-        out = output(x, out, x.shape, 0)
-        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd.AllReduce, x, out, self, algorithm, reduction, sms)
-        given = key, operands
-        self._run(Op.ALL_REDUCE, x, out, algorithm=algorithm, reduction=reduction, sms=sms, given=given)
-        return out
-
-    def reduce_scatter(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        algorithm: str = "auto",
-        reduction: Reduction = "sum",
-        sms: int | None = None,
-    ) -> torch.Tensor:
-        """Compute ``out_i = x_0[i] + ... + x_{N-1}[i]`` or another reduction, ``x[i]`` being the i-th of N equal parts.
-
-        Args:
-            x: contiguous [N * k, ...].
-            out: [k, ...]; None for a new tensor.
-            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms``.
-            reduction, sms: as in :meth:`all_reduce`.
-
-        Returns:
-            ``out``. Differentiable as :meth:`all_reduce` is.
-        """
-        if not isinstance(reduction, str):
-            reduction = reduction_name(reduction)
-        key, operands = ("reduce_scatter", algorithm, reduction, sms, type(sms)), (x, out)
-        if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
-            return done
-        x = dense(x, "x", self.device)
-        if is_compiling():
-            return operators.reduce_scatter(self, x, out, algorithm, reduction, sms)
-        rows = rows_per_rank(x, self.world_size, "reduce_scatter")
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.ReduceScatter.apply(x, self, algorithm, reduction, sms)
-        out = output(x, out, (rows, *x.shape[1:]), self.rank * (x.nbytes // self.world_size))
-        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd.ReduceScatter, x, out, self, algorithm, reduction, sms)
-        given = key, operands
-        self._run(Op.REDUCE_SCATTER, x, out, algorithm=algorithm, reduction=reduction, sms=sms, given=given)
-        return out
-
     def barrier(self) -> None:
         """Complete (on CUDA: on the current stream) when every rank has called."""
         given = ("barrier",), (None, None)
         if (prepared := self._prepared.find(*given)) and prepared.run(given[1]):
             return
         if is_compiling():
-            operators.barrier(self)
+            autograd.in_graph(ops.BARRIER, self.name, {})
             return
         self._run(Op.BARRIER, None, None, given=given)
 

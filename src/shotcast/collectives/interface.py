@@ -7,161 +7,18 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from shotcast.collectives.norm_operands import Fp8Normed
-from shotcast.collectives.reductions import Reduction
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.wire import CallPlan, Fault, HeaderWords, Wait
 
 
 class Collectives(Protocol):
-    """The calls of a :class:`~shotcast.collectives.communicator.Communicator` that operators and derivatives make."""
+    """A :class:`~shotcast.collectives.communicator.Communicator`, beside its calls."""
 
     name: str
     rank: int
     world_size: int
     device: torch.device
-
-    def candidates(self, x: torch.Tensor, op: str = "all_reduce", sms: int | None = None) -> list[str]: ...
-    def all_reduce(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        algorithm: str = "auto",
-        reduction: Reduction = "sum",
-        sms: int | None = None,
-    ) -> torch.Tensor: ...
-    def reduce_scatter(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        algorithm: str = "auto",
-        reduction: Reduction = "sum",
-        sms: int | None = None,
-    ) -> torch.Tensor: ...
-    def all_gather(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        sizes: Sequence[int] | None = None,
-        algorithm: str = "auto",
-        sms: int | None = None,
-    ) -> torch.Tensor: ...
-    def all_to_all(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-        algorithm: str = "auto",
-        sms: int | None = None,
-        input_sizes: Sequence[int] | None = None,
-        output_sizes: Sequence[int] | None = None,
-    ) -> torch.Tensor: ...
-    def reduce(
-        self,
-        x: torch.Tensor,
-        root: int,
-        out: torch.Tensor | None = None,
-        algorithm: str = "auto",
-        reduction: Reduction = "sum",
-    ) -> torch.Tensor: ...
-    def gather(
-        self, x: torch.Tensor, root: int, out: torch.Tensor | None = None, algorithm: str = "auto"
-    ) -> torch.Tensor: ...
-    def scatter(
-        self, x: torch.Tensor | None, root: int, out: torch.Tensor | None = None, algorithm: str = "auto"
-    ) -> torch.Tensor: ...
-    def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor: ...
-    def send(self, x: torch.Tensor, dst: int) -> None: ...
-    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor: ...
-    def barrier(self) -> None: ...
-    def all_reduce_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float = 1e-6,
-        algorithm: str = "auto",
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def all_reduce_rms_norm_fp8(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float = 1e-6,
-        scale: torch.Tensor | None = None,
-        with_normed: bool = False,
-        algorithm: str = "auto",
-        out: Fp8Normed | None = None,
-    ) -> Fp8Normed: ...
-    def reduce_scatter_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float = 1e-6,
-        gather: bool = False,
-        algorithm: str = "auto",
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def reduce_scatter_rms_norm_fp8(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float = 1e-6,
-        scale: torch.Tensor | None = None,
-        with_normed: bool = False,
-        gather: bool = False,
-        algorithm: str = "auto",
-        out: Fp8Normed | None = None,
-    ) -> Fp8Normed: ...
-    def all_reduce_layer_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        algorithm: str = "auto",
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def all_reduce_layer_norm_fp8(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        scale: torch.Tensor | None = None,
-        with_normed: bool = False,
-        algorithm: str = "auto",
-        out: Fp8Normed | None = None,
-    ) -> Fp8Normed: ...
-    def reduce_scatter_layer_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        gather: bool = False,
-        algorithm: str = "auto",
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def reduce_scatter_layer_norm_fp8(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        scale: torch.Tensor | None = None,
-        with_normed: bool = False,
-        gather: bool = False,
-        algorithm: str = "auto",
-        out: Fp8Normed | None = None,
-    ) -> Fp8Normed: ...
 
 
 class BoundCall(Protocol):

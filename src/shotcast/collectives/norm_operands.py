@@ -38,6 +38,10 @@ class Fp8Normed(NamedTuple):
     normed: torch.Tensor | None
 
 
+MEMBERS = {False: ("normed", "new_residual"), True: Fp8Normed._fields}
+"""The results of a call, by whether its norm is given in FP8."""
+
+
 def norm_operands(
     name: str,
     device: torch.device,
@@ -47,91 +51,69 @@ def norm_operands(
     eps: float,
     shards: int,
     gather: bool,
-    out: tuple[torch.Tensor, torch.Tensor] | None,
+    out: tuple[torch.Tensor | None, ...] | None,
     kind: str = wire.RMS,
     bias: torch.Tensor | None = None,
+    fp8: bool = False,
+    scale: torch.Tensor | None = None,
+    with_normed: bool = True,
 ) -> tuple[Norm, NormTensors]:
-    """Return the tensors that a call without FP8 reads and writes.
+    """Return the tensors that a call reads and writes.
 
-    ``shards`` is the number of ranks that the rows are divided among; ``kind`` is that of the norm without a bias.
-    Raises ConfigError or UnsupportedError, saying what is wrong and what is accepted.
+    ``shards`` is the number of ranks that the rows are divided among; ``kind`` is that of the norm without a bias. The
+    norm is given in ``fp8`` by ``scale``, or by a scale for each row that the call finds. Raises ConfigError or
+    UnsupportedError, saying what is wrong and what is accepted.
     """
     rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards, bias)
-    shape = all_rows if gather else rows
-    if out is None:
-        normed, new_residual = x.new_empty(shape), x.new_empty(rows)
-    else:
-        normed, new_residual = _members(name, out, 2, "(normed, new_residual)")
-        _written(name, "normed", normed, shape, x.dtype, device)
-        _written(name, "new_residual", new_residual, rows, x.dtype, device)
-        increment_version((normed, new_residual))
-    tensors = NormTensors(residual, weight, float(eps), new_residual, normed, bias=bias)
-    if out is not None:
-        _apart(name, x, tensors, False)
-    return _norm(x.shape[-1], "", True, _weight_dtype(x, weight), _kind(kind, bias)), tensors
-
-
-def fp8_operands(
-    name: str,
-    device: torch.device,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    shards: int,
-    gather: bool,
-    scale: torch.Tensor | None,
-    with_normed: bool,
-    out: Fp8Normed | None,
-    kind: str = wire.RMS,
-    bias: torch.Tensor | None = None,
-) -> tuple[Norm, NormTensors]:
-    """Return the tensors of a call with FP8, by ``scale`` or by a scale for each row that the call finds.
-
-    Everything else is as in :func:`norm_operands`.
-    """
-    rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards, bias)
-    shape = all_rows if gather else rows
-    scales = torch.Size((*shape[:-1], 1))
     if scale is not None:
         valid(scale, "scale", device)
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise ConfigError(
                 f"{name}: scale is one float32, or None for one a row; it is {list(scale.shape)} of {scale.dtype}"
             )
-    normed: torch.Tensor | None = None
+    quantize = ("dynamic" if scale is None else "static") if fp8 else ""
+    results = norm_results(x, rows, all_rows if gather else rows, quantize, with_normed)
     if out is None:
-        quantized = x.new_empty(shape, dtype=torch.float8_e4m3fn)
-        new_residual = x.new_empty(rows)
-        normed = x.new_empty(shape) if with_normed else None
-        if scale is None:
-            written = x.new_empty(scales, dtype=torch.float32)
+        made = {member: x.new_empty(shape, dtype=dtype) for member, (shape, dtype) in results.items()}
     else:
-        members = "(quantized, scale, new_residual, normed)"
-        quantized, written, new_residual, normed = _members(name, out, 4, members)
-        _written(name, "quantized", quantized, shape, torch.float8_e4m3fn, device)
-        _written(name, "new_residual", new_residual, rows, x.dtype, device)
-        if scale is None:
-            _written(name, "scale", written, scales, torch.float32, device)
-        if with_normed:
-            _written(name, "normed", normed, shape, x.dtype, device)
-            assert normed is not None
-        else:
-            normed = None
-    quantize = "dynamic" if scale is None else "static"
-    norm = _norm(x.shape[-1], quantize, with_normed, _weight_dtype(x, weight), _kind(kind, bias))
-    given = written if scale is None else scale
-    tensors = NormTensors(residual, weight, float(eps), new_residual, normed, quantized, given, bias)
+        given = norm_members(name, out, fp8)
+        made = {member: _written(name, member, given[member], *results[member], device) for member in results}
+    tensors = NormTensors(
+        *(residual, weight, float(eps), made["new_residual"], made.get("normed"), made.get("quantized")),
+        *(made.get("scale", scale), bias),
+    )
     if out is not None:
-        _apart(name, x, tensors, scale is None)
-    requires_grad = x.requires_grad or residual.requires_grad or weight.requires_grad or given.requires_grad
-    if requires_grad or (bias is not None and bias.requires_grad):
-        without_gradient(name, x=x, residual=residual, weight=weight, bias=bias, scale=given)
+        _apart(name, x, tensors, quantize == "dynamic")
+    if fp8:
+        without_gradient(name, x=x, residual=residual, weight=weight, bias=bias, scale=tensors.scale)
     if out is not None:
-        without_gradient(name, new_residual=new_residual, normed=normed)
-        changed = new_residual, normed, quantized, given if scale is None else None
-        increment_version(tuple(tensor for tensor in changed if tensor is not None))
-    return norm, tensors
+        if fp8:
+            without_gradient(name, new_residual=tensors.new_residual, normed=tensors.normed)
+        increment_version(tuple(made.values()))
+    kind = kind if bias is None else wire.LAYER_WITH_BIAS
+    return _norm(x.shape[-1], quantize, with_normed, _weight_dtype(x, weight), kind), tensors
+
+
+def norm_results(
+    x: torch.Tensor, rows: Sequence[int], shape: Sequence[int], quantize: str, with_normed: bool
+) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """Return shape and dtype of the tensors that a call writes, with ``rows`` on this rank, normed as ``shape``."""
+    found = {
+        "normed": (shape, x.dtype) if with_normed else None,
+        "new_residual": (rows, x.dtype),
+        "quantized": (shape, torch.float8_e4m3fn),
+        "scale": ((*shape[:-1], 1), torch.float32) if quantize == "dynamic" else None,
+    }
+    return {member: kind for member in MEMBERS[bool(quantize)] if (kind := found[member]) is not None}
+
+
+def norm_members(name: str, out: Any, fp8: bool) -> dict[str, torch.Tensor | None]:
+    """Return the tensors of ``out`` by their names. Raises ConfigError if it is no tuple of as many."""
+    members = MEMBERS[fp8]
+    if not isinstance(out, tuple) or len(out) != len(members):
+        given = out if out is None else type(out).__name__
+        raise ConfigError(f"{name}: out is ({', '.join(members)}), not {given}")
+    return dict(zip(members, out, strict=True))
 
 
 def norm_rows(
@@ -191,20 +173,10 @@ def _weight_dtype(x: torch.Tensor, weight: torch.Tensor) -> str:
     return "" if weight.dtype is x.dtype else str(weight.dtype).removeprefix("torch.")
 
 
-def _kind(kind: str, bias: torch.Tensor | None) -> str:
-    return kind if bias is None else wire.LAYER_WITH_BIAS
-
-
-def _members(name: str, out: object, count: int, text: str) -> Sequence[torch.Tensor]:
-    if not isinstance(out, tuple) or len(out) != count:
-        raise ConfigError(f"{name}: out is {text}, not {out if out is None else type(out).__name__}")
-    return out
-
-
 def _written(
     name: str, member: str, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise ConfigError unless ``tensor`` can hold a result of that shape."""
+) -> torch.Tensor:
+    """Return ``tensor``. Raises ConfigError unless it can hold a result of that shape."""
     text = f"{name}: {member} of out"
     if tensor is None:
         raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is None")
@@ -212,6 +184,7 @@ def _written(
     if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
         raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is {list(tensor.shape)} of {tensor.dtype}")
     writable(tensor, f"{member} of out")
+    return tensor
 
 
 _apart_before: set[tuple[Any, ...]] = set()

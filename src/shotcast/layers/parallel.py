@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from shotcast.collectives import separate_norm
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.norm_operands import Fp8Normed, fp8_operands, norm_operands
+from shotcast.collectives.norm_operands import Fp8Normed, norm_operands
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.step_timer import HostStepTimer, StepTimer
 
@@ -101,8 +101,8 @@ class Parallel:
                 total = self.comm.all_reduce(x, out=x, sms=sms)
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
                 found = Fp8Normed(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale, residual, None)
-                operands = total, residual, weight, eps, 1, False, None, False, found
-                norm, tensors = fp8_operands("reduce_norm_float8", x.device, *operands)
+                operands = total, residual, weight, eps, 1, False, found
+                norm, tensors = norm_operands("reduce_norm_float8", x.device, *operands, fp8=True, with_normed=False)
                 separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
             elif residual.shape[0] == x.shape[0]:
                 scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
 from shotcast.process_group.device_calls import Make
 from shotcast.process_group.modes import visible
-from shotcast.process_group.operands import Operands, flat, joined, movable
+from shotcast.process_group.operands import Operands, flat, is_dense, joined, movable
 from shotcast.process_group.served import is_scaled, way_of
 from shotcast.process_group.works import DoneWork, SeveralWorks
 
@@ -29,8 +30,12 @@ REDUCED = {
     for kind, name in OF_TORCH.items()
 }
 """Keys by which methods of a communicator find calls that they prepared, without arguments beside the tensors."""
+_SINGLE = {"reduce_scatter": "_reduce_scatter_base", "all_gather": "_allgather_base"}
+"""Methods of an inner group whose tensors have the parts of all ranks."""
 Begin = Callable[[Any], Any]
 """Begins a call of an inner group."""
+OnOperands = Callable[[Communicator, Operands], None]
+"""Makes a call on a communicator, with the operands that stand for its own."""
 
 
 class Calls:
@@ -80,88 +85,66 @@ class Calls:
         if torch_private.has_no_data(given):
             return DoneWork([given])
         x = torch_private.plain(given)
-        if not way_of("all_reduce", x.dtype, name, x.layout).is_own:
-            return self._inner("all_reduce", lambda inner: inner.allreduce([x], opts), [given], x.device)
-        data = Operands([x], [x])
 
-        def make(comm: Communicator) -> None:
-            own = data.inputs[0]
-            comm.all_reduce(_scaled(own, factor), out=data.outputs[0], reduction=name)
-            data.finish()
+        def make(comm: Communicator, data: Operands) -> None:
+            comm.all_reduce(data.scaled()[0], out=data.outputs[0], reduction=name)
 
-        return self._own("all_reduce", make, [given], data.all(factor), opts, x.device)
+        inner = "allreduce", [x], opts
+        return self._call("all_reduce", make, [given], [x], [x], opts, inner, name, factor)
 
     @visible()
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> DoneWork:
         """Reduce tensors of all ranks, in place."""
         opts = opts if opts is not None else torch_private.AllreduceCoalescedOptions()
-        xs = [torch_private.plain(x) for x in tensors]
+        xs, op = [torch_private.plain(x) for x in tensors], "all_reduce_coalesced"
         if not xs or torch_private.has_no_data(xs[0]):
             return DoneWork(list(tensors))
         name, factor = _reduction(opts, *[x.dtype for x in xs])
-        _on_one_device("all_reduce_coalesced", xs)
-        if not all(way_of("all_reduce", x.dtype, name, x.layout).is_own for x in xs):
-            return self._inner(
-                "all_reduce_coalesced", lambda inner: inner.allreduce_coalesced(xs, opts), list(tensors), xs[0].device
-            )
-        data = Operands(xs, xs)
+        _on_one_device(op, xs)
 
-        def make(comm: Communicator) -> None:
-            own = [_scaled(x, factor) for x in data.inputs]
+        def make(comm: Communicator, data: Operands) -> None:
+            own = data.scaled()
             with Unseen():
                 comm.all_reduce_coalesced(own, outs=data.outputs, reduction=name)
-            data.finish()
 
-        return self._own("all_reduce_coalesced", make, list(tensors), data.all(factor), opts, xs[0].device)
+        inner = "allreduce_coalesced", xs, opts
+        return self._call(op, make, list(tensors), xs, xs, opts, inner, name, factor)
 
     @visible()
     def reduce(self, tensors: Any, opts: Any = None, root: int = 0, op: Any = None) -> DoneWork:
         """Reduce a tensor of all ranks to one of them, in place there."""
-        if isinstance(opts, int):  # (tensor, root, op)
-            root, opts = opts, None
-        if opts is None:
-            opts = _options(torch_private.ReduceOptions, None, op, None)
-            opts.rootRank = root
+        opts = _rooted(torch_private.ReduceOptions, opts, root, op)
         given = _only(tensors, "reduce")
         self._check_root("reduce", opts.rootRank)
         name, factor = _reduction(opts, given.dtype)
         if torch_private.has_no_data(given):
             return DoneWork([given])
         x = torch_private.plain(given)
-        if not way_of("reduce", x.dtype, name, x.layout).is_own:
-            return self._inner("reduce", lambda inner: inner.reduce([x], opts), [given], x.device)
-        data = Operands([x], [x] if opts.rootRank == self._rank else [])
 
-        def make(comm: Communicator) -> None:
-            own = data.inputs[0]
+        def make(comm: Communicator, data: Operands) -> None:
             out = data.outputs[0] if data.outputs else None
-            comm.reduce(_scaled(own, factor), opts.rootRank, out=out, reduction=name)
-            data.finish()
+            comm.reduce(data.scaled()[0], opts.rootRank, out=out, reduction=name)
 
-        return self._own("reduce", make, [given], data.all(factor), opts, x.device)
+        outs = [x] if opts.rootRank == self._rank else []
+        inner = "reduce", [x], opts
+        return self._call("reduce", make, [given], [x], outs, opts, inner, name, factor)
 
     @visible()
     def reduce_scatter(self, outputs: Any, inputs: Any = None, opts: Any = None, op: Any = None) -> DoneWork:
         """Reduce the i-th tensor of a list of all ranks to rank i."""
         opts = _options(torch_private.ReduceScatterOptions, opts, op, None)
         given = _only(outputs, "reduce_scatter")
-        parts = list(inputs[0]) if isinstance(inputs[0], list | tuple) else list(inputs)
         name, factor = _reduction(opts, given.dtype)
-        out, xs = torch_private.plain(given), [torch_private.plain(part) for part in parts]
+        out, xs = torch_private.plain(given), [torch_private.plain(part) for part in _list(inputs)]
         if torch_private.has_no_data(out):
             return DoneWork([given])
         _sized("reduce_scatter", len(xs), self._world_size, "tensors")
         _alike("reduce_scatter", [out, *xs])
         _sized("reduce_scatter", out.numel(), xs[self._rank].numel())
         equal = len({x.numel() for x in xs}) == 1
-        if not way_of("reduce_scatter", out.dtype, name, out.layout).is_own:
-            return self._inner(
-                "reduce_scatter", lambda inner: inner.reduce_scatter([out], [xs], opts), [given], out.device
-            )
-        data = Operands(xs, [out])
 
-        def make(comm: Communicator) -> None:
-            own = _scaled(torch.cat([flat(x) for x in data.inputs]), factor)
+        def make(comm: Communicator, data: Operands) -> None:
+            own = torch.cat([flat(x) for x in data.scaled()])
             if equal:
                 comm.reduce_scatter(own, out=flat(data.outputs[0]), reduction=name)
             else:  # a rank whose list is wrong learns that from the communicator, as all make their call there
@@ -169,9 +152,9 @@ class Calls:
                 before = sum(x.numel() for x in data.inputs[: self._rank])
                 with Unseen():
                     flat(data.outputs[0]).copy_(own[before : before + out.numel()])
-            data.finish()
 
-        return self._own("reduce_scatter", make, [given], data.all(factor), opts, out.device)
+        inner = "reduce_scatter", [out], [xs], opts
+        return self._call("reduce_scatter", make, [given], xs, [out], opts, inner, name, factor)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
         """Reduce the i-th part of a tensor of all ranks to rank i."""
@@ -181,63 +164,76 @@ class Calls:
     @visible("reduce_scatter_single", "_reduce_scatter_base")
     def _reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> DoneWork:
         opts = opts if opts is not None else torch_private.ReduceScatterOptions()
-        name, factor = _reduction(opts, x.dtype)
-        if torch_private.has_no_data(output):
-            return DoneWork([output])
-        out, own = torch_private.plain(output), torch_private.plain(x)
-        _sized("reduce_scatter", out.numel() * self._world_size, own.numel())
-        _alike("reduce_scatter", [out, own])
-        if not way_of("reduce_scatter", out.dtype, name, out.layout).is_own:
-            return self._inner(
-                "reduce_scatter", lambda inner: inner._reduce_scatter_base(out, own, opts), [output], out.device
-            )
-        data = Operands([own], [out])
-
-        def make(comm: Communicator) -> None:
-            target, source = joined(data.outputs[0], data.inputs[0], self._world_size)
-            comm.reduce_scatter(_scaled(source, factor), out=target, reduction=name)
-            data.finish()
-
-        return self._own("reduce_scatter", make, [output], data.all(factor), opts, out.device)
+        return self._single("reduce_scatter", output, x, opts, _reduction(opts, x.dtype))
 
     @visible("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Reduce the i-th parts of tensors of all ranks to rank i."""
         opts = opts if opts is not None else torch_private.ReduceScatterOptions()
+        return self._single_coalesced("reduce_scatter", outputs, inputs, opts)
+
+    def _single(
+        self, op: str, output: torch.Tensor, x: torch.Tensor, opts: Any, reduction: tuple[str, Any] | None = None
+    ) -> DoneWork:
+        """Make a reduce_scatter or an all_gather: the larger of two tensors has the parts of all ranks."""
+        if torch_private.has_no_data(output):
+            return DoneWork([output])
+        out, own = torch_private.plain(output), torch_private.plain(x)
+        self._check_single(op, op, out, own)
+        options = {} if reduction is None else {"reduction": reduction[0]}
+
+        def make(comm: Communicator, data: Operands) -> None:
+            source, target = data.scaled()[0], data.outputs[0]
+            if op == "reduce_scatter":
+                target, source = joined(target, source, self._world_size)
+            else:
+                source, target = joined(source, target, self._world_size)
+            getattr(comm, op)(source, out=target, **options)
+
+        inner = _SINGLE[op], out, own, opts
+        return self._call(op, make, [output], [own], [out], opts, inner, *(reduction or ()))
+
+    def _single_coalesced(self, op: str, outputs: Any, inputs: Any, opts: Any) -> DoneWork:
+        """Make several such calls at once."""
         outs, xs = [torch_private.plain(out) for out in outputs], [torch_private.plain(x) for x in inputs]
-        _sized("reduce_scatter_coalesced", len(xs), len(outs), "inputs")
+        call = f"{op}_coalesced"
+        _sized(call, len(xs), len(outs), "inputs")
         if not outs or torch_private.has_no_data(outs[0]):
             return DoneWork(list(outputs))
-        name, factor = _reduction(opts, *[x.dtype for x in xs])
+        name, factor = _reduction(opts, *[x.dtype for x in xs]) if op == "reduce_scatter" else ("sum", None)
         for out, x in zip(outs, xs, strict=True):
-            _sized("reduce_scatter_coalesced", out.numel() * self._world_size, x.numel())
-            _alike("reduce_scatter_coalesced", [out, x])
-        _on_one_device("reduce_scatter_coalesced", xs)
-        if not all(way_of("reduce_scatter", x.dtype, name, x.layout).is_own for x in xs):
-            begins = [
-                lambda inner, out=out, x=x: inner._reduce_scatter_base(out, x, opts)
+            self._check_single(op, call, out, x)
+        _on_one_device(call, xs)
+        options = {"reduction": name} if op == "reduce_scatter" else {}
+
+        def make(comm: Communicator, data: Operands) -> None:
+            sources = [movable(x) for x in data.scaled()]
+            with Unseen():
+                getattr(comm, call)(sources, outs=[movable(out) for out in data.outputs], **options)
+
+        if all(_is_own(op, [x], name) for x in xs):
+            return self._call(call, make, list(outputs), xs, outs, opts, (), name, factor)
+        return SeveralWorks(  # an inner group has no such call
+            [
+                self._inner(call, functools.partial(_begin, _SINGLE[op], out, x, opts), [out], out.device)
                 for out, x in zip(outs, xs, strict=True)
             ]
-            return self._each_inner("reduce_scatter_coalesced", begins, outs)
-        data = Operands(xs, outs)
+        )
 
-        def make(comm: Communicator) -> None:
-            sources = [_scaled(flat(x), factor) for x in data.inputs]
-            with Unseen():
-                comm.reduce_scatter_coalesced(sources, outs=[flat(out) for out in data.outputs], reduction=name)
-            data.finish()
-
-        return self._own("reduce_scatter_coalesced", make, list(outputs), data.all(factor), opts, outs[0].device)
+    def _check_single(self, op: str, call: str, out: torch.Tensor, x: torch.Tensor) -> None:
+        if op == "reduce_scatter":
+            _sized(call, out.numel() * self._world_size, x.numel())
+            _alike(call, [out, x])
+        else:
+            _sized(call, out.numel(), x.numel() * self._world_size)
+            _alike(call, [x, out])
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> DoneWork:
         """Copy a tensor of one rank to all."""
-        if isinstance(opts, int):  # (tensor, root)
-            root, opts = opts, None
-        if opts is None:
-            opts = _options(torch_private.BroadcastOptions, None, None, timeout)
-            opts.rootRank = root
+        if type(opts) is not torch_private.BroadcastOptions:
+            opts = _rooted(torch_private.BroadcastOptions, opts, root, None, timeout)
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         if isinstance(tensors, list) and len(tensors) == 1:
@@ -253,15 +249,12 @@ class Calls:
         if torch_private.has_no_data(given):
             return DoneWork([given])
         x = torch_private.plain(given)
-        if not way_of("broadcast", x.dtype, layout=x.layout).is_own:
-            return self._inner("broadcast", lambda inner: inner.broadcast([x], opts), [given], x.device)
-        data = Operands([], [x], keeps=True)
 
-        def make(comm: Communicator) -> None:
+        def make(comm: Communicator, data: Operands) -> None:
             comm.broadcast(joined(data.outputs[0], data.outputs[0], 1)[0], opts.rootRank)
-            data.finish()
 
-        return self._own("broadcast", make, [given], data.all(), opts, x.device)
+        inner = "broadcast", [x], opts
+        return self._call("broadcast", make, [given], [], [x], opts, inner, keeps=True)
 
     @visible()
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> DoneWork:
@@ -273,22 +266,19 @@ class Calls:
         result = [given] if nested else given
         if torch_private.has_no_data(x):
             return DoneWork(result)
-        if not way_of("all_gather", x.dtype, layout=x.layout).is_own:
-            return self._inner("all_gather", lambda inner: inner.allgather([outs], [x], opts), result, x.device)
         _sized("all_gather", len(outs), self._world_size, "tensors")
         _sized("all_gather", outs[self._rank].numel(), x.numel())
         _alike("all_gather", [x, *outs])
-        data = Operands([x], outs)
         sizes = [out.numel() for out in outs]
         equal = len(set(sizes)) == 1
 
-        def make(comm: Communicator) -> None:
+        def make(comm: Communicator, data: Operands) -> None:
             own = movable(data.inputs[0])
             scale = x.element_size() // own.element_size()
-            whole = comm.all_gather(own, sizes=None if equal else [size * scale for size in sizes])
-            data.receive(whole)
+            data.receive(comm.all_gather(own, sizes=None if equal else [size * scale for size in sizes]))
 
-        return self._own("all_gather", make, result, data.all(), opts, x.device)
+        inner = "allgather", [outs], [x], opts
+        return self._call("all_gather", make, result, [x], outs, opts, inner)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
         """Give every rank the tensors of all, in one."""
@@ -298,48 +288,13 @@ class Calls:
     @visible("all_gather_single", "_allgather_base")
     def _all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> DoneWork:
         opts = opts if opts is not None else torch_private.AllgatherOptions()
-        if torch_private.has_no_data(output):
-            return DoneWork([output])
-        out, own = torch_private.plain(output), torch_private.plain(x)
-        _sized("all_gather", out.numel(), own.numel() * self._world_size)
-        _alike("all_gather", [own, out])
-        if not way_of("all_gather", out.dtype, layout=own.layout).is_own:
-            return self._inner("all_gather", lambda inner: inner._allgather_base(out, own, opts), [output], out.device)
-        data = Operands([own], [out])
-
-        def make(comm: Communicator) -> None:
-            source, target = joined(data.inputs[0], data.outputs[0], self._world_size)
-            comm.all_gather(source, out=target)
-            data.finish()
-
-        return self._own("all_gather", make, [output], data.all(), opts, out.device)
+        return self._single("all_gather", output, x, opts)
 
     @visible("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Give every rank tensors of all, each in one."""
         opts = opts if opts is not None else torch_private.AllgatherOptions()
-        outs, xs = [torch_private.plain(out) for out in outputs], [torch_private.plain(x) for x in inputs]
-        _sized("all_gather_coalesced", len(xs), len(outs), "inputs")
-        if not outs or torch_private.has_no_data(outs[0]):
-            return DoneWork(list(outputs))
-        for out, x in zip(outs, xs, strict=True):
-            _sized("all_gather_coalesced", out.numel(), x.numel() * self._world_size)
-            _alike("all_gather_coalesced", [x, out])
-        _on_one_device("all_gather_coalesced", xs)
-        if not all(way_of("all_gather", x.dtype, layout=x.layout).is_own for x in xs):
-            begins = [
-                lambda inner, out=out, x=x: inner._allgather_base(out, x, opts) for out, x in zip(outs, xs, strict=True)
-            ]
-            return self._each_inner("all_gather_coalesced", begins, outs)
-        data = Operands(xs, outs)
-
-        def make(comm: Communicator) -> None:
-            sources = [movable(x) for x in data.inputs]
-            with Unseen():
-                comm.all_gather_coalesced(sources, outs=[movable(out) for out in data.outputs])
-            data.finish()
-
-        return self._own("all_gather_coalesced", make, list(outputs), data.all(), opts, outs[0].device)
+        return self._single_coalesced("all_gather", outputs, inputs, opts)
 
     @visible()
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
@@ -356,86 +311,62 @@ class Calls:
                 _sized("all_gather_coalesced", out.numel(), x.numel())
                 _alike("all_gather_coalesced", [x, out])
         _on_one_device("all_gather_coalesced", xs)
-        if not all(way_of("all_gather", x.dtype, layout=x.layout).is_own for x in xs):
-            return self._inner(
-                "all_gather_coalesced",
-                lambda inner: inner.allgather_coalesced(outs, xs, opts),
-                list(outputs),
-                xs[0].device,
-            )
-        data = Operands(xs, [out for of_rank in outs for out in of_rank])
 
-        def make(comm: Communicator) -> None:
+        def make(comm: Communicator, data: Operands) -> None:
             wholes = comm.all_gather_coalesced([movable(x) for x in data.inputs])
             parts = [whole.view(self._world_size, -1) for whole in wholes]
             data.receive([part[rank] for rank in range(self._world_size) for part in parts])
 
-        return self._own("all_gather_coalesced", make, list(outputs), data.all(), opts, xs[0].device)
+        flattened = [out for of_rank in outs for out in of_rank]
+        inner = "allgather_coalesced", outs, xs, opts
+        return self._call("all_gather_coalesced", make, list(outputs), xs, flattened, opts, inner)
 
     @visible()
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> DoneWork:
         """Give one rank the tensors of all."""
-        if isinstance(opts, int):
-            root, opts = opts, None
-        if opts is None:
-            opts = torch_private.GatherOptions()
-            opts.rootRank = root
+        opts = _rooted(torch_private.GatherOptions, opts, root)
         x = torch_private.plain(_only(inputs, "gather"))
-        given = list(outputs[0]) if outputs and isinstance(outputs[0], list | tuple) else list(outputs)
+        given = _list(outputs)
         outs = [torch_private.plain(out) for out in given]
         at_root = opts.rootRank == self._rank
         self._check_root("gather", opts.rootRank)
         _sized("gather", len(outs), self._world_size if at_root else 0, "tensors")
         if torch_private.has_no_data(x):
             return DoneWork(given)
-        if not way_of("gather", x.dtype, layout=x.layout).is_own:
-            return self._inner(
-                "gather", lambda inner: inner.gather([outs] if at_root else [], [x], opts), given, x.device
-            )
         if any(out.numel() != x.numel() for out in outs):
             raise ValueError(f"gather: every tensor has the {x.numel()} elements of the one that is sent")
         _alike("gather", [x, *outs])
-        data = Operands([x], outs)
 
-        def make(comm: Communicator) -> None:
+        def make(comm: Communicator, data: Operands) -> None:
             whole = comm.gather(movable(data.inputs[0]), opts.rootRank)
             if at_root:
                 data.receive(whole)
 
-        return self._own("gather", make, given, data.all(), opts, x.device)
+        inner = "gather", [outs] if at_root else [], [x], opts
+        return self._call("gather", make, given, [x], outs, opts, inner)
 
     @visible()
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> DoneWork:
         """Give every rank a tensor of one rank's list."""
-        if isinstance(opts, int):
-            root, opts = opts, None
-        if opts is None:
-            opts = torch_private.ScatterOptions()
-            opts.rootRank = root
+        opts = _rooted(torch_private.ScatterOptions, opts, root)
         given = _only(outputs, "scatter")
         out = torch_private.plain(given)
-        parts = list(inputs[0]) if inputs and isinstance(inputs[0], list | tuple) else list(inputs)
-        xs = [torch_private.plain(part) for part in parts]
+        xs = [torch_private.plain(part) for part in _list(inputs)]
         at_root = opts.rootRank == self._rank
         self._check_root("scatter", opts.rootRank)
         _sized("scatter", len(xs), self._world_size if at_root else 0, "tensors")
         if torch_private.has_no_data(out):
             return DoneWork([given])
-        if not way_of("scatter", out.dtype, layout=out.layout).is_own:
-            return self._inner(
-                "scatter", lambda inner: inner.scatter([out], [xs] if at_root else [], opts), [given], out.device
-            )
         if any(x.numel() != out.numel() for x in xs):
             raise ValueError(f"scatter: every tensor has the {out.numel()} elements of the one that is received")
         _alike("scatter", [out, *xs])
-        data = Operands(xs, [out])
 
-        def make(comm: Communicator) -> None:
+        def make(comm: Communicator, data: Operands) -> None:
             whole = torch.cat([movable(x) for x in data.inputs]) if at_root else None
             comm.scatter(whole, opts.rootRank, out=movable(data.outputs[0]))
-            data.finish()
 
-        return self._own("scatter", make, [given], data.all(), opts, out.device)
+        inner = "scatter", [out], [xs] if at_root else [], opts
+        return self._call("scatter", make, [given], xs, [out], opts, inner)
 
     @visible()
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
@@ -447,17 +378,14 @@ class Calls:
         if torch_private.has_no_data(xs[0]):
             return DoneWork(list(outputs))
         _alike("all_to_all", [*xs, *outs])
-        if not all(way_of("all_to_all", x.dtype, layout=x.layout).is_own for x in (*xs, *outs)):
-            return self._inner("all_to_all", lambda inner: inner.alltoall(outs, xs, opts), list(outputs), xs[0].device)
-        data = Operands(xs, outs)
 
-        def make(comm: Communicator) -> None:
+        def make(comm: Communicator, data: Operands) -> None:
             sources, targets = [[movable(one) for one in side] for side in (data.inputs, data.outputs)]
             with Unseen():
                 comm.all_to_all_list(sources, targets)
-            data.finish()
 
-        return self._own("all_to_all", make, list(outputs), data.all(), opts, outs[0].device)
+        inner = "alltoall", outs, xs, opts
+        return self._call("all_to_all", make, list(outputs), xs, outs, opts, inner)
 
     def all_to_all_single(
         self,
@@ -486,49 +414,63 @@ class Calls:
             return DoneWork([output])
         out, own = torch_private.plain(output), torch_private.plain(x)
         _alike("all_to_all", [own, out])
-        if not way_of("all_to_all", own.dtype, layout=own.layout).is_own:
-            sizes = list(output_split_sizes), list(input_split_sizes)
-            return self._inner(
-                "all_to_all", lambda inner: inner.alltoall_base(out, own, *sizes, opts), [output], out.device
-            )
-        data = Operands([own], [out])
         sent = self._elements(own, input_split_sizes, "input")
         received = self._elements(out, output_split_sizes, "output")
         given = bool(output_split_sizes) or bool(input_split_sizes)
         if not given:
             _sized("all_to_all", out.numel(), own.numel())
-            if own.numel() and data.inputs[0].data_ptr() == data.outputs[0].data_ptr():
+            dense = own.layout is torch.strided and is_dense(own) and is_dense(out)
+            if dense and own.numel() and own.data_ptr() == out.data_ptr():
                 raise ConfigError("all_to_all cannot work in place; give another tensor as the output")
 
-        def make(comm: Communicator) -> None:
+        def make(comm: Communicator, data: Operands) -> None:
             source, target = data.inputs[0], data.outputs[0]
             if given or not source.dim() or source.shape[0] % self._world_size:
                 source, target = movable(source), movable(target)
             else:
                 source, target = joined(source, target, 1)
+            sizes: dict[str, Any] = {}
             if given:
                 scale = own.element_size() // source.element_size()
-                comm.all_to_all(
-                    source,
-                    out=target,
-                    input_sizes=[size * scale for size in sent],
-                    output_sizes=[size * scale for size in received],
-                )
-            else:
-                comm.all_to_all(source, out=target)
+                sizes["input_sizes"] = [size * scale for size in sent]
+                sizes["output_sizes"] = [size * scale for size in received]
+            comm.all_to_all(source, out=target, **sizes)
+
+        inner = "alltoall_base", out, own, list(output_split_sizes), list(input_split_sizes), opts
+        return self._call("all_to_all", make, [output], [own], [out], opts, inner)
+
+    def _call(
+        self,
+        op: str,
+        make: OnOperands,
+        result: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        opts: Any,
+        inner: tuple[Any, ...],
+        reduction: str = "sum",
+        factor: Any = None,
+        keeps: bool = False,
+    ) -> DoneWork:
+        """Make a call that has been checked.
+
+        ``make`` makes it on the communicator, by :class:`Operands` of ``inputs``, ``outputs``, ``factor`` and
+        ``keeps``. What that does not serve goes to the method of an inner group whose name and arguments are ``inner``.
+        """
+        device = (outputs or inputs)[0].device
+        if not _is_own(op, [*inputs, *outputs], reduction):
+            return self._inner(op, functools.partial(_begin, *inner), result, device)
+        data = Operands(inputs, outputs, factor, keeps)
+
+        def call(comm: Communicator) -> None:
+            make(comm, data)
             data.finish()
 
-        return self._own("all_to_all", make, [output], data.all(), opts, out.device)
+        return self._own(op, call, result, data.all(), opts, device)
 
     def _check_root(self, op: str, root: int) -> None:
         if not 0 <= root < self._world_size:
             raise ValueError(f"{op}: the root is one of the {self._world_size} ranks of the group, not {root}")
-
-    def _each_inner(self, op: str, begins: Sequence[Begin], outs: Sequence[torch.Tensor]) -> DoneWork:
-        """Make calls on an inner group, which has no such call for several tensors; each writes one of ``outs``."""
-        return SeveralWorks(
-            [self._inner(op, begin, [out], out.device) for begin, out in zip(begins, outs, strict=True)]
-        )
 
     def _elements(self, x: torch.Tensor, rows: Sequence[int], name: str) -> list[int]:
         """Return the elements of the part of each rank."""
@@ -624,6 +566,32 @@ def _options(kind: Any, opts: Any, op: Any, timeout: timedelta | None) -> Any:
     return made
 
 
+def _rooted(kind: Any, opts: Any, root: int, op: Any = None, timeout: timedelta | None = None) -> Any:
+    """Return the options of a call with a root, which may be given in place of them."""
+    if isinstance(opts, int):
+        root, opts = opts, None
+    if opts is None:
+        opts = _options(kind, None, op, timeout)
+        opts.rootRank = root
+    return opts
+
+
+def _list(tensors: Any) -> list[torch.Tensor]:
+    """Return the tensors of a list, alone or in a list of one."""
+    return list(tensors[0]) if tensors and isinstance(tensors[0], list | tuple) else list(tensors)
+
+
+def _begin(method: str, *arguments: Any) -> Any:
+    *given, inner = arguments
+    return getattr(inner, method)(*given)
+
+
+def _is_own(op: str, tensors: Sequence[torch.Tensor], reduction: str) -> bool:
+    """Return whether the communicator serves a call on such tensors."""
+    kinds = {(x.dtype, x.layout) for x in tensors}
+    return all(way_of(op, dtype, reduction, layout).is_own for dtype, layout in kinds)
+
+
 def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:
     """Return the name of a reduction, and the factor of tensors before it; None for no factor."""
     op = opts.reduceOp
@@ -640,13 +608,6 @@ def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:
     if op == dist.ReduceOp.AVG and torch.bool in dtypes:
         raise TypeError("AVG takes numbers, not torch.bool")
     return reduction_name(op), None
-
-
-def _scaled(x: torch.Tensor, factor: Any) -> torch.Tensor:
-    """Return a tensor times a factor, in the tensor's own dtype."""
-    if factor is None:
-        return x
-    return x * (factor.to(x.device, x.dtype).reshape(()) if isinstance(factor, torch.Tensor) else factor)
 
 
 def _sized(op: str, found: int, wanted: int, what: str = "elements") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shotcast import wire
@@ -14,25 +16,38 @@ class Operands:
     Args:
         inputs: what the call reads.
         outputs: what it writes.
+        factor: of the inputs; None for none.
         keeps: an output is read, too.
     """
 
-    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], keeps: bool = False):
+    def __init__(
+        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], factor: Any = None, keeps: bool = False
+    ):
+        self._factor = factor
         self.inputs = [_dense(x) for x in inputs]
         self.outputs: list[torch.Tensor] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for out in outputs:
-            if _is_dense(out):
+            if is_dense(out):
                 self.outputs.append(out)
                 continue
             room = _dense(out) if keeps else torch.empty(out.shape, dtype=out.dtype, device=out.device)
             self.outputs.append(room)
             self._copies.append((out, room))
 
-    def all(self, factor: object = None) -> list[torch.Tensor]:
+    def all(self) -> list[torch.Tensor]:
         """Return every tensor that the call uses, with the factor of its inputs if that is one of a GPU."""
-        factors = [factor] if isinstance(factor, torch.Tensor) and factor.is_cuda else []
+        factors = [self._factor] if isinstance(self._factor, torch.Tensor) and self._factor.is_cuda else []
         return [*self.inputs, *self.outputs, *(out for out, _ in self._copies), *factors]
+
+    def scaled(self) -> list[torch.Tensor]:
+        """Return the inputs times the factor, in their own dtypes."""
+        factor = self._factor
+        if factor is None:
+            return self.inputs
+        if isinstance(factor, torch.Tensor):
+            return [x * factor.to(x.device, x.dtype).reshape(()) for x in self.inputs]
+        return [x * factor for x in self.inputs]
 
     def finish(self) -> None:
         """Copy results to where the call has them."""
@@ -47,7 +62,6 @@ class Operands:
         with Unseen():
             for out, part in zip(self.outputs, whole, strict=True):
                 movable(out).copy_(part)
-        self.finish()
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -72,11 +86,12 @@ def joined(part: torch.Tensor, whole: torch.Tensor, ranks: int) -> tuple[torch.T
     return movable(part), movable(whole)
 
 
-def _is_dense(x: torch.Tensor) -> bool:
+def is_dense(x: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is as a communicator takes it."""
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    if _is_dense(x):
+    if is_dense(x):
         return x
     return x.resolve_conj().resolve_neg().contiguous()

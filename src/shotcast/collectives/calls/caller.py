@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from shotcast.collectives.algorithm import Topology
+from shotcast.collectives.arguments import output
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Collectives, Executor
+from shotcast.collectives.ops import OpSpec
 from shotcast.collectives.prepared import Given, PreparedCalls
+from shotcast.collectives.torch_ops import autograd, operators
+from shotcast.errors import ConfigError
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm, Op
 
@@ -26,6 +32,39 @@ class Caller(Collectives):
     @abstractmethod
     def topology(self) -> Topology:
         """The facts about ranks and machine that the choice of algorithms depends on."""
+
+    def _make(
+        self,
+        spec: OpSpec,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        given: Given | None,
+        operands: dict[str, Any],
+        elements: tuple[int, ...] = (),
+        count: int | None = None,
+    ) -> torch.Tensor:
+        """Make an operation on ``x``, which has been checked, and return ``out`` or a new tensor.
+
+        It is traced, recorded by autograd, or run. ``operands`` are those of its specification; ``elements`` are the
+        ``sizes`` of :meth:`_run`, which has ``count`` and ``given`` too.
+        """
+        operands = operands | {"x": x, "world_size": self.world_size, "rank": self.rank}
+        shape = spec.shape(**operands)
+        if is_compiling():
+            return operators.traced(spec, self, out, operands)
+        if out is None and x.requires_grad and torch.is_grad_enabled():
+            return autograd.record(spec, self, operands)
+        own_at = spec.own_at(**operands)
+        out = output(x, out, shape, own_at)
+        if not spec.in_place and out.data_ptr() == x.data_ptr() and x.numel():
+            raise ConfigError(f"{spec.name} cannot work in place; give another tensor as out, or none")
+        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
+            return autograd.written(spec, self, out, operands)
+        assert spec.op is not None
+        algorithm, reduction, root = operands["algorithm"], operands.get("reduction", "sum"), operands.get("root", 0)
+        source, sms = None if own_at is None else x, operands.get("sms")
+        self._run(spec.op, source, out, algorithm, reduction, root, elements, sms=sms, count=count, given=given)
+        return out
 
     @abstractmethod
     def _run(

@@ -8,13 +8,14 @@ import torch
 from torch.compiler import is_compiling
 
 from shotcast.collectives.arguments import dense, output, rows_per_rank, valid, writable
-from shotcast.collectives.calls.caller import Caller
+from shotcast.collectives.calls.copies import CopyCalls
+from shotcast.collectives.calls.sums import SumCalls
 from shotcast.collectives.choice.select import LOSSLESS
 from shotcast.collectives.reductions import Reduction
 from shotcast.errors import ConfigError
 
 
-class CoalescedCalls(Caller):
+class CoalescedCalls(SumCalls, CopyCalls):
     """The calls that join tensors, make one call for each dtype, and divide the result."""
 
     def all_reduce_coalesced(

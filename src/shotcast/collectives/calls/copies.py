@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from shotcast.collectives.arguments import dense, output, rank_in, rows_per_rank, valid, writable
+from shotcast.collectives import ops
+from shotcast.collectives.arguments import dense, rank_in, rows_per_rank, valid, writable
 from shotcast.collectives.calls.caller import Caller
-from shotcast.collectives.torch_ops import autograd, operators
+from shotcast.collectives.torch_ops import autograd
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
@@ -49,30 +50,19 @@ class CopyCalls(Caller):
         x = dense(x, "x", self.device)
         if x.dim() == 0:
             x = x.view(1)
-        elements: tuple[int, ...] = ()
+        options: dict[str, Any] = {"algorithm": algorithm, "sms": sms}
         if sizes is None:
-            rows = x.shape[0] * self.world_size
-        else:
-            numbers = all(isinstance(size, int) for size in sizes)
-            if len(sizes) != self.world_size or not numbers or min(sizes) < 0 or sizes[self.rank] != x.shape[0]:
-                raise ConfigError(
-                    f"all_gather: sizes must hold {self.world_size} numbers from 0 up, and {x.shape[0]} (the first "
-                    f"dimension of x) at place {self.rank}; they are {list(sizes)}"
-                )
-            rows = sum(sizes)
-            width = math.prod(x.shape[1:])
-            elements = tuple(size * width for size in sizes)
-        if is_compiling():
-            return operators.all_gather(self, x, out, sizes, algorithm, sms)
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.AllGather.apply(x, self, None if sizes is None else tuple(sizes), algorithm, sms)
-        before = self.rank * x.numel() if sizes is None else sum(elements[: self.rank])
-        out = output(x, out, (rows, *x.shape[1:]), before * x.element_size())
-        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            parts = None if sizes is None else tuple(sizes)
-            return autograd.written(autograd.AllGather, x, out, self, parts, algorithm, sms)
-        self._run(Op.ALL_GATHER, x, out, algorithm=algorithm, sizes=elements, sms=sms, given=(key, operands))
-        return out
+            return self._make(ops.ALL_GATHER, x, out, (key, operands), options)
+        numbers = all(isinstance(size, int) for size in sizes)
+        if len(sizes) != self.world_size or not numbers or min(sizes) < 0 or sizes[self.rank] != x.shape[0]:
+            raise ConfigError(
+                f"all_gather: sizes must hold {self.world_size} numbers from 0 up, and {x.shape[0]} (the first "
+                f"dimension of x) at place {self.rank}; they are {list(sizes)}"
+            )
+        width = math.prod(x.shape[1:])
+        elements = tuple(size * width for size in sizes)
+        options["sizes"] = list(sizes)
+        return self._make(ops.ALL_GATHER_UNEVEN, x, out, (key, operands), options, elements)
 
     def all_to_all(
         self,
@@ -105,17 +95,7 @@ class CopyCalls(Caller):
         if not even:
             return self._all_to_all_uneven(x, out, algorithm, sms, input_sizes, output_sizes)
         rows_per_rank(x, self.world_size, "all_to_all")
-        if is_compiling():
-            return operators.all_to_all(self, x, out, algorithm, sms)
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.AllToAll.apply(x, self, algorithm, sms)
-        out = output(x, out, x.shape, 0)
-        if out.data_ptr() == x.data_ptr() and x.numel():
-            raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
-        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd.AllToAll, x, out, self, algorithm, sms)
-        self._run(Op.ALL_TO_ALL, x, out, algorithm=algorithm, sms=sms, given=(key, operands))
-        return out
+        return self._make(ops.ALL_TO_ALL, x, out, (key, operands), {"algorithm": algorithm, "sms": sms})
 
     def _all_to_all_uneven(
         self,
@@ -141,19 +121,10 @@ class CopyCalls(Caller):
                 f"all_to_all: rank {self.rank} sends {sent[self.rank]} rows to itself by input_sizes, and expects "
                 f"{received[self.rank]} by output_sizes"
             )
-        if is_compiling():
-            return operators.all_to_all_uneven(self, x, out, algorithm, sent, received)
-        if out is None and x.requires_grad and torch.is_grad_enabled():
-            return autograd.AllToAllUneven.apply(x, self, sent, received, algorithm)
-        out = output(x, out, (sum(received), *x.shape[1:]), 0)
-        if out.data_ptr() == x.data_ptr() and x.numel():
-            raise ConfigError("all_to_all cannot work in place; give another tensor as out, or none")
-        if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd.AllToAllUneven, x, out, self, sent, received, algorithm)
         width = math.prod(x.shape[1:])
         elements = tuple(size * width for size in (*sent, *received))
-        self._run(Op.ALL_TO_ALL_UNEVEN, x, out, algorithm=algorithm, sizes=elements, count=0)
-        return out
+        options = {"input_sizes": sent, "output_sizes": received, "algorithm": algorithm}
+        return self._make(ops.ALL_TO_ALL_UNEVEN, x, out, None, options, elements, 0)
 
     def _rows_of_each(self, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
         if sizes is None or len(sizes) != self.world_size or any(not isinstance(n, int) or n < 0 for n in sizes):
@@ -174,10 +145,12 @@ class CopyCalls(Caller):
             return done
         valid(x, "x", self.device)
         rank_in(root, self.world_size, "root")
+        values = {"x": x, "root": root, "algorithm": algorithm}
         if is_compiling():
-            return operators.broadcast(self, x, root, algorithm)
+            writable(x, "x")
+            return x.copy_(autograd.in_graph(ops.BROADCAST, self.name, values))
         if x.requires_grad and torch.is_grad_enabled():
             writable(x, "x")
-            return autograd.written(autograd.Broadcast, x, x, self, root, algorithm)
+            return autograd.written(ops.BROADCAST, self, x, values)
         self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root, given=(key, operands))
         return x

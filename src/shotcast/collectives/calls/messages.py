@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch.compiler import is_compiling
 
+from shotcast.collectives import ops
 from shotcast.collectives.arguments import dense, rank_in, valid, writable
 from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.interface import BatchExecutor
-from shotcast.collectives.torch_ops import operators
+from shotcast.collectives.torch_ops import autograd
 from shotcast.collectives.torch_ops.versions import increment_version
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
@@ -37,7 +38,7 @@ class MessageCalls(Caller):
         if rank_in(dst, self.world_size, "dst") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot send to itself")
         if is_compiling():
-            operators.send(self, x, dst)
+            self._traced(Op.SEND, x, dst)
             return
         self._run(Op.SEND, x, None, root=dst, given=given)
 
@@ -59,7 +60,7 @@ class MessageCalls(Caller):
         if rank_in(src, self.world_size, "src") == self.rank:
             raise ConfigError(f"rank {self.rank} cannot receive from itself")
         if is_compiling():
-            return operators.recv(self, x, src)
+            return self._traced(Op.RECV, x, src)
         if x.requires_grad and torch.is_grad_enabled():
             writable(x, "x")
             return x.copy_(self.recv(torch.empty_like(x, requires_grad=False), src))
@@ -92,7 +93,7 @@ class MessageCalls(Caller):
             raise ConfigError(f"rank {self.rank} exchanges no messages with itself; copy the tensor")
         if is_compiling():
             for op, x, peer in self._in_common_order(messages):
-                operators.send(self, x, peer) if op is Op.SEND else operators.recv(self, x, peer)
+                self._traced(op, x, peer)
         elif torch.is_grad_enabled() and any(x.requires_grad for x, _ in recvs):
             into = [(torch.empty_like(x, requires_grad=False), src) for x, src in recvs]
             for (x, _), received in zip(recvs, self.batch_send_recv(sends, into), strict=True):
@@ -102,6 +103,14 @@ class MessageCalls(Caller):
             with torch.no_grad():
                 self._run_batch(messages)
         return [x for x, _ in recvs]
+
+    def _traced(self, op: Op, x: torch.Tensor, peer: int) -> torch.Tensor:
+        """Make a message as an operator of a graph."""
+        if op is Op.SEND:
+            autograd.in_graph(ops.SEND, self.name, {"x": x.detach(), "dst": peer})
+            return x
+        writable(x, "x")
+        return x.copy_(autograd.in_graph(ops.RECV, self.name, {"x": x.detach(), "src": peer}))
 
     def _in_common_order(self, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> list[tuple[Op, torch.Tensor, int]]:
         """Return messages in an order that both ends of all of them have: no rank waits for one that waits for it.

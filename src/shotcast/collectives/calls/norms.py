@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
 from shotcast import wire
 from shotcast.collectives import separate_norm
-from shotcast.collectives.calls.caller import Caller
-from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, fp8_operands, is_aligned, norm_operands
+from shotcast.collectives.calls.copies import CopyCalls
+from shotcast.collectives.calls.sums import SumCalls
+from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, is_aligned, norm_operands
+from shotcast.collectives.ops import OPS, OpSpec
 from shotcast.collectives.prepared import Given
-from shotcast.collectives.torch_ops import autograd_norm, operators, operators_layer_norm
+from shotcast.collectives.torch_ops import autograd, operators
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import LAYER, RMS, Norm, Op
 
 
 class _Form(NamedTuple):
-    """A fused operation: the kind of its norm, whether rows are scattered and normed rows gathered, and its names."""
+    """A fused operation: the kind of its norm, whether rows are scattered and normed rows gathered, and its forms."""
 
     kind: str
     scatter: bool
     gather: bool
-    name: str
-    fp8_name: str
+    spec: OpSpec
+    fp8_spec: OpSpec
 
     @classmethod
     def of(cls, op: Op) -> _Form:
         """Return the form of an operation."""
         kind = LAYER if op in wire.LAYER_NORMS else RMS
         name = op.label.removesuffix("_all_gather")
-        return cls(kind, op not in wire.ALL_REDUCE_NORMS, op in wire.GATHERED_NORMS, name, f"{name}_fp8")
+        scatter, gather = op not in wire.ALL_REDUCE_NORMS, op in wire.GATHERED_NORMS
+        return cls(kind, scatter, gather, OPS[name], OPS[f"{name}_fp8"])
 
 
 _FORMS = {op: _Form.of(op) for op in (*wire.ALL_REDUCE_NORMS, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORMS)}
 
 
-class NormCalls(Caller):
+class NormCalls(SumCalls, CopyCalls):
     """The calls that add the residual to a sum and norm its rows."""
 
     def all_reduce_rms_norm(
@@ -67,8 +70,6 @@ class NormCalls(Caller):
         Returns:
             ``(normed, new_residual)``. Differentiable.
         """
-        if is_compiling():
-            return operators.all_reduce_rms_norm(self, x, residual, weight, eps, algorithm, out)
         return self._norm(Op.ALL_REDUCE_RMS_NORM, x, residual, weight, None, eps, algorithm, out)
 
     def all_reduce_rms_norm_fp8(
@@ -97,10 +98,8 @@ class NormCalls(Caller):
         Returns:
             ``Fp8Normed(quantized, scale, new_residual, normed)``; not differentiable.
         """
-        if is_compiling():
-            return operators.all_reduce_rms_norm_fp8(self, x, residual, weight, eps, scale, with_normed, algorithm, out)
-        op = Op.ALL_REDUCE_RMS_NORM
-        return self._norm_fp8(op, x, residual, weight, None, eps, scale, with_normed, algorithm, out)
+        operands = x, residual, weight, None, eps, algorithm, out, True, scale, with_normed
+        return self._norm(Op.ALL_REDUCE_RMS_NORM, *operands)
 
     def reduce_scatter_rms_norm(
         self,
@@ -129,8 +128,6 @@ class NormCalls(Caller):
         Returns:
             ``(normed, new_residual)``, both [k, ..., hidden], with ``gather`` normed like ``x``. Differentiable.
         """
-        if is_compiling():
-            return operators.reduce_scatter_rms_norm(self, x, residual, weight, eps, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         return self._norm(op, x, residual, weight, None, eps, algorithm, out)
 
@@ -150,11 +147,8 @@ class NormCalls(Caller):
 
         With ``gather``, the second step sends FP8 and scales alone, unless ``with_normed``.
         """
-        if is_compiling():
-            operands = x, residual, weight, eps, scale
-            return operators.reduce_scatter_rms_norm_fp8(self, *operands, with_normed, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
-        return self._norm_fp8(op, x, residual, weight, None, eps, scale, with_normed, algorithm, out)
+        return self._norm(op, x, residual, weight, None, eps, algorithm, out, True, scale, with_normed)
 
     def all_reduce_layer_norm(
         self,
@@ -179,8 +173,6 @@ class NormCalls(Caller):
         Returns:
             ``(normed, new_residual)``. Differentiable.
         """
-        if is_compiling():
-            return operators_layer_norm.all_reduce_layer_norm(self, x, residual, weight, bias, eps, algorithm, out)
         return self._norm(Op.ALL_REDUCE_LAYER_NORM, x, residual, weight, bias, eps, algorithm, out)
 
     def all_reduce_layer_norm_fp8(
@@ -196,10 +188,8 @@ class NormCalls(Caller):
         out: Fp8Normed | None = None,
     ) -> Fp8Normed:
         """Do :meth:`all_reduce_layer_norm`, and give the norm in FP8, as :meth:`all_reduce_rms_norm_fp8` does."""
-        operands = x, residual, weight, bias, eps, scale, with_normed, algorithm, out
-        if is_compiling():
-            return operators_layer_norm.all_reduce_layer_norm_fp8(self, *operands)
-        return self._norm_fp8(Op.ALL_REDUCE_LAYER_NORM, *operands)
+        operands = x, residual, weight, bias, eps, algorithm, out, True, scale, with_normed
+        return self._norm(Op.ALL_REDUCE_LAYER_NORM, *operands)
 
     def reduce_scatter_layer_norm(
         self,
@@ -213,9 +203,6 @@ class NormCalls(Caller):
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Do :meth:`reduce_scatter_rms_norm` with a LayerNorm, that of :meth:`all_reduce_layer_norm`."""
-        if is_compiling():
-            operands = x, residual, weight, bias, eps, gather, algorithm
-            return operators_layer_norm.reduce_scatter_layer_norm(self, *operands, out)
         op = Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_LAYER_NORM
         return self._norm(op, x, residual, weight, bias, eps, algorithm, out)
 
@@ -233,11 +220,8 @@ class NormCalls(Caller):
         out: Fp8Normed | None = None,
     ) -> Fp8Normed:
         """Do :meth:`reduce_scatter_layer_norm`, and give the norm in FP8; see :meth:`reduce_scatter_rms_norm_fp8`."""
-        operands = x, residual, weight, bias, eps, scale, with_normed
-        if is_compiling():
-            return operators_layer_norm.reduce_scatter_layer_norm_fp8(self, *operands, gather, algorithm, out)
         op = Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_LAYER_NORM
-        return self._norm_fp8(op, *operands, algorithm, out)
+        return self._norm(op, x, residual, weight, bias, eps, algorithm, out, True, scale, with_normed)
 
     def _norm(
         self,
@@ -248,54 +232,45 @@ class NormCalls(Caller):
         bias: torch.Tensor | None,
         eps: float,
         algorithm: str,
-        out: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make a fused call without FP8."""
-        normed, new_residual = out if isinstance(out, tuple) and len(out) == 2 else (None, None)
-        operands = x, residual, weight, bias, None, normed, new_residual, None, None
-        aliases = normed is x, new_residual is residual
-        key = op, algorithm, eps, type(eps), bias is None, out is None, aliases
-        if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
-            return done
-        kind, scatter, gather, name, _ = _FORMS[op]
-        shards = self.world_size if scatter else 1
-        norm, tensors = norm_operands(name, self.device, x, residual, weight, eps, shards, gather, out, kind, bias)
-        if torch.is_grad_enabled() and autograd_norm.requires_grad(x, residual, weight, bias, out):
-            return autograd_norm.differentiated(x, tensors, out, self, kind != RMS, scatter, gather, algorithm)
-        self._run_norm(op, x, norm, tensors, algorithm, (key, operands))
-        assert tensors.normed is not None
-        return tensors.normed, tensors.new_residual
-
-    def _norm_fp8(
-        self,
-        op: Op,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        scale: torch.Tensor | None,
-        with_normed: bool,
-        algorithm: str,
-        out: Fp8Normed | None,
-    ) -> Fp8Normed:
-        """Make a fused call whose norm is given in FP8."""
-        quantized, rows, new_residual, normed = out if isinstance(out, tuple) and len(out) == 4 else (None,) * 4
+        out: Any,
+        fp8: bool = False,
+        scale: torch.Tensor | None = None,
+        with_normed: bool = True,
+    ) -> Any:
+        """Make a fused call, whose norm may be given in FP8; return what ``out`` would have."""
+        normed = new_residual = quantized = rows = None
+        if isinstance(out, tuple):
+            if fp8 and len(out) == 4:
+                quantized, rows, new_residual, normed = out
+            elif len(out) == 2:
+                normed, new_residual = out
         written = normed if with_normed else None, new_residual, quantized, rows if scale is None else None
         operands = x, residual, weight, bias, scale, *written
         aliases = written[0] is x, new_residual is residual
-        key = op, algorithm, eps, type(eps), bias is None, out is None, aliases, scale is None, with_normed
+        key = op, algorithm, eps, type(eps), bias is None, out is None, aliases, fp8, scale is None, with_normed
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
-        kind, scatter, gather, _, name = _FORMS[op]
-        shards = self.world_size if scatter else 1
-        norm, tensors = fp8_operands(
-            name, self.device, x, residual, weight, eps, shards, gather, scale, with_normed, out, kind, bias
+        form = _FORMS[op]
+        spec = form.fp8_spec if fp8 else form.spec
+        shards = self.world_size if form.scatter else 1
+        named = {"x": x, "residual": residual, "weight": weight, "bias": bias, "scale": scale}
+        options = {"eps": eps, "with_normed": with_normed, "gather": form.gather, "algorithm": algorithm}
+        if is_compiling():
+            return operators.traced_norm(spec, self, shards, out, named | options)
+        norm, tensors = norm_operands(
+            *(spec.name, self.device, x, residual, weight, eps, shards, form.gather, out, form.kind, bias),
+            *(fp8, scale, with_normed),
         )
+        differentiable = () if fp8 else (x, residual, weight, bias, *(out or ()))
+        if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in differentiable):
+            made = autograd.record(spec, self, named | options | {"world_size": self.world_size})
+            return made if out is None else (out[0].copy_(made[0]), out[1].copy_(made[1]))
         self._run_norm(op, x, norm, tensors, algorithm, (key, operands))
-        assert tensors.quantized is not None
-        assert tensors.scale is not None
-        return Fp8Normed(tensors.quantized, tensors.scale, tensors.new_residual, tensors.normed)
+        if fp8:
+            assert tensors.quantized is not None
+            assert tensors.scale is not None
+            return Fp8Normed(tensors.quantized, tensors.scale, tensors.new_residual, tensors.normed)
+        return tensors.normed, tensors.new_residual
 
     def _run_norm(
         self,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from shotcast.collectives.arguments import dense, output, rank_in, rows_per_rank, valid
+from shotcast.collectives import ops
+from shotcast.collectives.arguments import dense, rank_in, valid, writable
 from shotcast.collectives.calls.caller import Caller
+from shotcast.collectives.ops import OpSpec
+from shotcast.collectives.prepared import Given
 from shotcast.collectives.reductions import Reduction, reduction_name
-from shotcast.collectives.torch_ops import autograd, autograd_rooted, operators_rooted
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
@@ -45,21 +47,7 @@ class RootedCalls(Caller):
         key, operands = ("reduce", root, type(root), algorithm, reduction), (x, out if root == self.rank else None)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done if root == self.rank else nothing_of(x)
-        x = dense(x, "x", self.device)
-        at_root = rank_in(root, self.world_size, "root") == self.rank
-        if is_compiling():
-            return operators_rooted.reduce(self, x, root, out, algorithm, reduction)
-        if (out is None or not at_root) and x.requires_grad and torch.is_grad_enabled():
-            return autograd_rooted.Reduce.apply(x, self, root, algorithm, reduction)
-        if at_root:
-            out = output(x, out, x.shape, 0)
-            if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-                return autograd.written(autograd_rooted.Reduce, x, out, self, root, algorithm, reduction)
-        else:  # the kernels of GPUs are those of an all_reduce, and write to every rank
-            out = x.new_empty(x.shape) if self.topology.transport.writes_everywhere else None
-        given = key, operands
-        self._run(Op.REDUCE, x, out, algorithm=algorithm, reduction=reduction, root=root, given=given)
-        return out if at_root and out is not None else nothing_of(x)
+        return self._to_root(ops.REDUCE, x, root, out, (key, operands), algorithm, reduction)
 
     def gather(
         self, x: torch.Tensor, root: int, out: torch.Tensor | None = None, algorithm: str = "auto"
@@ -79,21 +67,35 @@ class RootedCalls(Caller):
         key, operands = ("gather", root, type(root), algorithm), (x, out if root == self.rank else None)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done if root == self.rank else nothing_of(x)
+        return self._to_root(ops.GATHER, x, root, out, (key, operands), algorithm)
+
+    def _to_root(
+        self,
+        spec: OpSpec,
+        x: torch.Tensor,
+        root: int,
+        out: torch.Tensor | None,
+        given: Given,
+        algorithm: str,
+        reduction: str = "sum",
+    ) -> torch.Tensor:
+        """Make an operation that only the root has a result of."""
         x = dense(x, "x", self.device)
         at_root = rank_in(root, self.world_size, "root") == self.rank
-        if x.dim() == 0:
-            x = x.view(1)
-        if is_compiling():
-            return operators_rooted.gather(self, x, root, out, algorithm)
-        shape = (x.shape[0] * self.world_size, *x.shape[1:])
-        if (out is None or not at_root) and x.requires_grad and torch.is_grad_enabled():
-            return autograd_rooted.Gather.apply(x, self, root, algorithm)
-        out = output(x, out, shape, self.rank * x.nbytes) if at_root else None
-        if out is not None and (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd_rooted.Gather, x, out, self, root, algorithm)
-        count = x.numel() * self.world_size
-        self._run(Op.GATHER, x, out, algorithm=algorithm, root=root, count=count, given=(key, operands))
-        return nothing_of(x) if out is None else out
+        count = None
+        if spec is ops.GATHER:
+            x = x.view(1) if x.dim() == 0 else x
+            count = x.numel() * self.world_size
+        if at_root or is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+            parts = self.world_size if at_root else 0
+            options = {"root": root, "parts": parts, "algorithm": algorithm, "reduction": reduction}
+            return self._make(spec, x, out if at_root else None, given, options, count=count)
+        # the kernels of GPUs for a reduce are those of an all_reduce, and write to every rank
+        everywhere = spec is ops.REDUCE and self.topology.transport.writes_everywhere
+        room = x.new_empty(x.shape) if everywhere else None
+        assert spec.op is not None
+        self._run(spec.op, x, room, algorithm, reduction, root, count=count, given=given)
+        return nothing_of(x)
 
     def scatter(
         self, x: torch.Tensor | None, root: int, out: torch.Tensor | None = None, algorithm: str = "auto"
@@ -118,26 +120,18 @@ class RootedCalls(Caller):
             if at_root or out is None:
                 raise ConfigError("scatter: x is a tensor on the root, and elsewhere too where there is no out")
             valid(out, "out", self.device)
-            whole, shape = out.numel() * self.world_size, tuple(out.shape)
-            like = out
-        else:
-            like = x = dense(x, "x", self.device)
-            rows = rows_per_rank(x, self.world_size, "scatter")
-            whole, shape = x.numel(), (rows, *x.shape[1:])
-        if is_compiling():
-            return operators_rooted.scatter(self, x, root, out, algorithm, shape)
-        if out is None and like.requires_grad and torch.is_grad_enabled():
-            return autograd_rooted.Scatter.apply(like, self, root, algorithm)
-        out = output(like, out, shape, self.rank * (like.nbytes // self.world_size) if at_root else None)
-        if x is not None and (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
-            return autograd.written(autograd_rooted.Scatter, x, out, self, root, algorithm)
-        if out.requires_grad and torch.is_grad_enabled():
-            return out.copy_(
-                self.scatter(None, root, out=torch.empty_like(out, requires_grad=False), algorithm=algorithm)
-            )
-        source = x if at_root else None
-        self._run(Op.SCATTER, source, out, algorithm=algorithm, root=root, count=whole, given=(key, operands))
-        return out
+            if is_compiling():
+                x = out.new_empty((out.shape[0] * self.world_size, *out.shape[1:]))
+            elif out.requires_grad and torch.is_grad_enabled():
+                writable(out, "out")
+                into = torch.empty_like(out, requires_grad=False)
+                return out.copy_(self.scatter(None, root, out=into, algorithm=algorithm))
+            else:
+                count = out.numel() * self.world_size
+                self._run(Op.SCATTER, None, out, algorithm, root=root, count=count, given=(key, operands))
+                return out
+        x = dense(x, "x", self.device)
+        return self._make(ops.SCATTER, x, out, (key, operands), {"root": root, "algorithm": algorithm}, count=x.numel())
 
 
 def nothing_of(x: torch.Tensor) -> torch.Tensor:
