@@ -128,7 +128,7 @@ class BoundCall:
         try:
             status = self._function(executor.context_address, self._record_address, source, target)
         except BaseException as error:  # a signal handler raised while the compiled code waited, or just afterwards
-            status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+            status, interruption = INTERRUPTED, error
         if status != DONE:
             executor.fail(status, dataclasses.replace(plan, sizes=sizes) if sizes else plan, self.header)
             if norm is None:
@@ -353,7 +353,7 @@ class CpuExecutor:
         try:
             status = batch.EXCHANGE.get()(self.context_address, address, 0, 0)
         except BaseException as error:  # a signal handler raised
-            status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+            status, interruption = INTERRUPTED, error
         finally:
             self._messages = None
         if status != DONE:
