@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import types
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,7 @@ def test_a_damaged_file_is_replaced(compiled: list[str], tmp_path: Path) -> None
 
 def test_an_entry_refuses_other_arguments(compiled: list[str]) -> None:
     function = Schedule(done).get()
+    assert isinstance(function, types.BuiltinFunctionType), "no function of C"
     with pytest.raises(TypeError):
         function(0, 0, 0)
     with pytest.raises(TypeError):
