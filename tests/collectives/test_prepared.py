@@ -15,6 +15,7 @@ from fake_streams import FakeStreams
 import shared_ranks
 from frames import Frames
 from quick_interpreter import GPU_COLLECTIVES, interpret
+from shotcast.collectives import prepared
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.collectives.prepared import PreparedCalls
@@ -95,6 +96,34 @@ def test_a_repeated_call_is_made(parts: Parts) -> None:
     assert found is not None
     assert found.run((x, out)) is out
     assert [(a is x, b is out) for a, b, _ in parts.executor.made] == [(True, True)]
+
+
+def test_the_latest_call_is_found_without_its_shape(parts: Parts) -> None:
+    """Making and hashing the shape takes longer than the comparison of all tensors."""
+    assert parts.make(parts.x, parts.out) is parts.out
+    parts.calls._calls.clear()
+    assert parts.make(parts.x, parts.out) is parts.out
+    assert parts.make(parts.x, parts.x) is None
+    assert parts.make(parts.x, None) is None
+    parts.calls.clear()
+    assert parts.make(parts.x, parts.out) is None
+
+
+def test_calls_of_several_shapes_take_turns(parts: Parts) -> None:
+    pairs = [(torch.ones(size), torch.ones(size)) for size in (64, 8, 64, 16, 8, 16)]
+    for x, out in pairs[1:4:2]:
+        parts.keep(x, out)
+    for x, out in pairs * 2:
+        assert parts.make(x, out) is out
+
+
+def test_a_bounded_number_of_latest_calls_is_known(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_MOST_PATTERNS", 2)
+    for number in range(5):
+        key = ("all_reduce", "auto", f"sum {number}")
+        parts.calls.keep((key, (parts.x, parts.out)), parts.call(), parts.x, parts.out, None, (), 0)
+        assert parts.make(parts.x, parts.out, key=key) is parts.out
+        assert len(parts.calls._latest) <= 2
 
 
 def test_outputs_are_made_where_none_are_given(parts: Parts) -> None:
@@ -241,8 +270,16 @@ def test_modes_of_pytorch_see_what_they_would(parts: Parts) -> None:
 
 
 def test_a_trace_finds_no_call(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shotcast.collectives.prepared.is_compiling", lambda: True)
+    monkeypatch.setattr("shotcast.collectives.prepared.is_dynamo_compiling", lambda: True)
     assert parts.make(parts.x, parts.out) is None
+
+
+def test_an_export_finds_no_call_without_tensors(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of an export are no plain ones."""
+    parts.calls.keep((("barrier",), (None, None)), parts.call(), None, None, None, (), 0)
+    assert parts.make(None, None, key=("barrier",)) is True
+    monkeypatch.setattr("shotcast.collectives.prepared.is_compiling", lambda: True)
+    assert parts.make(None, None, key=("barrier",)) is None
 
 
 def test_a_call_in_a_capture_is_not_made(gpu: Parts) -> None:

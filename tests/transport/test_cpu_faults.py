@@ -14,6 +14,8 @@ from executor_calls import run_call
 from local_ranks import DEAD, LocalGroup, run_ranks
 from shotcast.collectives.registry import registered
 from shotcast.errors import ClosedError
+from shotcast.transport.cpu import executor as executor_module
+from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.executor import CpuExecutor
 from shotcast.wire import MISMATCH, TIMEOUT, CallPlan, Header, LaunchShape, Op
 
@@ -270,3 +272,16 @@ def check_closed(group):
 
 def test_closed_is_closed():
     run_ranks(2, check_closed)
+
+
+def check_spins(group, cores):
+    executor_module.available_cores = lambda: cores  # in a process of its own
+    executor = CpuExecutor(group, MAX_BYTES, 10.0, registered())
+    spins = executor.context[layout.SPINS // 8]
+    executor.close()
+    return spins
+
+
+@pytest.mark.parametrize(("cores", "spins"), [(3, 200), (2, 200), (1, 20)])
+def test_ranks_that_share_cores_offer_them_at_once(cores, spins):
+    assert run_ranks(2, check_spins, cores) == [spins, spins]

@@ -6,11 +6,10 @@ import re
 
 import llvmlite.binding as llvm
 import pytest
-from numba import njit, types
 
 from shotcast import wire
 from shotcast.device.cpu import floats
-from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.compilation import Arithmetic, Schedule, compile_function
 from shotcast.transport.cpu import copies, fp8_blocks, fused, norm, one_shot, ring, send_recv, two_shot, two_shot_fp8
 from shotcast.wire import Norm
 
@@ -47,10 +46,7 @@ def count(pattern: str, text: str) -> int:
 
 
 def text_of(schedule: Schedule) -> str:
-    # Code loaded from the cache no longer has its text.
-    dispatcher = njit(nogil=True, error_model="numpy")(schedule._function)
-    dispatcher.compile(types.int64(*(types.int64,) * 4))
-    return next(iter(dispatcher.inspect_llvm().values()))
+    return str(compile_function(schedule._function, "schedule").library.get_llvm_str())
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -63,11 +59,8 @@ def test_words_are_acquired_and_released(name):
     assert count(r"\bstlr\b", code) >= 1
 
 
-def code_of(arithmetic: Arithmetic, triple: str, monkeypatch) -> str:
-    monkeypatch.setattr("shotcast.device.cpu.compilation.keep_on_disk", lambda compilable: None)
-    arithmetic = Arithmetic(arithmetic._function)
-    arithmetic.address()
-    text = arithmetic._compiled.inspect_llvm()
+def code_of(arithmetic: Arithmetic, triple: str) -> str:
+    text = compile_function(arithmetic._function, "arithmetic").library.get_llvm_str()
     assert count(r"f(add|sub|mul|div) (?!<)(?!float)\w+ ", text) == 0, "fast-math flags"
     code = assembly(text, triple)
     assert count(r"\bfmla\b|\bfmls\b|\bfn?m(add|sub)\b|\bvfn?m(add|sub)", code) == 0
@@ -76,8 +69,8 @@ def code_of(arithmetic: Arithmetic, triple: str, monkeypatch) -> str:
 
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("dtype", floats.SUMS)
-def test_sums_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
-    code = code_of(floats.SUMS[dtype], triple, monkeypatch)
+def test_sums_are_vectors_and_nothing_is_fused(dtype, triple):
+    code = code_of(floats.SUMS[dtype], triple)
     if triple.startswith("aarch64"):
         assert count(r"fadd\s+v\d+\.4s", code) >= 8
         assert dtype != "float16" or count(r"\bfcvtn", code) > 0
@@ -88,8 +81,8 @@ def test_sums_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
 
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("dtype", wire.REDUCIBLE)
-def test_rows_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
-    adds, norms = (code_of(part, triple, monkeypatch) for part in norm.arithmetic_of(dtype, Norm(64)))
+def test_rows_are_vectors_and_nothing_is_fused(dtype, triple):
+    adds, norms = (code_of(part, triple) for part in norm.arithmetic_of(dtype, Norm(64)))
     if triple.startswith("aarch64"):
         vectors = {kind: rf"f{kind}\s+v\d+\.4s" for kind in ("add", "mul")}
         narrowed = r"\bxtn|\buzp1"
@@ -105,10 +98,10 @@ def test_rows_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
 
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("dtype", fp8_blocks.ENCODE)
-def test_blocks_are_vectors_and_nothing_is_fused(dtype, triple, monkeypatch):
-    encoding = code_of(fp8_blocks.ENCODE[dtype], triple, monkeypatch)
-    decoding = code_of(fp8_blocks.DECODE[dtype], triple, monkeypatch)
-    summing = code_of(fp8_blocks.SUM, triple, monkeypatch)
+def test_blocks_are_vectors_and_nothing_is_fused(dtype, triple):
+    encoding = code_of(fp8_blocks.ENCODE[dtype], triple)
+    decoding = code_of(fp8_blocks.DECODE[dtype], triple)
+    summing = code_of(fp8_blocks.SUM, triple)
     if triple.startswith("aarch64"):
         product, total = r"fmul\s+v\d+\.4s", r"fadd\s+v\d+\.4s"
         narrowed, widened = r"\bxtn|\buzp1", r"\bushll|\btbl"  # as LLVM chooses

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled  # names of this module: looked up in one step
 from torch._C._dynamo.guards import TensorGuards  # the only private name of PyTorch here
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Executor
@@ -41,6 +41,9 @@ _ALIGNED = frozenset({0, 1, 2, 3, 5, 6, 7})
 """The operands of a fused call that kernels take at multiples of 16 bytes."""
 _MOST_REMEMBERED = 256
 """The most places of the operands of one call that are known to be apart."""
+
+_MOST_PATTERNS = 256
+"""The most arguments for which the latest call is found without its shape."""
 
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 _new: Callable[..., Any] = tuple.__new__
@@ -201,6 +204,7 @@ class PreparedCalls:
         aligns_norms: bool,
     ):
         self._calls: KeptCalls[PreparedCall] = KeptCalls()
+        self._latest: dict[tuple[Any, ...], PreparedCall] = {}  # by what a call is found by beside shape and dtype
         self._executor, self._closed = executor, False
         self.stopped_word: Any = None if executor is None else executor.stopped_word
         self.vendor, self.chain, self.lock, self.check, self.aligns_norms = vendor, chain, lock, check, aligns_norms
@@ -208,19 +212,24 @@ class PreparedCalls:
 
     def find(self, key: tuple[Any, ...], operands: Operands) -> PreparedCall | None:
         """Return the call that was made with these arguments, if it matches the operands."""
-        if is_compiling():
-            return None
         x, last = operands[0], operands[-1]
-        kind: tuple[Any, ...] = key
-        if type(x) is Tensor:
-            kind = key, x.shape, x.dtype, last is x, last is None
-        elif x is not None:
+        if is_dynamo_compiling() or (type(x) is not Tensor and (x is not None or is_compiling())):
             return None
+        pattern = key, last is x, last is None
         try:
-            call = self._calls.get(kind) or self._calls.recall(kind)
+            call = self._latest.get(pattern)
         except TypeError:  # an argument of a wrong type has no hash; the checks of a new call say what is wrong with it
             return None
-        return call if call is not None and (x is None or call.matches(operands)) else None
+        if call is not None and (x is None or call.matches(operands)):
+            return call
+        kind = pattern if x is None else (*pattern, x.shape, x.dtype)
+        call = self._calls.get(kind) or self._calls.recall(kind)
+        if call is None or (x is not None and not call.matches(operands)):
+            return None
+        if len(self._latest) >= _MOST_PATTERNS:
+            self._latest.clear()
+        self._latest[pattern] = call
+        return call
 
     def keep(
         self,
@@ -252,14 +261,15 @@ class PreparedCalls:
         if any(one != at and (one, at) not in _ALIASES[len(operands)] for one, at in same):
             return
         prepared = PreparedCall(self, call, operands, outputs, x is not None, norm, sizes, divisor)
-        kind = key
+        kind: tuple[Any, ...] = key, last is first, last is None
         if first is not None:
-            kind = key, first.shape, first.dtype, last is first, last is None
+            kind = (*kind, first.shape, first.dtype)
         self._calls.keep(kind, prepared)
 
     def clear(self) -> None:
         """Forget all calls: the addresses of the workspace have changed."""
         self._calls.clear()
+        self._latest.clear()
 
     def pause(self) -> None:
         """Make none for a while: each call waits first for those that were started."""

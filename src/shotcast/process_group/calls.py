@@ -25,7 +25,7 @@ from shotcast.process_group.works import DoneWork, SeveralWorks
 _CPU = torch.device("cpu")
 MOVED = {op: (op, "auto", None, type(None)) for op in ("all_gather", "all_to_all")}
 REDUCED = {
-    (op, kind): (op, "auto", name, None, type(None))
+    (op, kind.value): (op, "auto", name, None, type(None))
     for op in ("all_reduce", "reduce_scatter")
     for kind, name in OF_TORCH.items()
 }
@@ -158,7 +158,7 @@ class Calls:
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
         """Reduce the i-th part of a tensor of all ranks to rank i."""
-        key = None if opts is None else REDUCED.get(("reduce_scatter", opts.reduceOp.op))
+        key = None if opts is None else REDUCED.get(("reduce_scatter", opts.reduceOp.op.value))
         return self._again("reduce_scatter", opts, key, x, output) or self._reduce_scatter_single(output, x, opts)
 
     @visible("reduce_scatter_single", "_reduce_scatter_base")

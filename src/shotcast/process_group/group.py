@@ -173,7 +173,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> DoneWork:
         """Reduce a tensor of all ranks, in place."""
         if type(opts) is _AllreduceOptions and len(tensors) == 1:
-            key, x = REDUCED.get(("all_reduce", opts.reduceOp.op)), tensors[0]
+            key, x = REDUCED.get(("all_reduce", opts.reduceOp.op.value)), tensors[0]
             if work := self._again("all_reduce", opts, key, x, x):
                 return work
         return self._all_reduce(tensors, opts, op, timeout)

@@ -12,10 +12,8 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.typing import signature
-from numba.extending import intrinsic
+
+from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
 
 _WORD = ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()

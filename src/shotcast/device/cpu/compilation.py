@@ -1,45 +1,53 @@
 """Compilation of CPU kernels, once per machine.
 
-Functions are compiled when they are first needed. numba keeps them on disk (beside the sources, or in the user's cache
-directory), so other ranks and later runs load them. numba checks only the file in which a function is written; a
-schedule also contains code of the files it calls, and numbers that ranks agree on. The cached code therefore carries
-the digest of all CPU kernels and of ``wire.py`` instead.
+Functions are compiled by numba when they are first needed. Their machine code is kept on disk (in ``NUMBA_CACHE_DIR``,
+beside the sources, or in the user's cache directory), so other ranks and later runs load it, for which they do not
+import numba. A schedule also contains code of the files it calls, and numbers that ranks agree on. So what is kept is
+found by a digest of all CPU kernels and of ``wire.py``, of the function, of the processor, of the versions of Python,
+numba and llvmlite, and of numba's settings.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
 import itertools
 import logging
+import os
+import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from numba import njit, types
-from numba.core.ccallback import CFunc
-from numba.core.sigutils import normalize_signature
+from llvmlite import binding, ir
 
 logger = logging.getLogger(__name__)
 
-SCHEDULE_OPTIONS = {"nogil": True, "error_model": "numpy"}
-ARITHMETIC_OPTIONS = {"nopython": True, "error_model": "numpy"}
-"""The options that all schedules, and all arithmetic, are compiled with."""
+_OPTIONS = {"nopython": True, "error_model": "numpy"}
+_ARGUMENTS = 4
+_ENTRY = "shotcast_entry"
+_PACKAGE = Path(__file__).parents[2]
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_FASTCALL = 0x80  # METH_FASTCALL of CPython: a function gets its arguments as an array
 
+_SETTINGS = sorted(one for one in os.environ.items() if one[0].startswith("NUMBA_") and one[0] != "NUMBA_CACHE_DIR")
+"""Those of numba, as they are before it is imported."""
 _LOCK = threading.Lock()
 
 
 @functools.cache
 def _sources_digest() -> str:
     digest = hashlib.sha256()
-    package = Path(__file__).parents[2]
     rooms = ("device/cpu", "kernels/cpu", "transport/cpu", "transport/network")
-    folders = [sorted((package / room).glob("*.py")) for room in rooms]
-    for path in (*itertools.chain(*folders), package / "wire.py"):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    folders = [sorted((_PACKAGE / room).glob("*.py")) for room in rooms]
+    for path in (*itertools.chain(*folders), _PACKAGE / "wire.py"):
+        digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -52,80 +60,275 @@ def keep_on_disk(compilable: Any) -> None:
         logger.info("compiled host code of %s is not kept on disk: %s", compilable.__name__, error)
 
 
+# -- what is kept on disk ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _machine() -> str:
+    """Describe what machine code depends on beside the sources: versions, the processor, numba's settings."""
+    file = Path(".numba_config.yaml")
+    return repr(
+        (
+            sys.version,
+            metadata.version("numba"),
+            metadata.version("llvmlite"),
+            binding.get_process_triple(),
+            binding.get_host_cpu_name(),
+            binding.get_host_cpu_features().flatten(),
+            _SETTINGS,
+            file.read_text() if file.is_file() else "",
+        )
+    )
+
+
+def _file_of(function: Callable[..., Any], kind: str) -> Path | None:
+    """Return the file for the machine code of ``function``, in a folder that exists; None if there is no such folder.
+
+    Code that is not of this package is also found by the file in which it is written.
+    """
+    source = Path(function.__code__.co_filename)
+    try:
+        inside = source.is_relative_to(_PACKAGE)
+        written = b"" if inside else source.read_bytes()
+        cells = pickle.dumps([cell.cell_contents for cell in function.__closure__ or ()])
+    except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+        logger.info("compiled host code of %s is not kept on disk: %s", function.__qualname__, error)
+        return None
+    digest = hashlib.sha256(written)
+    for part in (kind, _machine(), _sources_digest(), function.__module__, function.__qualname__):
+        digest.update(part.encode() + b"\0")
+    digest.update(cells + function.__code__.co_code)
+    for folder in _folders(source):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK | os.X_OK):
+                return folder / f"{function.__module__}.{function.__name__}-{digest.hexdigest()[:32]}.code"
+    logger.info("compiled host code of %s is not kept on disk: no folder can be written", function.__qualname__)
+    return None
+
+
+def _folders(source: Path) -> list[Path]:
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        return [Path(chosen)]
+    of_user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return [source.parent / "__pycache__", of_user / "shotcast"]
+
+
+def _read(file: Path) -> bytes | None:
+    """Return the machine code in a file; None if there is none, or it is damaged."""
+    with contextlib.suppress(OSError):
+        kept = file.read_bytes()
+        if hashlib.sha256(kept[_DIGEST_BYTES:]).digest() == kept[:_DIGEST_BYTES]:
+            return kept[_DIGEST_BYTES:]
+    return None
+
+
+def _write(file: Path, code: bytes) -> None:
+    new = file.with_suffix(f".{os.getpid()}")
+    try:
+        new.write_bytes(hashlib.sha256(code).digest() + code)
+        new.replace(file)
+    except OSError as error:
+        logger.info("%s is not kept on disk: %s", file.name, error)
+
+
 @contextlib.contextmanager
-def _one_process_compiles(compilable: Any) -> Iterator[None]:
+def _one_process_compiles(file: Path) -> Iterator[None]:
     """Let one process of the machine compile a function, while others wait to load what it keeps on disk.
 
-    Once it is there, all load at the same time. Without a place on disk each process compiles for itself.
+    Once it is there, all load at the same time.
     """
-    folder = getattr(getattr(compilable, "_cache", None), "cache_path", None) or ""
-    name = f"{compilable.__name__}-{compilable.__module__}-{_sources_digest()[:16]}"
-    done = Path(folder, f"{name}.compiled")
-    if not folder or done.exists():
-        yield
-        return
     with contextlib.ExitStack() as held:
         try:
-            done.parent.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context(open(done.with_suffix(".lock"), "w"))
+            lock = held.enter_context(open(file.with_suffix(".lock"), "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)  # it ends with the process that has it
         except OSError as error:
-            logger.info("%s is compiled by each process: %s", compilable.__name__, error)
+            logger.info("%s is compiled by each process: %s", file.name, error)
         yield
-        with contextlib.suppress(OSError):
-            done.touch()
 
 
-class Schedule:
+# -- machine code -----------------------------------------------------------------------------------------------------
+
+
+def compile_function(function: Callable[..., Any], kind: str) -> Any:
+    """Return a function of four int64 as numba compiles it.
+
+    ``kind`` is ``schedule`` for one that returns an int64, and ``arithmetic`` for one that returns nothing.
+    """
+    from numba import types
+    from numba.core.compiler import Flags, compile_extra
+    from numba.core.registry import cpu_target
+
+    flags = Flags()
+    cpu_target.options.parse_as_flags(flags, _OPTIONS)
+    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+    contexts = cpu_target.typing_context, cpu_target.target_context
+    result = types.int64 if kind == "schedule" else types.void
+    return compile_extra(*contexts, function, (types.int64,) * _ARGUMENTS, result, flags, {})
+
+
+def _machine_code(function: Callable[..., Any], kind: str) -> bytes:
+    """Compile a function, and return an object file with it and its entry."""
+    from numba.core.registry import cpu_target
+
+    made = compile_function(function, kind)
+    module = ir.Module("entry")
+    module.triple, module.data_layout = binding.get_process_triple(), ""
+    _ENTRIES[kind](module, cpu_target.target_context, made.fndesc)
+    linked = binding.parse_assembly(made.library.get_llvm_str())
+    entry = str(module).replace('target datalayout = ""', f'target datalayout = "{linked.data_layout}"')
+    linked.link_in(binding.parse_assembly(entry.replace(module.triple, linked.triple)))
+    linked.verify()
+    return bytes(cpu_target.target_context.codegen()._tm.emit_object(linked))
+
+
+def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Call a function of the interpreter."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
+
+
+def _add_schedule_entry(module: Any, context: Any, descriptor: Any) -> None:
+    """Add ``entry(self, arguments, count)``, a function of CPython that runs without the interpreter lock."""
+    word, none, pointer = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
+    entry = ir.Function(module, ir.FunctionType(pointer, [pointer, pointer.as_pointer(), word]), _ENTRY)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    null = ir.Constant(pointer, None)
+    with builder.if_then(builder.icmp_signed("!=", entry.args[2], ir.Constant(word, _ARGUMENTS)), likely=False):
+        _call(builder, "PyErr_BadArgument", ir.IntType(32))
+        builder.ret(null)
+    words = []
+    for place in range(_ARGUMENTS):
+        argument = builder.load(builder.gep(entry.args[1], [ir.Constant(word, place)]))
+        words.append(_call(builder, "PyLong_AsLongLong", word, argument))
+
+    def return_if_raised() -> None:
+        raised = builder.icmp_unsigned("!=", _call(builder, "PyErr_Occurred", pointer), null)
+        with builder.if_then(raised, likely=False):
+            builder.ret(null)
+
+    return_if_raised()
+    state = _call(builder, "PyEval_SaveThread", pointer)
+    function = context.declare_function(module, descriptor)
+    convention = context.call_conv
+    _, status = convention.call_function(builder, function, descriptor.restype, descriptor.argtypes, words)
+    _call(builder, "PyEval_RestoreThread", none, state)
+    return_if_raised()  # by the handler of a signal, which ended a wait
+    builder.ret(_call(builder, "PyLong_FromLongLong", pointer, status))
+
+
+def _add_arithmetic_entry(module: Any, context: Any, descriptor: Any) -> None:
+    """Add a function of C that takes the four words."""
+    entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * _ARGUMENTS), _ENTRY)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    function = context.declare_function(module, descriptor)
+    context.call_conv.call_function(builder, function, descriptor.restype, descriptor.argtypes, entry.args)
+    builder.ret_void()
+
+
+_ENTRIES: dict[str, Callable[[Any, Any, Any], None]] = {
+    "schedule": _add_schedule_entry,
+    "arithmetic": _add_arithmetic_entry,
+}
+
+
+class _Loaded:
+    """Machine code in the memory of this process, and the address of its entry."""
+
+    def __init__(self, code: bytes):
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        target = binding.Target.from_triple(binding.get_process_triple())
+        machine = target.create_target_machine(jit=True, codemodel="jitdefault")
+        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self.address = self._engine.get_function_address(_ENTRY)
+
+
+class _Function:
+    """A function of four int64 that is compiled, or loaded from disk, on first use.
+
+    Args:
+        function: what is compiled.
+    """
+
+    _kind = ""
+
+    def __init__(self, function: Callable[[int, int, int, int], Any]):
+        self._function = function
+        self._loaded: _Loaded | None = None
+
+    def ready(self) -> bool:
+        """Return whether this process has compiled or loaded the function."""
+        return self._loaded is not None
+
+    def _load(self) -> int:
+        """Return the address of the entry. The caller holds the lock."""
+        if self._loaded is None:
+            self._loaded = _Loaded(self._code())
+        return self._loaded.address
+
+    def _code(self) -> bytes:
+        file = _file_of(self._function, self._kind)
+        if file is None:
+            return _machine_code(self._function, self._kind)
+        code = _read(file)
+        if code is None:
+            with _one_process_compiles(file):
+                code = _read(file)
+                if code is None:
+                    code = _machine_code(self._function, self._kind)
+                    _write(file, code)
+        return code
+
+
+class _MethodDefinition(ctypes.Structure):
+    """CPython's ``PyMethodDef``."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("documentation", ctypes.c_char_p),
+    )
+
+
+class Schedule(_Function):
     """A collective as a compiled function: ``function(context, plan, x, out) -> status``.
 
     It takes four addresses and returns a code of :mod:`shotcast.transport.cpu.waiting`.
     """
 
-    def __init__(self, function: Callable[[int, int, int, int], int]):
-        self._function = function
-        self._compiled: Callable[[int, int, int, int], int] | None = None
-
-    def ready(self) -> bool:
-        """Return whether this process has compiled or loaded the function."""
-        return self._compiled is not None
+    _kind = "schedule"
+    _callable: Callable[[int, int, int, int], int] | None = None
 
     def get(self) -> Callable[[int, int, int, int], int]:
-        """Return the machine code, compiled or loaded on first use; it runs without the interpreter lock."""
+        """Return the machine code, compiled or loaded on first use; it runs without the interpreter lock.
+
+        It raises what the handler of a signal raises that ends a wait.
+        """
         with _LOCK:
-            if self._compiled is None:
-                dispatcher = njit(**SCHEDULE_OPTIONS)(self._function)
-                keep_on_disk(dispatcher)
-                with _one_process_compiles(dispatcher):
-                    dispatcher.compile(types.int64(types.int64, types.int64, types.int64, types.int64))
-                dispatcher.disable_compile()
-                self._compiled = dispatcher
-            return self._compiled
+            if self._callable is None:
+                definition = _MethodDefinition(self._function.__name__.encode(), self._load(), _FASTCALL, None)
+                new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
+                kept = self._loaded, definition  # as long as the function lives
+                self._callable = new(("PyCFunction_NewEx", ctypes.pythonapi))(ctypes.addressof(definition), kept, None)
+            assert self._callable is not None
+            return self._callable
 
 
-class Arithmetic:
+class Arithmetic(_Function):
     """Compiled arithmetic ``function(destination, sources, world_size, count)``, called by its address.
 
     Schedules call it through a pointer: a schedule compiles once for all dtypes, and the arithmetic once for all
     schedules.
     """
 
-    def __init__(self, function: Callable[[int, int, int, int], None]):
-        self._function = function
-        self._compiled: Any = None
-
-    def ready(self) -> bool:
-        """Return whether this process has compiled or loaded the function."""
-        return self._compiled is not None
+    _kind = "arithmetic"
 
     def address(self) -> int:
         """Return the address of the machine code, compiled or loaded on first use."""
         with _LOCK:
-            if self._compiled is None:
-                signature = normalize_signature(types.void(*(types.int64,) * 4))
-                function = CFunc(self._function, signature, {}, ARITHMETIC_OPTIONS)
-                keep_on_disk(function)
-                with _one_process_compiles(function):
-                    function.compile()
-                self._compiled = function
-            return int(self._compiled.address)
+            return self._load()

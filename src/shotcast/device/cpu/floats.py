@@ -15,12 +15,9 @@ from typing import Any, Protocol
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.typing import signature
-from numba.extending import intrinsic
 
 from shotcast.device.cpu.compilation import Arithmetic
+from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
 
 WORD = ir.IntType(64)
 I16, I32 = ir.IntType(16), ir.IntType(32)

@@ -20,13 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.typing import signature
-from numba.extending import intrinsic
 
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.floats import F32, FORMATS, SUMS, WORD, machine_has_half, splat, vector
+from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, store_at
 from shotcast.wire import INTEGERS, REDUCED
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from shotcast.device.cpu.floats import I32, LANES, WORD, splat
+from shotcast.device.cpu.lazy_numba import cgutils
 
 
 def number(value: int) -> Any:

@@ -7,8 +7,6 @@ messages, and may send and receive them one by one.
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import (
     copy,
     interrupted,
@@ -21,6 +19,7 @@ from shotcast.device.cpu.atomics import (
     store_release,
 )
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import (
     ABORT,
     GONE,

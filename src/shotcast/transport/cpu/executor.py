@@ -18,6 +18,7 @@ import torch
 
 from shotcast import wire
 from shotcast.errors import ClosedError, ConfigError
+from shotcast.hardware.detect import available_cores
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.shm import ShmBuffer
 from shotcast.memory.symmetric import HostGroup
@@ -43,9 +44,9 @@ _TO_BLOCKS = (Op.REDUCE_SCATTER, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORM
 
 _MIN_GENERATION, _MAX_GENERATION = 16 << 10, 1 << 20
 _MIN_PIECE, _MAX_PIECE = 4 << 10, 64 << 10
-_SPINS = 20
-"""Looks before the core is offered to others, under a microsecond. More gains nothing where ranks have cores of their
-own, and costs where they share them, which a scheduler may decide even with cores to spare."""
+_SPINS, _SPINS_ON_SHARED_CORES = 200, 20
+"""Looks before the core is offered to others: some microseconds, in which a peer that runs comes. A core that another
+job is offered is gone for a time slice. Ranks that share cores offer them at once, as the peer may need this one."""
 _GATHER_CHUNK = 256 << 10
 _HEAP_BYTES = 32 << 30
 """The address space for tensors on each rank. They take memory as they are made."""
@@ -124,12 +125,12 @@ class BoundCall:
         elif self.call.norms:
             raise ConfigError(f"{plan.op.label}: the residual and what else belongs to the norm is missing")
         source = 0 if x is None else x.data_ptr()
-        target = source if out is None else out.data_ptr()
+        target = source if out is None or out is x else out.data_ptr()
         interruption: BaseException | None = None
         try:
             status = self._function(executor.context_address, self._record_address, source, target)
         except BaseException as error:  # a signal handler raised while the compiled code waited, or just afterwards
-            status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+            status, interruption = INTERRUPTED, error
         if status != DONE:
             executor.fail(status, dataclasses.replace(plan, sizes=sizes) if sizes else plan, self.header)
             if norm is None:
@@ -206,7 +207,7 @@ class CpuExecutor:
         self.context_address = self.context.buffer_info()[0]
         self._set(layout.RANK, self._rank)
         self._set(layout.WORLD, world_size)
-        self._set(layout.SPINS, _SPINS)
+        self._set(layout.SPINS, _SPINS if world_size <= available_cores() else _SPINS_ON_SHARED_CORES)
         self._set(layout.GENERATION, self._generation)
         self._set(layout.OUTBOX_CHUNK, piece)
         for rank, address in enumerate(regions):
@@ -354,7 +355,7 @@ class CpuExecutor:
         try:
             status = batch.EXCHANGE.get()(self.context_address, address, 0, 0)
         except BaseException as error:  # a signal handler raised
-            status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+            status, interruption = INTERRUPTED, error
         finally:
             self._messages = None
         if status != DONE:

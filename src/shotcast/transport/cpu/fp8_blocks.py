@@ -16,14 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.core.typing import signature
-from numba.extending import intrinsic
 
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.float8 import BYTE, from_e4m3, to_e4m3
 from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_has_half, splat, vector
+from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
 from shotcast.wire import FP8_BLOCK, FP8_FLOOR, FP8_LARGEST
 

@@ -7,10 +7,9 @@ have the same bits. A chunk may end anywhere in a row. The context's ROW says wh
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import one_shot as plain_one_shot
 from shotcast.transport.cpu import two_shot as plain_two_shot
 from shotcast.transport.cpu.host_call import HostCall, for_all_ranks, sums_and_norms

@@ -7,9 +7,8 @@ word for calls of even and of odd epochs, as there is a header, since a rank may
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import load, store
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import EPOCH, HEAP, HEAP_END, NBYTES, PLACES, RANK, WORLD
 from shotcast.transport.cpu.waiting import DONE, await_all, finish, publish, region
 

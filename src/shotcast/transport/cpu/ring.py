@@ -9,10 +9,9 @@ Sums are rounded to the dtype at every hop: round(... round(round(0 + x_{j+1}) +
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import copies, one_shot
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, sums
 from shotcast.transport.cpu.layout import (

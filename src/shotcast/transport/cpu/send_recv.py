@@ -7,10 +7,9 @@ touched, so other ranks and collectives are not affected. A send returns once it
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import copy, load, load_acquire, store, store_release
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.layout import (
     ABORT,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.wire import SLICE_ALIGN
 
 

@@ -12,10 +12,9 @@ writes the sum into all of them. A slice is touched by its rank alone, so the ca
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, reductions
 from shotcast.transport.cpu.layout import (
     ARITHMETIC,

@@ -11,11 +11,10 @@ the dequantized sum.
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast import wire
 from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import fp8_blocks
 from shotcast.transport.cpu.fp8_blocks import encoded_bytes
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_sum

@@ -6,10 +6,9 @@ the longest part of all, which gives the number of steps, and compares what othe
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import copy, load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall
 from shotcast.transport.cpu.layout import (
     CHUNK,

@@ -11,8 +11,6 @@ peer. So no rank is ever more than one call ahead, two headers suffice, and any 
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import (
     interrupted,
     load,
@@ -23,6 +21,7 @@ from shotcast.device.cpu.atomics import (
     store,
     store_release,
 )
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import (
     ABORT,
     DEADLINE,

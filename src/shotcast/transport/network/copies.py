@@ -7,10 +7,9 @@ only a header, so no rank finishes before all have begun.
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import copy, load
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import (
     CHUNK,
     CONTROL_BYTES,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import load
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import ITEMSIZE, NETWORK
 from shotcast.transport.cpu.waiting import DONE
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer

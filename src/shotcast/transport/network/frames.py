@@ -10,9 +10,8 @@ look for a fault that another thread or rank has reported, and shows that it is 
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import interrupted, load, load_acquire, monotonic_ns, store, store_release
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import (
     ABORT,
     DEADLINE,

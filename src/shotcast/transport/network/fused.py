@@ -6,10 +6,9 @@ from them, have the bits of the sum and the norm as calls of their own.
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.host_call import sums_and_norms
 from shotcast.transport.cpu.layout import ITEMSIZE, NBYTES, NETWORK, SOURCES, TOTAL
 from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, add_and_norm, begin_rows

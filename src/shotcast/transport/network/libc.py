@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.typing import signature
-from numba.extending import intrinsic
+
+from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
 
 _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _ADDRESS = ir.IntType(8).as_pointer()

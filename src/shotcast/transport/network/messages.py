@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from numba import njit
 
 from shotcast.device.cpu.atomics import load, load_acquire, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.layout import ABORT, DEADLINE, HEADER, MESSAGE_NUMBER, NBYTES, NETWORK, RANK, ROOT
@@ -208,7 +208,7 @@ class Message:
             if status == DONE:
                 status = self._function(self._executor.context_address, self._record.buffer_info()[0], address, address)
         except BaseException as error:  # a signal handler raised while this rank waited
-            status, interruption = INTERRUPTED, error.__cause__ if isinstance(error, SystemError) else error
+            status, interruption = INTERRUPTED, error
         finally:
             self._executor.in_message(None)
         if status == DONE:

@@ -6,10 +6,9 @@ of all H. The algorithm is that of "LLM Inference Beyond a Single Node" (arXiv 2
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import load
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import NETWORK
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network.fold import fold, is_folded, unfold

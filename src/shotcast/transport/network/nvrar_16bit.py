@@ -8,10 +8,9 @@ all others in one network step. Otherwise each node adds a part of the slice and
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu.host_call import sums
 from shotcast.transport.cpu.layout import ARITHMETIC, ITEMSIZE, NBYTES, NETWORK, PARTIAL, SLOT, WORLD

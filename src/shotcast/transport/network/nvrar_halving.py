@@ -7,10 +7,9 @@ network steps and sends 2 (1 - 1/H) of the slice, to log2 H peers.
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import ITEMSIZE, NETWORK
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network.fold import fold, is_folded, unfold

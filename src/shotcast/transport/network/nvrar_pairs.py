@@ -7,10 +7,9 @@ Sums are in float32. Reductions whose order does not matter, those of integers a
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import NETWORK, PARTIAL_BYTES, RANK, ROOT, ROOT_NODE, SLOT
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer

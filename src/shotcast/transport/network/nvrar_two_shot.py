@@ -6,10 +6,9 @@ for any number of nodes. The second step carries the sums in the dtype of the ca
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import ITEMSIZE, NETWORK
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer

@@ -8,9 +8,8 @@ the whole message, whatever its size.
 
 from __future__ import annotations
 
-from numba import njit
-
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
+from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import (
     ADD_PARTIAL,
     CHUNK,
