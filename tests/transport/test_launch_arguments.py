@@ -150,6 +150,16 @@ def test_a_call_in_pieces_needs_the_kernels_of_its_pieces() -> None:
     assert set(executor.forms(plan)) == {*long, *short}
 
 
+def test_pieces_have_the_grid_of_the_call_as_far_as_they_have_tiles() -> None:
+    executor = executor_of_four(max_bytes=8 << 20)
+    for programs in (128, 1 << 14):
+        launch = LaunchShape(programs, 512, 4, 0)
+        plan = CallPlan(Op.ALL_REDUCE, "two_shot", "float32", (16 << 20) + 4096, launch=launch)
+        found = [(piece.nbytes, piece.launch.programs) for piece, _ in executor.pieces(plan)]
+        tiles = (8 << 20) // (4 * 512 * 4)  # a rank sums a quarter
+        assert found == [(8 << 20, min(programs, tiles))] * 2 + [(4096, 1)]
+
+
 def test_the_sizes_of_an_uneven_call_are_arguments_of_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other sizes launch the same kernel, which knows only whether all of them are multiples of 16 bytes."""
     shape = LaunchShape(64, 2048, 16, 1 << 16)

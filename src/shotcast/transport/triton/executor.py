@@ -319,7 +319,8 @@ class TritonExecutor:
         pieces = []
         for number, start in enumerate(range(0, plan.nbytes, most)):
             nbytes = min(most, plan.nbytes - start)
-            programs = max(1, math.ceil(plan.launch.programs * nbytes / plan.nbytes))
+            tiles = math.ceil(nbytes / (4 * plan.launch.block_words * (self._group.world_size // self._nodes)))
+            programs = min(plan.launch.programs, max(1, tiles))
             launch = dataclasses.replace(plan.launch, programs=programs)
             piece = dataclasses.replace(plan, nbytes=nbytes, launch=launch, whole_nbytes=plan.nbytes, piece=number)
             pieces.append((piece, start))
