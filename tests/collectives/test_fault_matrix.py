@@ -115,7 +115,7 @@ def test_what_did_not_happen_is_said() -> None:
         ({"error": error | {"reason": "dead"}}, "says dead, not late"),
         ({"error": error | {"op": "barrier"}}, "names the operation barrier"),
         ({"error": {"class": "RuntimeError", "text": "x"}}, "RuntimeError instead of CollectiveTimeout: x"),
-        ({"waited_s": 0.1}, "came after 0.10 s, before the deadline"),
+        ({"waited_s": 0.1}, "no error came after more than 0.10 s, before the deadline"),
         ({"waited_s": 1.7}, "the error came 1.20 s past the deadline"),
         ({"freed_s": 3.0}, "the error came 3.01 s past the deadline"),
         ({"again": ""}, "the next call raised nothing after 0.00 s"),
@@ -126,6 +126,12 @@ def test_what_did_not_happen_is_said() -> None:
         outcome = runs.Outcome(case)
         runs.judge(outcome, {0: runs.Report(0, **(good | change)), 1: victim})
         assert [text.removeprefix("rank 0: ") for text in outcome.wrong] == ([complaint] if complaint else [])
+    case = usual(Cell("late", "own", "all_reduce", "eager"), 3, 0.5, "reset")
+    three, late = runs.Outcome(case), {**error, "missing": (case.victim,)}
+    waited_s = {case.victim: 0.0, (case.victim + 1) % 3: 0.3, (case.victim + 2) % 3: 0.51}
+    reports = {rank: runs.Report(rank, **(good | {"error": late, "waited_s": s})) for rank, s in waited_s.items()}
+    runs.judge(three, reports)
+    assert three.wrong == [], "the deadline of the first rank ends the calls of all"
 
 
 def test_a_record_is_written_after_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
