@@ -163,6 +163,9 @@ OTHERS = (
     "faults_",
     "forecast_before_",
     "mapped_tensors",
+    "first_use",
+    "programs_",
+    "shared_calls_",
 )
 """File names of other results: those of the engine, of the scripts in research, and of long tests."""
 KEPT = sorted(

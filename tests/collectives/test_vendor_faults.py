@@ -6,6 +6,7 @@ Nine ranks are more than own kernels serve, so nothing but the library connects 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 import time
@@ -138,7 +139,13 @@ class TestBlame:
         came = {rank: reports[rank] for rank in interrupting[:1] or reports if rank != late}
         if not came:
             return
-        threads = [threading.Thread(target=report, args=(rank, *what)) for rank, what in came.items()]
+        for rank, (header, interrupted) in came.items():
+            if rank in gone:  # its process has ended since
+                facts = {"header": header, "begun": time.time() - 1, "cause": "other", "interrupted": interrupted}
+                store.compare_set("alarm", "", repr(time.time()))
+                store.set(f"report/{rank}", json.dumps(facts))
+        alive = {rank: what for rank, what in came.items() if rank not in gone}
+        threads = [threading.Thread(target=report, args=(rank, *what)) for rank, what in alive.items()]
         ticks = itertools.count()
 
         def monotonic() -> float:

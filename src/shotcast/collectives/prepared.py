@@ -265,6 +265,8 @@ class PreparedCalls:
         if first is not None:
             kind = (*kind, first.shape, first.dtype)
         self._calls.keep(kind, prepared)
+        if len(self._calls) == 1:  # the others are old, and are to be looked up to be young again
+            self._latest.clear()
 
     def clear(self) -> None:
         """Forget all calls: the addresses of the workspace have changed."""
