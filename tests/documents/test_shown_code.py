@@ -57,7 +57,7 @@ def test_scripts_run(fence: Fence, tmp_path: Path) -> None:
 def test_parts_run_on_ranks() -> None:
     """The parts run in the order of the pages, on one communicator."""
     assert RANKS
-    printed = spawn(run_with_comm, 2, [(fence.where, fence.body) for fence in RANKS], timeout_s=100)
+    printed = spawn(run_with_comm, 2, [(fence.where, fence.body) for fence in RANKS], timeout_s=250)
     assert "one_shot" in printed[0]
 
 
