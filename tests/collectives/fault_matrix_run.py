@@ -29,6 +29,8 @@ from shotcast.launcher.spawn import RankGroup
 
 GRACE_S = 1.0
 """A named error comes within the deadline and this long; so does the name of a rank whose process has ended."""
+_BEGIN_S = 0.1
+"""The time between the first and the last rank's begin of a call, at the most."""
 _EXIT_S = 10.0
 
 
@@ -137,8 +139,11 @@ def judge(outcome: Outcome, reports: Mapping[int, Report], grace_s: float = GRAC
             outcome.past_s = max(outcome.past_s, report.waited_s + report.freed_s - deadline_s)
     # the deadline of the first rank, which may have begun a moment before the others, ends the calls of all
     waited = [report.waited_s for rank, report in reports.items() if rank != victim and report.error is not None]
-    if fault in ("late", "absent", "stopped") and waited and max(waited) < 0.9 * case.deadline_s:
-        wrong.append(f"no error came after more than {max(waited):.2f} s, before the deadline")
+    if fault in ("late", "absent", "stopped") and waited:
+        if max(waited) < 0.9 * case.deadline_s:
+            wrong.append(f"no error came after more than {max(waited):.2f} s, before the deadline")
+        elif min(waited) < 0.9 * case.deadline_s - _BEGIN_S:
+            wrong.append(f"an error came after {min(waited):.2f} s, long before the deadline")
     if outcome.past_s > grace_s:
         wrong.append(f"the error came {outcome.past_s:.2f} s past the deadline")
 

@@ -127,11 +127,13 @@ def test_what_did_not_happen_is_said() -> None:
         runs.judge(outcome, {0: runs.Report(0, **(good | change)), 1: victim})
         assert [text.removeprefix("rank 0: ") for text in outcome.wrong] == ([complaint] if complaint else [])
     case = usual(Cell("late", "own", "all_reduce", "eager"), 3, 0.5, "reset")
-    three, late = runs.Outcome(case), {**error, "missing": (case.victim,)}
-    waited_s = {case.victim: 0.0, (case.victim + 1) % 3: 0.3, (case.victim + 2) % 3: 0.51}
-    reports = {rank: runs.Report(rank, **(good | {"error": late, "waited_s": s})) for rank, s in waited_s.items()}
-    runs.judge(three, reports)
-    assert three.wrong == [], "the deadline of the first rank ends the calls of all"
+    late = error | {"missing": (case.victim,)}
+    for first_s, complaints in ((0.4, []), (0.3, ["an error came after 0.30 s, long before the deadline"])):
+        three = runs.Outcome(case)
+        waited_s = {case.victim: 0.0, (case.victim + 1) % 3: first_s, (case.victim + 2) % 3: 0.51}
+        reports = {rank: runs.Report(rank, **(good | {"error": late, "waited_s": s})) for rank, s in waited_s.items()}
+        runs.judge(three, reports)
+        assert three.wrong == complaints, "the deadline of the first rank ends the calls of all"
 
 
 def test_a_record_is_written_after_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
