@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -12,16 +14,16 @@ Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 """A name among :data:`shotcast.wire.REDUCTIONS`, or what PyTorch calls it."""
 
 OF_TORCH = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "prod",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
+    "SUM": "sum",
+    "MAX": "max",
+    "MIN": "min",
+    "PRODUCT": "prod",
+    "AVG": "avg",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
 }
-"""The names of PyTorch's reductions."""
+"""Reductions by the names of PyTorch's, which Dynamo of PyTorch 2.11 can hash, as it cannot the reductions."""
 _AVERAGED_INTEGERS = ("int8", "uint8", "int16", "int32", "int64")
 """Integers that PyTorch divides."""
 
@@ -32,10 +34,12 @@ def reduction_name(reduction: Reduction) -> str:
         if reduction in wire.REDUCTIONS:
             return reduction
     elif isinstance(reduction, dist.ReduceOp | dist.ReduceOp.RedOpType):
-        for kind, name in OF_TORCH.items():
-            if reduction == kind:
-                return name
-        if reduction == dist.ReduceOp.PREMUL_SUM:
+        kind: Any = reduction
+        if not isinstance(reduction, dist.ReduceOp.RedOpType):
+            kind = next(one for one in dist.ReduceOp.RedOpType.__members__.values() if kind == one)
+        if kind.name in OF_TORCH:
+            return OF_TORCH[kind.name]
+        if kind.name == "PREMUL_SUM":
             raise ConfigError("ReduceOp.PREMUL_SUM is not served; multiply x by the factor, and take the sum")
     known = ", ".join(wire.REDUCTIONS)
     raise ConfigError(f"unknown reduction {reduction!r}; there are {known}, and those of torch.distributed.ReduceOp")

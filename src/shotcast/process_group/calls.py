@@ -25,7 +25,7 @@ from shotcast.process_group.works import DoneWork, SeveralWorks
 _CPU = torch.device("cpu")
 MOVED = {op: (op, "auto", None, type(None)) for op in ("all_gather", "all_to_all")}
 REDUCED = {
-    (op, kind.value): (op, "auto", name, None, type(None))
+    (op, getattr(dist.ReduceOp, kind).value): (op, "auto", name, None, type(None))
     for op in ("all_reduce", "reduce_scatter")
     for kind, name in OF_TORCH.items()
 }

@@ -118,10 +118,11 @@ class MessageCalls(Caller):
         All that are the first of their sender to their receiver come first, then all second ones, and so on; and of
         these, those of lower ranks.
         """
-        counts: dict[tuple[Op, int], int] = {}
+        counts: dict[tuple[int, int], int] = {}
         keys = []
         for number, (op, _, peer) in enumerate(messages):
-            place = counts[op, peer] = counts.get((op, peer), -1) + 1
+            key = op.value, peer  # Dynamo of PyTorch 2.11 hashes no enumeration
+            place = counts[key] = counts.get(key, -1) + 1
             upward = (self.rank < peer) == (op is Op.SEND)
             keys.append((place, min(self.rank, peer), max(self.rank, peer), upward, number))
         return [messages[key[-1]] for key in sorted(keys)]

@@ -37,7 +37,7 @@ class _Form(NamedTuple):
         return cls(kind, scatter, gather, OPS[name], OPS[f"{name}_fp8"])
 
 
-_FORMS = {op: _Form.of(op) for op in (*wire.ALL_REDUCE_NORMS, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORMS)}
+_FORMS = {op.value: _Form.of(op) for op in (*wire.ALL_REDUCE_NORMS, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORMS)}
 
 
 class NormCalls(SumCalls, CopyCalls):
@@ -250,7 +250,7 @@ class NormCalls(SumCalls, CopyCalls):
         key = op, algorithm, eps, type(eps), bias is None, out is None, aliases, fp8, scale is None, with_normed
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
-        form = _FORMS[op]
+        form = _FORMS[op.value]  # Dynamo of PyTorch 2.11 hashes no enumeration
         spec = form.fp8_spec if fp8 else form.spec
         shards = self.world_size if form.scatter else 1
         named = {"x": x, "residual": residual, "weight": weight, "bias": bias, "scale": scale}
@@ -297,7 +297,7 @@ class NormCalls(SumCalls, CopyCalls):
         if self.world_size > 1 and not call.by_library:
             return
         plain = "vendor" if algorithm == "vendor" else "auto"
-        scatter, gather = _FORMS[op][1:3]
+        scatter, gather = _FORMS[op.value][1:3]
         own = separate_norm.share(tensors, norm, self.rank, self.world_size) if gather else tensors
         # the sum goes where the new residual will be; if the old one is there, into x where the norm will be
         room = own.new_residual if own.new_residual.data_ptr() != own.residual.data_ptr() else None
