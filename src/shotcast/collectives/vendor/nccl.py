@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -29,6 +30,15 @@ _LOCK_S = 0.3
 """The limit for a thread that is inside the library, before its communicator is aborted under it."""
 _DESTROY_S = 5.0
 """The limit for the end of a communicator; NCCL keeps those that captured graphs use until the graphs are gone."""
+
+
+@functools.cache
+def _side_stream(device_index: int) -> torch.cuda.ExternalStream:
+    """Return the stream of first calls, which no other work uses.
+
+    There is one, as PyTorch keeps the memory of freed tensors for the stream that they were made on.
+    """
+    return driver.new_stream(torch.device("cuda", device_index))
 
 
 class NcclGroup:
@@ -110,21 +120,22 @@ class NcclGroup:
             if self._stopped:
                 self._abort()
                 return
-        stream = torch.cuda.Stream(self._device)
+        stream = _side_stream(self._device.index)
         with torch.cuda.stream(stream):
             for nbytes in _WARM_BYTES:
                 self._warm_up(torch.zeros(nbytes * self._world_size, dtype=torch.uint8, device=self._device))
         stream.synchronize()
 
     def _warm_up(self, data: torch.Tensor) -> None:
+        """Make a call of each operation in place; what the results are does not matter."""
         nbytes = data.numel()
-        whole, part = torch.empty_like(data), torch.empty_like(data[: nbytes // self._world_size])
+        part = data.chunk(self._world_size)[self._rank]
         for op, x, out in (
-            (Op.ALL_REDUCE, data, whole),
+            (Op.ALL_REDUCE, data, data),
             (Op.REDUCE_SCATTER, data, part),
-            (Op.ALL_GATHER, part, whole),
-            (Op.BROADCAST, data, whole),
-            (Op.ALL_TO_ALL, data, whole),
+            (Op.ALL_GATHER, part, data),
+            (Op.BROADCAST, data, data),
+            (Op.ALL_TO_ALL, data, data),
         ):
             self._enqueue(CallPlan(op, "vendor", "uint8", nbytes), x, out)
 
