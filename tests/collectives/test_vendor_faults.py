@@ -37,6 +37,7 @@ from shotcast.memory.members import Members
 from shotcast.wire import CallPlan, HeaderWords, Op
 
 SLACK_S = 1.0
+INTERPRETED = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
 
 
 def names(outcome: dict[str, Any], ranks: tuple[int, ...], reason: str = "late") -> bool:
@@ -109,6 +110,24 @@ class TestBesideOwnKernels:
         for rank, outcome in enumerate(results):
             assert names(outcome, (1,)), (rank, outcome)
             assert rank == 1 or outcome["took"] < 0.6 + SLACK_S
+
+    def test_kernels_behind_a_call_that_failed_are_ended(self) -> None:
+        """They would wait for the rank at fault until a deadline of their own, and say that it was that of another."""
+        for seen, stopped in shotcast.spawn(targets.kernels_behind_the_library, 2, 1, env=INTERPRETED, timeout_s=100):
+            assert stopped
+            assert all(names(outcome, (1,)) for outcome in seen[:2]), seen
+            assert "not made" in seen[2]["text"]
+
+    def test_an_interrupted_kernel(self) -> None:
+        seen, executor = shotcast.spawn(targets.interrupted_kernel, 2, env=INTERPRETED, timeout_s=100)[0]
+        assert executor == "TritonExecutor"
+        assert names(seen, (0,), "interrupted"), seen
+        assert seen["took"] < 0.4 + SLACK_S
+        assert "all_reduce" in seen["text"]
+
+    def test_a_fault_that_comes_during_a_check(self) -> None:
+        for seen in shotcast.spawn(targets.a_fault_that_comes_during_a_check, 2, env=INTERPRETED, timeout_s=100):
+            assert names(seen, (1,)), seen
 
     def test_calls_that_are_not_compared(self) -> None:
         env = {"SHOTCAST_CHECK_VENDOR": "0"}

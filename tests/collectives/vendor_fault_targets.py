@@ -14,10 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+from fault_matrix_targets import before_library
 
 import shotcast
 from shotcast import Communicator
 from shotcast.launcher.process_watch import ProcessId
+from shotcast.wire import INTERRUPTED, TIMEOUT, Op, encode_fault
 
 Outcome = dict[str, Any]
 
@@ -196,6 +198,55 @@ def stopped_inside(victim: int) -> Outcome | None:
         comm.reset()
         assert comm.all_reduce(x)[0] == comm.world_size
         assert comm.all_reduce(torch.ones(3)).tolist() == [float(comm.world_size)] * 3
+        return seen
+
+
+def kernels_behind_the_library(victim: int) -> tuple[list[Outcome], bool]:
+    """Be late inside the library. Return what calls and checks raised, and whether native kernels were stopped."""
+    with Communicator(device="cpu", timeout_s=20) as comm:
+        x = torch.ones(100)
+        comm.all_reduce(x, algorithm="vendor")
+        comm.set_timeout(0.6)
+        if comm.rank == victim:
+            before_library(comm, lambda: time.sleep(1.5))
+        seen = [_outcome(lambda: comm.all_reduce(x, algorithm="vendor"))]
+        executor: Any = comm._executor
+        stopped = executor.stopped
+        executor.stopped_word.value = encode_fault(INTERRUPTED, Op.BARRIER, [comm.rank], 1)  # as a kernel would
+        seen += [_outcome(comm.check), _outcome(lambda: comm.all_reduce(x))]
+        comm.set_timeout(20)
+        comm.reset()
+        assert comm.all_reduce(x)[0] == comm.world_size
+        return seen, stopped
+
+
+def interrupted_kernel() -> tuple[Outcome | None, str]:
+    """Interrupt a kernel that waits for rank 1. Return what rank 0 saw."""
+    with Communicator(device="cpu", timeout_s=60) as comm:
+        x = torch.ones(100)
+        comm.all_reduce(x, algorithm="one_shot")
+        seen = None
+        if comm.rank == 0:
+            threading.Timer(0.4, comm._interrupt).start()
+            seen = _outcome(lambda: comm.all_reduce(x, algorithm="one_shot"))
+        comm._host.barrier()
+        return seen, type(comm._executor).__name__
+
+
+def a_fault_that_comes_during_a_check() -> Outcome:
+    """Let a fault of kernels arrive once the library has stopped for it, in the middle of a check."""
+    with Communicator(device="cpu", timeout_s=20) as comm:
+        executor, vendor = comm._executor, comm._vendor
+        assert executor is not None
+
+        def check() -> None:
+            executor.stopped_word.value = encode_fault(TIMEOUT, Op.ALL_REDUCE, [1], 7)
+            raise shotcast.ShotcastError("a fault or an abort stopped the communicator")
+
+        vendor.check = check  # type: ignore[method-assign]
+        seen = _outcome(comm.check)
+        executor.stopped_word.value = 0
+        comm._host.barrier()
         return seen
 
 

@@ -39,6 +39,7 @@ from shotcast.collectives.interface import (
     BoundCall,
     BoundKernel,
     GrowingExecutor,
+    KernelExecutor,
     MappingExecutor,
 )
 from shotcast.collectives.kept_calls import KeptCalls
@@ -290,6 +291,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             compares,
             lambda: ended.is_set() or (executor is not None and executor.fault() is not None),
             self._peers,
+            executor.stop if isinstance(executor, KernelExecutor) else None,
         )
         if self._executor is None and self.world_size > 1:
             self._vendor.connect(SETUP_TIMEOUT_S)
@@ -531,6 +533,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             compiled = functools.partial(self._first_use, what=call.plan.op.label, timeout_s=self._timeout_s)
             grown = grow(self._executor, call, capturing, compiled)
             if isinstance(grown, Fault):
+                self.check()
                 raise self._error(grown)
             if grown:  # calls that are remembered have the addresses of the workspace before
                 self._calls.clear()
@@ -682,13 +685,18 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """
         if self._closed:
             raise ClosedError("check: this communicator was closed")
-        if self._executor is not None and (fault := self._executor.fault()):
-            raise self._error(fault)
+        self._check_kernels()
         try:
             self._vendor.check()
         except ShotcastError as error:
+            self._check_kernels()  # whose fault may have come meanwhile, and be the cause
             self._first = self._first or error
             raise
+
+    def _check_kernels(self) -> None:
+        """Raise the error of native kernels, unless they ended after a call of the library had failed by itself."""
+        if self._executor is not None and not self._vendor.failed_first and (fault := self._executor.fault()):
+            raise self._error(fault)
 
     def _error(self, fault: Fault) -> ShotcastError:
         """Return the error of the call that has stopped this communicator."""
@@ -699,7 +707,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         return copy.copy(self._first)
 
     def _interrupt(self) -> None:
-        """End this rank's calls from another thread, but for native kernels on GPUs.
+        """End this rank's calls from another thread.
 
         Ranks that are in a call of native kernels on the CPU, too, learn which one ended it.
         """

@@ -119,6 +119,12 @@ class KernelExecutor(Executor, Protocol):
     """An executor that also runs calls which bring their launches."""
 
     def bind_kernel(self, call: KernelCall, /) -> BoundKernel: ...
+    def stop(self, fault: int, /) -> None:
+        """End this rank's kernels that wait, now and until :meth:`clear`, for a fault that was found elsewhere.
+
+        ``fault`` is an abort word (:func:`shotcast.wire.encode_fault`). Any thread may call it.
+        """
+        ...
 
 
 class BatchExecutor(Executor, Protocol):

@@ -391,9 +391,9 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             inner.shutdown()
 
     def abort(self) -> None:
-        """Do what :meth:`shutdown` does, but end calls at once, except those of own kernels on GPUs.
+        """Do what :meth:`shutdown` does, but end calls at once.
 
-        Calls that wait on CPUs raise a CollectiveTimeout that names this rank, here and on the other ranks.
+        Calls that wait raise a CollectiveTimeout that names this rank; those of CPUs do on the other ranks, too.
         """
         self._aborted = True
         for calls in list(self._calls.values()):

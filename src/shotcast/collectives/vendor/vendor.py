@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shotcast import wire
 from shotcast.collectives.algorithm import Algorithms
 from shotcast.collectives.faults import mismatch_of
 from shotcast.collectives.peer_watch import PeerWatch
@@ -35,6 +36,8 @@ _SETTLE_S = 0.3
 _REMEMBERED = 1024
 """Calls on a device whose headers are kept, to compare them should one fail."""
 _ELSEWHERE = "a call of another rank failed"
+_KINDS = {"late": wire.TIMEOUT, "dead": wire.DEAD}
+"""Kinds of faults by the reasons of verdicts; a rank interrupts its kernels for others."""
 
 
 class _Begun(NamedTuple):
@@ -90,9 +93,12 @@ class Vendor:
         compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
         stopped: returns whether native kernels have stopped the communicator.
         peers: hears of calls of other ranks that failed, and tells them of those of this rank.
+        stop: ends native kernels that wait behind a call that failed, given the fault as an abort word; None where
+            no kernels wait while the host goes on.
 
     Attributes:
         failed: a call has failed since the last reset.
+        failed_first: it failed by itself, not for a fault of native kernels, which may have ended after it.
         served: how many calls have been made.
     """
 
@@ -106,10 +112,11 @@ class Vendor:
         compares: bool,
         stopped: Callable[[], bool],
         peers: PeerWatch,
+        stop: Callable[[int], None] | None = None,
     ):
         self._host, self._device, self._algorithms = host, device, algorithms
         self._timeout_s, self._library = timeout_s, library
-        self._compares, self._stopped, self._peers = compares, stopped, peers
+        self._compares, self._stopped, self._peers, self._stop = compares, stopped, peers, stop
         self._all = tuple(range(host.world_size))
         self._retired: list[VendorGroup] = []
         self._retired_at: list[int] = []
@@ -131,7 +138,7 @@ class Vendor:
         self._error: ShotcastError | None = None
         self._decided = threading.Event()
         self._last = _Begun("a call of another rank", 0, None, self._timeout_s)
-        self.failed = False
+        self.failed = self.failed_first = False
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -325,20 +332,34 @@ class Vendor:
             if self._stopped():
                 self._error = ShotcastError(f"rank {rank}: a fault or an abort stopped the communicator in {call.op}")
                 return
-            found = self._blame.verdict(members, call.header, time.monotonic() - begun, error.cause, interrupted)
+            self.failed_first = True
+            kind, guilty = self._settle(members, call, time.monotonic() - begun, error, interrupted)
+            if self._stop is not None:
+                self._stop(wire.encode_fault(kind, Op.BARRIER, guilty, call.number))
+        finally:
+            self._decided.set()
+
+    def _settle(
+        self, members: tuple[int, ...], call: _Begun, waited_s: float, failure: CallError, interrupted: bool
+    ) -> tuple[int, Sequence[int]]:
+        """Set the error of a call that failed by itself. Return the kind of the fault and the ranks it names."""
+        kind, ranks = wire.INTERRUPTED, (self._host.rank,)  # what ends native kernels, where no other rank is at fault
+        try:
+            found = self._blame.verdict(members, call.header, waited_s, failure.cause, interrupted)
             if found.reason == "mismatch":
                 names = self._algorithms.names
                 self._error = mismatch_of(self._host.members, found.headers, call.number, names, found.ranks)
             elif found.reason != "library":
                 self._error = self._timeout(found.ranks, call, found.reason)
+                return _KINDS.get(found.reason, kind), found.ranks
         except Exception as trouble:
             # without the store, which ends or stops with the process that holds it, this rank decides alone
-            self._error = self._library_error(call, f"{error}. Who is at fault is not known: {trouble}")
+            self._error = self._library_error(call, f"{failure}. Who is at fault is not known: {trouble}")
             dead = [peer for peer in members if peer in self._host.gone]
             if dead:
                 self._error = self._timeout(dead, call, "dead")
-        finally:
-            self._decided.set()
+                return wire.DEAD, dead
+        return kind, ranks
 
     def _timeout(self, ranks: Sequence[int], call: _Begun, reason: str) -> CollectiveTimeout:
         if reason == "dead" and self._host.layout.nodes > 1 and not set(ranks) & set(self._host.gone):

@@ -219,6 +219,7 @@ class TritonExecutor:
 
     def __init__(self, ranks: Ranks, lease: Callable[[int], Memory], nodes: int = 1):
         group, device, exclusive = ranks.host, ranks.device, ranks.exclusive
+        self._rank = group.rank
         on_gpu = device.type == "cuda"
         if on_gpu == INTERPRETED:
             where = "the interpreter (TRITON_INTERPRET=1)" if INTERPRETED else "a GPU"
@@ -462,7 +463,8 @@ class TritonExecutor:
 
     @property
     def _stopped_or_last(self) -> Workspace:
-        return next((one for one in self.workspaces if one.stopped), self.workspaces[-1])
+        last = self.workspaces[-1]
+        return last if last.stopped else next((one for one in self.workspaces if one.stopped), last)
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
         """Return what each rank called in ``epoch``, None where no such header came.
@@ -504,8 +506,22 @@ class TritonExecutor:
         timer.daemon = True
         timer.start()
 
+    def stop(self, fault: int) -> None:
+        """End this rank's kernels that wait, now and until :meth:`clear`. A fault that is known here stays."""
+        with self._marking:
+            if not self._closed:
+                for workspace in self.workspaces:
+                    workspace.stop(fault)
+
     def interrupt(self) -> None:
-        """Do nothing: kernels end at their deadline."""
+        """End this rank's kernels with a fault that names it. Any thread may call it."""
+        with self._marking:
+            if self._closed:
+                return
+            epoch = self.epoch
+            header = self.headers(epoch)[self._rank]
+        op = Op.BARRIER if header is None else Op(header.call >> wire.OP_AT & 63)
+        self.stop(wire.encode_fault(wire.INTERRUPTED, op, [self._rank], epoch))
 
     def _mark_gone(self, rank: int) -> None:
         with self._marking:
