@@ -205,7 +205,9 @@ for part in "$@"; do
         tests 300 "fused_c_x$ranks" "$fused" -k "[$ranks and values and all_gather" &
         tests 300 "fused_d_x$ranks" "$fused" -k "[$ranks and (sentinels or given or graphs or bits or layer or weights)" &
         wait
-        tests 290 "fused_e_x$ranks" "$fused" -k "[$ranks and two_thousand" & # last, when most of its kernels are compiled
+        for dtype in float32 float16 bfloat16; do # last, when most of their kernels are compiled
+            tests 290 "fused_e_${dtype}_x$ranks" "$fused" -k "[$ranks and two_thousand and -$dtype" &
+        done
         tests 290 "fused_f_x$ranks" "$fused" -k "[$ranks and (killed or late or mismatch)" &
         wait
         ;;

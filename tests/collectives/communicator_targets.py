@@ -114,13 +114,12 @@ def every_reduction(part: int, parts: int, device: str = "cpu") -> None:
         comm.check()
 
 
-def reductions_in_graphs() -> None:
+def reductions_in_graphs(part: int, parts: int) -> None:
     """Replay captured reductions of every dtype on changing tensors, beside eager ones."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
-        for seed, (dtype, name) in enumerate(
-            [(dtype, name) for dtype, names in wire.REDUCED.items() for name in names]
-        ):
+        every = [(dtype, name) for dtype, names in wire.REDUCED.items() for name in names]
+        for seed, (dtype, name) in enumerate(every[part::parts]):
             count = (5, 4099, 100_003)[seed % 3]
             x = torch.empty(count, dtype=getattr(torch, dtype), device=comm.device)
             out = torch.empty_like(x)

@@ -61,11 +61,15 @@ def dropped(device: str, how: str) -> tuple[Left, Left]:
             if how != "running":
                 assert out.sum().item() == 1000 * part.world_size
 
+        leased = _left(device).leased
         use()  # what stays for the process, such as threads of the library
         gc.collect()
         comm._host.barrier()
         time.sleep(0.5)
-        before = _left(device)
+        until = time.monotonic() + 20
+        while (before := _left(device)).leased > leased and time.monotonic() < until:
+            time.sleep(0.02)
+        assert before.leased == leased
         for _ in range(3):
             use()
             gc.collect()

@@ -71,6 +71,12 @@ DTYPES = (
     | {"all_reduce_int": ("int32", "int64", "uint8")}
 )
 
+
+def served_dtypes(operation: str, algorithm: str) -> list[str]:
+    """Return the dtypes in which an algorithm serves an operation on every device; rings of GPUs move floats only."""
+    return [dtype for dtype in DTYPES[operation] if algorithm != "ring" or dtype in _FLOATS]
+
+
 KILLED_DEADLINE_S = 600.0
 """The deadline of cases in which a rank is killed: it must be named within a second nonetheless."""
 
@@ -204,13 +210,14 @@ def _draw(
     cell = rng.choice([cell for cell in existing if (cell.fault, cell.path) == (fault, path)])
     world_size = rng.choice(list(world_sizes))
     endings = ("close", "leave") if fault == "killed" else ("reset", "reset", "close", "leave")
+    algorithm = rng.choice(OPERATIONS[cell.operation]) if path == "own" else "auto"
     return Case(
         cell,
         world_size,
         rng.randrange(world_size),
         KILLED_DEADLINE_S if fault == "killed" else round(rng.uniform(*deadlines_s), 2),
-        rng.choice(OPERATIONS[cell.operation]) if path == "own" else "auto",
-        rng.choice(DTYPES[cell.operation]),
+        algorithm,
+        rng.choice(served_dtypes(cell.operation, algorithm)),
         rng.randrange(1, 20) if cell.operation in FUSED else int(20_000 ** rng.random()),
         rng.choice(DIFFERENCES[cell.operation]),
         round(rng.uniform(-0.1, 0.4), 2) if fault == "killed" else -0.1,

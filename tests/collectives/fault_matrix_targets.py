@@ -8,15 +8,17 @@ import gc
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from fault_matrix import DTYPES, FUSED, MESSAGES, OPERATIONS, ROOTED, Case, label
+from fault_matrix import FUSED, MESSAGES, OPERATIONS, ROOTED, Case, label, served_dtypes
 from workers import settle
 
 import shotcast
@@ -244,22 +246,27 @@ def _check(comm: Communicator) -> None:
         assert total.tolist() == [comm.world_size] * 8
 
 
-def _held() -> dict[str, int]:
-    """Count the threads, the sockets and the other open files of this process."""
+def _held() -> Counter[str]:
+    """Count the threads of each name, the sockets and the other open files of this process."""
     gc.collect()
     targets = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
             targets.append(os.readlink(f"/proc/self/fd/{name}"))
     sockets = sum(target.startswith("socket:") for target in targets)
-    return {"threads": len(os.listdir("/proc/self/task")), "sockets": sockets, "files": len(targets) - sockets}
+    own = {thread.native_id: thread.name for thread in threading.enumerate()}
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append(own.get(int(task)) or Path("/proc/self/task", task, "comm").read_text().strip())
+    return Counter({"sockets": sockets, "files": len(targets) - sockets}) + Counter(f"thread {name}" for name in names)
 
 
-def _left_behind(before: dict[str, int]) -> dict[str, int]:
-    """Return what is more than ``before``, and how much; threads get a moment to end."""
-    until = time.monotonic() + 3
+def _left_behind(before: Counter[str]) -> dict[str, int]:
+    """Return what is more than ``before``, and how much; threads get a moment to end, those of NCCL a longer one."""
+    until = time.monotonic() + 10
     while True:
-        left = {kind: number - before[kind] for kind, number in _held().items() if number > before[kind]}
+        left = dict(_held() - before)
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.05)
@@ -353,8 +360,7 @@ class _Made:
         operation, dtype, count = case.cell.operation, case.dtype, case.count
         root, reduction = (case.victim if case.cell.inside else 0), "max" if operation == "all_reduce_max" else "sum"
         if odd and case.difference == "dtype":
-            dtypes = DTYPES[operation]
-            served = [one for one in dtypes if case.algorithm != "ring" or one != "uint8"]  # rings of GPUs move floats
+            served = served_dtypes(operation, case.algorithm)
             dtype = served[(served.index(dtype) + 1) % len(served)]
         elif odd and case.difference == "nbytes":
             count += 1

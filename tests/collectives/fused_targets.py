@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -243,7 +244,9 @@ def into_given_tensors(device: str, dtype: str, rows: int, hidden: int, shift: i
     return done
 
 
-def changing_calls(device: str, calls: int, most_rows: int, lengths: list[int], seed: int) -> int:
+def changing_calls(
+    device: str, calls: int, most_rows: int, lengths: list[int], seed: int, dtypes: Sequence[str] = tuple(FLOATS)
+) -> int:
     """Make fused calls of random form and size between plain ones, with stragglers, over all slot generations."""
     with shotcast.Communicator(device=device, max_bytes=4 << 20, timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
@@ -251,7 +254,7 @@ def changing_calls(device: str, calls: int, most_rows: int, lengths: list[int], 
         wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
         for number in range(calls):
             straggle(comm, own)
-            dtype = shared.choice(list(FLOATS))
+            dtype = shared.choice(dtypes)
             if shared.random() < 0.3:
                 xs = inputs(shared.randrange(1, 3000), FLOATS[dtype], size, number, comm.device)
                 algorithm = shared.choice(["one_shot", "two_shot"])

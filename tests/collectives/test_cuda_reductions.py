@@ -10,10 +10,16 @@ import shotcast
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 
+PARTS = 8
+"""Most of the time is spent on compiling: run the parts in processes of their own."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_bits_are_those_of_plain_torch(world_size: int) -> None:
-    shotcast.spawn(targets.every_reduction, world_size, 0, 1, "cuda", timeout_s=350)
+def test_bits_are_those_of_plain_torch(world_size: int, part: int) -> None:
+    shotcast.spawn(targets.every_reduction, world_size, part, PARTS, "cuda", timeout_s=350)
 
 
-def test_replayed_graphs() -> None:
-    shotcast.spawn(targets.reductions_in_graphs, 2, timeout_s=350)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_replayed_graphs(part: int) -> None:
+    shotcast.spawn(targets.reductions_in_graphs, 2, part, PARTS, timeout_s=350)

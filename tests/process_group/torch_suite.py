@@ -25,6 +25,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from shotcast import process_group
 from shotcast.hardware.detect import detect
@@ -83,6 +84,7 @@ class Record(unittest.TestResult):
 def suite_class(selection: str, backend: str, world_size: int, folder: str) -> type[unittest.TestCase]:
     """Import the suite under the name ``selection`` and return its tests with ranks of ``backend``."""
     os.environ.update(BACKEND=selection, WORLD_SIZE=str(world_size), INIT_METHOD=f"file://{folder}/init")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA that was asked serves no forked rank
     if importlib.util.find_spec("expecttest") is None:
         # PyTorch's helpers import it, and the suite needs no more of it than a base class.
         stand_in = types.ModuleType("expecttest")
@@ -100,6 +102,10 @@ def suite_class(selection: str, backend: str, world_size: int, folder: str) -> t
         # they were not meant for the GPUs of its own machines.
         common_distributed.skip_if_small_worldsize = lambda function: function
     from torch.testing._internal.distributed import distributed_test
+
+    with mock.patch("torch.utils._triton.has_triton", return_value=False):
+        # Setting up a test imports it, and it asks for Triton, which would use the GPU before ranks are forked.
+        importlib.import_module("torch.testing._internal.common_device_type")
 
     distributed_test.BACKEND = backend
     os.environ["BACKEND"] = backend
