@@ -306,7 +306,7 @@ class TestKeptResults:
 
 
 class TestTune:
-    QUICK = ("--device", "cpu", "--world-size", "2", "--seconds", "0.02", "-d", "float32")
+    QUICK = ("--device", "cpu", "--world-size", "2", "--seconds", "0.02", "-d", "float32", "--force")
 
     @pytest.mark.full
     def test_a_table_is_written_and_merged(self, tmp_path: Path) -> None:

@@ -50,7 +50,9 @@ def write_model(folder: Path) -> None:
 
 def test_from_a_config_to_a_completion(tmp_path: Path) -> None:
     write_model(tmp_path / "mine")
-    said = shotcast(tmp_path, "calibrate", "--device", "cpu", "--output", "here.json", "--cluster", "here.yaml")
+    said = shotcast(
+        tmp_path, "calibrate", "--device", "cpu", "--force", "--output", "here.json", "--cluster", "here.yaml"
+    )
     assert "shotcast plan --cluster here.yaml --calibration here.json --gpus 1" in said
 
     question = ["--model", "mine", "--cluster", "here.yaml", "--calibration", "here.json", "--gpus", "1"]

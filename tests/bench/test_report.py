@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +44,20 @@ def test_row_takes_the_slowest_rank() -> None:
     assert (point.time_us, point.p99_us, point.skew_us) == (100.0, 300.0, 3.0)
     assert point.algbw_gbps == pytest.approx(10.48576)
     assert point.busbw_gbps == pytest.approx(15.72864)
+
+
+def test_the_algorithm_that_auto_took_is_named() -> None:
+    rows = [row("auto", chosen="two_shot"), row("ring", time_us=200.0), row("auto", 2 << 20, chosen="ring")]
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.table(rows))
+    names = re.findall(r"sum +(\S+) ", console.export_text())
+    assert names == ["auto:two_shot", "ring", "auto:ring"]
+
+
+def test_mean_bandwidths_are_of_implementations_that_served_every_size() -> None:
+    rows = [row("auto"), row("ring"), row("auto", 2 << 20)]
+    assert report.mean_bandwidths(rows) == "auto 23.59"
+    assert report.mean_bandwidths(rows[:2]) == "", "of one size it is that of the row"
 
 
 def test_wrong_result_has_no_time() -> None:
@@ -116,7 +132,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert list(document["rows"][0]) == [
         "op", "device", "world_size", "dtype", "algorithm", "nbytes", "time_us", "p99_us", "skew_us", "algbw_gbps",
         "busbw_gbps", "errors", "measure", "hidden", "work", "work_us", "allocations", "nodes", "delay_us",
-        "predicted_us", "lowest_us", "highest_us", "reduction",
+        "predicted_us", "lowest_us", "highest_us", "reduction", "chosen",
     ]  # fmt: skip
 
 

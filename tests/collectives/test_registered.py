@@ -206,7 +206,9 @@ def test_command_lines_measure_and_tune_the_algorithm(tmp_path: Path) -> None:
     assert timed.keys() == {"copycat", "two_shot"}
     assert all(timed.values())
     table = tmp_path / "table.json"
-    shotcast_command("tune", "--op", "all_reduce", *size, "-d", "float32", "--seconds", "0.3", "-o", str(table))
+    shotcast_command(
+        *("tune", "--op", "all_reduce", *size, "-d", "float32", "--seconds", "0.3", "--force", "-o", str(table))
+    )
     assert parse(table.read_text(), "t", registered()).shape == NodeShape(1, 2)
     problem = CollectiveProblem(Op.ALL_REDUCE, 4096, "float32", topology())
     assert "copycat" in [candidate.algorithm for candidate in eligible_candidates(problem, False)], "tuning measures it"

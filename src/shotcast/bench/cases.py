@@ -17,6 +17,7 @@ from shotcast.bench import baselines, implementations
 from shotcast.bench.baselines import BenchCall, NcclMemory, SymmetricMemoryOps
 from shotcast.bench.operations import OPERATIONS, ROOT, expected
 from shotcast.collectives.algorithm import imported
+from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.communicator import Communicator
 
 Reference = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -80,10 +81,7 @@ class Case:
         calls = []
         legal: tuple[str, ...] = ()
         if context.comm is not None:
-            # the size of gathered tensors is that of the result
-            message = self._new() if self._operation.takes_part else self.x
-            explained = context.comm.explain(message, op=self.op, reduction=self.reduction)
-            legal = (*explained.candidates, implementations.AUTO)
+            legal = (*self._explained("eager").candidates, implementations.AUTO)
         for name in names:
             if implementations.is_own(name):
                 if name in legal or name in implementations.FUSED:
@@ -91,6 +89,15 @@ class Case:
             elif baselines.supports(name, context.dtype, self.nbytes, context.world_size, self.reduction):
                 calls.append(self._other(name))
         return calls
+
+    def _explained(self, mode: str) -> Explanation:
+        assert self.context.comm is not None
+        message = self._new() if self._operation.takes_part else self.x  # the size of gathered tensors is the result's
+        return self.context.comm.explain(message, op=self.op, reduction=self.reduction, mode=mode)
+
+    def chosen(self, mode: str) -> str:
+        """Return the algorithm that ``auto`` takes in calls of a mode, ``graph`` or ``eager``."""
+        return self._explained(mode).algorithm
 
     def _own(self, name: str) -> BenchCall:
         call = baselines.own_call(name, self.op, self.context.comm, self.x, self._new(), self.reduction)

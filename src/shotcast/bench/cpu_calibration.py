@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
@@ -35,20 +36,26 @@ class Machine(NamedTuple):
     cluster: str
 
 
-def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS) -> Machine:
+def calibrate(
+    ranks: int, rounds: int = cpu_kernels.ROUNDS, advance: Callable[[str], None] = lambda what: None
+) -> Machine:
     """Measure this machine with this many ranks at work at once, each with its part of the cores.
 
     Args:
         ranks: of the engine.
         rounds: how often all kernels are measured.
+        advance: called with the name of what is measured next.
 
     Raises:
         ConfigError: this many ranks are not possible.
     """
     if not 1 <= ranks <= MAX_WORLD_SIZE:
         raise ConfigError(f"world size must be from 1 to {MAX_WORLD_SIZE} ranks, not {ranks}")
+    advance(f"kernels, {rounds} rounds")
     points = [point for rank in spawn(cpu_kernels.measure, ranks, rounds) for point in rank]
+    advance("the host's work in a step of the engine")
     (host,) = spawn(cpu_host.measure, 1)
+    advance("messages between ranks")
     link, link_residual, copy_gbps = spawn(_link, ranks)[0]
     kinds = fit_rows(points)
     facts = detect()

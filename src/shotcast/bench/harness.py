@@ -30,6 +30,8 @@ import contextlib
 import datetime
 import faulthandler
 import functools
+import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -201,6 +203,7 @@ class RankHarness:
             case.restore()
         for call in timed:
             errors[call.name] = self._call_once(call, reference)
+        mode = "graph" if self.device.type == "cuda" and not (config.eager or config.host) else "eager"
         alone = [self.control.gather(float(np.median(samples[task]))) for task in samples if task[1] == _WORK_ALONE]
         for measure in config.measures:
             for call in calls:
@@ -230,6 +233,7 @@ class RankHarness:
                     predicted_us=self._predicted_us(call.name, case.x),
                     rounds_us=rounds_us,
                     reduction=config.reduction,
+                    chosen=case.chosen(mode) if call.name == implementations.AUTO else "",
                 )
 
     def _case(self, nbytes: int, seed: int) -> Case:
@@ -349,14 +353,24 @@ def _work_and_call(work: Gemm, call: BenchCall) -> None:
 
 @contextlib.contextmanager
 def progress_bar(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on standard error; the function it yields ends one size and names the next."""
+    """Show progress on standard error; the function it yields ends one part of the work and names the next.
+
+    It is a bar on a terminal, and lines elsewhere.
+    """
     if not shown:
         yield lambda text: None
+        return
+    done = itertools.count()
+    if not sys.stderr.isatty():
+        began = time.monotonic()
+        yield lambda text: print(
+            f"[{next(done) + 1}/{total}] {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True
+        )
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total, completed=-1)
-        yield lambda text: bar.update(task, description=text, advance=1)
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, description=text, completed=next(done))

@@ -42,7 +42,7 @@ class Row:
     """One measured point.
 
     ``nbytes`` is the size of the whole tensor: the input of all_reduce and reduce_scatter, the output of all_gather.
-    ``reduction`` is that of operations that reduce.
+    ``reduction`` is that of operations that reduce. ``chosen`` is the algorithm that ``auto`` took.
     Times are for one call: ``time_us`` is the slowest rank's median, ``p99_us`` the slowest rank's 99th percentile, and
     ``skew_us`` the slowest rank's median minus the fastest's. Bandwidths are in GB/s (1e9). ``errors`` counts wrong
     elements on all ranks; it is None if they were not compared. A wrong result is not timed: its times and bandwidths
@@ -84,6 +84,7 @@ class Row:
     lowest_us: float | None = None
     highest_us: float | None = None
     reduction: str = "sum"
+    chosen: str = ""
 
     @classmethod
     def from_ranks(
@@ -107,6 +108,7 @@ class Row:
         predicted_us: float | None = None,
         rounds_us: Sequence[Sequence[float]] = (),
         reduction: str = "sum",
+        chosen: str = "",
     ) -> Row:
         """Build a row from each rank's median and 99th percentile; both are empty for a wrong result.
 
@@ -138,7 +140,13 @@ class Row:
             lowest_us=min(of_rounds, default=None),
             highest_us=max(of_rounds, default=None),
             reduction=reduction,
+            chosen=chosen,
         )
+
+    @property
+    def implementation(self) -> str:
+        """The implementation as a table names it, in one word: ``auto`` with the algorithm that it took."""
+        return f"{self.algorithm}:{self.chosen}" if self.chosen else self.algorithm
 
     @property
     def shape(self) -> NodeShape:
@@ -237,7 +245,7 @@ def table(rows: Sequence[Row]) -> Table:
             row.time_us for row in same_size if row.time_us is not None and row.algorithm not in implementations.PLAIN
         ]
         for row in same_size:
-            cells = [str(nbytes), str(row.count), row.dtype, redop, row.algorithm, _cell(row.time_us)]
+            cells = [str(nbytes), str(row.count), row.dtype, redop, row.implementation, _cell(row.time_us)]
             cells += [_cell(row.algbw_gbps), _cell(row.busbw_gbps)] if back_to_back else []
             cells += ["N/A" if row.errors is None else str(row.errors), _cell(row.p99_us), _cell(row.skew_us)]
             cells += [str(row.tokens)] if first.hidden else []
@@ -249,6 +257,16 @@ def table(rows: Sequence[Row]) -> Table:
             style = "bold red" if row.errors else "bold" if times and row.time_us == min(times) else ""
             view.add_row(*cells, style=style, end_section=row is same_size[-1])
     return view
+
+
+def mean_bandwidths(rows: Sequence[Row]) -> str:
+    """Return the mean bus bandwidth of each implementation that served every size, as nccl-tests has it; or ""."""
+    sizes, by_name = {row.nbytes for row in rows}, dict[str, list[float]]()
+    for row in rows:
+        if row.busbw_gbps is not None:
+            by_name.setdefault(row.algorithm, []).append(row.busbw_gbps)
+    means = {name: sum(found) / len(found) for name, found in by_name.items() if len(found) == len(sizes) > 1}
+    return ", ".join(f"{name} {_cell(mean)}" for name, mean in means.items())
 
 
 def _over_gloo(row: Row, same_size: Iterable[Row]) -> str:

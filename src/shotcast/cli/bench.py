@@ -247,7 +247,10 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
         rows += measured
         if job is None or job.rank == 0:
             for measure in config.measures:
-                console.print(report.table([row for row in measured if row.measure == measure]))
+                of_measure = [row for row in measured if row.measure == measure]
+                console.print(report.table(of_measure))
+                if means := report.mean_bandwidths(of_measure):
+                    console.print(f"mean bus bandwidth (GB/s): {means}", highlight=False)
             if network is not None:
                 console.print(str(network), highlight=False)
             if sentences := headline.sentences(measured):

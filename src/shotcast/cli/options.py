@@ -6,6 +6,8 @@ import enum
 import os
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +53,7 @@ def with_underscores(text: str) -> str:
 Reduction = Annotated[
     str, typer.Option("-o", "--op", "--reduction", help="sum, prod, min, max or avg, of operations that reduce.")
 ]
+Force = Annotated[bool, typer.Option("--force", help="Measure although other processes use the cores, too.")]
 MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="The smallest message, such as 8 or 1K.")]
 MaxBytes = Annotated[str, typer.Option("-e", "--maxbytes", help="The largest message, such as 4M.")]
 StepFactor = Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="The factor between neighbouring sizes.")]
@@ -120,6 +123,12 @@ def numbers_in(text: str, option: str) -> list[int]:
         return [int(part) for part in names_in(text)]
     except ValueError:
         raise ConfigError(f"{option} takes whole numbers such as 2,4,8, not {text!r}") from None
+
+
+def progress_lines() -> Callable[[str], None]:
+    """Return what writes a line to standard error as each part of the work begins, with the seconds until then."""
+    began = time.monotonic()
+    return lambda what: typer.echo(f"[{time.monotonic() - began:4.0f} s] {what}", err=True)
 
 
 def new_console() -> Console:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shotcast.cli.options import command_line, new_console, ready_to_write, with_underscores
+from shotcast.cli.options import Force, command_line, new_console, progress_lines, ready_to_write, with_underscores
 from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ def calibrate(
     cluster: Annotated[
         Path, typer.Option("--cluster", help="The file to write with the description of this machine.")
     ] = Path("cluster.yaml"),
+    force: Force = False,
 ) -> None:
     """Fit the constants of kernels, host and collectives, and write them for ``shotcast plan``.
 
@@ -218,10 +219,10 @@ def calibrate(
     if device == "cpu":
         if results is not None:
             raise ConfigError("--device cpu measures this machine; leave out the folder")
-        _calibrate_cpu(world_size, output, cluster)
+        _calibrate_cpu(world_size, output, cluster, force)
     elif device == "cuda":
         folder = output.with_name(f"{output.stem}_results") if results is None else results
-        _measure_gpu(folder, world_size, output, cluster)
+        _measure_gpu(folder, world_size, output, cluster, force)
         _fit_gpu(folder, part, output)
         new_console().print(f"described this machine in {cluster}, for --cluster", soft_wrap=True, highlight=False)
     elif results is None:
@@ -231,21 +232,20 @@ def calibrate(
         _fit_gpu(results, part, output)
 
 
-def _measure_gpu(folder: Path, gpus: int, output: Path, cluster: Path) -> None:
+def _measure_gpu(folder: Path, gpus: int, output: Path, cluster: Path, force: bool) -> None:
     """Measure this machine's GPU into a folder."""
-    from rich.console import Console
-
     from shotcast.bench import gpu_calibration
+    from shotcast.bench.machine_load import require_quiet
 
     gpu_calibration.require_gpus(gpus)
+    require_quiet(gpus, force)
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror or error}") from error
     ready_to_write(output, cluster, folder / gpu_calibration.KERNELS_FILE)
-    with Console(stderr=True).status("") as status:
-        for file in gpu_calibration.measure(folder, gpus, command_line(), status.update):
-            new_console().print(f"wrote {file}", soft_wrap=True, highlight=False)
+    for file in gpu_calibration.measure(folder, gpus, command_line(), progress_lines()):
+        new_console().print(f"wrote {file}", soft_wrap=True, highlight=False)
     cluster.write_text(gpu_calibration.cluster_text())
 
 
@@ -298,14 +298,16 @@ def _host_line(host: HostCost) -> str:
     return line
 
 
-def _calibrate_cpu(ranks: int, output: Path, cluster: Path) -> None:
+def _calibrate_cpu(ranks: int, output: Path, cluster: Path, force: bool) -> None:
     from rich.table import Table
 
     from shotcast.bench.cpu_calibration import calibrate as measured
+    from shotcast.bench.machine_load import require_quiet
     from shotcast.planner.cpu_rows import residuals
 
     ready_to_write(output, cluster)
-    machine = measured(ranks)
+    require_quiet(ranks, force)
+    machine = measured(ranks, advance=progress_lines())
     output.write_text(machine.calibration.as_json() + "\n")
     cluster.write_text(machine.cluster)
     found = machine.calibration

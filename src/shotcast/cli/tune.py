@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from shotcast import env
 from shotcast.cli.options import (
     Device,
     DeviceOption,
+    Force,
     MinBytes,
     command_line,
     device_name,
@@ -79,6 +79,7 @@ def tune(
     merge: Annotated[
         bool, typer.Option("--merge", help="Keep the file's entries for other operations, dtypes and modes.")
     ] = False,
+    force: Force = False,
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds for everything; then the ranks are ended.")
     ] = 1800.0,
@@ -91,6 +92,7 @@ def tune(
         raise ConfigError("a table is for one number of ranks; tune each number separately")
     from shotcast.bench import tune as tuning
     from shotcast.bench import tune_table
+    from shotcast.bench.machine_load import require_quiet
     from shotcast.collectives.choice import table
     from shotcast.hardware.detect import detect, nvidia_driver
 
@@ -103,7 +105,7 @@ def tune(
         seconds=seconds,
         any_bits=any_bits,
         timeout_s=timeout,
-        progress=sys.stderr.isatty(),
+        progress=True,
         sms=_numbers_of_sms(sms),
     )
     facts = detect()
@@ -117,6 +119,8 @@ def tune(
         ready_to_write(file)
     if merging:
         tune_table.mergeable(file.read_text(), str(file), part, shape)
+    if job is None:
+        require_quiet(world_sizes[0], force)
     measured, shape, points = tuning.run_under_torchrun(config) if job else tuning.run(config, world_sizes[0])
     if not writes:
         return
