@@ -19,7 +19,8 @@ from fault_matrix_targets import before_library
 import shotcast
 from shotcast import Communicator
 from shotcast.launcher.process_watch import ProcessId
-from shotcast.wire import INTERRUPTED, TIMEOUT, Op, encode_fault
+from shotcast.transport.triton import layout
+from shotcast.wire import INTERRUPTED, TIMEOUT, Fault, Op, encode_fault
 
 Outcome = dict[str, Any]
 
@@ -212,6 +213,9 @@ def kernels_behind_the_library(victim: int) -> tuple[list[Outcome], bool]:
         seen = [_outcome(lambda: comm.all_reduce(x, algorithm="vendor"))]
         executor: Any = comm._executor
         stopped = executor.stopped
+        if stopped:
+            word = executor.workspaces[-1]._read(layout.ABORT)[0]
+            assert (Fault.decode(word).op, Fault.decode(word).ranks) == ("all_reduce", (victim,))
         executor.stopped_word.value = encode_fault(INTERRUPTED, Op.BARRIER, [comm.rank], 1)  # as a kernel would
         seen += [_outcome(comm.check), _outcome(lambda: comm.all_reduce(x))]
         comm.set_timeout(20)

@@ -36,6 +36,7 @@ _SETTLE_S = 0.3
 _REMEMBERED = 1024
 """Calls on a device whose headers are kept, to compare them should one fail."""
 _ELSEWHERE = "a call of another rank failed"
+_OPS = {op.label: op for op in Op}
 _KINDS = {"late": wire.TIMEOUT, "dead": wire.DEAD}
 """Kinds of faults by the reasons of verdicts; a rank interrupts its kernels for others."""
 
@@ -335,7 +336,7 @@ class Vendor:
             self.failed_first = True
             kind, guilty = self._settle(members, call, time.monotonic() - begun, error, interrupted)
             if self._stop is not None:
-                self._stop(wire.encode_fault(kind, Op.BARRIER, guilty, call.number))
+                self._stop(wire.encode_fault(kind, _OPS.get(call.op, Op.BARRIER), guilty, call.number))
         finally:
             self._decided.set()
 
