@@ -89,6 +89,7 @@ def test_invalid_token_ids_are_refused(given: Any, message: str) -> None:
         ({"stop": None}, "stop must be a string or several"),
         ({"stop_token_ids": "ab"}, "stop_token_ids must hold token ids"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False, not 1"),
         ({"logprobs": 21}, "logprobs must be None or a whole number from 0 to 20"),
     ],
 )

@@ -226,6 +226,19 @@ def test_messages_that_the_template_refuses(tmp_path: Path) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])
 
 
+def test_variables_of_a_chat_template(tmp_path: Path) -> None:
+    template = "{% if enable_thinking %}</s>{% endif %}{{ messages[0].content }}{{ 1 / (share or 1) }}"
+    tokenizer = Tokenizer.load(str(save(tmp_path, byte_level(), chat_template=template)))
+    messages = [{"role": "user", "content": "ab"}]
+    for variables, text in ((None, "ab1.0"), ({"enable_thinking": True}, "</s>ab1.0"), ({"share": 2}, "ab0.5")):
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages, variables), skip_special=False) == text
+    with pytest.raises(ConfigError, match=r"template refuses these messages: .* 'list'"):
+        tokenizer.apply_chat_template(messages, {"share": [1]})
+    for name in ("messages", "chat_template", "tokenize", "add_generation_prompt"):
+        with pytest.raises(ConfigError, match=f"no variable {name}"):
+            tokenizer.apply_chat_template(messages, {name: False})
+
+
 def test_models_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"random:qwen3-8b has no tokenizer.*LLM takes token ids"):
         Tokenizer.load("random:qwen3-8b")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from shotcast.engine.outputs import EngineStats, FinishReason, OutputCallback, RequestOutput, TokenLogprob
@@ -37,10 +37,17 @@ class ScriptedTokenizer:
     def decode_token(self, token: int, skip_special: bool = True) -> str:
         return self.decode([token])
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def check_template_variables(self, names: Iterable[str]) -> None:
+        if "chat_template" in names:
+            raise ConfigError("chat_template is reserved")
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         if messages[-1]["role"] != "user":
             raise ConfigError("the template wants the user's word last")
-        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+        texts = [f"[{name}={value}]" for name, value in (variables or {}).items()]
+        return self.encode("".join((*texts, *(f"<{message['role']}>{message['content']}" for message in messages))))
 
 
 class ScriptedEngine:

@@ -106,12 +106,73 @@ def test_parameters_reach_the_engine(server: Live, client: openai.OpenAI) -> Non
         presence_penalty=1,
         frequency_penalty=-1.5,
         user="me",
-        extra_body={"top_k": 7, "min_p": 0.25, "ignore_eos": True, "stop_token_ids": [3, 4]},
+        extra_body={
+            "top_k": 7,
+            "min_p": 0.25,
+            "ignore_eos": True,
+            "stop_token_ids": [3, 4],
+            "repetition_penalty": 1.25,
+            "skip_special_tokens": False,
+        },
     )
     params = server.engine.params[-1]
     assert (params.max_tokens, params.temperature, params.top_p, params.stop) == (3, 0, 0.5, ("q", "r"))
     assert (params.logprobs, params.seed, params.presence_penalty, params.frequency_penalty) == (2, -5, 1, -1.5)
     assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (7, 0.25, True, {3, 4})
+    assert (params.repetition_penalty, params.skip_special_tokens) == (1.25, False)
+
+
+def test_parameters_without_effect(client: openai.OpenAI) -> None:
+    response = client.chat.completions.create(
+        model="letters",
+        messages=HELLO,
+        metadata={"run": "7"},
+        store=True,
+        reasoning_effort="low",
+        service_tier="flex",
+        user="me",
+        safety_identifier="me",
+        prompt_cache_key="hello",
+        verbosity="low",
+        extra_body={"prompt_cache_retention": "24h"},
+    )
+    assert response.choices[0].message.content == "abcde"
+
+
+def test_a_developer_is_a_system(server: Live, client: openai.OpenAI) -> None:
+    messages = [{"role": "developer", "content": "be brief"}, *HELLO]
+    client.chat.completions.create(model="letters", messages=messages)
+    assert server.engine.tokenizer.decode(server.engine.prompts[-1]) == "<system>be brief<user>hello"
+
+
+def test_variables_reach_the_chat_template(server: Live, client: openai.OpenAI) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    client.chat.completions.create(model="letters", messages=HELLO, extra_body=extra)
+    assert server.engine.tokenizer.decode(server.engine.prompts[-1]) == "[enable_thinking=False]<user>hello"
+
+
+@pytest.mark.parametrize(
+    ("kept", "limits", "tokens"),
+    [(3, {}, "llo"), (9, {}, "hello"), (-1, {}, "hello"), (-1, {"max_tokens": 46}, "ello")],
+)
+def test_a_prompt_keeps_its_end(server: Live, kept: int, limits: dict[str, int], tokens: str) -> None:
+    server.engine.max_model_len = 50
+    try:
+        body = {"model": "letters", "prompt": ["hello"], "echo": True, "truncate_prompt_tokens": kept, **limits}
+        answer = server.post("/v1/completions", body).json()
+        assert answer["choices"][0]["text"] == tokens + "abcde"
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
+        chat = {"model": "letters", "messages": [{"role": "user", "content": "x" * 90}], "truncate_prompt_tokens": -1}
+        answer = server.post("/v1/chat/completions", chat).json()
+        assert (answer["usage"]["prompt_tokens"], answer["choices"][0]["finish_reason"]) == (49, "length")
+    finally:
+        server.engine.max_model_len = 200
+
+
+def test_a_prompt_is_cut_to_what_the_server_takes() -> None:
+    with live(max_prompt_tokens=4) as server:
+        body = {"model": "letters", "prompt": "hello", "truncate_prompt_tokens": -1}
+        assert server.post("/v1/completions", body).json()["usage"]["prompt_tokens"] == 4
 
 
 def test_values_that_request_nothing_are_accepted(server: Live) -> None:

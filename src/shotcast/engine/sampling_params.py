@@ -74,6 +74,7 @@ class SamplingParams:
         stop_token_ids: at most MAX_STOP_TOKEN_IDS tokens that end the output, besides the model's own end tokens; kept
             as a frozen set.
         ignore_eos: the model's own end tokens do not end the output.
+        skip_special_tokens: leave special tokens out of the text; False shows them by name.
         logprobs: None, or how many of the likeliest tokens to report at each position, besides the sampled one.
     """
 
@@ -89,6 +90,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] | Set[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -119,8 +121,9 @@ class SamplingParams:
             raise ConfigError(f"stop must be a string or several, none of them empty, not {self.stop!r}")
         object.__setattr__(self, "stop", tuple(stops))
         object.__setattr__(self, "stop_token_ids", _stop_token_set(self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.logprobs is not None:
             require_int("logprobs", 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from shotcast.engine.outputs import EngineStats, OutputCallback
@@ -25,12 +25,22 @@ class Tokenizer(Protocol):
         """Return the text of one token that follows others; "" for a special token that is skipped."""
         ...
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Return the tokens of a conversation by the model's chat template, up to where the answer begins.
 
+        Args:
+            messages: each with ``role`` and ``content``.
+            variables: further variables of the template, by name.
+
         Raises:
-            ConfigError: the model has no chat template, or the template refuses the conversation.
+            ConfigError: the model has no chat template, or the template refuses the conversation or the variables.
         """
+        ...
+
+    def check_template_variables(self, names: Iterable[str]) -> None:
+        """Raise ConfigError if one of the names cannot be that of a variable of a chat template."""
         ...
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -29,28 +30,22 @@ most time."""
 _MAX_SHOWN = 64
 """Characters of a value or a name that an error message shows."""
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant")
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Parameters of OpenAI's API that are not supported, with the values (besides null) that are accepted since they
@@ -117,12 +112,20 @@ class Body(_Strict):
     )
     stop_token_ids: list[int] | None = _optional(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     ignore_eos: bool | None = _optional("true or false")
+    skip_special_tokens: bool | None = _optional("true or false")
+    truncate_prompt_tokens: int | None = _optional("a whole number of at least 1, or -1 for what fits", ge=-1)
     stream: bool | None = _optional("true or false")
     stream_options: StreamOptions | None = _optional('an object that may hold "include_usage": true or false')
-    # These identify the user for the client's records; nothing here depends on them.
-    user: str | None = _optional("a string")
-    safety_identifier: str | None = _optional("a string")
+    # OpenAI's service has uses for these; nothing here depends on them.
+    metadata: dict[str, Any] | None = _optional("an object")
     prompt_cache_key: str | None = _optional("a string")
+    prompt_cache_retention: str | None = _optional("a string")
+    reasoning_effort: str | None = _optional("a string")
+    safety_identifier: str | None = _optional("a string")
+    service_tier: str | None = _optional("a string")
+    store: bool | None = _optional("true or false")
+    user: str | None = _optional("a string")
+    verbosity: str | None = _optional("a string")
 
     # Lists are validated by hand: pydantic goes on after an error, and reports each item of a list once for each type
     # that it might have had.
@@ -161,6 +164,8 @@ class Body(_Strict):
     def _check_combinations(self) -> Body:
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "stream_options needs stream=true")
+        if self.truncate_prompt_tokens == 0:
+            raise _wrong(type(self), "truncate_prompt_tokens", "truncate_prompt_tokens", 0)
         return self
 
     @property
@@ -282,10 +287,10 @@ class CompletionBody(Body):
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts]
 
-    def prompt_text(self, number: int, tokenizer: Tokenizer) -> str:
-        """Return the text of a prompt: as it was sent, or decoded from token ids."""
+    def prompt_text(self, number: int, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+        """Return the text of a prompt: as it was sent, or decoded from ``tokens``, those that are left of it."""
         prompt = self._prompts[number]
-        return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) and self.truncate_prompt_tokens is None else tokenizer.decode(tokens)
 
 
 class ChatBody(Body):
@@ -294,6 +299,7 @@ class ChatBody(Body):
     PROMPT = "messages"
 
     messages: list[dict[str, Any]] = Field(description="a list of objects with role and content, at least one")
+    chat_template_kwargs: dict[str, Any] | None = _optional("an object of variables of the model's chat template")
     max_completion_tokens: int | None = _optional("a whole number of at least 1")
     logprobs: bool | None = _optional("true or false")
     top_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
@@ -330,13 +336,19 @@ class ChatBody(Body):
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
-        return [tokenizer.apply_chat_template(self.messages)]
+        variables = self.chat_template_kwargs or {}
+        try:
+            tokenizer.check_template_variables(variables)
+        except ConfigError as error:
+            raise bad_request("chat_template_kwargs", f"chat_template_kwargs: {shown(str(error))}") from error
+        return [tokenizer.apply_chat_template(self.messages, variables)]
 
 
 def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
     """Return the role and the content of a message, with the parts of the content joined.
 
-    Clients send back the responses they got, with empty fields: null and empty lists are ignored.
+    A developer is a system, the role that chat templates know. Clients send back the responses they got, with empty
+    fields: null and empty lists are ignored.
 
     Args:
         name: the message, as error messages call it.
@@ -348,6 +360,8 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
     for field, value in message.items():
         if field not in ("role", "content") and value not in (None, []):
             raise bad_request("messages", f"{name}.{field[:_MAX_SHOWN]} is not supported")
+    if role == "developer":
+        role = "system"
     if isinstance(content, str):
         return {"role": role, "content": content}
     if not isinstance(content, list):
@@ -404,11 +418,13 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 def _require_known(values: dict[str, Any], kind: type[BaseModel], prefix: str = "") -> None:
-    """Raise ApiError for the first key that is no field of ``kind``."""
+    """Raise ApiError for the first key that is no field of ``kind``, with the field that is nearest to it."""
     for name in values:
         if name not in kind.model_fields:
             path = prefix + (name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")
-            raise bad_request(path, f"there is no parameter {path}", "unknown_parameter")
+            near = difflib.get_close_matches(name[:_MAX_SHOWN], kind.model_fields, 1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            raise bad_request(path, f"there is no parameter {path}{hint}", "unknown_parameter")
 
 
 def _api_error(kind: type[Body], error: ValidationError) -> ApiError:

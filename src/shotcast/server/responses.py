@@ -44,8 +44,8 @@ class ApiResponse(ABC, Generic[B]):
         self._created = int(time.time())
         self._sent: dict[int, _Sent] = {}
 
-    def prepare(self) -> None:
-        """Do what takes long before the first update, on the tokenizer's thread."""
+    def prepare(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Do what takes long before the first update, on the tokenizer's thread, given the tokens of the prompts."""
 
     def complete(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Return the response in one piece."""
@@ -119,10 +119,10 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         super().__init__(body, model, tokenizer)
         self._prompt_texts: dict[int, str] = {}
 
-    def prepare(self) -> None:
+    def prepare(self, prompts: Sequence[Sequence[int]]) -> None:
         if self._body.echo:
-            for prompt in range(self._body.prompts):
-                self._prompt_texts[prompt] = self._body.prompt_text(prompt, self._tokenizer)
+            for number, tokens in enumerate(prompts):
+                self._prompt_texts[number] = self._body.prompt_text(number, tokens, self._tokenizer)
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
         if not self._body.echo:
@@ -145,7 +145,7 @@ class CompletionResponse(ApiResponse[CompletionBody]):
     def _logprobs(self, entries: Sequence[TokenLogprob], sent: _Sent) -> dict[str, Any]:
         """Return OpenAI's four parallel lists. Offsets count the characters of the tokens before, each decoded alone.
 
-        Special tokens are shown by name, and have no characters.
+        Special tokens are shown by name, and have no characters where the text leaves them out.
         """
         tokens, offsets, alternatives = [], [], []
         for entry in entries:
@@ -157,7 +157,7 @@ class CompletionResponse(ApiResponse[CompletionBody]):
             tokens.append(token)
             offsets.append(sent.offset)
             alternatives.append(top)
-            sent.offset += len(self._tokenizer.decode_token(entry.token))
+            sent.offset += len(self._tokenizer.decode_token(entry.token, self._body.skip_special_tokens is not False))
         return {
             "tokens": tokens,
             "token_logprobs": [_json_logprob(entry.logprob) for entry in entries],

@@ -87,7 +87,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
 
     async def generate(
-        self, body: Body, request_id: str, prepare: Callable[[], None] | None = None
+        self, body: Body, request_id: str, prepare: Callable[[list[list[int]]], None] | None = None
     ) -> AsyncGenerator[Update, None]:
         """Complete all prompts of a request, ``n`` times each, and yield updates of choices ``prompt * n + i``.
 
@@ -97,7 +97,8 @@ class Service:
         Args:
             body: the body of the request.
             request_id: a new id.
-            prepare: what the response needs of the tokenizer, called on its thread once the prompts are checked.
+            prepare: what the response needs of the tokenizer, called on its thread with the tokens of the prompts once
+                these are checked.
 
         Raises:
             ApiError: the request cannot be served, or failed.
@@ -114,18 +115,29 @@ class Service:
             except ConfigError as error:
                 raise bad_request(body.PROMPT, str(error)) from error
 
-    def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[], None] | None) -> list[Job]:
+    def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[list[list[int]]], None] | None) -> list[Job]:
         """Return the jobs of all choices of all prompts."""
-        prompts = body.tokenize(self.engine.tokenizer)
+        prompts = [self._truncate(body, prompt) for prompt in body.tokenize(self.engine.tokenizer)]
         lengths = [self._output_length(body, len(prompt)) for prompt in prompts]
         checked = [self.engine.check_prompt(prompt) for prompt in prompts]
         if prepare is not None:
-            prepare()
+            prepare(prompts)
         return [
             (prompt, params.for_choice(length, _choice_seed(params.seed, number)))
             for prompt, length in zip(checked, lengths, strict=True)
             for number in range(body.choices)
         ]
+
+    def _truncate(self, body: Body, prompt: list[int]) -> list[int]:
+        """Return the last tokens of a prompt: as many as the request says, or as leave room for its output."""
+        kept = body.truncate_prompt_tokens
+        if kept is None:
+            return prompt
+        if kept == -1:
+            output = min(body.output_limit[1] or 1, self.config.max_output_tokens or self.engine.max_model_len)
+            kept = max(1, self.engine.max_model_len - output)
+            kept = min(kept, self.config.max_prompt_tokens or kept)
+        return prompt[-kept:]
 
     def _output_length(self, body: Body, prompt_tokens: int) -> int:
         """Return the largest number of tokens of each output for a prompt of ``prompt_tokens`` tokens."""
