@@ -23,31 +23,40 @@ HALF, OTHER_HALF = 1, 2
 NOTHING = "~"
 """A character without a token."""
 
+BEGIN = 4
+"""The special token before a text that starts with "begin"."""
+
 NEVER = 3
 """An impossible token: its probability is 0."""
 
 
 class ScriptedTokenizer:
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text if character != NOTHING]
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        tokens = [ord(character) for character in text if character != NOTHING]
+        return [BEGIN, *tokens] if add_special and text.startswith("begin") else tokens
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join("\ufffd" if token in (HALF, OTHER_HALF) else chr(token) for token in ids)
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        texts = {HALF: "\ufffd", OTHER_HALF: "\ufffd", BEGIN: "" if skip_special else "<begin>"}
+        return "".join(texts[token] if token in texts else chr(token) for token in ids if token <= 0x10FFFF)
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
-        return self.decode([token])
+        return self.decode([token], skip_special)
 
     def check_template_variables(self, names: Iterable[str]) -> None:
         if "chat_template" in names:
             raise ConfigError("chat_template is reserved")
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[dict[str, str]],
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         if messages[-1]["role"] != "user":
             raise ConfigError("the template wants the user's word last")
         texts = [f"[{name}={value}]" for name, value in (variables or {}).items()]
-        return self.encode("".join((*texts, *(f"<{message['role']}>{message['content']}" for message in messages))))
+        texts += [f"<{message['role']}>{message['content']}" for message in messages]
+        return self.encode("".join(texts if add_generation_prompt else [*texts, "."]))
 
 
 class ScriptedEngine:

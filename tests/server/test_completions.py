@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import Live, live
-from scripted_engine import END, HALF, NEVER, ScriptedEngine, ScriptedTokenizer
+from scripted_engine import BEGIN, END, HALF, NEVER, ScriptedEngine, ScriptedTokenizer
 
+import shotcast
 from shotcast.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from shotcast.server.config import ServerConfig
 from shotcast.server.request_body import ChatBody, CompletionBody
@@ -188,6 +189,37 @@ def test_values_that_request_nothing_are_accepted(server: Live) -> None:
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     assert server.engine.params[-1].top_k == 0
+
+
+def test_tokenize_and_detokenize(server: Live) -> None:
+    answer = server.post("/tokenize", {"model": "letters", "prompt": "begin"}).json()
+    tokens = [BEGIN, *map(ord, "begin")]
+    assert answer == {"count": 6, "max_model_len": 200, "tokens": tokens, "token_strs": None}
+    answer = server.post("/tokenize", {"prompt": "begin", "return_token_strs": True}).json()
+    assert answer["token_strs"] == ["<begin>", *"begin"]
+    assert server.post("/tokenize", {"prompt": "begin", "add_special_tokens": False}).json()["tokens"] == tokens[1:]
+    assert server.post("/tokenize", {"prompt": ""}).json()["count"] == 0
+    assert server.post("/detokenize", {"tokens": [*tokens, 2**31 - 1]}).json() == {"prompt": "<begin>begin"}
+    assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+def test_the_tokens_of_a_long_text(server: Live) -> None:
+    text = "ab" * 5000
+    answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert (answer["tokens"], "".join(answer["token_strs"])) == (list(map(ord, text)), text)
+
+
+def test_the_tokens_of_a_conversation_are_those_of_a_chat(server: Live, client: openai.OpenAI) -> None:
+    options = {"chat_template_kwargs": {"enable_thinking": True}}
+    client.chat.completions.create(model="letters", messages=HELLO, extra_body=options)
+    body = {"messages": HELLO, **options}
+    assert server.post("/tokenize", body).json()["tokens"] == server.engine.prompts[-1]
+    tokens = server.post("/tokenize", body | {"add_generation_prompt": False}).json()["tokens"]
+    assert tokens == [*server.engine.prompts[-1], ord(".")]
+
+
+def test_version(server: Live) -> None:
+    assert httpx.get(f"{server.url}/version").json() == {"version": shotcast.__version__}
 
 
 def test_seeds_of_choices_stay_within_64_bits(server: Live, client: openai.OpenAI) -> None:

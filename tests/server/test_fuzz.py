@@ -23,11 +23,16 @@ from scripted_engine import NOTHING, ScriptedEngine
 
 from shotcast.hardware.detect import detect
 from shotcast.server.config import ServerConfig
-from shotcast.server.request_body import UNSUPPORTED, ChatBody, CompletionBody
+from shotcast.server.request_body import UNSUPPORTED, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 pytestmark = pytest.mark.timing
 
-PATHS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+PATHS = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 
 MAX_BODY_BYTES = ServerConfig().max_body_bytes
 
@@ -68,6 +73,11 @@ VALID: dict[str, list[dict[str, Any]]] = {
             "user": "me",
         },
     ],
+    "/tokenize": [
+        {"model": "letters", "prompt": "hello", "add_special_tokens": False, "return_token_strs": True},
+        {"messages": [{"role": "user", "content": "hello"}], "add_generation_prompt": False},
+    ],
+    "/detokenize": [{"model": "letters", "tokens": [104, 105]}],
 }
 
 ODD: list[Any] = [
@@ -191,8 +201,11 @@ class Fuzzed:
             assert all("choices" in json.loads(event) for event in events), raw
         elif response.status == 200:
             answer = json.loads(content, parse_constant=refuse)
-            assert answer["choices"]
-            assert answer["usage"]["total_tokens"] > 0
+            if path.startswith("/v1"):
+                assert answer["choices"]
+                assert answer["usage"]["total_tokens"] > 0
+            else:
+                assert answer.keys() in ({"prompt"}, {"count", "max_model_len", "tokens", "token_strs"})
         else:
             assert len(content) < 10_000, raw
             error = json.loads(content, parse_constant=refuse)["error"]

@@ -164,6 +164,30 @@ def test_bad_chats(server: Live, wrong: dict[str, object], param: str, says: str
     assert says in refused(server.post("/v1/chat/completions", body), 400, param)
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "prompt", "either prompt or messages"),
+        ({"prompt": "x", "messages": HELLO}, "prompt", "either prompt or messages"),
+        ({"prompt": ["x"]}, "prompt", "a string"),
+        ({"messages": []}, "messages", "a list of objects"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user's word last"),
+        ({"messages": HELLO, "chat_template_kwargs": {"chat_template": ""}}, "chat_template_kwargs", "reserved"),
+        ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens", "needs prompt"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "needs messages"),
+        ({"prompt": "x", "return_token_str": True}, "return_token_str", "mean return_token_strs?"),
+    ],
+)
+def test_bad_texts_to_tokenize(server: Live, body: dict[str, object], param: str, says: str) -> None:
+    assert says in refused(server.post("/tokenize", body), 400, param)
+    refused(server.post("/tokenize", {"prompt": "x", "model": "other"}), 404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize("tokens", ["x", [1, "a"], [1, -1], [2**31], [True], None])
+def test_bad_tokens(server: Live, tokens: object) -> None:
+    assert "a list of token ids" in refused(server.post("/detokenize", {"tokens": tokens}), 400, "tokens")
+
+
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_parameters_are_named(server: Live, name: str) -> None:
     body = {"model": "letters", "messages": HELLO, name: {"something": 1}}
@@ -290,7 +314,7 @@ def test_key() -> None:
             server.client("s3cre").completions.create(model="letters", prompt="x")
         for header in (None, "s3cret", "Bearer", "Basic s3cret", "Bearer s3cret2", b"Bearer \xe9"):
             headers = {} if header is None else {"Authorization": header}
-            for path in ("/v1/models", "/v1/models/letters", "/metrics"):
+            for path in ("/v1/models", "/v1/models/letters", "/metrics", "/version"):
                 response = httpx.get(server.url + path, headers=headers)
                 refused(response, 401, code="invalid_api_key")
                 assert response.headers["www-authenticate"] == "Bearer"
@@ -323,6 +347,8 @@ def test_full_queue() -> None:
                 next(other)
                 with pytest.raises(openai.RateLimitError):
                     client.completions.create(model="letters", prompt="x", stream=True)
+                for path, text in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+                    refused(server.post(path, text), 429, code="queue_full")
                 server.call(engine.let_go)
                 list(other)
             list(stream)

@@ -79,13 +79,16 @@ class Tokenizer:
         """The number of tokens of the tokenizer; the vocabulary of a model may be larger."""
         return len(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the token that begins a text if this tokenizer adds one."""
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the tokens of a text, with the token that begins a text if this tokenizer adds one.
+
+        Without ``add_special``, no token is added.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the text is not valid Unicode: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

@@ -86,11 +86,19 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class Body(_Strict):
-    """The parameters that both kinds of request share.
+class RequestBody(_Strict):
+    """The parameter that all requests share.
 
-    The description of a parameter says which values it accepts, and completes the error message "... must be". The
-    ranges of sampling parameters are those of :class:`SamplingParams`.
+    The description of a parameter says which values it accepts, and completes the error message "... must be".
+    """
+
+    model: str | None = _optional("the name of a model")
+
+
+class Body(RequestBody):
+    """The parameters that both kinds of request for an output share.
+
+    The ranges of sampling parameters are those of :class:`SamplingParams`.
     """
 
     PROMPT: ClassVar[str]
@@ -307,14 +315,7 @@ class ChatBody(Body):
     @field_validator("messages", mode="plain")
     @classmethod
     def _check_messages(cls, messages: object) -> list[dict[str, str]]:
-        if not isinstance(messages, list) or not messages:
-            raise _wrong(cls, "messages", "messages", messages)
-        texts = []
-        for number, message in enumerate(messages):
-            if not isinstance(message, dict):
-                raise _wrong(cls, "messages", f"messages.{number}", message)
-            texts.append(_message(f"messages[{number}]", message))
-        return texts
+        return _checked_messages(cls, messages)
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -336,12 +337,86 @@ class ChatBody(Body):
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
-        variables = self.chat_template_kwargs or {}
-        try:
-            tokenizer.check_template_variables(variables)
-        except ConfigError as error:
-            raise bad_request("chat_template_kwargs", f"chat_template_kwargs: {shown(str(error))}") from error
-        return [tokenizer.apply_chat_template(self.messages, variables)]
+        return [_conversation_tokens(tokenizer, self.messages, self.chat_template_kwargs, True)]
+
+
+class TokenizeBody(RequestBody):
+    """The body of ``POST /tokenize``."""
+
+    prompt: str | None = _optional("a string")
+    messages: list[dict[str, Any]] | None = _optional("a list of objects with role and content, at least one")
+    add_special_tokens: bool | None = _optional("true or false")
+    add_generation_prompt: bool | None = _optional("true or false")
+    chat_template_kwargs: dict[str, Any] | None = _optional("an object of variables of the model's chat template")
+    return_token_strs: bool | None = _optional("true or false")
+
+    @field_validator("messages", mode="plain")
+    @classmethod
+    def _check_messages(cls, messages: object) -> list[dict[str, str]] | None:
+        return None if messages is None else _checked_messages(cls, messages)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("prompt", "either prompt or messages must be given")
+        other = ("add_special_tokens",) if self.messages else ("add_generation_prompt", "chat_template_kwargs")
+        for name in other:
+            if getattr(self, name) is not None:
+                raise bad_request(name, f"{name} needs {'prompt' if self.messages else 'messages'}")
+        return self
+
+    @property
+    def source(self) -> str:
+        """The parameter that holds the text."""
+        return "prompt" if self.messages is None else "messages"
+
+    def tokenize(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids of the text."""
+        if self.messages is None:
+            return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
+        ends_open = self.add_generation_prompt is not False
+        return _conversation_tokens(tokenizer, self.messages, self.chat_template_kwargs, ends_open)
+
+
+class DetokenizeBody(RequestBody):
+    """The body of ``POST /detokenize``."""
+
+    tokens: list[int] = Field(description="a list of token ids")
+
+    @field_validator("tokens", mode="plain")
+    @classmethod
+    def _check_tokens(cls, tokens: object) -> object:
+        if not isinstance(tokens, list):
+            raise _wrong(cls, "tokens", "tokens", tokens)
+        for number, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < 1 << 31:
+                raise _wrong(cls, "tokens", f"tokens.{number}", token)
+        return tokens
+
+
+def _checked_messages(body: type[BaseModel], messages: object) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise _wrong(body, "messages", "messages", messages)
+    texts = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise _wrong(body, "messages", f"messages.{number}", message)
+        texts.append(_message(f"messages[{number}]", message))
+    return texts
+
+
+def _conversation_tokens(
+    tokenizer: Tokenizer,
+    messages: Sequence[dict[str, str]],
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool,
+) -> list[int]:
+    variables = variables or {}
+    try:
+        tokenizer.check_template_variables(variables)
+    except ConfigError as error:
+        raise bad_request("chat_template_kwargs", f"chat_template_kwargs: {error}") from error
+    return tokenizer.apply_chat_template(messages, variables, add_generation_prompt)
 
 
 def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
@@ -376,7 +451,7 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
     return {"role": role, "content": "".join(texts)}
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound=RequestBody)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
@@ -427,7 +502,7 @@ def _require_known(values: dict[str, Any], kind: type[BaseModel], prefix: str = 
             raise bad_request(path, f"there is no parameter {path}{hint}", "unknown_parameter")
 
 
-def _api_error(kind: type[Body], error: ValidationError) -> ApiError:
+def _api_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     """Return an error for the first problem that pydantic found."""
     first = error.errors(include_url=False)[0]
     path = ".".join(map(str, first["loc"]))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from shotcast.engine.outputs import RequestOutput, TokenLogprob
 from shotcast.server.engine_protocol import Tokenizer
-from shotcast.server.request_body import Body, ChatBody, CompletionBody
+from shotcast.server.request_body import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 MIN_LOGPROB = -9999.0
 """OpenAI's log-probability of an impossible token: JSON has no minus infinity."""
@@ -209,7 +209,31 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
         }
 
 
-def _json(data: dict[str, Any]) -> bytes:
+def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> bytes:
+    """Return the JSON of the response of ``/tokenize``.
+
+    Raises:
+        ConfigError: the model has no chat template, or the template refuses the conversation.
+    """
+    tokens = body.tokenize(tokenizer)
+    texts = [tokenizer.decode_token(token, skip_special=False) for token in tokens] if body.return_token_strs else None
+    whole = _json({"count": len(tokens), "max_model_len": max_model_len})
+    strings = b"null" if texts is None else _json_list(texts)
+    return whole[:-1] + b',"tokens":' + _json_list(tokens) + b',"token_strs":' + strings + b"}"
+
+
+def detokenized(body: DetokenizeBody, tokenizer: Tokenizer) -> bytes:
+    """Return the JSON of the response of ``/detokenize``."""
+    return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+
+
+def _json_list(values: Sequence[object]) -> bytes:
+    """Encode a list piece by piece, so that other threads get their turns."""
+    pieces = [_json(values[start : start + 4096])[1:-1] for start in range(0, len(values), 4096)]
+    return b"[" + b",".join(pieces) + b"]"
+
+
+def _json(data: object) -> bytes:
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 

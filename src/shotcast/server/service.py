@@ -18,7 +18,8 @@ from shotcast.server.api_error import ApiError
 from shotcast.server.config import ServerConfig
 from shotcast.server.engine_protocol import Engine
 from shotcast.server.metrics import Metrics
-from shotcast.server.request_body import AnyBody, Body, bad_request, parse, shown
+from shotcast.server.request_body import AnyBody, Body, DetokenizeBody, TokenizeBody, bad_request, parse, shown
+from shotcast.server.responses import detokenized, tokenized
 
 T = TypeVar("T")
 
@@ -160,29 +161,61 @@ class Service:
             raise bad_request(param, f"{message}; together they are at most {self.engine.max_model_len}", too_long)
         return length
 
+    async def tokenize(self, body: TokenizeBody) -> bytes:
+        """Return the JSON of the response of ``/tokenize``.
+
+        Raises:
+            ApiError: the text has no tokens by the model's chat template, or the queue is full.
+        """
+        with self._reserve(1):
+            try:
+                return await self.with_tokenizer(
+                    lambda: tokenized(body, self.engine.tokenizer, self.engine.max_model_len)
+                )
+            except ConfigError as error:
+                raise bad_request(body.source, str(error)) from error
+
+    async def detokenize(self, body: DetokenizeBody) -> bytes:
+        """Return the JSON of the response of ``/detokenize``.
+
+        Raises:
+            ApiError: the queue is full.
+        """
+        with self._reserve(1):
+            return await self.with_tokenizer(lambda: detokenized(body, self.engine.tokenizer))
+
+    @contextmanager
+    def _reserve(self, count: int) -> Iterator[None]:
+        """Reserve ``count`` places in the queue."""
+        self.check()
+        limit = self.config.max_queue
+        if self._sequences + count > limit:
+            raise _queue_full(f"{self._sequences} of {limit} queue places are taken, and this request needs {count}")
+        self._sequences += count
+        try:
+            yield
+        finally:
+            self._sequences -= count
+
     @contextmanager
     def _admit(self, body: Body) -> Iterator[_Sequences]:
         """Reserve room in the queue for all sequences of a request."""
-        self.check()
         count, limit = body.prompts * body.choices, self.config.max_queue
         if count > limit:
             param = "n" if body.choices > 1 else body.PROMPT
             raise bad_request(
                 param, f"the {body.PROMPT} times n make {count} outputs; this server takes {limit} at a time"
             )
-        if self._sequences + count > limit:
-            raise _queue_full(f"{self._sequences} of {limit} queue places are taken, and this request needs {count}")
-        sequences = _Sequences(self.engine, self.metrics)
-        self._sequences += count
-        self._running.add(sequences)
-        self._idle.clear()
-        try:
-            yield sequences
-        finally:
-            self._sequences -= count
-            self._running.remove(sequences)
-            if not self._running:
-                self._idle.set()
+        with self._reserve(count):
+            sequences = _Sequences(self.engine, self.metrics)
+            self._running.add(sequences)
+            self._idle.clear()
+            try:
+                yield sequences
+            finally:
+                self._running.remove(sequences)
+                if not self._running:
+                    self._idle.set()
 
     async def drain(self, seconds: float) -> None:
         """Reject new requests and wait until all others are done; after ``seconds``, end those that still run."""
