@@ -65,8 +65,10 @@ class OutputProcessor:
         """
         output = self._output
         output.time_s = arrived - self._started
-        if step.tokens and not output.tokens:
+        if not output.tokens:
             output.cached_tokens = step.cached_tokens
+        if step.prompt_logprobs is not None:
+            output.prompt_logprobs = (None, *step.prompt_logprobs)
         output.tokens += step.tokens
         output.times_s += [output.time_s] * len(step.tokens)
         if output.logprobs is not None:
