@@ -155,6 +155,14 @@ class ScriptedEngine:
         output = RequestOutput(request_id, prompt, cached_tokens=len(prompt) // 2)
         if params.logprobs is not None:
             output.logprobs = []
+        if params.prompt_logprobs is not None:
+            capitals = ((ord("A") + place, -6.0 - place) for place in range(17))
+            top = ((HALF, -0.25), (NEVER, -math.inf), (OTHER_HALF, -math.inf), *capitals)[: params.prompt_logprobs]
+            entries = (TokenLogprob(token, -float(place), 2, top) for place, token in enumerate(prompt) if place)
+            output.prompt_logprobs = (None, *entries)
+        if not params.max_tokens:
+            output.finish_reason = "length"
+            yield output
         while not output.finished:
             await asyncio.sleep(self.delay_s)
             if self.hold_after == len(output.tokens):

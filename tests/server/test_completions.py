@@ -300,6 +300,43 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert response.choices[0].logprobs.top_logprobs[0] == {"a": -0.5}
 
 
+def test_echoed_logprobs(server: Live, client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "letters", "prompt": "begin", "echo": True, "logprobs": 1, "n": 2, "seed": 0}
+    for choice, letters in zip(client.completions.create(**options, max_tokens=2).choices, ("ab", "bc"), strict=True):
+        assert choice.text == "begin" + letters
+        assert choice.logprobs.tokens == ["<begin>", *"begin", *letters]
+        assert choice.logprobs.token_logprobs == [None, -1, -2, -3, -4, -5, -0.5, -0.5]
+        assert choice.logprobs.text_offset == [0, 0, 1, 2, 3, 4, 5, 6]
+        tops = [{"\ufffd": -0.25, letter: -float(place)} for place, letter in enumerate("begin", 1)]
+        assert choice.logprobs.top_logprobs == [None, *tops, *({letter: -0.5} for letter in letters)]
+    alone = client.completions.create(**options, max_tokens=0)
+    for choice in alone.choices:
+        assert (choice.text, choice.finish_reason) == ("begin", "length")
+        assert choice.logprobs.token_logprobs == [None, -1, -2, -3, -4, -5]
+    assert (alone.usage.prompt_tokens, alone.usage.completion_tokens, alone.usage.total_tokens) == (6, 0, 6)
+    assert server.engine.params[-1].max_tokens == 0
+    shown = client.completions.create(**options, max_tokens=0, extra_body={"skip_special_tokens": False})
+    assert shown.choices[0].logprobs.text_offset[:3] == [0, 7, 8]
+
+
+def test_prompt_logprobs(server: Live) -> None:
+    body = {"model": "letters", "prompt": ["ab", "c"], "prompt_logprobs": 1, "max_tokens": 0}
+    answer = server.post("/v1/completions", body).json()
+    first, second = answer["choices"]
+    half = {"logprob": -0.25, "rank": 1, "decoded_token": "\ufffd"}
+    letter = {"logprob": -1.0, "rank": 2, "decoded_token": "b"}
+    assert first["prompt_logprobs"] == [None, {str(ord("b")): letter, str(HALF): half}]
+    assert second["prompt_logprobs"] == [None]
+    assert (first["text"], first["logprobs"]) == ("", None)
+    body |= {"echo": True, "logprobs": 2}
+    echoed = server.post("/v1/completions", body).json()["choices"][0]
+    assert echoed["prompt_logprobs"] == first["prompt_logprobs"]
+    assert echoed["logprobs"]["top_logprobs"][1] == {"\ufffd": -0.25, chr(NEVER): -9999.0, "b": -1.0}
+    without = server.post("/v1/completions", {"model": "letters", "prompt": "ab", "echo": True}).json()
+    assert "prompt_logprobs" not in without["choices"][0]
+    assert server.engine.params[-1].prompt_logprobs is None
+
+
 class Named(ScriptedTokenizer):
     """A tokenizer in which END has a name, like a special token, but no text."""
 

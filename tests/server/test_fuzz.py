@@ -41,6 +41,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"model": "letters", "prompt": "hello"},
         {"model": "letters", "prompt": ["a", "b"], "n": 2, "echo": True, "stream": True},
         {"model": "letters", "prompt": [104, 105], "logprobs": 3, "seed": -5, "stop": ["c", "de"], "max_tokens": 7},
+        {"model": "letters", "prompt": ["ab", "c"], "echo": True, "logprobs": 1, "max_tokens": 0, "prompt_logprobs": 2},
         {"model": "letters", "prompt": [[1, 2], [3]], "stop_token_ids": [99], "best_of": 1, "top_k": 5, "min_p": 0.5},
     ],
     "/v1/chat/completions": [

@@ -150,7 +150,7 @@ async def _content(service: Service, body: Body, response: ApiResponse[Any]) -> 
     """Return the JSON of the outputs of all choices."""
     async with aclosing(service.generate(body, response.id, response.prepare)) as updates:
         outputs = {number: output async for number, output in updates}
-    tokens = sum(len(output.tokens) for output in outputs.values())
+    tokens = sum(len(output.tokens) + len(output.prompt_logprobs or ()) for output in outputs.values())
     if tokens <= SMALL_RESPONSE_TOKENS:
         return response.render(outputs)
     return await service.with_tokenizer(partial(response.render, outputs))

@@ -105,7 +105,7 @@ class Body(RequestBody):
     """The parameter that holds the prompt."""
 
     model: str = Field(description="the name of a model")
-    max_tokens: int | None = _optional("a whole number of at least 1")
+    max_tokens: int | None = _optional("a whole number of at least 1", ge=1)
     n: int | None = _optional("a whole number from 1 to 128", ge=1, le=128)
     temperature: float | None = _optional("a number of at least 0")
     top_p: float | None = _optional("a number above 0, at most 1")
@@ -197,6 +197,11 @@ class Body(RequestBody):
         return "max_tokens", self.max_tokens
 
     @property
+    def prompt_alternatives(self) -> tuple[str, int | None]:
+        """The parameter with the number of log-probabilities for each token of the prompt, and its value."""
+        return "prompt_logprobs", None
+
+    @property
     @abstractmethod
     def alternatives(self) -> tuple[str, int | None]:
         """The parameter with the number of log-probabilities for each token, and its value."""
@@ -214,6 +219,7 @@ class Body(RequestBody):
         requested["top_k"] = ("top_k", None if self.top_k is None else max(self.top_k, 0))
         requested["max_tokens"] = self.output_limit
         requested["logprobs"] = self.alternatives
+        requested["prompt_logprobs"] = self.prompt_alternatives
         values = {name: value for name, (_, value) in requested.items() if value is not None}
         for name, value in values.items():
             try:
@@ -236,9 +242,11 @@ class CompletionBody(Body):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="a string, a list of strings, a list of token ids or a list of such lists"
     )
+    max_tokens: int | None = _optional("a whole number of at least 1, or 0 with echo or prompt_logprobs", ge=0)
     best_of: int | None = _optional("equal to n")
     echo: bool | None = _optional("true or false")
     logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
+    prompt_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @model_validator(mode="after")
     def _check_prompt(self) -> CompletionBody:
@@ -246,8 +254,12 @@ class CompletionBody(Body):
             raise bad_request(
                 "best_of", f"best_of must equal n ({self.choices}), not {self.best_of}: all outputs are returned"
             )
-        if self.echo and self.logprobs is not None:
-            raise bad_request("echo", "echo cannot be used with logprobs: the prompt has none")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise _wrong(type(self), "max_tokens", "max_tokens", 0)
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise bad_request("echo", "echo with logprobs cannot be streamed")
         return self
 
     @field_validator("prompt", mode="plain")
@@ -292,6 +304,13 @@ class CompletionBody(Body):
     def alternatives(self) -> tuple[str, int | None]:
         return "logprobs", self.logprobs
 
+    @property
+    def prompt_alternatives(self) -> tuple[str, int | None]:
+        echoed = self.logprobs if self.echo else None
+        if echoed is None or (self.prompt_logprobs is not None and self.prompt_logprobs > echoed):
+            return "prompt_logprobs", self.prompt_logprobs
+        return "logprobs", echoed
+
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts]
 
@@ -308,7 +327,7 @@ class ChatBody(Body):
 
     messages: list[dict[str, Any]] = Field(description="a list of objects with role and content, at least one")
     chat_template_kwargs: dict[str, Any] | None = _optional("an object of variables of the model's chat template")
-    max_completion_tokens: int | None = _optional("a whole number of at least 1")
+    max_completion_tokens: int | None = _optional("a whole number of at least 1", ge=1)
     logprobs: bool | None = _optional("true or false")
     top_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
