@@ -152,7 +152,7 @@ def run_requests(
             outstanding.append(async_output)
         output = output_of_last_rank(outstanding.popleft(), comm)
         comm.check()
-        for step_output in scheduler.update(output.number, output.tokens, output.logprobs):
+        for step_output in scheduler.update(output.number, output.tokens, output.logprobs, output.prompt_logprobs):
             found[step_output.request_id].append(step_output)
     counts["preemptions"] = scheduler.stats().preemptions
     return found, counts

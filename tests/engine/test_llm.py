@@ -54,6 +54,8 @@ PROMPTS = [
     "She opened the door and saw",
     "Ein Satz auf Deutsch:",
 ]
+PROMPT_LOGPROB_TOLERANCE = 1e-4
+"""Log-probabilities of a small model in float32 differ by as much, with the order of summation."""
 CLOSE = 1e-4
 """Logits as close as this, relative to the largest, may change order with the order of summation."""
 
@@ -261,6 +263,55 @@ def test_prompts_longer_than_a_step_run_in_chunks(tiny: str, tiny_reference: Any
         outputs = llm.generate([prompt, prompt[:5]], greedy(8))
         assert llm.stats().steps > len(outputs[0].prompt_tokens) // 40
         assert_greedy(tiny_reference, outputs)
+
+
+@torch.inference_mode()
+def assert_prompt_logprobs(reference: Any, output: RequestOutput, alternatives: int) -> None:
+    """Check the log-probabilities of a prompt in float32 against those of Transformers."""
+    assert output.prompt_logprobs is not None
+    first, *entries = output.prompt_logprobs
+    assert first is None
+    assert [entry.token for entry in entries if entry] == list(output.prompt_tokens[1:])
+    expected = reference(torch.tensor([output.prompt_tokens])).logits[0].log_softmax(-1)
+    for entry, row in zip(entries, expected, strict=False):
+        assert entry is not None
+        assert entry.logprob == pytest.approx(row[entry.token].item(), abs=PROMPT_LOGPROB_TOLERANCE)
+        assert abs(entry.rank - 1 - int((row > row[entry.token]).sum())) <= 1
+        assert len(entry.top) == alternatives
+        best = [value for _, value in entry.top]
+        assert best == pytest.approx(row.topk(alternatives).values.tolist(), abs=PROMPT_LOGPROB_TOLERANCE)
+        assert best == pytest.approx([row[token].item() for token, _ in entry.top], abs=PROMPT_LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
+def test_prompt_logprobs_are_those_of_transformers(tiny: str, tiny_reference: Any, tensor: int, stages: int) -> None:
+    """Prompts in chunks, of which the last may be one token, known to the cache, of one token, and beside others."""
+    long = [number * number % 64 for number in range(150)]
+    prompts = [long, long[:121], [5], [6, 7], long]
+    layout = {"tensor_parallel": tensor, "pipeline_parallel": stages}
+    with LLM(tiny, max_model_len=512, max_batch_tokens=40, max_sequences=4, **layout) as llm:
+        (plain,) = llm.generate([long], greedy(4))
+        for alternatives, length in ((3, 0), (0, 4)):
+            outputs = llm.generate(prompts, greedy(length, prompt_logprobs=alternatives))
+            for output in outputs:
+                assert_prompt_logprobs(tiny_reference, output, alternatives)
+                assert (len(output.tokens), output.finish_reason, output.cached_tokens) == (length, "length", 0)
+        assert_greedy(tiny_reference, outputs)
+        (cached,) = llm.generate([long], greedy(4))
+        assert cached.cached_tokens > 0
+        assert plain.prompt_logprobs is cached.prompt_logprobs is None
+        assert llm.stats().output_tokens == 4 * (2 + len(prompts))
+
+
+def test_prompt_logprobs_survive_preemption(tiny: str, tiny_reference: Any) -> None:
+    prompts = [[number * (number + shift) % 64 for number in range(48)] for shift in range(6)]
+    kv_cache_bytes = 160 * 2 * 2 * 32 * 4  # 160 tokens, of two layers
+    with LLM(tiny, max_model_len=128, max_batch_tokens=20, max_sequences=4, kv_cache_bytes=kv_cache_bytes) as llm:
+        outputs = llm.generate(prompts, greedy(40, prompt_logprobs=2))
+        assert llm.stats().preemptions > 0
+    for output in outputs:
+        assert_prompt_logprobs(tiny_reference, output, 2)
+    assert_greedy(tiny_reference, outputs)
 
 
 @pytest.mark.parametrize(

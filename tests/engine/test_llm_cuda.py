@@ -129,6 +129,25 @@ def test_float32_matches_transformers(folder: str, reference: Any, tensor: int, 
         assert_greedy(reference, again, 1e-4)
 
 
+@pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
+def test_prompt_logprobs_match_transformers(folder: str, reference: Any, tensor: int, stages: int) -> None:
+    """They are computed without graphs, beside requests that do not want them."""
+    options = {"dtype": "float32", "max_model_len": 200, "max_sequences": 7, "max_batch_tokens": 64}
+    with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
+        wanted = [greedy(8, prompt_logprobs=2 if number % 2 else None) for number in range(20)]
+        outputs = llm.generate(prompts(20), wanted)
+    assert_greedy(reference, outputs, 1e-4)
+    for output in outputs[::2]:
+        assert output.prompt_logprobs is None
+    for output in outputs[1::2]:
+        assert output.prompt_logprobs is not None
+        rows = logits_of(reference, torch.tensor(output.prompt_tokens)).log_softmax(-1)
+        for entry, row, token in zip(output.prompt_logprobs[1:], rows, output.prompt_tokens[1:], strict=True):
+            assert entry is not None
+            assert (entry.token, len(entry.top)) == (token, 2)
+            assert entry.logprob == pytest.approx(row[token].item(), abs=3e-3)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:

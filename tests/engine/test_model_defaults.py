@@ -119,7 +119,9 @@ def test_where_the_defaults_come_from(saved: tuple[Path, list[int]], tmp_path: P
     assert read_sampling_defaults(str(saved[0]), "none") == {}
 
 
-@pytest.mark.parametrize("said", ['{"top_p": 2}', '{"temperature": "hot"}', '{"top_k": 1.5}', "[]"])
+@pytest.mark.parametrize(
+    "said", ['{"top_p": 2}', '{"temperature": "hot"}', '{"top_k": 1.5}', '{"max_new_tokens": 0}', "[]"]
+)
 def test_defaults_that_make_no_sense_are_refused(saved: tuple[Path, list[int]], tmp_path: Path, said: str) -> None:
     (tmp_path / "generation_config.json").write_text(said)
     with pytest.raises(ConfigError, match="generation_config"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,6 +239,36 @@ def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, 
     assert counts["preemptions"] > 0
     assert 0 < counts["eager"] < counts["prompts"], "steps that are too long are computed as without static memory"
     assert outputs(little) == outputs(plain)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])
+def test_prompt_logprobs_on_static_memory(folder: Path, tensor: int, stages: int) -> None:
+    """Steps that report them are computed without graphs, between steps on static memory and planned ahead."""
+    wanted = [
+        Request(one.request_id, one.prompt, replace(one.params, prompt_logprobs=number % 3))
+        if number % 2 == 0 else one
+        for number, one in enumerate(requests())
+    ]  # fmt: skip
+    options = str(folder), wanted, 7, 64, SIZES, 1, stages
+    ranks = interpret(targets.outputs_of, tensor * stages, *options)
+    assert all(found == ranks[-1][0] for found, _ in ranks)
+    found, counts = ranks[-1]
+    assert 0 < counts["eager"] < counts["prompts"]
+    assert min(counts["static"], counts["pending"], counts["later"]) > 0
+    reference = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    for request in wanted:
+        first, *later = found[request.request_id]
+        assert all(output.prompt_logprobs is None for output in later)
+        if request.params.prompt_logprobs is None:
+            assert first.prompt_logprobs is None
+            continue
+        with torch.inference_mode():
+            expected = reference(torch.tensor([request.prompt])).logits[0].log_softmax(-1)
+        assert first.prompt_logprobs is not None
+        assert len(first.prompt_logprobs) == len(request.prompt) - 1
+        for entry, row, token in zip(first.prompt_logprobs, expected, request.prompt[1:], strict=False):
+            assert (entry.token, len(entry.top)) == (token, request.params.prompt_logprobs)
+            assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("overlap", ["plain", pytest.param("auto", marks=pytest.mark.full)])

@@ -13,7 +13,7 @@ from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import EngineCoreOutput
 from shotcast.engine.sampling_params import SamplingParams
 
-END = 0
+END, SPECIAL = 0, 25
 
 
 class Letters:
@@ -25,14 +25,14 @@ class Letters:
         self.calls = 0
 
     def decode_continuation(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self.decode(ids)
+        return self.decode(ids, skip_special)
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
-        return self.decode([token])
+        return self.decode([token], skip_special)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         self.calls += 1
-        return "".join(chr(ord("a") + token) for token in ids)
+        return "".join(chr(ord("a") + token) for token in ids if token != SPECIAL or not skip_special)
 
 
 def process(at_end: bool, tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[Any, list[str], int]:
@@ -58,6 +58,16 @@ def test_text_made_at_the_end_is_the_same(tokens: list[int], ends: bool, stop: t
     if not stop:
         assert read == 0
         assert set(grown[:-1]) <= {""}
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize(("skip", "text"), [(True, "bc"), (False, "bzc")])
+def test_special_tokens_are_shown_on_request(at_end: bool, skip: bool, text: str) -> None:
+    params = SamplingParams(skip_special_tokens=skip)
+    processor = OutputProcessor("a", (1,), params, Letters(), (END,), at_end)  # type: ignore[arg-type]
+    for token in (1, SPECIAL, 2):
+        processor.update(EngineCoreOutput("a", (token,)), 0.0)
+    assert processor.update(EngineCoreOutput("a", (END,), None, "stop", END), 0.0).text == text
 
 
 def test_a_stop_string_ends_an_output_at_once() -> None:

@@ -83,13 +83,15 @@ def test_invalid_token_ids_are_refused(given: Any, message: str) -> None:
         ({"min_p": 1.1}, "min_p must be a number from 0 to 1"),
         ({"presence_penalty": 3}, "presence_penalty must be a number from -2 to 2"),
         ({"seed": 2**63}, "seed must be None or a whole number of 64 bits"),
-        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"max_tokens": -1}, "max_tokens must be a whole number of at least 0"),
         ({"stop": ""}, "stop must be a string or several, none of them empty, not ''"),
         ({"stop": ["a", ""]}, "stop must be a string or several"),
         ({"stop": None}, "stop must be a string or several"),
         ({"stop_token_ids": "ab"}, "stop_token_ids must hold token ids"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False, not 1"),
         ({"logprobs": 21}, "logprobs must be None or a whole number from 0 to 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be None or a whole number from 0 to 20"),
     ],
 )
 def test_invalid_parameters_are_refused(options: dict[str, Any], message: str) -> None:

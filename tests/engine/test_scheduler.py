@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import zlib
@@ -32,6 +33,8 @@ def alone(request: Request, config: SchedulerConfig) -> tuple[list[int], str]:
     """Return the output of a request that runs alone."""
     tokens = list(request.prompt)
     output: list[int] = []
+    if not request.params.max_tokens:
+        return output, "length"
     while True:
         output.append(next_token(tokens))
         tokens.append(output[-1])
@@ -62,7 +65,9 @@ class Ranks:
         size = self.config.block_size
         return [self.cache[slot.table[place // size]][place % size] for place in range(count)]
 
-    def step(self, plan: StepPlan, prompts: dict[str, tuple[int, ...]]) -> list[int]:
+    def step(
+        self, plan: StepPlan, prompts: dict[str, tuple[int, ...]]
+    ) -> tuple[list[int], list[TokenLogprob | None], list[TokenLogprob]]:
         size = self.config.block_size
         assert plan.tokens <= self.config.max_batch_tokens
         assert 0 < len({s.slot for s in plan.sequences}) == len(plan.sequences) <= self.config.max_sequences
@@ -107,7 +112,16 @@ class Ranks:
                 slot.tokens.append(slot.last_token)
                 assert len(slot.tokens) <= self.config.max_model_len
                 sampled.append(slot.last_token)
-        return sampled
+        entries = []
+        for s, slot, tokens in parts:
+            if s.targets is not None:
+                first = s.num_computed + 1
+                assert 0 < len(s.targets.tokens) <= len(tokens)
+                followers = prompts[slot.request_id][first : first + len(tokens)]
+                assert s.targets.tokens == followers
+                for place, token in enumerate(followers, first):
+                    entries.append(TokenLogprob(token, float(place), s.targets.alternatives, ()))
+        return sampled, [None] * len(sampled), entries
 
 
 class Engine:
@@ -151,9 +165,16 @@ class Engine:
             return False
         plan = self.plans.popleft()
         assert plan.number == self.scheduler.oldest_outstanding
-        sampled = self.ranks.step(plan, self.prompts.popleft())
-        for output in self.scheduler.update(plan.number, sampled):
+        for output in self.scheduler.update(plan.number, *self.ranks.step(plan, self.prompts.popleft())):
             assert output.request_id not in self.ended
+            wanted = self.requests[output.request_id].params.prompt_logprobs
+            if wanted is not None and not self.outputs[output.request_id]:
+                prompt = self.requests[output.request_id].prompt
+                entries = (TokenLogprob(token, float(place), wanted, ()) for place, token in enumerate(prompt))
+                assert output.prompt_logprobs == tuple(entries)[1:]
+                assert output.cached_tokens == 0
+            else:
+                assert output.prompt_logprobs is None
             self.outputs[output.request_id] += output.tokens
             assert output.cached_tokens < len(self.requests[output.request_id].prompt)
             if output.finish_reason:
@@ -212,7 +233,8 @@ requests = st.builds(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
     st.builds(
         SamplingParams,
-        max_tokens=st.integers(1, 14),
+        max_tokens=st.integers(0, 14),
+        prompt_logprobs=st.sampled_from([None, None, 2]),
         ignore_eos=st.booleans(),
         stop_token_ids=st.sampled_from([(), (2,)]),
     ),
@@ -245,7 +267,7 @@ def test_every_output_equals_that_of_the_request_alone(config: SchedulerConfig, 
             try:
                 engine.add(Request(f"{number}", prompt, params))
             except ConfigError:
-                limit = min(len(prompt) + params.max_tokens, config.max_model_len)
+                limit = min(len(prompt) + max(params.max_tokens, 1), config.max_model_len)
                 blocks = -(-(limit - 1) // config.block_size)
                 assert len(prompt) >= config.max_model_len or blocks > config.num_blocks
     engine.drain()
@@ -712,6 +734,21 @@ def test_the_work_of_a_step_grows_with_the_sequences_but_not_with_their_lengths(
     assert step(64, 10) < 64 * 40
 
 
+def test_invalid_logits_within_a_prompt_end_its_request() -> None:
+    engine = Engine(config())
+    for name in "ab":
+        engine.add(request(name, (1, 2, 3), max_tokens=6, prompt_logprobs=0))
+    assert engine.schedule()
+    plan = engine.plans.popleft()
+    sampled, logprobs, entries = engine.ranks.step(plan, engine.prompts.popleft())
+    with pytest.raises(ConfigError, match="reports 4 tokens of prompts, not 3"):
+        engine.scheduler.update(plan.number, sampled, logprobs, entries[:3])
+    entries[0] = replace(entries[0], logprob=math.nan)
+    failed, good = engine.scheduler.update(plan.number, sampled, logprobs, entries)
+    assert (failed.request_id, failed.tokens, failed.finish_reason) == ("a", (), "error")
+    assert (good.tokens, good.prompt_logprobs) == ((sampled[1],), tuple(entries[2:]))
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_invalid_logits_end_only_their_request(lookahead: int) -> None:
     engine = Engine(config(lookahead=lookahead, max_batch_tokens=32))
@@ -722,7 +759,7 @@ def test_invalid_logits_end_only_their_request(lookahead: int) -> None:
     # With lookahead, the next step is planned already.
     assert len(engine.made) == 1 + lookahead
     plan = engine.plans.popleft()
-    sampled = engine.ranks.step(plan, engine.prompts.popleft())
+    sampled, _, _ = engine.ranks.step(plan, engine.prompts.popleft())
     failed, good = engine.scheduler.update(plan.number, [INVALID_TOKEN, sampled[1]])
     assert (failed.request_id, failed.tokens, failed.finish_reason) == ("a", (), "error")
     assert "not numbers" in failed.error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from shotcast.engine.detokenizer import IncrementalDetokenizer
@@ -224,6 +224,30 @@ def test_messages_that_the_template_refuses(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(str(save(tmp_path, byte_level(), chat_template=template)))
     with pytest.raises(ConfigError, match="roles must alternate"):
         tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])
+
+
+def test_texts_without_special_tokens(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    start = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[start])
+    tokenizer = Tokenizer.load(str(save(tmp_path, backend)))
+    first, *rest = tokenizer.encode("ab")
+    assert (first, rest) == (start[1], tokenizer.encode("ab", add_special=False))
+    assert tokenizer.decode([first, *rest], skip_special=False) == "<s>ab"
+
+
+def test_variables_of_a_chat_template(tmp_path: Path) -> None:
+    template = "{% if enable_thinking %}</s>{% endif %}{{ messages[0].content }}{{ 1 / (share or 1) }}"
+    tokenizer = Tokenizer.load(str(save(tmp_path, byte_level(), chat_template=template)))
+    messages = [{"role": "user", "content": "ab"}]
+    for variables, text in ((None, "ab1.0"), ({"enable_thinking": True}, "</s>ab1.0"), ({"share": 2}, "ab0.5")):
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages, variables), skip_special=False) == text
+    with pytest.raises(ConfigError, match=r"template refuses these messages: .* 'list'"):
+        tokenizer.apply_chat_template(messages, {"share": [1]})
+    for name in ("messages", "chat_template", "tokenize", "add_generation_prompt"):
+        with pytest.raises(ConfigError, match=f"no variable {name}"):
+            tokenizer.apply_chat_template(messages, {name: False})
 
 
 def test_models_without_a_tokenizer(tmp_path: Path) -> None:

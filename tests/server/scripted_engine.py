@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from shotcast.engine.outputs import EngineStats, FinishReason, OutputCallback, RequestOutput, TokenLogprob
@@ -23,24 +23,40 @@ HALF, OTHER_HALF = 1, 2
 NOTHING = "~"
 """A character without a token."""
 
+BEGIN = 4
+"""The special token before a text that starts with "begin"."""
+
 NEVER = 3
 """An impossible token: its probability is 0."""
 
 
 class ScriptedTokenizer:
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text if character != NOTHING]
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        tokens = [ord(character) for character in text if character != NOTHING]
+        return [BEGIN, *tokens] if add_special and text.startswith("begin") else tokens
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join("\ufffd" if token in (HALF, OTHER_HALF) else chr(token) for token in ids)
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        texts = {HALF: "\ufffd", OTHER_HALF: "\ufffd", BEGIN: "" if skip_special else "<begin>"}
+        return "".join(texts[token] if token in texts else chr(token) for token in ids if token <= 0x10FFFF)
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
-        return self.decode([token])
+        return self.decode([token], skip_special)
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def check_template_variables(self, names: Iterable[str]) -> None:
+        if "chat_template" in names:
+            raise ConfigError("chat_template is reserved")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, str]],
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         if messages[-1]["role"] != "user":
             raise ConfigError("the template wants the user's word last")
-        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+        texts = [f"[{name}={value}]" for name, value in (variables or {}).items()]
+        texts += [f"<{message['role']}>{message['content']}" for message in messages]
+        return self.encode("".join(texts if add_generation_prompt else [*texts, "."]))
 
 
 class ScriptedEngine:
@@ -139,6 +155,14 @@ class ScriptedEngine:
         output = RequestOutput(request_id, prompt, cached_tokens=len(prompt) // 2)
         if params.logprobs is not None:
             output.logprobs = []
+        if params.prompt_logprobs is not None:
+            capitals = ((ord("A") + place, -6.0 - place) for place in range(17))
+            top = ((HALF, -0.25), (NEVER, -math.inf), (OTHER_HALF, -math.inf), *capitals)[: params.prompt_logprobs]
+            entries = (TokenLogprob(token, -float(place), 2, top) for place, token in enumerate(prompt) if place)
+            output.prompt_logprobs = (None, *entries)
+        if not params.max_tokens:
+            output.finish_reason = "length"
+            yield output
         while not output.finished:
             await asyncio.sleep(self.delay_s)
             if self.hold_after == len(output.tokens):

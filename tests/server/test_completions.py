@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import Live, live
-from scripted_engine import END, HALF, NEVER, ScriptedEngine, ScriptedTokenizer
+from scripted_engine import BEGIN, END, HALF, NEVER, ScriptedEngine, ScriptedTokenizer
 
+import shotcast
 from shotcast.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from shotcast.server.config import ServerConfig
 from shotcast.server.request_body import ChatBody, CompletionBody
@@ -106,12 +107,73 @@ def test_parameters_reach_the_engine(server: Live, client: openai.OpenAI) -> Non
         presence_penalty=1,
         frequency_penalty=-1.5,
         user="me",
-        extra_body={"top_k": 7, "min_p": 0.25, "ignore_eos": True, "stop_token_ids": [3, 4]},
+        extra_body={
+            "top_k": 7,
+            "min_p": 0.25,
+            "ignore_eos": True,
+            "stop_token_ids": [3, 4],
+            "repetition_penalty": 1.25,
+            "skip_special_tokens": False,
+        },
     )
     params = server.engine.params[-1]
     assert (params.max_tokens, params.temperature, params.top_p, params.stop) == (3, 0, 0.5, ("q", "r"))
     assert (params.logprobs, params.seed, params.presence_penalty, params.frequency_penalty) == (2, -5, 1, -1.5)
     assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (7, 0.25, True, {3, 4})
+    assert (params.repetition_penalty, params.skip_special_tokens) == (1.25, False)
+
+
+def test_parameters_without_effect(client: openai.OpenAI) -> None:
+    response = client.chat.completions.create(
+        model="letters",
+        messages=HELLO,
+        metadata={"run": "7"},
+        store=True,
+        reasoning_effort="low",
+        service_tier="flex",
+        user="me",
+        safety_identifier="me",
+        prompt_cache_key="hello",
+        verbosity="low",
+        extra_body={"prompt_cache_retention": "24h"},
+    )
+    assert response.choices[0].message.content == "abcde"
+
+
+def test_a_developer_is_a_system(server: Live, client: openai.OpenAI) -> None:
+    messages = [{"role": "developer", "content": "be brief"}, *HELLO]
+    client.chat.completions.create(model="letters", messages=messages)
+    assert server.engine.tokenizer.decode(server.engine.prompts[-1]) == "<system>be brief<user>hello"
+
+
+def test_variables_reach_the_chat_template(server: Live, client: openai.OpenAI) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    client.chat.completions.create(model="letters", messages=HELLO, extra_body=extra)
+    assert server.engine.tokenizer.decode(server.engine.prompts[-1]) == "[enable_thinking=False]<user>hello"
+
+
+@pytest.mark.parametrize(
+    ("kept", "limits", "tokens"),
+    [(3, {}, "llo"), (9, {}, "hello"), (-1, {}, "hello"), (-1, {"max_tokens": 46}, "ello")],
+)
+def test_a_prompt_keeps_its_end(server: Live, kept: int, limits: dict[str, int], tokens: str) -> None:
+    server.engine.max_model_len = 50
+    try:
+        body = {"model": "letters", "prompt": ["hello"], "echo": True, "truncate_prompt_tokens": kept, **limits}
+        answer = server.post("/v1/completions", body).json()
+        assert answer["choices"][0]["text"] == tokens + "abcde"
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
+        chat = {"model": "letters", "messages": [{"role": "user", "content": "x" * 90}], "truncate_prompt_tokens": -1}
+        answer = server.post("/v1/chat/completions", chat).json()
+        assert (answer["usage"]["prompt_tokens"], answer["choices"][0]["finish_reason"]) == (49, "length")
+    finally:
+        server.engine.max_model_len = 200
+
+
+def test_a_prompt_is_cut_to_what_the_server_takes() -> None:
+    with live(max_prompt_tokens=4) as server:
+        body = {"model": "letters", "prompt": "hello", "truncate_prompt_tokens": -1}
+        assert server.post("/v1/completions", body).json()["usage"]["prompt_tokens"] == 4
 
 
 def test_values_that_request_nothing_are_accepted(server: Live) -> None:
@@ -127,6 +189,37 @@ def test_values_that_request_nothing_are_accepted(server: Live) -> None:
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     assert server.engine.params[-1].top_k == 0
+
+
+def test_tokenize_and_detokenize(server: Live) -> None:
+    answer = server.post("/tokenize", {"model": "letters", "prompt": "begin"}).json()
+    tokens = [BEGIN, *map(ord, "begin")]
+    assert answer == {"count": 6, "max_model_len": 200, "tokens": tokens, "token_strs": None}
+    answer = server.post("/tokenize", {"prompt": "begin", "return_token_strs": True}).json()
+    assert answer["token_strs"] == ["<begin>", *"begin"]
+    assert server.post("/tokenize", {"prompt": "begin", "add_special_tokens": False}).json()["tokens"] == tokens[1:]
+    assert server.post("/tokenize", {"prompt": ""}).json()["count"] == 0
+    assert server.post("/detokenize", {"tokens": [*tokens, 2**31 - 1]}).json() == {"prompt": "<begin>begin"}
+    assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+def test_the_tokens_of_a_long_text(server: Live) -> None:
+    text = "ab" * 5000
+    answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert (answer["tokens"], "".join(answer["token_strs"])) == (list(map(ord, text)), text)
+
+
+def test_the_tokens_of_a_conversation_are_those_of_a_chat(server: Live, client: openai.OpenAI) -> None:
+    options = {"chat_template_kwargs": {"enable_thinking": True}}
+    client.chat.completions.create(model="letters", messages=HELLO, extra_body=options)
+    body = {"messages": HELLO, **options}
+    assert server.post("/tokenize", body).json()["tokens"] == server.engine.prompts[-1]
+    tokens = server.post("/tokenize", body | {"add_generation_prompt": False}).json()["tokens"]
+    assert tokens == [*server.engine.prompts[-1], ord(".")]
+
+
+def test_version(server: Live) -> None:
+    assert httpx.get(f"{server.url}/version").json() == {"version": shotcast.__version__}
 
 
 def test_seeds_of_choices_stay_within_64_bits(server: Live, client: openai.OpenAI) -> None:
@@ -205,6 +298,43 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.top_logprobs[1] == {"b": -0.5, "\ufffd": -1.5, chr(NEVER): -9999.0}
     response = client.completions.create(model="letters", prompt="x", logprobs=0)
     assert response.choices[0].logprobs.top_logprobs[0] == {"a": -0.5}
+
+
+def test_echoed_logprobs(server: Live, client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "letters", "prompt": "begin", "echo": True, "logprobs": 1, "n": 2, "seed": 0}
+    for choice, letters in zip(client.completions.create(**options, max_tokens=2).choices, ("ab", "bc"), strict=True):
+        assert choice.text == "begin" + letters
+        assert choice.logprobs.tokens == ["<begin>", *"begin", *letters]
+        assert choice.logprobs.token_logprobs == [None, -1, -2, -3, -4, -5, -0.5, -0.5]
+        assert choice.logprobs.text_offset == [0, 0, 1, 2, 3, 4, 5, 6]
+        tops = [{"\ufffd": -0.25, letter: -float(place)} for place, letter in enumerate("begin", 1)]
+        assert choice.logprobs.top_logprobs == [None, *tops, *({letter: -0.5} for letter in letters)]
+    alone = client.completions.create(**options, max_tokens=0)
+    for choice in alone.choices:
+        assert (choice.text, choice.finish_reason) == ("begin", "length")
+        assert choice.logprobs.token_logprobs == [None, -1, -2, -3, -4, -5]
+    assert (alone.usage.prompt_tokens, alone.usage.completion_tokens, alone.usage.total_tokens) == (6, 0, 6)
+    assert server.engine.params[-1].max_tokens == 0
+    shown = client.completions.create(**options, max_tokens=0, extra_body={"skip_special_tokens": False})
+    assert shown.choices[0].logprobs.text_offset[:3] == [0, 7, 8]
+
+
+def test_prompt_logprobs(server: Live) -> None:
+    body = {"model": "letters", "prompt": ["ab", "c"], "prompt_logprobs": 1, "max_tokens": 0}
+    answer = server.post("/v1/completions", body).json()
+    first, second = answer["choices"]
+    half = {"logprob": -0.25, "rank": 1, "decoded_token": "\ufffd"}
+    letter = {"logprob": -1.0, "rank": 2, "decoded_token": "b"}
+    assert first["prompt_logprobs"] == [None, {str(ord("b")): letter, str(HALF): half}]
+    assert second["prompt_logprobs"] == [None]
+    assert (first["text"], first["logprobs"]) == ("", None)
+    body |= {"echo": True, "logprobs": 2}
+    echoed = server.post("/v1/completions", body).json()["choices"][0]
+    assert echoed["prompt_logprobs"] == first["prompt_logprobs"]
+    assert echoed["logprobs"]["top_logprobs"][1] == {"\ufffd": -0.25, chr(NEVER): -9999.0, "b": -1.0}
+    without = server.post("/v1/completions", {"model": "letters", "prompt": "ab", "echo": True}).json()
+    assert "prompt_logprobs" not in without["choices"][0]
+    assert server.engine.params[-1].prompt_logprobs is None
 
 
 class Named(ScriptedTokenizer):

@@ -23,11 +23,16 @@ from scripted_engine import NOTHING, ScriptedEngine
 
 from shotcast.hardware.detect import detect
 from shotcast.server.config import ServerConfig
-from shotcast.server.request_body import UNSUPPORTED, ChatBody, CompletionBody
+from shotcast.server.request_body import UNSUPPORTED, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 pytestmark = pytest.mark.timing
 
-PATHS = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+PATHS = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 
 MAX_BODY_BYTES = ServerConfig().max_body_bytes
 
@@ -36,6 +41,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"model": "letters", "prompt": "hello"},
         {"model": "letters", "prompt": ["a", "b"], "n": 2, "echo": True, "stream": True},
         {"model": "letters", "prompt": [104, 105], "logprobs": 3, "seed": -5, "stop": ["c", "de"], "max_tokens": 7},
+        {"model": "letters", "prompt": ["ab", "c"], "echo": True, "logprobs": 1, "max_tokens": 0, "prompt_logprobs": 2},
         {"model": "letters", "prompt": [[1, 2], [3]], "stop_token_ids": [99], "best_of": 1, "top_k": 5, "min_p": 0.5},
     ],
     "/v1/chat/completions": [
@@ -60,11 +66,19 @@ VALID: dict[str, list[dict[str, Any]]] = {
             "presence_penalty": -1,
             "frequency_penalty": 1.5,
             "ignore_eos": True,
+            "chat_template_kwargs": {"enable_thinking": False},
+            "truncate_prompt_tokens": 20,
+            "metadata": {"run": "7"},
             "tools": [],
             "response_format": {"type": "text"},
             "user": "me",
         },
     ],
+    "/tokenize": [
+        {"model": "letters", "prompt": "hello", "add_special_tokens": False, "return_token_strs": True},
+        {"messages": [{"role": "user", "content": "hello"}], "add_generation_prompt": False},
+    ],
+    "/detokenize": [{"model": "letters", "tokens": [104, 105]}],
 }
 
 ODD: list[Any] = [
@@ -188,8 +202,11 @@ class Fuzzed:
             assert all("choices" in json.loads(event) for event in events), raw
         elif response.status == 200:
             answer = json.loads(content, parse_constant=refuse)
-            assert answer["choices"]
-            assert answer["usage"]["total_tokens"] > 0
+            if path.startswith("/v1"):
+                assert answer["choices"]
+                assert answer["usage"]["total_tokens"] > 0
+            else:
+                assert answer.keys() in ({"prompt"}, {"count", "max_model_len", "tokens", "token_strs"})
         else:
             assert len(content) < 10_000, raw
             error = json.loads(content, parse_constant=refuse)["error"]

@@ -77,7 +77,20 @@ def test_texts_hold_any_number_of_marks() -> None:
         ({"stream": 1}, "stream", "true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
         ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more", "no parameter stream_options.more"),
-        ({"temprature": 1}, "temprature", "no parameter temprature"),
+        (
+            {"stream": True, "stream_options": {"includ_usage": 1}},
+            "stream_options.includ_usage",
+            "mean stream_options.include_usage?",
+        ),
+        ({"temprature": 1}, "temprature", "no parameter temprature; did you mean temperature?"),
+        ({"completely_other": 1}, "completely_other", "no parameter completely_other"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens", "true or false"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least 1, or -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "from 0.001 to 10"),
+        ({"metadata": []}, "metadata", "an object"),
+        ({"store": "yes"}, "store", "true or false"),
+        ({"user": 1}, "user", "a string"),
         ({"model": None}, "model", "the name of a model"),
     ],
 )
@@ -105,10 +118,17 @@ def test_bad_parameters_are_named(server: Live, kind: str, wrong: dict[str, obje
         ({"prompt": ["x"] * 9}, "prompt", "takes 8 at a time"),
         ({"prompt": "x" * 101}, "prompt", "101 tokens; this server takes 100"),
         ({"best_of": 2}, "best_of", "must equal n"),
-        ({"echo": True, "logprobs": 0}, "echo", "logprobs"),
+        ({"max_tokens": 0}, "max_tokens", "or 0 with echo or prompt_logprobs"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens", "or 0 with echo or prompt_logprobs"),
+        ({"echo": True, "logprobs": 0, "stream": True}, "echo", "cannot be streamed"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20"),
+        ({"echo": True, "logprobs": 21}, "logprobs", "logprobs must be"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
         ({"logprobs": True}, "logprobs", "from 0 to 20"),
         ({"suffix": "tail"}, "suffix", "not supported"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs", "no parameter"),
         ({"messages": HELLO}, "messages", "no parameter"),
     ],
 )
@@ -124,7 +144,7 @@ def test_bad_completions(server: Live, wrong: dict[str, object], param: str, say
         (
             {"messages": [{"role": "tool", "content": "x"}]},
             "messages",
-            "messages[0].role must be one of system, user, assistant",
+            "messages[0].role must be one of system, developer, user, assistant",
         ),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages", "messages[0].role must be"),
         ({"messages": [*HELLO, {"role": "user"}]}, "messages", "messages[1].content must be"),
@@ -137,6 +157,8 @@ def test_bad_completions(server: Live, wrong: dict[str, object], param: str, say
         ({"messages": [{**HELLO[0], "name": "me"}]}, "messages", "messages[0].name"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user's word last"),
         ({"logprobs": 1}, "logprobs", "true or false"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "an object of variables"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template is reserved"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be None or a whole number from 0 to 20"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be a whole number"),
@@ -146,6 +168,30 @@ def test_bad_completions(server: Live, wrong: dict[str, object], param: str, say
 def test_bad_chats(server: Live, wrong: dict[str, object], param: str, says: str) -> None:
     body = {"model": "letters", "messages": HELLO, **wrong}
     assert says in refused(server.post("/v1/chat/completions", body), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "prompt", "either prompt or messages"),
+        ({"prompt": "x", "messages": HELLO}, "prompt", "either prompt or messages"),
+        ({"prompt": ["x"]}, "prompt", "a string"),
+        ({"messages": []}, "messages", "a list of objects"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "the user's word last"),
+        ({"messages": HELLO, "chat_template_kwargs": {"chat_template": ""}}, "chat_template_kwargs", "reserved"),
+        ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens", "needs prompt"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "needs messages"),
+        ({"prompt": "x", "return_token_str": True}, "return_token_str", "mean return_token_strs?"),
+    ],
+)
+def test_bad_texts_to_tokenize(server: Live, body: dict[str, object], param: str, says: str) -> None:
+    assert says in refused(server.post("/tokenize", body), 400, param)
+    refused(server.post("/tokenize", {"prompt": "x", "model": "other"}), 404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize("tokens", ["x", [1, "a"], [1, -1], [2**31], [True], None])
+def test_bad_tokens(server: Live, tokens: object) -> None:
+    assert "a list of token ids" in refused(server.post("/detokenize", {"tokens": tokens}), 400, "tokens")
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -274,7 +320,7 @@ def test_key() -> None:
             server.client("s3cre").completions.create(model="letters", prompt="x")
         for header in (None, "s3cret", "Bearer", "Basic s3cret", "Bearer s3cret2", b"Bearer \xe9"):
             headers = {} if header is None else {"Authorization": header}
-            for path in ("/v1/models", "/v1/models/letters", "/metrics"):
+            for path in ("/v1/models", "/v1/models/letters", "/metrics", "/version"):
                 response = httpx.get(server.url + path, headers=headers)
                 refused(response, 401, code="invalid_api_key")
                 assert response.headers["www-authenticate"] == "Bearer"
@@ -307,6 +353,8 @@ def test_full_queue() -> None:
                 next(other)
                 with pytest.raises(openai.RateLimitError):
                     client.completions.create(model="letters", prompt="x", stream=True)
+                for path, text in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+                    refused(server.post(path, text), 429, code="queue_full")
                 server.call(engine.let_go)
                 list(other)
             list(stream)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -14,7 +15,9 @@ from scripted_engine import ScriptedEngine
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
 from shotcast.server.engine_protocol import Engine
+from shotcast.server.main import bind, run
 from shotcast.server.restart import MAX_FAILURES, STABLE_S, run_with_restarts
+from shotcast.server.startup import refuse_requests
 
 pytestmark = pytest.mark.timing
 
@@ -105,18 +108,45 @@ def test_nothing_is_loaded_for_a_port_in_use() -> None:
     assert starts.begun == 0
 
 
-def test_no_client_connects_before_the_engine_is_ready() -> None:
-    starts = Starts(ScriptedEngine(), ScriptedEngine(), lives_s=STABLE_S, stopped=2)
-    refused: list[bool] = []
+def test_requests_get_503_until_an_engine_is_ready() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    config = ServerConfig(port=int(url.rpartition(":")[2]))
+    starts = Starts(ScriptedEngine(), ConfigError("too little memory"), ScriptedEngine(), lives_s=STABLE_S, stopped=3)
+    refused: list[str] = []
+
+    def refuse(when: str) -> None:
+        health = httpx.get(f"{url}/health")
+        body = {"model": "letters", "prompt": "x" * 100_000}
+        for response in (health, httpx.post(f"{url}/v1/completions", json=body)):
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "starting")
+            assert (response.headers["retry-after"], response.headers["connection"]) == ("1", "close")
+        refused.append(when)
 
     def start() -> Engine:
-        if starts.ports:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", starts.ports[0]), timeout=5)
-            refused.append(True)
+        refuse("start")
         return starts()
 
-    assert (
-        run_with_restarts(start, ServerConfig(port=0), starts.listening, starts.pauses.append, lambda: starts.now) == 0
-    )
-    assert refused == [True]
+    assert run_with_restarts(start, config, starts.listening, lambda _: refuse("pause"), lambda: starts.now) == 0
+    assert refused == ["start", "pause", "start", "pause", "start"]
+
+
+def test_a_connection_that_waits_at_the_end_of_the_start_is_served() -> None:
+    engine, waiting, answers = ScriptedEngine(), ExitStack(), []
+
+    def listening(port: int) -> None:
+        asyncio.get_running_loop().call_soon(lambda: asyncio.create_task(read()))
+
+    async def read() -> None:
+        connection.setblocking(False)
+        answers.append(await asyncio.get_running_loop().sock_recv(connection, 100))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    config = ServerConfig(port=0)
+    with waiting, bind(config) as address:
+        with refuse_requests(address, config):
+            pass
+        connection = waiting.enter_context(socket.create_connection(address.getsockname()))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert run(engine, config, listening, address.dup()) == 0
+    assert answers[0].startswith(b"HTTP/1.1 200")

@@ -9,13 +9,14 @@ from scripted_engine import ScriptedEngine
 
 from shotcast.server.config import ServerConfig
 from shotcast.server.metrics import Metrics
-from shotcast.server.request_body import ChatBody, CompletionBody
+from shotcast.server.request_body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 TEXT = (Path(__file__).parents[2] / "docs" / "reference" / "server.md").read_text()
 
 
 def test_parameters() -> None:
-    names = {*CompletionBody.model_fields, *ChatBody.model_fields}
+    bodies = CompletionBody, ChatBody, TokenizeBody, DetokenizeBody
+    names = {name for body in bodies for name in body.model_fields}
     assert {name for name in names if f"`{name}`" not in TEXT} == set()
 
 

@@ -88,6 +88,7 @@ def serve(
     """Serve a model with the OpenAI HTTP API: /v1/completions, /v1/chat/completions, /metrics."""
     from shotcast.server.main import ServerConfig, bind, run
     from shotcast.server.restart import run_with_restarts
+    from shotcast.server.startup import refuse_requests
     from shotcast.units import parse_size
 
     common = model, device, tensor_parallel, pipeline_parallel, layout, dtype, quantization, max_model_len
@@ -147,4 +148,6 @@ def serve(
     if restart:
         raise typer.Exit(run_with_restarts(start, config, listening))
     with bind(config) as address:
-        raise typer.Exit(run(start(), config, listening, address))
+        with refuse_requests(address, config):
+            llm = start()
+        raise typer.Exit(run(llm, config, listening, address))

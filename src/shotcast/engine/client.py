@@ -403,7 +403,8 @@ def _sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     """Return the sampling parameters of the model's files. Raise ConfigError if they make no sense."""
     defaults = read_sampling_defaults(config.model, config.generation_config)
     try:
-        SamplingParams(**defaults)
+        if SamplingParams(**defaults).max_tokens == 0:
+            raise ConfigError("max_new_tokens must be at least 1, not 0")
     except ConfigError as error:
         raise ConfigError(f"{FILE} of the model: {error}; generation_config=none ignores it") from error
     if defaults:

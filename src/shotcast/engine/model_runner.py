@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,12 +14,12 @@ from shotcast.engine.cuda_graphs import CudaGraphs
 from shotcast.engine.decode_graphs import DecodeGraphs
 from shotcast.engine.device_state import DeviceState
 from shotcast.engine.input_batch import InputBatch, Int32Array, attention_tiles, build_input_batch, cache_slots
-from shotcast.engine.outputs import ModelRunnerOutput
+from shotcast.engine.outputs import ModelRunnerOutput, TokenLogprob
 from shotcast.engine.prefill_forms import PrefillForms
 from shotcast.engine.prefill_graphs import PrefillGraphs
 from shotcast.engine.prefill_overlap import PrefillOverlap
-from shotcast.engine.sampler import Sampler, SamplerOutput, token_logprobs
-from shotcast.engine.step_plan import INVALID_TOKEN, StepPlan
+from shotcast.engine.sampler import Sampler, SamplerOutput, logprobs_of, token_logprobs
+from shotcast.engine.step_plan import INVALID_TOKEN, PromptTargets, StepPlan
 from shotcast.engine.token_feedback import TokenFeedback
 from shotcast.engine.transfer import HostCopy, copy_to_device
 from shotcast.layers.batch import AttentionTiles, Batch, Logits, PrefillMetadata
@@ -29,16 +29,30 @@ from shotcast.overlap.policy import Decision
 logger = logging.getLogger(__name__)
 
 
+_LOGPROB_TENSORS = 4
+"""Tensors that hold log-probabilities in a :class:`SamplerOutput`."""
+
+
 class AsyncModelRunnerOutput:
     """The output of a step that the device may still be computing."""
 
-    def __init__(self, number: int, sampled: SamplerOutput | None = None):
+    def __init__(
+        self,
+        number: int,
+        sampled: SamplerOutput | None = None,
+        targets: Sequence[PromptTargets] = (),
+        target_logprobs: Sequence[torch.Tensor] = (),
+    ):
         self.number = number
+        self._targets = targets
         self._logprob_rows: tuple[tuple[int, int], ...] = ()
         self._copy = None
+        copied = list(target_logprobs)
         if sampled is not None:
             self._logprob_rows = sampled.logprob_rows
-            self._copy = HostCopy([sampled.tokens, *sampled.logprobs])
+            copied += sampled.tokens, *sampled.logprobs
+        if copied:
+            self._copy = HostCopy(copied)
 
     @property
     def ready(self) -> bool:
@@ -49,10 +63,23 @@ class AsyncModelRunnerOutput:
         """Wait for the output. It is sound only if the ``check`` of the communicators passes afterwards."""
         if self._copy is None:
             return ModelRunnerOutput(self.number, (), ())
-        sampled, *logprobs = self._copy.wait()
+        copied = self._copy.wait()
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if self._targets:
+            prompt_logprobs = self._prompt_logprobs(copied[:_LOGPROB_TENSORS])
+            copied = copied[_LOGPROB_TENSORS:]
+        if not copied:
+            return ModelRunnerOutput(self.number, (), (), prompt_logprobs)
+        sampled, *logprobs = copied
         tokens = [token if valid else INVALID_TOKEN for token, valid in sampled.tolist()]
         found = token_logprobs(tokens, self._logprob_rows, logprobs)
-        return ModelRunnerOutput(self.number, tuple(tokens), tuple(found))
+        return ModelRunnerOutput(self.number, tuple(tokens), tuple(found), prompt_logprobs)
+
+    def _prompt_logprobs(self, logprobs: Sequence[torch.Tensor]) -> tuple[TokenLogprob, ...]:
+        counts = [targets.alternatives for targets in self._targets for _ in targets.tokens]
+        tokens = [token for targets in self._targets for token in targets.tokens]
+        found = token_logprobs(tokens, list(enumerate(counts)), logprobs)
+        return tuple(entry for entry in found if entry is not None)
 
 
 class ModelRunner:
@@ -188,6 +215,8 @@ class ModelRunner:
 
     def _execute_model(self, plan: StepPlan) -> AsyncModelRunnerOutput | None:
         block_updates = self._update_host_tables(plan)
+        if plan.has_targets:
+            return self._execute_with_targets(plan, block_updates)
         size = None if self._decode_graphs is None else decode_capture_size(plan, self._decode_graphs.sizes)
         if self._decode_graphs is not None and size is not None:
             logits = self._decode_graphs.run(plan, size)
@@ -205,6 +234,48 @@ class ModelRunner:
                 logits = self._state.model(self._eager_batch(inputs, block_updates), self._state.caches)
             return None if self._sampler is None else self._sample(plan, logits, False)
 
+    def _execute_with_targets(self, plan: StepPlan, block_updates: Int32Array) -> AsyncModelRunnerOutput | None:
+        """Compute a step that reports log-probabilities of prompts: without graphs, and as a whole."""
+        state = self._state
+        inputs = build_input_batch(plan, self._host_tables, state.block_size)
+        with state.model.parallel.timer.step():
+            batch = self._eager_batch(inputs, block_updates)
+            hidden = state.model.hidden(batch, state.caches)
+            if hidden is None:
+                return None
+            logits = state.model.next_logits(hidden, batch)
+            target_logprobs = self._target_logprobs(plan, inputs, hidden)
+            return None if self._sampler is None else self._sample(plan, logits, False, target_logprobs)
+
+    def _target_logprobs(self, plan: StepPlan, inputs: InputBatch, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the log-probabilities of all targets of a plan, as in :class:`SamplerOutput`; () on ranks whose output
+        is not read. Collective on the last stage.
+
+        The head takes as many tokens at a time as a step may sample, since logits need much memory.
+
+        Args:
+            plan: the step.
+            inputs: its tokens.
+            hidden: [tokens, hidden], the last normed hidden states.
+        """
+        places: list[int] = []
+        followers: list[int] = []
+        alternatives = 0
+        for sequence, start in zip(plan.sequences, inputs.query_starts.tolist(), strict=True):
+            if sequence.targets is not None:
+                places += range(start, start + len(sequence.targets.tokens))
+                followers += sequence.targets.tokens
+                alternatives = max(alternatives, sequence.targets.alternatives)
+        arrays = [np.array(places, np.int64), np.array(followers, np.int64)]
+        rows, tokens = copy_to_device(arrays, self._state.device)
+        size = len(self._num_blocks_of_slot)
+        found = []
+        for part in (slice(first, first + size) for first in range(0, len(places), size)):
+            logits = self._state.model.logits(hidden[rows[part]])
+            if self._sampler is not None and self._reports:
+                found.append(logprobs_of(logits.values, tokens[part], alternatives))
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
     def _select_logits(self, plan: StepPlan, logits: Logits | None) -> Logits | None:
         """Select the rows of the sequences that sample from the logits of all sequences."""
         indices = [index for index, sequence in enumerate(plan.sequences) if sequence.do_sample]
@@ -213,13 +284,20 @@ class ModelRunner:
         (index,) = copy_to_device([np.array(indices, np.int64)], self._state.device)
         return logits.rows(index) if indices else None
 
-    def _sample(self, plan: StepPlan, logits: Logits | None, best_is_stored: bool) -> AsyncModelRunnerOutput:
+    def _sample(
+        self,
+        plan: StepPlan,
+        logits: Logits | None,
+        best_is_stored: bool,
+        target_logprobs: Sequence[torch.Tensor] = (),
+    ) -> AsyncModelRunnerOutput:
         """Sample the next tokens from ``logits``, the rows of the sequences that sample.
 
         Args:
             plan: the step.
             logits: their logits; None if no sequence samples.
             best_is_stored: ``last_tokens`` already holds the likeliest tokens.
+            target_logprobs: as of :meth:`_target_logprobs`.
         """
         assert self._sampler is not None
         slots = [sequence.slot for sequence in plan.sequences if sequence.do_sample]
@@ -228,10 +306,13 @@ class ModelRunner:
                 assert sequence.params is not None
                 request = sequence.params, sequence.request_id, sequence.output, sequence.prompt
                 self._sampler.assign(sequence.slot, *request)
-        if logits is None:
+        sampled = None
+        if logits is not None:
+            sampled = self._sampler.sample(logits.values, slots, logits.best, self._state.last_tokens, best_is_stored)
+        if not self._reports:
             return AsyncModelRunnerOutput(plan.number)
-        sampled = self._sampler.sample(logits.values, slots, logits.best, self._state.last_tokens, best_is_stored)
-        return AsyncModelRunnerOutput(plan.number, sampled if self._reports else None)
+        targets = [sequence.targets for sequence in plan.sequences if sequence.targets is not None]
+        return AsyncModelRunnerOutput(plan.number, sampled, targets, target_logprobs)
 
     def _update_host_tables(self, plan: StepPlan) -> Int32Array:
         """Enter the plan's blocks into the host's block tables.

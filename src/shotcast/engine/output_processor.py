@@ -40,7 +40,10 @@ class OutputProcessor:
             self._output.logprobs = []
         self._tokenizer = tokenizer
         self._at_end = detokenize_at_end and not params.stop
-        self._detokenizer = None if tokenizer is None or self._at_end else IncrementalDetokenizer(tokenizer)
+        self._skip_special = params.skip_special_tokens
+        self._detokenizer = (
+            None if tokenizer is None or self._at_end else IncrementalDetokenizer(tokenizer, self._skip_special)
+        )
         self._stops = StopStrings(params.stop)
         self._end_tokens = frozenset(end_tokens)
         self._started = time.perf_counter()
@@ -62,8 +65,10 @@ class OutputProcessor:
         """
         output = self._output
         output.time_s = arrived - self._started
-        if step.tokens and not output.tokens:
+        if not output.tokens:
             output.cached_tokens = step.cached_tokens
+        if step.prompt_logprobs is not None:
+            output.prompt_logprobs = (None, *step.prompt_logprobs)
         output.tokens += step.tokens
         output.times_s += [output.time_s] * len(step.tokens)
         if output.logprobs is not None:
@@ -88,7 +93,7 @@ class OutputProcessor:
         if step.stop_token is not None:  # it is the last one, and no part of the text
             tokens = tokens[:-1]
         if self._detokenizer is None:
-            text = self._tokenizer.decode_continuation(tokens)
+            text = self._tokenizer.decode_continuation(tokens, self._skip_special)
         else:
             text = "".join(map(self._detokenizer.push, tokens))
             if last:

@@ -11,12 +11,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities at one position of the output.
+    """Log-probabilities at one position of the output or the prompt.
 
     They belong to the model's own distribution, before temperature and the other sampling parameters.
 
     Attributes:
-        token: the sampled token.
+        token: the sampled token, or that of the prompt.
         logprob: its log-probability.
         rank: its rank among all tokens, 1 for the likeliest.
         top: as many of the likeliest tokens as were requested, with their log-probabilities, likeliest first.
@@ -36,11 +36,13 @@ class ModelRunnerOutput:
         number: the number of the plan.
         tokens: one token, or INVALID_TOKEN, for each sequence that samples, in their order.
         logprobs: log-probabilities for each of them, or None where they are not wanted.
+        prompt_logprobs: those of all :class:`~shotcast.engine.step_plan.PromptTargets` of the plan, in order.
     """
 
     number: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class EngineCoreOutput(NamedTuple):
@@ -53,6 +55,7 @@ class EngineCoreOutput(NamedTuple):
         stop_token: with "stop", the token that ended the request.
         cached_tokens: prompt tokens that were found in the prefix cache, known from the first token on.
         error: with "error", what happened.
+        prompt_logprobs: with the first token, if the request wants them, one entry per prompt token after the first.
     """
 
     request_id: str
@@ -62,6 +65,7 @@ class EngineCoreOutput(NamedTuple):
     stop_token: int | None = None
     cached_tokens: int = 0
     error: str = ""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -74,6 +78,8 @@ class RequestOutput:
         delta: what the last update added to ``text``.
         tokens: token ids of the output, an end token included.
         logprobs: one entry per output token, if the request wants log-probabilities.
+        prompt_logprobs: one entry per prompt token, if the request wants them, from the first update on; None for the
+            first token, which follows nothing.
         finish_reason: "stop" (an end token or a stop string), "length", "abort" or "error"; None while it runs.
         stop_reason: the stop string or stop token that ended the output; None for the model's own end token.
         error: with "error", what happened.
@@ -88,6 +94,7 @@ class RequestOutput:
     delta: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str = ""

@@ -68,6 +68,21 @@ def token_logprobs(
     return found
 
 
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> tuple[torch.Tensor, ...]:
+    """Return the log-probabilities of a token for each row, as in :class:`SamplerOutput`.
+
+    Args:
+        logits: float32 [rows, vocab].
+        tokens: int64 [rows].
+        alternatives: how many of the likeliest tokens to return.
+    """
+    logprobs = logits.log_softmax(1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(1) + 1
+    top = logprobs.topk(min(alternatives, logits.shape[1]), dim=1)
+    return chosen[:, 0], ranks, top.values, top.indices
+
+
 class Sampler:
     """Samples the next token of each sequence of a step by its request's parameters. It never waits for the device.
 
@@ -245,9 +260,5 @@ class Sampler:
         if not logprob_rows:
             return SamplerOutput(tokens)
         index = self._index([row for row, _ in logprob_rows])
-        logprobs = logits[index].log_softmax(1)
-        sampled = logprobs.gather(1, tokens[index, :1])
-        ranks = (logprobs > sampled).sum(1) + 1
-        alternatives = min(max(count for _, count in logprob_rows), self.vocab)
-        top = logprobs.topk(alternatives, dim=1)
-        return SamplerOutput(tokens, logprob_rows, (sampled[:, 0], ranks, top.values, top.indices))
+        alternatives = max(count for _, count in logprob_rows)
+        return SamplerOutput(tokens, logprob_rows, logprobs_of(logits[index], tokens[index, 0], alternatives))

@@ -69,12 +69,15 @@ class SamplingParams:
         repetition_penalty: divides the positive logits, and multiplies the others, of each token that the prompt or the
             output contains, from 0.001 to 10; it applies before the other penalties.
         seed: makes sampling repeatable; None samples differently each time.
-        max_tokens: the largest number of output tokens.
+        max_tokens: the largest number of output tokens; 0 computes the prompt alone.
         stop: a string or several that end the output, which then ends before them; kept as a tuple.
         stop_token_ids: at most MAX_STOP_TOKEN_IDS tokens that end the output, besides the model's own end tokens; kept
             as a frozen set.
         ignore_eos: the model's own end tokens do not end the output.
+        skip_special_tokens: leave special tokens out of the text; False shows them by name.
         logprobs: None, or how many of the likeliest tokens to report at each position, besides the sampled one.
+        prompt_logprobs: the same for the tokens of the prompt, each given those before it. The prompt is then computed
+            as a whole, even if other requests have computed parts of it.
     """
 
     temperature: float = 1.0
@@ -89,7 +92,9 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] | Set[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def require_number(name: str, low: float, high: float, accepted: str) -> None:
@@ -113,16 +118,18 @@ class SamplingParams:
         require_number("repetition_penalty", 1e-3, 10.0, "a number from 0.001 to 10")
         if self.seed is not None:
             require_int("seed", -(2**63), 2**63 - 1, "None or a whole number of 64 bits")
-        require_int("max_tokens", 1, math.inf, "a whole number of at least 1")
+        require_int("max_tokens", 0, math.inf, "a whole number of at least 0")
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"stop must be a string or several, none of them empty, not {self.stop!r}")
         object.__setattr__(self, "stop", tuple(stops))
         object.__setattr__(self, "stop_token_ids", _stop_token_set(self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
-        if self.logprobs is not None:
-            require_int("logprobs", 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                require_int(name, 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
 
     def for_choice(self, max_tokens: int, seed: int | None) -> SamplingParams:
         """Return these parameters with another limit and seed, which must be valid; nothing is checked again."""

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import isnan
+from typing import NamedTuple
 
 from shotcast.engine.block_manager import BlockManager
 from shotcast.engine.outputs import EngineCoreOutput, EngineStats, FinishReason, TokenLogprob
 from shotcast.engine.requests import Request, max_output_tokens
 from shotcast.engine.sequence import SequenceState
-from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, StepPlan
+from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, PromptTargets, ScheduledSequence, StepPlan
 from shotcast.errors import ConfigError
 
 _INVALID_LOGITS = "the model's logits are not numbers (NaN or infinity)"
@@ -63,6 +66,21 @@ class SchedulerConfig:
             raise ConfigError(f"lookahead must be 0 or 1, not {self.lookahead}")
 
 
+class _OutstandingPlan(NamedTuple):
+    """A plan whose results have not arrived.
+
+    Attributes:
+        number: its number.
+        sampling: the sequences for which it samples.
+        targets: sequences whose prompts have targets in it, the place of the first one among the log-probabilities of
+            the prompt, and how many there are.
+    """
+
+    number: int
+    sampling: list[SequenceState]
+    targets: list[tuple[SequenceState, int, int]]
+
+
 class Scheduler:
     """Takes requests and results of plans; makes plans and outputs of requests."""
 
@@ -74,8 +92,7 @@ class Scheduler:
         self._running: OrderedDict[str, SequenceState] = OrderedDict()
         self._waiting: OrderedDict[str, SequenceState] = OrderedDict()
         self._slots = list(range(config.max_sequences - 1, -1, -1))
-        # for each outstanding plan its number, and the sequences for which it samples
-        self._outstanding: deque[tuple[int, list[SequenceState]]] = deque()
+        self._outstanding: deque[_OutstandingPlan] = deque()
         self._next_plan = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -98,7 +115,7 @@ class Scheduler:
     @property
     def oldest_outstanding(self) -> int | None:
         """The number of the plan whose results :meth:`update` takes next."""
-        return self._outstanding[0][0] if self._outstanding else None
+        return self._outstanding[0].number if self._outstanding else None
 
     def stats(self) -> EngineStats:
         """Return the counters, without times."""
@@ -227,8 +244,10 @@ class Scheduler:
             if sequence.num_pending:
                 break  # it was preempted, and its last sampled token is not known yet
             known = len(sequence.tokens)
-            # At least one token is left to compute: its logits are needed to sample the next one.
-            count = (known - 1) // self.config.block_size if self.config.prefix_caching else 0
+            # At least one token is left to compute: its logits are needed to sample the next one. All are where
+            # log-probabilities of the prompt are wanted.
+            may_match = self.config.prefix_caching and not self._wants_prompt(sequence)
+            count = (known - 1) // self.config.block_size if may_match else 0
             self._blocks.extend_digests(sequence.digests, sequence.tokens, count)
             match = self._blocks.match(sequence.digests, count)
             # One more block for each running sequence, or the new one might be preempted at once. So a sequence that
@@ -256,9 +275,12 @@ class Scheduler:
         self._next_plan += 1
         scheduled = []
         sampling = []
+        targets = []
         for sequence, count in sorted(chosen.items(), key=lambda item: item[1] > 1):
             part = self._scheduled_sequence(sequence, count)
             scheduled.append(part)
+            if part.targets is not None:
+                targets.append((sequence, part.num_computed, len(part.targets.tokens)))
             sequence.num_computed += count
             sequence.num_sent_blocks = len(sequence.blocks)
             sequence.last_plan = number
@@ -267,7 +289,7 @@ class Scheduler:
                 sampling.append(sequence)
             # No other sequence of this plan can find these blocks any more: all of its sequences are chosen.
             self._publish(sequence)
-        self._outstanding.append((number, sampling))
+        self._outstanding.append(_OutstandingPlan(number, sampling, targets))
         return StepPlan(number, tuple(scheduled))
 
     def _scheduled_sequence(self, sequence: SequenceState, count: int) -> ScheduledSequence:
@@ -276,12 +298,20 @@ class Scheduler:
         tokens = tuple(sequence.tokens[start : start + count]) or (PENDING_TOKEN,)
         blocks = tuple(sequence.blocks[sequence.num_sent_blocks :])
         do_sample = count == sequence.num_uncomputed
+        targets = None
+        if self._wants_prompt(sequence) and (followers := sequence.tokens[start + 1 : start + count + 1]):
+            targets = PromptTargets(tuple(followers), sequence.params.prompt_logprobs or 0)
         if sequence.num_sent_blocks:
-            return ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample)
+            return ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample, targets=targets)
         penalised = sequence.params.repetition_penalty != 1
         prompt = tuple(sequence.tokens[: sequence.prompt_length]) if penalised else ()
         request = sequence.params, sequence.request_id, sequence.output, prompt
-        return ScheduledSequence(sequence.slot, start, tokens, blocks, True, do_sample, *request)
+        return ScheduledSequence(sequence.slot, start, tokens, blocks, True, do_sample, *request, targets)
+
+    @staticmethod
+    def _wants_prompt(sequence: SequenceState) -> bool:
+        """Return whether log-probabilities of the prompt are wanted and no plan has computed all of them yet."""
+        return sequence.params.prompt_logprobs is not None and sequence.length == sequence.prompt_length
 
     def _publish(self, sequence: SequenceState) -> None:
         """Let other sequences find the full blocks that are computed and whose tokens are all known."""
@@ -295,11 +325,18 @@ class Scheduler:
             sequence.num_published_blocks = full
 
     def update(
-        self, number: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None = None
+        self,
+        number: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None] | None = None,
+        prompt_logprobs: Sequence[TokenLogprob] = (),
     ) -> list[EngineCoreOutput]:
         """Process the results of plan ``number``: a token for each of its sequences that samples, in their order.
 
         A request whose token is INVALID_TOKEN ends with an error, and its blocks in the cache are not used again.
+
+        Args:
+            number, tokens, logprobs, prompt_logprobs: as in :class:`~shotcast.engine.outputs.ModelRunnerOutput`.
 
         Returns:
             The outputs of the requests that sampled, without those that had ended meanwhile.
@@ -309,17 +346,25 @@ class Scheduler:
         """
         if number != self.oldest_outstanding:
             raise ConfigError(f"the oldest outstanding plan is {self.oldest_outstanding}, not {number}")
-        sampling = self._outstanding[0][1]
+        sampling, targets = self._outstanding[0].sampling, self._outstanding[0].targets
         if len(tokens) != len(sampling) or (logprobs is not None and len(logprobs) != len(sampling)):
             got = f"{len(tokens)}" + ("" if logprobs is None else f" with {len(logprobs)} log-probabilities")
             raise ConfigError(f"plan {number} samples {len(sampling)} tokens, not {got}")
+        wanted = sum(count for _, _, count in targets)
+        if len(prompt_logprobs) != wanted:
+            raise ConfigError(f"plan {number} reports {wanted} tokens of prompts, not {len(prompt_logprobs)}")
         self._outstanding.popleft()
+        entries = iter(prompt_logprobs)
+        for sequence, start, count in targets:
+            # A prompt that was preempted is computed again, maybe in other chunks.
+            sequence.prompt_logprobs[start : start + count] = islice(entries, count)
         outputs = []
         for index, (sequence, token) in enumerate(zip(sampling, tokens, strict=True)):
             if sequence.ended:
                 continue
             request_id, cached = sequence.request_id, sequence.num_cached or 0
-            if token == INVALID_TOKEN:
+            first = len(sequence.tokens) == sequence.prompt_length
+            if token == INVALID_TOKEN or (first and any(isnan(entry.logprob) for entry in sequence.prompt_logprobs)):
                 self._blocks.withdraw(sequence.digests)
                 self._end(sequence)
                 outputs.append(
@@ -328,19 +373,25 @@ class Scheduler:
                 continue
             sequence.tokens.append(token)
             sequence.num_pending -= 1
-            self._output_tokens += 1
+            new_tokens = (token,) if sequence.params.max_tokens else ()
+            self._output_tokens += len(new_tokens)
             finish_reason, stop_token = self._finish(sequence, token)
             self._publish(sequence)
             if finish_reason:
                 self._end(sequence)
             logprob = None if logprobs is None else logprobs[index]
-            token_logprobs = None if logprob is None else (logprob,)
-            outputs.append(EngineCoreOutput(request_id, (token,), token_logprobs, finish_reason, stop_token, cached))
+            token_logprobs = None if logprob is None else (logprob,)[: len(new_tokens)]
+            output = EngineCoreOutput(request_id, new_tokens, token_logprobs, finish_reason, stop_token, cached)
+            if first and sequence.params.prompt_logprobs is not None:
+                output = output._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
+            outputs.append(output)
         return outputs
 
     def _finish(self, sequence: SequenceState, token: int) -> tuple[FinishReason | None, int | None]:
         """Return why the last token of a sequence ends it, if it does, and the token if it is a stop token."""
         params = sequence.params
+        if not params.max_tokens:
+            return "length", None
         if (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids:
             return "stop", token
         return ("length" if len(sequence.tokens) == sequence.limit else None), None

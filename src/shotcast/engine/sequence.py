@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shotcast.engine.outputs import TokenLogprob
 from shotcast.engine.requests import Request
 from shotcast.engine.sampling_params import SamplingParams
 
@@ -15,7 +16,8 @@ class SequenceState:
     Attributes:
         prompt_length: tokens of the prompt.
         tokens: the prompt and the known tokens of the output.
-        limit: tokens of prompt and output at which the sequence ends.
+        limit: tokens of prompt and output at which the sequence ends. It has one output token at least, which nobody
+            gets if the request wants none.
         num_pending: tokens after ``tokens`` that outstanding plans sample.
         num_computed: tokens whose keys and values are in the cache once all plans so far are done.
         slot: its row of the ranks' tables; None while it waits.
@@ -26,6 +28,7 @@ class SequenceState:
         digests: digests of its full blocks, computed as far as they were needed.
         num_cached: prompt tokens that were found in the prefix cache when it first ran; None before.
         last_plan: the number of the last plan that contains it.
+        prompt_logprobs: those of the prompt's tokens after the first, as far as they are known.
         ended: whether it has finished or was aborted.
     """
 
@@ -43,12 +46,13 @@ class SequenceState:
     digests: list[bytes] = field(default_factory=list)
     num_cached: int | None = None
     last_plan: int = -1
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     ended: bool = False
 
     @classmethod
     def from_request(cls, request: Request, max_model_len: int) -> SequenceState:
         """Create the state of a new request."""
-        limit = min(len(request.prompt) + request.params.max_tokens, max_model_len)
+        limit = min(len(request.prompt) + max(request.params.max_tokens, 1), max_model_len)
         return cls(request.request_id, request.params, len(request.prompt), list(request.prompt), limit)
 
     @property

@@ -12,6 +12,18 @@ INVALID_TOKEN = -1
 """Placeholder of a sampled token when the logits of its row are not numbers."""
 
 
+class PromptTargets(NamedTuple):
+    """The tokens of a prompt whose log-probabilities a step reports.
+
+    Attributes:
+        tokens: the tokens that follow the first ones of the step's tokens of the sequence, one each.
+        alternatives: how many of the likeliest tokens to report beside each.
+    """
+
+    tokens: tuple[int, ...]
+    alternatives: int
+
+
 class ScheduledSequence(NamedTuple):
     """One sequence's part of a step.
 
@@ -25,6 +37,7 @@ class ScheduledSequence(NamedTuple):
         params, request_id, output: with ``is_new``, the sampling parameters, the request, and the output so far (a
             preempted sequence returns with the tokens that it had sampled). Otherwise None, "" and ().
         prompt: with ``is_new`` and a repetition penalty, the tokens of the prompt; otherwise ().
+        targets: None where the step reports no log-probabilities of the prompt.
     """
 
     slot: int
@@ -37,6 +50,7 @@ class ScheduledSequence(NamedTuple):
     request_id: str = ""
     output: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
+    targets: PromptTargets | None = None
 
 
 class StepPlan(NamedTuple):
@@ -59,3 +73,8 @@ class StepPlan(NamedTuple):
     def do_sample(self) -> bool:
         """Return whether the step samples a token for any of its sequences."""
         return any(sequence.do_sample for sequence in self.sequences)
+
+    @property
+    def has_targets(self) -> bool:
+        """Return whether the step reports log-probabilities of a prompt."""
+        return any(sequence.targets is not None for sequence in self.sequences)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,16 @@ class Tokenizer:
         """The number of tokens of the tokenizer; the vocabulary of a model may be larger."""
         return len(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the token that begins a text if this tokenizer adds one."""
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the tokens of a text, with the token that begins a text if this tokenizer adds one.
+
+        Without ``add_special``, no token is added.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the text is not valid Unicode: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -97,31 +101,44 @@ class Tokenizer:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Return the tokens of a conversation by the model's chat template, up to where the answer begins.
 
         Args:
             messages: each with ``role`` and ``content``.
+            variables: further variables of the template, by name, such as ``enable_thinking`` of Qwen3's.
             add_generation_prompt: end with the tokens that begin an answer.
 
         Raises:
-            ConfigError: the model has no template, or the template refuses the messages.
+            ConfigError: the model has no template, or it refuses the messages or the variables.
         """
         if not self._tokenizer.chat_template:
             raise ConfigError("the model has no chat template; give a prompt instead of messages")
-        from jinja2 import TemplateError
-
+        variables = variables or {}
+        self.check_template_variables(variables)
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
+                **variables,
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # a template is a program, here with variables of any type
             raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
         return ids
+
+    def check_template_variables(self, names: Iterable[str]) -> None:
+        """Raise ConfigError if one of the names is an option of transformers' ``apply_chat_template``, such as
+        ``chat_template`` or ``tokenize``, rather than a variable of a template."""
+        options = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        for name in names:
+            if name in options:
+                raise ConfigError(f"chat templates have no variable {name}: the name is reserved")
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
         """Return :meth:`decode_continuation` of one token. The text is kept, so later calls take a tenth of the time.

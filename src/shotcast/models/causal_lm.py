@@ -94,8 +94,10 @@ class CausalLM:
     def __call__(self, batch: Batch, caches: list[KVCache]) -> Logits | None:
         """Run one step. On the last stage, return the logits of ``batch.logits_indices``, None if it is empty."""
         last = self.hidden(batch, caches)
-        if last is None:
-            return None
+        return None if last is None else self.next_logits(last, batch)
+
+    def next_logits(self, last: torch.Tensor, batch: Batch) -> Logits | None:
+        """Return the logits of ``batch.logits_indices`` from the result of :meth:`hidden`, None if it is empty."""
         if batch.logits_indices is None:
             return self.logits(last, batch.logits_out)
         return self.logits(last[batch.logits_indices]) if batch.logits_indices.numel() else None

@@ -16,10 +16,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from shotcast import __version__
 from shotcast.engine.outputs import RequestOutput
 from shotcast.server.api_error import ApiError
 from shotcast.server.metrics import CountResponses
-from shotcast.server.request_body import AnyBody, Body, ChatBody, CompletionBody, shown
+from shotcast.server.request_body import (
+    AnyBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    shown,
+)
 from shotcast.server.responses import ApiResponse, ChatCompletionResponse, CompletionResponse
 from shotcast.server.service import Service
 from shotcast.server.streaming import DONE, EventStream, event, unless_disconnected
@@ -56,7 +65,7 @@ def create_app(service: Service) -> ASGIApp:
         if media_type != "application/json":
             raise ApiError(415, f"Content-Type must be application/json, not {media_type or 'empty'}")
         body = await service.parse(kind, await _read_body(http, config.max_body_bytes))
-        if body.model != service.model:
+        if body.model is not None and body.model != service.model:
             raise _model_not_found(body.model, service.model)
         return body
 
@@ -100,6 +109,18 @@ def create_app(service: Service) -> ASGIApp:
         body = await read(http, ChatBody)
         return await respond(http, body, ChatCompletionResponse(body, service.model, service.engine.tokenizer))
 
+    @keyed.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        return Response(await service.tokenize(await read(http, TokenizeBody)), media_type="application/json")
+
+    @keyed.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        return Response(await service.detokenize(await read(http, DetokenizeBody)), media_type="application/json")
+
+    @keyed.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(public)
     app.include_router(keyed)
@@ -129,7 +150,7 @@ async def _content(service: Service, body: Body, response: ApiResponse[Any]) -> 
     """Return the JSON of the outputs of all choices."""
     async with aclosing(service.generate(body, response.id, response.prepare)) as updates:
         outputs = {number: output async for number, output in updates}
-    tokens = sum(len(output.tokens) for output in outputs.values())
+    tokens = sum(len(output.tokens) + len(output.prompt_logprobs or ()) for output in outputs.values())
     if tokens <= SMALL_RESPONSE_TOKENS:
         return response.render(outputs)
     return await service.with_tokenizer(partial(response.render, outputs))

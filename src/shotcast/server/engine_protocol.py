@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from shotcast.engine.outputs import EngineStats, OutputCallback
@@ -13,24 +13,38 @@ from shotcast.engine.sampling_params import SamplingParams
 class Tokenizer(Protocol):
     """Converts text to token ids and back. Two threads use it: the worker thread and that of the event loop."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the token ids of a text, with the special tokens that begin or end it unless told otherwise."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of token ids. Unknown tokens have none, nor do special tokens that are skipped."""
         ...
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
         """Return the text of one token that follows others; "" for a special token that is skipped."""
         ...
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, str]],
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """Return the tokens of a conversation by the model's chat template, up to where the answer begins.
 
+        Args:
+            messages: each with ``role`` and ``content``.
+            variables: further variables of the template, by name.
+            add_generation_prompt: end with the tokens that begin an answer.
+
         Raises:
-            ConfigError: the model has no chat template, or the template refuses the conversation.
+            ConfigError: the model has no chat template, or the template refuses the conversation or the variables.
         """
+        ...
+
+    def check_template_variables(self, names: Iterable[str]) -> None:
+        """Raise ConfigError if one of the names cannot be that of a variable of a chat template."""
         ...
 
 

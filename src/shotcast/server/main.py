@@ -66,7 +66,7 @@ async def serve(
     """
     try:
         with bind(config) if address is None else address as listener:
-            _listen(listener, config)
+            listen(listener, config)
             if not config.loopback and config.api_key is None:
                 logger.warning("other machines can reach %s, and there is no API key", config.host)
             service = Service(llm, config)
@@ -109,7 +109,8 @@ def bind(config: ServerConfig) -> socket.socket:
         raise _cannot_listen(config, error) from error
 
 
-def _listen(bound: socket.socket, config: ServerConfig) -> None:
+def listen(bound: socket.socket, config: ServerConfig) -> None:
+    """Let clients connect to a bound socket. Raises ConfigError if the system refuses."""
     try:
         bound.listen(2048)
     except OSError as error:

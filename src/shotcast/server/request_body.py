@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -29,28 +30,22 @@ most time."""
 _MAX_SHOWN = 64
 """Characters of a value or a name that an error message shows."""
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant")
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Parameters of OpenAI's API that are not supported, with the values (besides null) that are accepted since they
@@ -91,18 +86,26 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class Body(_Strict):
-    """The parameters that both kinds of request share.
+class RequestBody(_Strict):
+    """The parameter that all requests share.
 
-    The description of a parameter says which values it accepts, and completes the error message "... must be". The
-    ranges of sampling parameters are those of :class:`SamplingParams`.
+    The description of a parameter says which values it accepts, and completes the error message "... must be".
+    """
+
+    model: str | None = _optional("the name of a model")
+
+
+class Body(RequestBody):
+    """The parameters that both kinds of request for an output share.
+
+    The ranges of sampling parameters are those of :class:`SamplingParams`.
     """
 
     PROMPT: ClassVar[str]
     """The parameter that holds the prompt."""
 
     model: str = Field(description="the name of a model")
-    max_tokens: int | None = _optional("a whole number of at least 1")
+    max_tokens: int | None = _optional("a whole number of at least 1", ge=1)
     n: int | None = _optional("a whole number from 1 to 128", ge=1, le=128)
     temperature: float | None = _optional("a number of at least 0")
     top_p: float | None = _optional("a number above 0, at most 1")
@@ -117,12 +120,20 @@ class Body(_Strict):
     )
     stop_token_ids: list[int] | None = _optional(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
     ignore_eos: bool | None = _optional("true or false")
+    skip_special_tokens: bool | None = _optional("true or false")
+    truncate_prompt_tokens: int | None = _optional("a whole number of at least 1, or -1 for what fits", ge=-1)
     stream: bool | None = _optional("true or false")
     stream_options: StreamOptions | None = _optional('an object that may hold "include_usage": true or false')
-    # These identify the user for the client's records; nothing here depends on them.
-    user: str | None = _optional("a string")
-    safety_identifier: str | None = _optional("a string")
+    # OpenAI's service has uses for these; nothing here depends on them.
+    metadata: dict[str, Any] | None = _optional("an object")
     prompt_cache_key: str | None = _optional("a string")
+    prompt_cache_retention: str | None = _optional("a string")
+    reasoning_effort: str | None = _optional("a string")
+    safety_identifier: str | None = _optional("a string")
+    service_tier: str | None = _optional("a string")
+    store: bool | None = _optional("true or false")
+    user: str | None = _optional("a string")
+    verbosity: str | None = _optional("a string")
 
     # Lists are validated by hand: pydantic goes on after an error, and reports each item of a list once for each type
     # that it might have had.
@@ -161,6 +172,8 @@ class Body(_Strict):
     def _check_combinations(self) -> Body:
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "stream_options needs stream=true")
+        if self.truncate_prompt_tokens == 0:
+            raise _wrong(type(self), "truncate_prompt_tokens", "truncate_prompt_tokens", 0)
         return self
 
     @property
@@ -184,6 +197,11 @@ class Body(_Strict):
         return "max_tokens", self.max_tokens
 
     @property
+    def prompt_alternatives(self) -> tuple[str, int | None]:
+        """The parameter with the number of log-probabilities for each token of the prompt, and its value."""
+        return "prompt_logprobs", None
+
+    @property
     @abstractmethod
     def alternatives(self) -> tuple[str, int | None]:
         """The parameter with the number of log-probabilities for each token, and its value."""
@@ -201,6 +219,7 @@ class Body(_Strict):
         requested["top_k"] = ("top_k", None if self.top_k is None else max(self.top_k, 0))
         requested["max_tokens"] = self.output_limit
         requested["logprobs"] = self.alternatives
+        requested["prompt_logprobs"] = self.prompt_alternatives
         values = {name: value for name, (_, value) in requested.items() if value is not None}
         for name, value in values.items():
             try:
@@ -223,9 +242,11 @@ class CompletionBody(Body):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="a string, a list of strings, a list of token ids or a list of such lists"
     )
+    max_tokens: int | None = _optional("a whole number of at least 1, or 0 with echo or prompt_logprobs", ge=0)
     best_of: int | None = _optional("equal to n")
     echo: bool | None = _optional("true or false")
     logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
+    prompt_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @model_validator(mode="after")
     def _check_prompt(self) -> CompletionBody:
@@ -233,8 +254,12 @@ class CompletionBody(Body):
             raise bad_request(
                 "best_of", f"best_of must equal n ({self.choices}), not {self.best_of}: all outputs are returned"
             )
-        if self.echo and self.logprobs is not None:
-            raise bad_request("echo", "echo cannot be used with logprobs: the prompt has none")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise _wrong(type(self), "max_tokens", "max_tokens", 0)
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise bad_request("echo", "echo with logprobs cannot be streamed")
         return self
 
     @field_validator("prompt", mode="plain")
@@ -279,13 +304,20 @@ class CompletionBody(Body):
     def alternatives(self) -> tuple[str, int | None]:
         return "logprobs", self.logprobs
 
+    @property
+    def prompt_alternatives(self) -> tuple[str, int | None]:
+        echoed = self.logprobs if self.echo else None
+        if echoed is None or (self.prompt_logprobs is not None and self.prompt_logprobs > echoed):
+            return "prompt_logprobs", self.prompt_logprobs
+        return "logprobs", echoed
+
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts]
 
-    def prompt_text(self, number: int, tokenizer: Tokenizer) -> str:
-        """Return the text of a prompt: as it was sent, or decoded from token ids."""
+    def prompt_text(self, number: int, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+        """Return the text of a prompt: as it was sent, or decoded from ``tokens``, those that are left of it."""
         prompt = self._prompts[number]
-        return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) and self.truncate_prompt_tokens is None else tokenizer.decode(tokens)
 
 
 class ChatBody(Body):
@@ -294,21 +326,15 @@ class ChatBody(Body):
     PROMPT = "messages"
 
     messages: list[dict[str, Any]] = Field(description="a list of objects with role and content, at least one")
-    max_completion_tokens: int | None = _optional("a whole number of at least 1")
+    chat_template_kwargs: dict[str, Any] | None = _optional("an object of variables of the model's chat template")
+    max_completion_tokens: int | None = _optional("a whole number of at least 1", ge=1)
     logprobs: bool | None = _optional("true or false")
     top_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @field_validator("messages", mode="plain")
     @classmethod
     def _check_messages(cls, messages: object) -> list[dict[str, str]]:
-        if not isinstance(messages, list) or not messages:
-            raise _wrong(cls, "messages", "messages", messages)
-        texts = []
-        for number, message in enumerate(messages):
-            if not isinstance(message, dict):
-                raise _wrong(cls, "messages", f"messages.{number}", message)
-            texts.append(_message(f"messages[{number}]", message))
-        return texts
+        return _checked_messages(cls, messages)
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -330,13 +356,93 @@ class ChatBody(Body):
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
-        return [tokenizer.apply_chat_template(self.messages)]
+        return [_conversation_tokens(tokenizer, self.messages, self.chat_template_kwargs, True)]
+
+
+class TokenizeBody(RequestBody):
+    """The body of ``POST /tokenize``."""
+
+    prompt: str | None = _optional("a string")
+    messages: list[dict[str, Any]] | None = _optional("a list of objects with role and content, at least one")
+    add_special_tokens: bool | None = _optional("true or false")
+    add_generation_prompt: bool | None = _optional("true or false")
+    chat_template_kwargs: dict[str, Any] | None = _optional("an object of variables of the model's chat template")
+    return_token_strs: bool | None = _optional("true or false")
+
+    @field_validator("messages", mode="plain")
+    @classmethod
+    def _check_messages(cls, messages: object) -> list[dict[str, str]] | None:
+        return None if messages is None else _checked_messages(cls, messages)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("prompt", "either prompt or messages must be given")
+        other = ("add_special_tokens",) if self.messages else ("add_generation_prompt", "chat_template_kwargs")
+        for name in other:
+            if getattr(self, name) is not None:
+                raise bad_request(name, f"{name} needs {'prompt' if self.messages else 'messages'}")
+        return self
+
+    @property
+    def source(self) -> str:
+        """The parameter that holds the text."""
+        return "prompt" if self.messages is None else "messages"
+
+    def tokenize(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids of the text."""
+        if self.messages is None:
+            return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
+        ends_open = self.add_generation_prompt is not False
+        return _conversation_tokens(tokenizer, self.messages, self.chat_template_kwargs, ends_open)
+
+
+class DetokenizeBody(RequestBody):
+    """The body of ``POST /detokenize``."""
+
+    tokens: list[int] = Field(description="a list of token ids")
+
+    @field_validator("tokens", mode="plain")
+    @classmethod
+    def _check_tokens(cls, tokens: object) -> object:
+        if not isinstance(tokens, list):
+            raise _wrong(cls, "tokens", "tokens", tokens)
+        for number, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < 1 << 31:
+                raise _wrong(cls, "tokens", f"tokens.{number}", token)
+        return tokens
+
+
+def _checked_messages(body: type[BaseModel], messages: object) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise _wrong(body, "messages", "messages", messages)
+    texts = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise _wrong(body, "messages", f"messages.{number}", message)
+        texts.append(_message(f"messages[{number}]", message))
+    return texts
+
+
+def _conversation_tokens(
+    tokenizer: Tokenizer,
+    messages: Sequence[dict[str, str]],
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool,
+) -> list[int]:
+    variables = variables or {}
+    try:
+        tokenizer.check_template_variables(variables)
+    except ConfigError as error:
+        raise bad_request("chat_template_kwargs", f"chat_template_kwargs: {error}") from error
+    return tokenizer.apply_chat_template(messages, variables, add_generation_prompt)
 
 
 def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
     """Return the role and the content of a message, with the parts of the content joined.
 
-    Clients send back the responses they got, with empty fields: null and empty lists are ignored.
+    A developer is a system, the role that chat templates know. Clients send back the responses they got, with empty
+    fields: null and empty lists are ignored.
 
     Args:
         name: the message, as error messages call it.
@@ -348,6 +454,8 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
     for field, value in message.items():
         if field not in ("role", "content") and value not in (None, []):
             raise bad_request("messages", f"{name}.{field[:_MAX_SHOWN]} is not supported")
+    if role == "developer":
+        role = "system"
     if isinstance(content, str):
         return {"role": role, "content": content}
     if not isinstance(content, list):
@@ -362,7 +470,7 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
     return {"role": role, "content": "".join(texts)}
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound=RequestBody)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
@@ -404,14 +512,16 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 def _require_known(values: dict[str, Any], kind: type[BaseModel], prefix: str = "") -> None:
-    """Raise ApiError for the first key that is no field of ``kind``."""
+    """Raise ApiError for the first key that is no field of ``kind``, with the field that is nearest to it."""
     for name in values:
         if name not in kind.model_fields:
             path = prefix + (name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")
-            raise bad_request(path, f"there is no parameter {path}", "unknown_parameter")
+            near = difflib.get_close_matches(name[:_MAX_SHOWN], kind.model_fields, 1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            raise bad_request(path, f"there is no parameter {path}{hint}", "unknown_parameter")
 
 
-def _api_error(kind: type[Body], error: ValidationError) -> ApiError:
+def _api_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     """Return an error for the first problem that pydantic found."""
     first = error.errors(include_url=False)[0]
     path = ".".join(map(str, first["loc"]))

@@ -12,10 +12,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from shotcast.engine.outputs import RequestOutput, TokenLogprob
 from shotcast.server.engine_protocol import Tokenizer
-from shotcast.server.request_body import Body, ChatBody, CompletionBody
+from shotcast.server.request_body import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 MIN_LOGPROB = -9999.0
 """OpenAI's log-probability of an impossible token: JSON has no minus infinity."""
+
+_PIECE = 512
+"""Items of a list that are encoded at a time."""
 
 B = TypeVar("B", bound=Body)
 
@@ -44,8 +47,8 @@ class ApiResponse(ABC, Generic[B]):
         self._created = int(time.time())
         self._sent: dict[int, _Sent] = {}
 
-    def prepare(self) -> None:
-        """Do what takes long before the first update, on the tokenizer's thread."""
+    def prepare(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Do what takes long before the first update, on the tokenizer's thread, given the tokens of the prompts."""
 
     def complete(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Return the response in one piece."""
@@ -70,7 +73,7 @@ class ApiResponse(ABC, Generic[B]):
     def render(self, outputs: Mapping[int, RequestOutput]) -> bytes:
         """Return the JSON of :meth:`complete`, encoded choice by choice so that other threads get their turns."""
         whole = self.complete(outputs)
-        choices = b",".join(_json(choice) for choice in whole.pop("choices"))
+        choices = b",".join(_json_in_pieces(choice) for choice in whole.pop("choices"))
         return _json(whole)[:-1] + b',"choices":[' + choices + b"]}"
 
     def usage_chunk(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
@@ -119,10 +122,10 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         super().__init__(body, model, tokenizer)
         self._prompt_texts: dict[int, str] = {}
 
-    def prepare(self) -> None:
+    def prepare(self, prompts: Sequence[Sequence[int]]) -> None:
         if self._body.echo:
-            for prompt in range(self._body.prompts):
-                self._prompt_texts[prompt] = self._body.prompt_text(prompt, self._tokenizer)
+            for number, tokens in enumerate(prompts):
+                self._prompt_texts[number] = self._body.prompt_text(number, tokens, self._tokenizer)
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
         if not self._body.echo:
@@ -130,8 +133,18 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         return [{"index": number, "text": self._prompt(number), "logprobs": None, "finish_reason": None}]
 
     def _complete_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
-        text = self._prompt(number) + output.text if self._body.echo else output.text
-        return self._chunk_choice(number, output, text, _text_logprobs(output), _Sent())
+        text, entries = output.text, None
+        if self._body.logprobs is not None:
+            entries = self._logprobs(_text_logprobs(output), _Sent())
+        if self._body.echo:
+            prompt = self._prompt(number)
+            text = prompt + text
+            if entries is not None:
+                entries = self._echoed_logprobs(output, prompt, entries)
+        choice = {"index": number, "text": text, "logprobs": entries} | _finish_fields(output)
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(output)
+        return choice
 
     def _chunk_choice(
         self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], sent: _Sent
@@ -142,22 +155,56 @@ class CompletionResponse(ApiResponse[CompletionBody]):
     def _prompt(self, number: int) -> str:
         return self._prompt_texts[number // self._body.choices]
 
+    def _echoed_logprobs(self, output: RequestOutput, prompt: str, later: dict[str, Any]) -> dict[str, Any]:
+        """Return the log-probabilities of the prompt's tokens, followed by ``later``, those of the output."""
+        entries = [entry for entry in output.prompt_logprobs or () if entry is not None]
+        first = output.prompt_tokens[0]
+        sent = _Sent(offset=len(self._decode_token(first)))
+        echoed = self._logprobs(entries, sent)
+        offsets = [0, *echoed["text_offset"], *(len(prompt) + offset for offset in later["text_offset"])]
+        return {
+            "tokens": [self._tokenizer.decode_token(first, skip_special=False), *echoed["tokens"], *later["tokens"]],
+            "token_logprobs": [None, *echoed["token_logprobs"], *later["token_logprobs"]],
+            "top_logprobs": [None, *echoed["top_logprobs"], *later["top_logprobs"]],
+            "text_offset": offsets,
+        }
+
+    def _prompt_logprobs(self, output: RequestOutput) -> list[dict[str, Any] | None]:
+        """Return vLLM's list: for each token of the prompt but the first, its entry and those of the likeliest ones."""
+        return [None if entry is None else self._prompt_entry(entry) for entry in output.prompt_logprobs or ()]
+
+    def _prompt_entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)]
+        ranked = ranked[: self._body.prompt_logprobs]
+        return {
+            str(token): {
+                "logprob": _json_logprob(logprob),
+                "rank": rank,
+                "decoded_token": self._tokenizer.decode_token(token, skip_special=False),
+            }
+            for token, logprob, rank in ((entry.token, entry.logprob, entry.rank), *ranked)
+        }
+
+    def _decode_token(self, token: int) -> str:
+        """Return the text of a token as the output has it."""
+        return self._tokenizer.decode_token(token, self._body.skip_special_tokens is not False)
+
     def _logprobs(self, entries: Sequence[TokenLogprob], sent: _Sent) -> dict[str, Any]:
         """Return OpenAI's four parallel lists. Offsets count the characters of the tokens before, each decoded alone.
 
-        Special tokens are shown by name, and have no characters.
+        Special tokens are shown by name, and have no characters where the text leaves them out.
         """
         tokens, offsets, alternatives = [], [], []
         for entry in entries:
             token = self._tokenizer.decode_token(entry.token, skip_special=False)
             top: dict[str, float] = {}
             # Tokens with the same text (parts of characters) share a key, which the likeliest gets.
-            for other, logprob in (*entry.top, (entry.token, entry.logprob)):
+            for other, logprob in (*entry.top[: self._body.logprobs], (entry.token, entry.logprob)):
                 top.setdefault(self._tokenizer.decode_token(other, skip_special=False), _json_logprob(logprob))
             tokens.append(token)
             offsets.append(sent.offset)
             alternatives.append(top)
-            sent.offset += len(self._tokenizer.decode_token(entry.token))
+            sent.offset += len(self._decode_token(entry.token))
         return {
             "tokens": tokens,
             "token_logprobs": [_json_logprob(entry.logprob) for entry in entries],
@@ -209,7 +256,34 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
         }
 
 
-def _json(data: dict[str, Any]) -> bytes:
+def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> bytes:
+    """Return the JSON of the response of ``/tokenize``.
+
+    Raises:
+        ConfigError: the model has no chat template, or the template refuses the conversation.
+    """
+    tokens = body.tokenize(tokenizer)
+    texts = [tokenizer.decode_token(token, skip_special=False) for token in tokens] if body.return_token_strs else None
+    whole = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts}
+    return _json_in_pieces(whole)
+
+
+def detokenized(body: DetokenizeBody, tokenizer: Tokenizer) -> bytes:
+    """Return the JSON of the response of ``/detokenize``."""
+    return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+
+
+def _json_in_pieces(data: object) -> bytes:
+    """Encode the long lists of an object piece by piece, so that other threads get their turns."""
+    if isinstance(data, dict):
+        return b"{" + b",".join(_json(key) + b":" + _json_in_pieces(value) for key, value in data.items()) + b"}"
+    if not isinstance(data, list):
+        return _json(data)
+    pieces = [_json(data[start : start + _PIECE])[1:-1] for start in range(0, len(data), _PIECE)]
+    return b"[" + b",".join(pieces) + b"]"
+
+
+def _json(data: object) -> bytes:
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 

@@ -6,12 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
 from shotcast.server.engine_protocol import Engine
 from shotcast.server.main import bind, run
+from shotcast.server.startup import refuse_requests
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,15 @@ def run_with_restarts(
 ) -> int:
     """Serve as :func:`run` does, but when an engine dies, start another one that serves at the same port.
 
+    Clients can connect from the start; until an engine is ready, they get 503.
+
     If that one cannot be started, for example because the memory of the dead one is not free yet, or dies soon, the
     pause before the next one is twice as long. The first engine has to start: its problem is unlikely to pass.
 
     Args:
         start: creates an engine that is ready.
         config: the configuration of the server.
-        on_listening: called with the port each time that clients may connect.
+        on_listening: called with the port each time that an engine serves.
         pause: waits for this many seconds.
         clock: returns the time in seconds.
 
@@ -52,26 +54,28 @@ def run_with_restarts(
     served = False
 
     def listening(port: int) -> None:
-        nonlocal config, since, served
-        config = replace(config, port=port)
+        nonlocal since, served
         since, served = clock(), True
         if on_listening is not None:
             on_listening(port)
 
-    while True:
-        since = math.inf
-        try:
-            with bind(config) as address:
-                if run(start(), config, listening, address) == 0:
+    with bind(config) as address:
+        while True:
+            since = math.inf
+            try:
+                with refuse_requests(address, config):
+                    if failures:
+                        pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _MAX_PAUSE_S)
+                        logger.info("starting the engine again in %g s", pause_s)
+                        pause(pause_s)
+                    engine = start()
+                if run(engine, config, listening, address.dup()) == 0:
                     return 0
-        except (ConfigError, EngineDead) as error:
-            if not served or failures + 1 == MAX_FAILURES:
-                raise
-            logger.error("the engine could not be started again: %s", error)
-        failures = 1 if clock() - since >= STABLE_S else failures + 1
-        if failures == MAX_FAILURES:
-            logger.error("%d engines in a row died or could not be started: giving up", MAX_FAILURES)
-            return 1
-        pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _MAX_PAUSE_S)
-        logger.info("starting the engine again in %g s", pause_s)
-        pause(pause_s)
+            except (ConfigError, EngineDead) as error:
+                if not served or failures + 1 == MAX_FAILURES:
+                    raise
+                logger.error("the engine could not be started again: %s", error)
+            failures = 1 if clock() - since >= STABLE_S else failures + 1
+            if failures == MAX_FAILURES:
+                logger.error("%d engines in a row died or could not be started: giving up", MAX_FAILURES)
+                return 1

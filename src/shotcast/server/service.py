@@ -18,7 +18,8 @@ from shotcast.server.api_error import ApiError
 from shotcast.server.config import ServerConfig
 from shotcast.server.engine_protocol import Engine
 from shotcast.server.metrics import Metrics
-from shotcast.server.request_body import AnyBody, Body, bad_request, parse, shown
+from shotcast.server.request_body import AnyBody, Body, DetokenizeBody, TokenizeBody, bad_request, parse, shown
+from shotcast.server.responses import detokenized, tokenized
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
 
     async def generate(
-        self, body: Body, request_id: str, prepare: Callable[[], None] | None = None
+        self, body: Body, request_id: str, prepare: Callable[[list[list[int]]], None] | None = None
     ) -> AsyncGenerator[Update, None]:
         """Complete all prompts of a request, ``n`` times each, and yield updates of choices ``prompt * n + i``.
 
@@ -97,7 +98,8 @@ class Service:
         Args:
             body: the body of the request.
             request_id: a new id.
-            prepare: what the response needs of the tokenizer, called on its thread once the prompts are checked.
+            prepare: what the response needs of the tokenizer, called on its thread with the tokens of the prompts once
+                these are checked.
 
         Raises:
             ApiError: the request cannot be served, or failed.
@@ -114,18 +116,29 @@ class Service:
             except ConfigError as error:
                 raise bad_request(body.PROMPT, str(error)) from error
 
-    def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[], None] | None) -> list[Job]:
+    def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[list[list[int]]], None] | None) -> list[Job]:
         """Return the jobs of all choices of all prompts."""
-        prompts = body.tokenize(self.engine.tokenizer)
+        prompts = [self._truncate(body, prompt) for prompt in body.tokenize(self.engine.tokenizer)]
         lengths = [self._output_length(body, len(prompt)) for prompt in prompts]
         checked = [self.engine.check_prompt(prompt) for prompt in prompts]
         if prepare is not None:
-            prepare()
+            prepare(prompts)
         return [
             (prompt, params.for_choice(length, _choice_seed(params.seed, number)))
             for prompt, length in zip(checked, lengths, strict=True)
             for number in range(body.choices)
         ]
+
+    def _truncate(self, body: Body, prompt: list[int]) -> list[int]:
+        """Return the last tokens of a prompt: as many as the request says, or as leave room for its output."""
+        kept = body.truncate_prompt_tokens
+        if kept is None:
+            return prompt
+        if kept == -1:
+            output = min(body.output_limit[1] or 1, self.config.max_output_tokens or self.engine.max_model_len)
+            kept = max(1, self.engine.max_model_len - output)
+            kept = min(kept, self.config.max_prompt_tokens or kept)
+        return prompt[-kept:]
 
     def _output_length(self, body: Body, prompt_tokens: int) -> int:
         """Return the largest number of tokens of each output for a prompt of ``prompt_tokens`` tokens."""
@@ -148,29 +161,61 @@ class Service:
             raise bad_request(param, f"{message}; together they are at most {self.engine.max_model_len}", too_long)
         return length
 
+    async def tokenize(self, body: TokenizeBody) -> bytes:
+        """Return the JSON of the response of ``/tokenize``.
+
+        Raises:
+            ApiError: the text has no tokens by the model's chat template, or the queue is full.
+        """
+        with self._reserve(1):
+            try:
+                return await self.with_tokenizer(
+                    lambda: tokenized(body, self.engine.tokenizer, self.engine.max_model_len)
+                )
+            except ConfigError as error:
+                raise bad_request(body.source, str(error)) from error
+
+    async def detokenize(self, body: DetokenizeBody) -> bytes:
+        """Return the JSON of the response of ``/detokenize``.
+
+        Raises:
+            ApiError: the queue is full.
+        """
+        with self._reserve(1):
+            return await self.with_tokenizer(lambda: detokenized(body, self.engine.tokenizer))
+
+    @contextmanager
+    def _reserve(self, count: int) -> Iterator[None]:
+        """Reserve ``count`` places in the queue."""
+        self.check()
+        limit = self.config.max_queue
+        if self._sequences + count > limit:
+            raise _queue_full(f"{self._sequences} of {limit} queue places are taken, and this request needs {count}")
+        self._sequences += count
+        try:
+            yield
+        finally:
+            self._sequences -= count
+
     @contextmanager
     def _admit(self, body: Body) -> Iterator[_Sequences]:
         """Reserve room in the queue for all sequences of a request."""
-        self.check()
         count, limit = body.prompts * body.choices, self.config.max_queue
         if count > limit:
             param = "n" if body.choices > 1 else body.PROMPT
             raise bad_request(
                 param, f"the {body.PROMPT} times n make {count} outputs; this server takes {limit} at a time"
             )
-        if self._sequences + count > limit:
-            raise _queue_full(f"{self._sequences} of {limit} queue places are taken, and this request needs {count}")
-        sequences = _Sequences(self.engine, self.metrics)
-        self._sequences += count
-        self._running.add(sequences)
-        self._idle.clear()
-        try:
-            yield sequences
-        finally:
-            self._sequences -= count
-            self._running.remove(sequences)
-            if not self._running:
-                self._idle.set()
+        with self._reserve(count):
+            sequences = _Sequences(self.engine, self.metrics)
+            self._running.add(sequences)
+            self._idle.clear()
+            try:
+                yield sequences
+            finally:
+                self._running.remove(sequences)
+                if not self._running:
+                    self._idle.set()
 
     async def drain(self, seconds: float) -> None:
         """Reject new requests and wait until all others are done; after ``seconds``, end those that still run."""
