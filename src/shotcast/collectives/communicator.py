@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.prepared import Given, PreparedCalls
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
 from shotcast.collectives.reductions import Reduction, divide, is_divided
-from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, meeting_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd
 from shotcast.collectives.torch_ops.communicators import register
@@ -106,7 +106,8 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     Args:
         group: a torch.distributed process group; None for all ranks, initializing torch.distributed from the
-            environment (torchrun, :func:`shotcast.spawn`) if that has not been done.
+            environment (torchrun, :func:`shotcast.spawn`) if that has not been done. Outside a job, where neither RANK
+            nor WORLD_SIZE is set, this process is the only rank.
         device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one,
             also where each sees its own alone (CUDA_VISIBLE_DEVICES).
         max_bytes: the largest message for native kernels on CUDA. The workspace takes 82 MiB of each GPU at first and
@@ -144,7 +145,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         exclusive: bool = False,
     ):
         place = device_of(device)
-        meeting = Meeting.of_group(process_group_of(group, place))
+        meeting = meeting_of(group, place)
         modes, none = (allow_fp8, batch_invariant, exclusive), (None, None, None)
         self._start(meeting, place, max_bytes, timeout_s, *modes, *none, may_have_own_gpu(device))
 
@@ -828,5 +829,12 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self._resolver.topology.transport.name
-        return f"Communicator(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"
+        state = f"stopped by {type(self._first).__name__}" if self._first else self._resolver.topology.transport.name
+        ranks = f"name={self.name!r}, rank={self.rank}, world_size={self.world_size}"
+        return f"Communicator({ranks}, device={self.device}, {'closed' if self._closed else state})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Communicator cannot be pickled or copied, as it holds memory and connections of this process; construct "
+            "one in each process, within the function that it runs"
+        )
