@@ -80,9 +80,9 @@ _CLOSE_GRACE_S = 5.0
 _TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
 
 
-def _seconds(timeout_s: float) -> float:
+def _seconds(timeout_s: float, call: str) -> float:
     if not (isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9):
-        raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
+        raise ConfigError(f"{call}: timeout_s is a number of seconds above 0, not {timeout_s!r}")
     return float(timeout_s)
 
 
@@ -205,7 +205,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         undecided: bool = False,
         title: str | None = None,
     ) -> None:
-        self._timeout_s = _seconds(timeout_s)
+        self._timeout_s = _seconds(timeout_s, "Communicator")
         if not isinstance(allow_fp8, bool | None):
             raise ConfigError(f"allow_fp8 is True, False or None, not {allow_fp8!r}")
         self._allow_fp8 = env.allow_fp8() if allow_fp8 is None else allow_fp8
@@ -425,7 +425,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             if op is Op.ALL_TO_ALL_UNEVEN:  # two ranks each know a size, so nothing that ranks agree on goes by it
                 sizes, of_two = of_two, sizes
             if sms is not None:
-                sm_budget(sms)  # True and 16.0 would find what 1 and 16 have left
+                sm_budget(sms, op.label)  # True and 16.0 would find what 1 and 16 have left
             key = op, count, dtype, algorithm, reduction, root, sizes, norm, capturing, launch, sms
             call = self._calls.get(key) or self._calls.recall(key)
             if call is None:
@@ -718,7 +718,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and of replays of captured ones. Each rank changes its own."""
-        self._timeout_s = _seconds(timeout_s)
+        self._timeout_s = _seconds(timeout_s, "set_timeout")
         self._vendor.set_timeout(self._timeout_s)
         if self._executor is not None:
             self._executor.set_timeout(self._timeout_s)

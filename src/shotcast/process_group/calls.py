@@ -607,7 +607,7 @@ def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:
         return "sum", factor
     if op == dist.ReduceOp.AVG and torch.bool in dtypes:
         raise TypeError("AVG takes numbers, not torch.bool")
-    return reduction_name(op), None
+    return reduction_name(op, "torch.distributed"), None
 
 
 def _sized(op: str, found: int, wanted: int, what: str = "elements") -> None:
