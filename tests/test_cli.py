@@ -94,7 +94,7 @@ def test_doctor_for_programs() -> None:
     result = invoked("doctor", "--json")
     notice.forget()
     found = json.loads(result.stdout)
-    assert list(found) == ["host", "processes", "integrations", "findings"]
+    assert list(found) == ["host", "processes", "extras", "integrations", "findings"]
     assert found["host"]["cores"] >= 1
     assert found["processes"][str(os.getpid())] == {"cpu": {"bytes": 1 << 20, "used": 0, "shared": 0, "exclusive": 0}}
     assert {one["name"] for one in found["integrations"]} == {"torch.distributed", "Ray", "vLLM", "SGLang"}
