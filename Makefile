@@ -35,7 +35,7 @@ $(INSTALLED): pyproject.toml
 
 demo: $(INSTALLED)
 	@mkdir -p demo
-	$(BIN)/shotcast generate --chat --tensor-parallel 2 --max-tokens 96 "What is gravity?"
+	$(BIN)/shotcast generate smollm2 --chat --tensor-parallel 2 --max-tokens 96 "What is gravity?"
 	$(BIN)/shotcast bench all-reduce --device cpu --world-size 2,4,8 --minbytes 1K --maxbytes 4M --stepfactor 8 \
 		--algorithms ring,one_shot,two_shot,gloo --json demo/all_reduce.json --plot demo/all_reduce.png
 

@@ -94,7 +94,7 @@ def test_doctor_for_programs() -> None:
     result = invoked("doctor", "--json")
     notice.forget()
     found = json.loads(result.stdout)
-    assert list(found) == ["host", "processes", "integrations", "findings"]
+    assert list(found) == ["host", "processes", "extras", "integrations", "findings"]
     assert found["host"]["cores"] >= 1
     assert found["processes"][str(os.getpid())] == {"cpu": {"bytes": 1 << 20, "used": 0, "shared": 0, "exclusive": 0}}
     assert {one["name"] for one in found["integrations"]} == {"torch.distributed", "Ray", "vLLM", "SGLang"}
@@ -537,7 +537,7 @@ class TestEngine:
     def test_generate_answers_and_says_what_it_took(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("SHOTCAST_CALIBRATION", raising=False)
         planned = ["--layout", "auto:2", "--device", "cpu"]
-        result = invoked("generate", "--chat", *planned, "-n", "10", "What is the capital of France?")
+        result = invoked("generate", "smollm2", "--chat", *planned, "-n", "10", "What is the capital of France?")
         assert "Paris" in result.stdout
         assert result.stderr.startswith("layout 2x1: as many of 2 CPU ranks a stage as a host has, since")
         told = re.search(r"(\d+) tokens in, (\d+) out on 2 cpu ranks; first after \d+ ms", result.stderr)
@@ -547,7 +547,7 @@ class TestEngine:
 
     def test_chat_keeps_the_conversation(self) -> None:
         asked = "Name a fruit.\nName another one.\n\nnever asked\n"
-        result = invoked("chat", "--temperature", "0", "-n", "12", stdin=asked)
+        result = invoked("chat", "smollm2", "--temperature", "0", "-n", "12", stdin=asked)
         assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
 
     @pytest.mark.full
@@ -565,7 +565,7 @@ class TestEngine:
 
         monkeypatch.setattr(LLM, "stream", recorded)
         (tmp_path / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 5, "max_new_tokens": 2}')
-        invoked("chat", "--generation-config", str(tmp_path), "--top-k", "0", stdin="Hello\n\n")
+        invoked("chat", "smollm2", "--generation-config", str(tmp_path), "--top-k", "0", stdin="Hello\n\n")
         assert sampled == [SamplingParams(temperature=0.3, top_p=0.95, top_k=0, max_tokens=2)]
 
     def test_interrupt_before_an_answer_takes_the_question_back(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -597,14 +597,14 @@ class TestEngine:
     @pytest.mark.parametrize(
         ("args", "said"),
         [
-            (["generate", "x", "-m", "nothing-here"], "there is no model 'nothing-here'"),
-            (["generate", "x", "-m", "random:llama-9"], "llama-9"),
-            (["generate", "x", "--temperature", "-1"], "temperature must be a number of at least 0"),
-            (["generate", "x", "-d", "int8"], "dtype must be one of float32, bfloat16, float16"),
-            (["generate", "x", "--device", "cuda"], "no usable GPU"),
-            (["serve", "--kv-cache", "lots"], "lots"),
-            (["serve", "-m", "random:smollm2-135m"], "random:smollm2-135m has no tokenizer"),
-            (["serve", "--max-queue", "0"], "max_queue must be a whole number of at least 1"),
+            (["generate", "nothing-here", "x"], "there is no model 'nothing-here'"),
+            (["generate", "random:llama-9", "x"], "llama-9"),
+            (["generate", "smollm2", "x", "--temperature", "-1"], "temperature must be a number of at least 0"),
+            (["generate", "smollm2", "x", "-d", "int8"], "dtype must be one of float32, bfloat16, float16"),
+            (["generate", "smollm2", "x", "--device", "cuda"], "no usable GPU"),
+            (["serve", "smollm2", "--kv-cache", "lots"], "lots"),
+            (["serve", "random:smollm2-135m"], "random:smollm2-135m has no tokenizer"),
+            (["serve", "smollm2", "--max-queue", "0"], "max_queue must be a whole number of at least 1"),
             (["bench", "engine", "--layouts", "2"], "a layout must be TxP"),
         ],
     )

@@ -20,6 +20,7 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 LAYERS = (
     ("errors",),
     ("units",),
+    ("extras",),
     ("env",),
     ("wire",),
     ("hardware", "cost"),

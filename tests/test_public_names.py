@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import shotcast
+from shotcast import RankFailed, extras
+from shotcast.cli.doctor import _parts
 from shotcast.collectives.communicator import Communicator
 from shotcast.engine.async_llm import AsyncLLM
 from shotcast.engine.llm import LLM
@@ -72,7 +77,75 @@ from shotcast import Communicator, SamplingParams
     )
 
 
-def test_the_packages_of_the_extra_are_those_of_the_project() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert sorted(requirement.partition(">=")[0] for requirement in extras["engine"]) == list(shotcast._ENGINE_EXTRA)
-    assert all(importlib.util.find_spec(name) for name in shotcast._ENGINE_EXTRA)
+def test_the_packages_of_extras_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, packages in extras.EXTRAS.items():
+        assert sorted(requirement.partition(">=")[0] for requirement in project[extra]) == list(packages)
+        assert all(importlib.util.find_spec(name) for name in packages)
+
+
+def command(hidden: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line where one package is not installed."""
+    code = f"""{without_packages(hidden)}
+from shotcast.cli import main
+if __name__ == "__main__":
+    main()
+"""
+    environment = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(ROOT / "src")}
+    words = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments"),
+    [
+        ("engine", ("generate", "smollm2", "x", "--device", "cpu", "-n", "1")),
+        ("server", ("serve", "smollm2", "--device", "cpu", "--port", "0")),
+        ("plots", ("plan", "llama-3.1-8b", "-g", "1", "--plot", "none.png")),
+        ("plots", ("bench", "all-reduce", "--device", "cpu", "-g", "2", "--plot", "none.png")),
+    ],
+)
+def test_a_command_says_which_extra_is_missing(extra: str, arguments: tuple[str, ...]) -> None:
+    for package in extras.EXTRAS[extra]:
+        if package == "safetensors":
+            continue  # only folders of Hugging Face need it
+        done = command(package, *arguments)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.endswith(f"that is not installed ({package}): pip install 'shotcast[{extra}]'") or line.endswith(
+            f"that are not installed ({package}): pip install 'shotcast[{extra}]'"
+        )
+
+
+def test_a_folder_of_weights_says_which_extra_is_missing(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_hidden_layers": 1}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, **shape)).save_pretrained(tmp_path)
+    done = command("safetensors", "generate", str(tmp_path), "x", "--device", "cpu")
+    assert done.returncode == 2
+    assert done.stderr.endswith("not installed (safetensors): pip install 'shotcast[engine]'\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_of_a_rank_names_the_extra() -> None:
+    failed = RankFailed(1, "no such module")
+    failed.__cause__ = ModuleNotFoundError("No module named 'ray.util'", name="ray.util")
+    assert extras.explain(failed).endswith("(ray): pip install 'shotcast[ray]'")
+    failed.__cause__ = ModuleNotFoundError("No module named 'mine'", name="mine")
+    assert extras.explain(failed) == ""
+
+
+@pytest.mark.parametrize("extra", ["engine", "server", "plots", "ray"])
+def test_doctor_says_what_installs_an_extra(extra: str) -> None:
+    package = extras.EXTRAS[extra][0]
+    told = json.loads(command(package, "doctor", "--json").stdout)["extras"]
+    assert told.pop(extra) == {"ready": False, "install": f"pip install 'shotcast[{extra}]'"}
+    assert all(one == {"ready": True, "install": ""} for one in told.values())
+
+
+def test_doctor_asks_for_triton_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "missing", lambda extra: ("triton",) if extra == "triton" else ())
+    with_gpus, without = (_parts(SimpleNamespace(gpus=gpus)) for gpus in (["a GPU"], []))
+    assert [part[0] for part in with_gpus] == list(extras.EXTRAS)
+    assert with_gpus[-1][2] == "pip install 'shotcast[triton]'"
+    assert without == with_gpus[:-1]

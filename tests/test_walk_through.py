@@ -53,9 +53,9 @@ def test_from_a_config_to_a_completion(tmp_path: Path) -> None:
     said = shotcast(
         tmp_path, "calibrate", "--device", "cpu", "--force", "--output", "here.json", "--cluster", "here.yaml"
     )
-    assert "shotcast plan --cluster here.yaml --calibration here.json --gpus 1" in said
+    assert "shotcast plan MODEL --cluster here.yaml --calibration here.json --gpus 1" in said
 
-    question = ["--model", "mine", "--cluster", "here.yaml", "--calibration", "here.json", "--gpus", "1"]
+    question = ["mine", "--cluster", "here.yaml", "--calibration", "here.json", "--gpus", "1"]
     question += ["--input", "32", "--output", "16", "--target", "latency", "--json", "plan.json"]
     said = shotcast(tmp_path, "plan", *question)
     planned = json.loads((tmp_path / "plan.json").read_text())
@@ -65,7 +65,7 @@ def test_from_a_config_to_a_completion(tmp_path: Path) -> None:
     assert planned["best"]["precision"] == "fp32"
 
     program, *arguments = shlex.split(printed[1])
-    assert (program, arguments[0]) == ("shotcast", "serve")
+    assert (program, *arguments[:2]) == ("shotcast", "serve", "mine")
     assert arguments[arguments.index("--device") + 1] == "cpu"
     command = [sys.executable, "-m", "shotcast", *arguments, "--port", "0"]
     environment = os.environ | {"COLUMNS": "200"}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from shotcast import extras
 from shotcast.errors import (
     ClosedError,
     CollectiveMismatch,
@@ -76,8 +76,6 @@ _PACKAGES = ("functional", "overlap", "process_group")
 """Public modules, which import torch too."""
 
 _NEEDS_ENGINE_EXTRA = ("AsyncLLM", "LLM")
-_ENGINE_EXTRA = ("gguf", "safetensors", "transformers")
-"""Packages of the optional dependency ``engine``."""
 
 
 def __getattr__(name: str) -> Any:
@@ -91,12 +89,10 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _NEEDS_ENGINE_EXTRA:
-        missing = [package for package in _ENGINE_EXTRA if importlib.util.find_spec(package) is None]
-        if missing:
-            raise ImportError(
-                f"shotcast.{name} needs packages that are not installed ({', '.join(missing)}): "
-                "pip install 'shotcast[engine]'"
-            )
+        try:
+            extras.require("engine", f"shotcast.{name}")
+        except ConfigError as error:
+            raise ImportError(str(error)) from None
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

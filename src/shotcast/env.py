@@ -200,6 +200,7 @@ class JobEnv:
 
 
 _JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SIZES_OF_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def job() -> JobEnv | None:
@@ -222,6 +223,12 @@ def job() -> JobEnv | None:
     if not 0 <= rank < world_size:
         raise ConfigError(f"RANK={rank} is not in 0..WORLD_SIZE-1 with WORLD_SIZE={world_size}")
     return JobEnv(rank, world_size, local_rank)
+
+
+def size_by_other_launcher() -> tuple[str, int]:
+    """Return the variable in which mpirun or srun says how many processes it started, and that number; or ("", 1)."""
+    sizes = ((name, _read(name, int, 1, "a whole number")) for name in _SIZES_OF_OTHERS)
+    return next((found for found in sizes if found[1] > 1), ("", 1))
 
 
 def whole_job() -> JobEnv | None:

@@ -357,21 +357,53 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         ("scale of out must be [2, 1] of torch.float32; it is [1]",),
     ),
     "norm without a weight": (lambda c: c.all_reduce_rms_norm(x(6), x(6), None), ConfigError, ("weight is a torch",)),
+    "uneven parts into too little": (
+        lambda c: c.all_gather(x(6), out=x(6), sizes=[6] * c.world_size),
+        ConfigError,
+        ("all_gather: out must be",),
+    ),
+    "own rows into too little": (
+        lambda c: c.all_to_all(x(c.world_size), x(1), input_sizes=[1] * c.world_size, output_sizes=[1] * c.world_size),
+        ConfigError,
+        ("all_to_all: out must be",),
+    ),
+    "no SMs": (lambda c: c.all_reduce(x(6), sms=0), ConfigError, ("all_reduce: sms is a whole number", "not 0")),
+    "messages to nobody": (lambda c: c.batch_send_recv([(x(6), 9)]), ConfigError, ("dst is a rank", "not 9")),
+    "messages to itself": (lambda c: c.batch_send_recv([(x(6), c.rank)]), ConfigError, ("with itself",)),
+    "list with no tensor": (lambda c: c.all_reduce_coalesced([x(6), 3]), ConfigError, ("x 1 is a torch.Tensor",)),
+    "gathered at nobody": (lambda c: c.gather(x(6), 9), ConfigError, ("root is a rank",)),
+    "scattered from nobody": (lambda c: c.scatter(x(6), 9), ConfigError, ("root is a rank",)),
     "timeout 0": (lambda c: c.set_timeout(0), ConfigError, ("above 0, not 0",)),
     "timeout no number": (lambda c: c.set_timeout("1"), ConfigError, ("not '1'",)),
 }
 
 
+class _Recorder:
+    """A communicator that keeps the name of the method called last."""
+
+    def __init__(self, comm: Communicator):
+        self._comm, self.called = comm, ""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._comm, name)
+        if callable(value):
+            self.called = name
+        return value
+
+
 def every_bad_call() -> int:
-    """Check that each bad call is refused on all ranks, and that a good call after it succeeds.
+    """Check that each bad call is refused on all ranks, by its name, and that a good call after it succeeds.
 
     Return the number of calls.
     """
     with shotcast.Communicator(device="cpu", timeout_s=10) as comm:
         size = comm.world_size
+        recorder: Any = _Recorder(comm)
         for number, (what, (call, kind, texts)) in enumerate(CALLS.items()):
             with pytest.raises(ShotcastError) as caught:
-                call(comm)
+                call(recorder)
+            named = "all_reduce" if what == "unknown algorithm to explain" else recorder.called
+            assert named in str(caught.value), (what, str(caught.value))
             assert type(caught.value) is kind, (what, caught.value)
             for text in texts:
                 assert text in str(caught.value), (what, text, str(caught.value))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+import pickle
 import threading
 import time
 from typing import Any
@@ -484,7 +486,11 @@ def more_ranks_than_kernels_serve() -> str:
 def states() -> None:
     """Check the context manager, a double close, set_timeout, and the repr of a communicator."""
     with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
-        assert repr(comm) == f"Communicator(rank={comm.rank}, world_size={comm.world_size}, device=cpu, compiled)"
+        ranks = f"rank={comm.rank}, world_size={comm.world_size}"
+        assert repr(comm) == f"Communicator(name={comm.name!r}, {ranks}, device=cpu, compiled)"
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"cannot be pickled or copied.* construct one in each process"):
+                copied(comm)
         assert comm.topology.transport.name == "compiled"
         assert comm.candidates(torch.ones(3)) == [
             "one_shot",

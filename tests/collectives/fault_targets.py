@@ -56,7 +56,9 @@ def killed_in_each_call(victim: int, timeout_s: float, op: str) -> dict[str, Any
         with pytest.raises(CollectiveTimeout):
             again()
     after = time.monotonic() - started
+    assert repr(comm).endswith("device=cpu, stopped by CollectiveTimeout)")
     comm.close()
+    assert repr(comm).endswith("device=cpu, closed)")
     return {"error": caught.value, "took": took, "after": after, "nan": bool(out.isnan().all())}
 
 

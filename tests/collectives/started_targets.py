@@ -53,6 +53,22 @@ def changed_lists() -> None:
         assert found[2].tolist() == [float(comm.rank)] * 2
 
 
+def shown() -> None:
+    """Print handles of calls that are under way, over, and refused."""
+    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        begin = threading.Event()
+        comm.start("barrier").wait()
+        comm._starter.start(begin.wait, ())  # type: ignore[union-attr]  # so that the next call cannot end
+        handle, refused = comm.start("all_reduce", torch.ones(3)), comm.start("broadcast", torch.ones(3), 9)
+        assert repr(handle) == "Handle(all_reduce, under way)"
+        begin.set()
+        handle.wait()
+        assert repr(handle) == "Handle(all_reduce, over)"
+        with pytest.raises(ConfigError):
+            refused.wait()
+        assert repr(refused) == "Handle(broadcast, failed with ConfigError)"
+
+
 def layer_norms() -> None:
     """Start each call with a LayerNorm, and compare it with the same call made."""
     with shotcast.Communicator(device="cpu", timeout_s=20) as comm:

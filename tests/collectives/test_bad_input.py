@@ -39,7 +39,11 @@ def test_group_without_this_rank() -> None:
 
 class TestEnvironment:
     CASES: ClassVar[list[tuple[dict[str, str | None], tuple[str, ...]]]] = [
-        ({"RANK": None, "WORLD_SIZE": None}, ("RANK and WORLD_SIZE are not set", "torchrun", "shotcast.spawn")),
+        (
+            {"RANK": None, "WORLD_SIZE": None, "OMPI_COMM_WORLD_SIZE": "4"},
+            ("OMPI_COMM_WORLD_SIZE says that 4 processes were started", "torchrun", "shotcast.spawn"),
+        ),
+        ({"RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_STEP_NUM_TASKS says that 2",)),
         ({"WORLD_SIZE": None}, ("incomplete: WORLD_SIZE not set", "torchrun")),
         ({"RANK": None}, ("incomplete: RANK not set",)),
         ({"MASTER_ADDR": None}, ("incomplete: MASTER_ADDR not set",)),

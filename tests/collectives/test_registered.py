@@ -155,7 +155,7 @@ class TestRanks:
 
     def test_a_communicator_knows_only_earlier_registrations(self) -> None:
         for message in shotcast.spawn(targets.registered_later, 2, timeout_s=60):
-            assert message.startswith("unknown algorithm 'copycat'; there are auto, lossless, one_shot")
+            assert message.startswith("all_reduce: unknown algorithm 'copycat'; there are auto, lossless, one_shot")
 
     @pytest.mark.parametrize(
         ("what", "message"),

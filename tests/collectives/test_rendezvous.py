@@ -1,13 +1,15 @@
-"""The interface that Gloo takes where a communicator initialises torch.distributed."""
+"""Communicators outside a job, and the interface that Gloo takes where one initializes torch.distributed."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+import rendezvous_targets as targets
 import torch
 import torch.distributed as dist
 
+import shotcast
 from shotcast.collectives.rendezvous import process_group_of
 
 
@@ -33,3 +35,9 @@ def test_gloo_takes_the_interface_that_was_chosen(
     with pytest.raises(InterruptedError):
         process_group_of(None, torch.device("cpu"))
     assert found == [taken]
+
+
+@pytest.mark.parametrize("tasks", [None, "1"])
+def test_outside_a_job_a_communicator_has_one_rank(tasks: str | None) -> None:
+    """Also in the step of one task in which Slurm runs an interactive shell."""
+    shotcast.spawn(targets.outside_a_job, 1, env={"SLURM_STEP_NUM_TASKS": tasks} if tasks else None, timeout_s=60)

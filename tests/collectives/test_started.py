@@ -47,6 +47,10 @@ def test_lists_may_be_changed_after_a_start() -> None:
     shared_ranks.run(targets.changed_lists, 2, timeout_s=60)
 
 
+def test_handles_say_which_call_they_are_of() -> None:
+    shared_ranks.run(targets.shown, 2, timeout_s=60)
+
+
 def test_layer_norms() -> None:
     shared_ranks.run(targets.layer_norms, 2, timeout_s=60)
 

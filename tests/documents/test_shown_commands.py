@@ -127,12 +127,12 @@ def test_tests_and_targets_within_sentences() -> None:
     [
         "shotcast bench plot --kindd summary a.png --json b.json",
         "shotcast bench plott a.png",
-        "shotcast serve --tensor-parallel two",
+        "shotcast serve smollm2 --tensor-parallel two",
         "make nothing",
         "pip install '.[engines]'",
         "torchrun --nproc-per-node 2 examples/none.py",
-        "torchrun --nproc-per-node 2 -m shotcast serve --tensor-parallell 2",
-        "srun bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID -m shotcast serve --no-option'",
+        "torchrun --nproc-per-node 2 -m shotcast serve smollm2 --tensor-parallell 2",
+        "srun bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID -m shotcast serve x --no-option'",
         "nothing --at all",
     ],
 )

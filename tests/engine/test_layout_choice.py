@@ -203,7 +203,7 @@ def test_the_answer_is_that_of_the_command(
     see(monkeypatch, *["NVIDIA H200"] * gpus)
     found = chosen(model, target=target)
     for cluster in ("dgx-h200", "here"):
-        command = ["plan", "-m", model, "--gpus", str(gpus), "--target", target, "--cluster", cluster, "--engines", "1"]
+        command = ["plan", model, "--gpus", str(gpus), "--target", target, "--cluster", cluster, "--engines", "1"]
         file = tmp_path / f"{cluster}.json"
         result = CliRunner().invoke(app, [*command, "--max-sequences", "64", "--json", str(file)])
         assert result.exit_code == 0, result.output
@@ -214,7 +214,7 @@ def test_the_answer_is_that_of_the_command(
 
 
 def test_engines_that_do_not_divide_gpus() -> None:
-    result = CliRunner().invoke(app, ["plan", "-m", "llama-3.1-8b", "--gpus", "8", "--engines", "3"])
+    result = CliRunner().invoke(app, ["plan", "llama-3.1-8b", "--gpus", "8", "--engines", "3"])
     assert result.exit_code == 2
     assert "8 GPUs are no 3 equal engines" in result.stderr
 

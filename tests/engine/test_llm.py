@@ -331,6 +331,7 @@ def test_a_killed_rank_fails_running_requests_at_once(tiny: str, how: signal.Sig
         with pytest.raises(EngineDead, match=message):
             list(stream)
         assert time.monotonic() - started < 10
+        assert repr(llm) == f"LLM({tiny!r}, layout=2x1, device=cpu, dead)"
         with pytest.raises(EngineDead, match=message):
             llm.generate([5], greedy(2))
     assert_gone(pids)
@@ -363,8 +364,10 @@ def test_close_ends_the_ranks_and_waiting_requests(tiny: str) -> None:
     thread.start()
     while llm.stats().running == 0:
         time.sleep(0.01)
+    assert repr(llm) == f"LLM({tiny!r}, layout=1x1, device=cpu, running)"
     llm.close()
     llm.close()
+    assert repr(llm) == f"LLM({tiny!r}, layout=1x1, device=cpu, closed)"
     thread.join(10)
     assert not thread.is_alive()
     assert "closed" in str(errors[0])

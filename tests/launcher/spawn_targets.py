@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any, NoReturn
 
@@ -162,7 +163,7 @@ def one_ignores_sigterm(culprit: int) -> str:
 
 
 def returns_unpicklable() -> Any:
-    return lambda: None
+    return threading.Lock()
 
 
 class TwoArguments(Exception):  # noqa: N818

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,7 @@ class TestFailures:
             marker.unlink()
 
     def test_return_value_that_does_not_pickle(self) -> None:
-        with pytest.raises(RankFailed, match="returned function, which cannot be pickled"):
+        with pytest.raises(RankFailed, match="returned lock, which cannot be pickled"):
             shotcast.spawn(targets.returns_unpicklable, 2)
 
     def test_exception_that_does_not_pickle_keeps_its_text(self) -> None:
@@ -385,9 +386,19 @@ class TestParent:
 
 
 class TestMisuse:
-    def test_lambda(self) -> None:
-        with pytest.raises(ConfigError, match="top level of a module"):
+    def test_argument_that_cannot_be_pickled(self) -> None:
+        with pytest.raises(ConfigError, match=r"^threads with its arguments cannot be pickled: .*lock"):
+            shotcast.spawn(targets.threads, 2, threading.Lock())
+
+    def test_closure_without_cloudpickle(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("cloudpickle", "numba.cloudpickle"):
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigError) as caught:
             shotcast.spawn(lambda: None, 2)
+        first, *advice = str(caught.value).splitlines()
+        assert ".<lambda> with its arguments cannot be pickled" in first
+        assert [line.split(":")[0] for line in advice] == ["Put it into a file, and import it from there", "Or"]
+        assert advice[1].endswith("pip install cloudpickle")
 
     @pytest.mark.parametrize("world_size", [0, 2.0, "2", None])
     def test_world_size(self, world_size: Any) -> None:
@@ -414,13 +425,12 @@ class TestMisuse:
         with pytest.raises(ConfigError, match=text):
             shotcast.spawn(targets.threads, 1, env=env)
 
-    @pytest.mark.parametrize("args", [["-m", "package"], pytest.param(["package"], marks=pytest.mark.full)])
-    def test_function_of_a_main_that_ranks_do_not_import(self, tmp_path: Path, args: list[str]) -> None:
-        (tmp_path / "package").mkdir()
-        code = "import shotcast\ndef f(): return 1\nif __name__ == '__main__': shotcast.spawn(f, 2)\n"
-        (tmp_path / "package" / "__main__.py").write_text(code)
-        result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-        assert "ConfigError: f is defined in a __main__.py, which ranks do not import" in result.stderr
+    def test_function_that_the_script_hides_from_ranks(self, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text("import shotcast\nif __name__ == '__main__':\n    def f(): pass\n    shotcast.spawn(f, 2)\n")
+        result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+        assert "ConfigError: Can't get attribute 'f'" in result.stderr
+        assert "define it above that line" in result.stderr
 
     def test_unguarded_script_is_told_so(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
@@ -430,7 +440,49 @@ class TestMisuse:
         assert 'if __name__ == "__main__":' in result.stderr
         assert "start ranks without end" in result.stderr
 
-    def test_function_typed_into_an_interpreter(self) -> None:
-        code = "import shotcast\ndef f(): return 1\nshotcast.spawn(f, 2)\n"
+
+class TestByValue:
+    """Functions that ranks cannot import."""
+
+    CODE = """
+import shotcast
+scale = 3
+class Number:
+    def __init__(self, value):
+        self.value = value
+class Refused(Exception):
+    pass
+def scaled(number):
+    return Number(scale * number.value)
+def refuse():
+    raise Refused("by the function")
+if __name__ == "__main__":
+    found = shotcast.spawn(scaled, 2, Number(7))
+    print([type(number) is Number and number.value for number in found])
+    try:
+        shotcast.spawn(refuse, 1)
+    except shotcast.RankFailed as error:
+        print(repr(error.__cause__))
+"""
+    SAYS = "[21, 21]\nRefused('by the function')\n"
+
+    def test_closure_and_its_result(self) -> None:
+        offset = 5
+        (add,) = shotcast.spawn(lambda: lambda number: number + offset, 1)
+        assert add(2) == 7
+
+    def test_function_and_classes_of_a_command(self) -> None:
+        result = subprocess.run([sys.executable, "-c", self.CODE], capture_output=True, text=True, timeout=120)
+        assert (result.stdout, result.stderr) == (self.SAYS, "")
+
+    def test_function_and_classes_typed_into_an_interpreter(self) -> None:
+        code = f"exec({self.CODE!r})\n"
         result = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=120)
-        assert "ranks must import their function from a file" in result.stderr
+        assert (result.stdout, result.stderr) == (self.SAYS, "")
+
+    @pytest.mark.parametrize("args", [["-m", "package"], pytest.param(["package"], marks=pytest.mark.full)])
+    def test_function_of_a_main_that_ranks_do_not_import(self, tmp_path: Path, args: list[str]) -> None:
+        (tmp_path / "package").mkdir()
+        (tmp_path / "package" / "__main__.py").write_text(self.CODE)
+        result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert (result.stdout, result.stderr) == (self.SAYS, "")

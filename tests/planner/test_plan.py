@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -194,10 +195,40 @@ def test_bounds_are_kept_and_named() -> None:
 
 def test_the_reason_names_what_the_step_is() -> None:
     text = report.reason(planned(target="latency"))
-    assert text.startswith("TP8 x PP1 with 1 sequence. A step that decodes is products ")
+    assert re.match(r"TP8 x PP1 with 1 sequence: [\d.]+ ms a token, [\d.]+ tokens/s\. With other loads, 16 ", text)
+    assert ". A step that decodes is products " in text
     assert "sums between ranks (one-shot) " in text
     assert "Next is " in text
     assert "slowest stage takes " in report.reason(planned())
+
+
+def test_the_answer_says_what_users_feel_of_each_load() -> None:
+    """It has the latency and the throughput of the best layout's own points, and warns of one that nobody wants."""
+    found = planned("llama-3.1-70b", quantization="", gpus=4)
+    best, text = found.best, report.reason(found)
+    assert best is not None
+    speeds = re.findall(r"(\d+) sequences?: ([\d.]+) ms a token, ([\d.]+) tokens/s", text)
+    said = {int(sequences): (float(ms), float(rate)) for sequences, ms, rate in speeds}
+    assert set(said) == {*report.LOADS, best.sequences}
+    for point in found.points:
+        if (point.layout, point.engines) == (best.layout, best.engines) and point.sequences in said:
+            assert said[point.sequences] == pytest.approx((point.tpot_ms, point.tokens_per_s), rel=1e-3)
+    assert best.tpot_ms > report.READING_MS
+    assert "slower than people read it; a chat needs a bound" in text
+    bounded = planned("llama-3.1-70b", quantization="", gpus=4, target="tpot=50")
+    assert "people read" not in report.reason(bounded)
+
+
+def test_the_command_can_be_run_as_it_stands() -> None:
+    """A plan for one request starts no server of one user, and a preset is a folder of that name."""
+    single, many = (planned("llama-3.1-70b", quantization="", gpus=4, target=text) for text in ("latency", "tpot=50"))
+    assert single.best is not None
+    assert many.best is not None
+    assert single.best.sequences == 1 < many.best.sequences
+    assert "--max-sequences" not in report.command(single)
+    assert f"--max-sequences {many.best.sequences}" in report.command(many)
+    text = run("plan", "llama-3.1-70b", "-g", "4", "--target", "latency")
+    assert "To start it, with the model's files in ./llama-3.1-70b: shotcast serve ./llama-3.1-70b --device" in text
 
 
 def test_a_thousand_gpus_take_a_minute_at_most() -> None:
@@ -278,7 +309,7 @@ def test_a_model_that_does_not_fit() -> None:
     # the reason that is given is of the layout that is named, the one that divides the model most
     found = planned(gpus=2, quantization="")
     assert "whatever the layout; 2x1: weights take 378 GiB of" in report.reason(found)
-    assert "tokens/s" not in run("plan", "-m", "llama-3.1-405b", "-g", "1", code=1), "no empty table"
+    assert "tokens/s" not in run("plan", "llama-3.1-405b", "-g", "1", code=1), "no empty table"
     assert memory_of(found.job, Layout(1, 1)).cache(1) < 0
 
 
@@ -305,12 +336,10 @@ def test_from_a_config_to_a_command(tmp_path: Path) -> None:
     marked = tmp_path / "[" / "b] my model"
     marked.mkdir(parents=True)
     (marked / "config.json").write_text(json.dumps(config))
-    assert f"--model '{marked}' --device" in run("plan", "-m", str(marked))
+    assert f"serve '{marked}' --device" in run("plan", str(marked))
     files = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.svg")]
-    text = run(
-        "plan", "-m", str(folder), "--cluster", str(tmp_path / "mine.yaml"), "-g", "4", "--target=latency", *files
-    )
-    assert f"To start it: shotcast serve --model {folder} --device cuda --tensor-parallel 4" in text
+    text = run("plan", str(folder), "--cluster", str(tmp_path / "mine.yaml"), "-g", "4", "--target=latency", *files)
+    assert f"To start it: shotcast serve {folder} --device cuda --tensor-parallel 4" in text
     result = json.loads((tmp_path / "plan.json").read_text())
     assert result["calibrated"] is True
     best = result["best"]
@@ -323,33 +352,33 @@ def test_from_a_config_to_a_command(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
-    assert "similar presets: llama-3.1-70b" in run("plan", "-m", "llama-3.1-70", code=2)
-    assert "has no config.json" in run("plan", "-m", str(tmp_path), code=2)
-    assert "no cluster 'dgx-h20'" in run("plan", "-m", "llama-3.1-8b", "--cluster", "dgx-h20", code=2)
-    assert "cannot read the network" in run("plan", "-m", "llama-3.1-8b", "--network", str(tmp_path / "x.yml"), code=2)
-    refused = run("plan", "-m", "llama-3.1-8b", "--plot", str(tmp_path / "x.xyz"), code=2)
+    assert "similar presets: llama-3.1-70b" in run("plan", "llama-3.1-70", code=2)
+    assert "has no config.json" in run("plan", str(tmp_path), code=2)
+    assert "no cluster 'dgx-h20'" in run("plan", "llama-3.1-8b", "--cluster", "dgx-h20", code=2)
+    assert "cannot read the network" in run("plan", "llama-3.1-8b", "--network", str(tmp_path / "x.yml"), code=2)
+    refused = run("plan", "llama-3.1-8b", "--plot", str(tmp_path / "x.xyz"), code=2)
     assert "accepted: .png, .svg, .pdf" in refused
     assert "tokens in" not in refused, "refused before the plan is made"
     for name in ("a" * 300, "~nobody-has-this-name/model"):
-        assert "there is no model" in run("plan", "-m", name, code=2)
-    assert "there is no cluster" in run("plan", "-m", "llama-3.1-8b", "--cluster", "a" * 300, code=2)
+        assert "there is no model" in run("plan", name, code=2)
+    assert "there is no cluster" in run("plan", "llama-3.1-8b", "--cluster", "a" * 300, code=2)
     (tmp_path / "other.json").write_text("{}")
-    assert "a file that is called config.json" in run("plan", "-m", str(tmp_path / "other.json"), code=2)
-    assert "--model is empty" in run("plan", "-m", "", code=2)
+    assert "a file that is called config.json" in run("plan", str(tmp_path / "other.json"), code=2)
+    assert "the model is empty" in run("plan", "", code=2)
     (tmp_path / "config.json").write_text('{"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}')
-    assert "architecture MixtralForCausalLM is not supported" in run("plan", "-m", str(tmp_path), code=2)
-    assert "give --rate" in run("plan", "-m", "llama-3.1-8b", "--requests", "5", code=2)
+    assert "architecture MixtralForCausalLM is not supported" in run("plan", str(tmp_path), code=2)
+    assert "give --rate" in run("plan", "llama-3.1-8b", "--requests", "5", code=2)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     for option in ("--cluster", "--network", "--calibration"):
-        assert "no text in UTF-8" in run("plan", "-m", "llama-3.1-8b", option, str(binary), code=2)
-    assert "No layout has" in run("plan", "-m", "llama-3.1-8b", "--target", "ttft=0.001", code=1)
+        assert "no text in UTF-8" in run("plan", "llama-3.1-8b", option, str(binary), code=2)
+    assert "No layout has" in run("plan", "llama-3.1-8b", "--target", "ttft=0.001", code=1)
     assert "no results to calibrate by" in run("calibrate", str(tmp_path), "-o", str(tmp_path / "c.json"), code=2)
 
 
 def test_files_are_not_lost(tmp_path: Path) -> None:
     """No output overwrites an input or another output, and a plan outlives the simulation that follows it."""
-    question = ["plan", "-m", "llama-3.1-8b", "-g", "1"]
+    question = ["plan", "llama-3.1-8b", "-g", "1"]
     trace, both, result = tmp_path / "trace.jsonl", tmp_path / "both.png", tmp_path / "plan.json"
     text = '{"time_s": 0, "prompt": 90000, "output": 20}\n'
     trace.write_text(text)
@@ -382,7 +411,7 @@ def test_files_are_not_lost(tmp_path: Path) -> None:
 
 def test_pictures_have_formats(tmp_path: Path) -> None:
     for name in ("plan.PNG", "plan.pdf"):
-        run("plan", "-m", "llama-3.1-8b", "-g", "1", "--plot", str(tmp_path / name))
+        run("plan", "llama-3.1-8b", "-g", "1", "--plot", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 1000
 
 
@@ -399,7 +428,7 @@ def test_pictures_name_the_layouts_on_the_front(tmp_path: Path) -> None:
 
 
 def test_a_gpu_without_calibration_is_said(tmp_path: Path) -> None:
-    text = run("plan", "-m", "llama-3.1-8b", "--cluster", "dgx-b200", "-g", "1")
+    text = run("plan", "llama-3.1-8b", "--cluster", "dgx-b200", "-g", "1")
     assert "The B200 has no calibration: rates are those of the H200 SXM by the ratio of the data sheets" in text
 
 
@@ -407,7 +436,7 @@ def test_a_link_without_calibration_is_said(tmp_path: Path) -> None:
     """A network file changes the links of a GPU whose kernels are measured, and says how many nodes there are."""
     file = tmp_path / "network.yml"
     file.write_text("topology: [Switch, Switch]\nnpus_count: [4, 2]\nbandwidth: [225, 25]\nlatency: [1000, 4500]\n")
-    question = ["plan", "-m", "llama-3.1-8b", "--network", str(file), "--json", str(tmp_path / "plan.json")]
+    question = ["plan", "llama-3.1-8b", "--network", str(file), "--json", str(tmp_path / "plan.json")]
     text = run(*question, "-g", "8")
     assert "The link has no calibration: its bandwidth is that of the H200 SXM's by the ratio" in text
     assert "The H200 SXM has no calibration" not in text
@@ -423,7 +452,7 @@ def test_a_calibration_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     text = run("calibrate", str(folder), "-o", str(file))
     assert "product_many_rows 230" in text.replace("│", "").replace("  ", " ").replace("  ", " ")
-    assert "To start it" in run("plan", "-m", "llama-3.1-8b", "-g", "1", "--calibration", str(file))
+    assert "To start it" in run("plan", "llama-3.1-8b", "-g", "1", "--calibration", str(file))
 
 
 def test_limits_of_an_engine() -> None:
@@ -473,7 +502,7 @@ def test_sums_of_several_leaves_are_priced_as_those_between_them() -> None:
 
 def test_sums_by_the_library_are_planned_where_own_kernels_end() -> None:
     """With NCCL one sequence takes longer, and stages of 32 GPUs are served that our kernels do not."""
-    arguments = ["plan", "-m", "llama-3.1-70b", "-g", "8", "--target", "latency"]
+    arguments = ["plan", "llama-3.1-70b", "-g", "8", "--target", "latency"]
     own, library = run(*arguments), run(*arguments, "--algorithm", "vendor")
     assert "sums between ranks (vendor)" in library
     assert "--algorithm vendor" in library

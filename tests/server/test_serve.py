@@ -29,7 +29,18 @@ class Served:
     """A server process with its log."""
 
     def __init__(self, *options: str):
-        command = [sys.executable, "-m", "shotcast", "serve", "--port", "0", "--max-model-len", "512", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "shotcast",
+            "serve",
+            "smollm2",
+            "--port",
+            "0",
+            "--max-model-len",
+            "512",
+            *options,
+        ]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
         )
@@ -206,7 +217,7 @@ def test_a_killed_rank_fails_the_stream_and_ends_the_server() -> None:
 def test_a_signal_while_the_model_loads(tmp_path: Path, number: signal.Signals) -> None:
     """A supervisor may do so, and expects that nothing is left behind."""
     folder = tempfile.mkdtemp(prefix="t", dir="/tmp")  # a path that is short enough for sockets
-    command = [sys.executable, "-m", "shotcast", "serve", "--port", "0", "-t", "2"]
+    command = [sys.executable, "-m", "shotcast", "serve", "smollm2", "--port", "0", "-t", "2"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stderr=log, env={**os.environ, "TMPDIR": folder})
     try:

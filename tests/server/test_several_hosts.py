@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timing, needs_hosts]
 
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time", "Water boils at"]
 LAYOUTS = [("--tensor-parallel", "4"), ("--tensor-parallel", "2", "--pipeline-parallel", "2")]
-SERVE = ["-m", "shotcast", "serve", "-m", "smollm2", "--device", "cpu", "--max-model-len", "256"]
+SERVE = ["-m", "shotcast", "serve", "smollm2", "--device", "cpu", "--max-model-len", "256"]
 PORT = 8000
 ASK = f"""
 import json, sys, urllib.request

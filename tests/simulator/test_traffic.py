@@ -117,7 +117,7 @@ def test_the_command(tmp_path: Path) -> None:
     trace, result = tmp_path / "trace.jsonl", tmp_path / "plan.json"
     lines = [{"time_s": number / 10, "prompt": 50 + number, "output": 5} for number in range(30)]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    question = ["plan", "-m", "llama-3.1-8b", "-g", "2", "--target", "tpot=20"]
+    question = ["plan", "llama-3.1-8b", "-g", "2", "--target", "tpot=20"]
     done = CliRunner().invoke(app, [*question, "--trace", str(trace), "--json", str(result)])
     assert done.exit_code == 0, done.output
     assert "Simulated, 30 requests: first token " in done.output

@@ -9,7 +9,7 @@ import typer
 import typer.core
 from rich.console import Console
 
-from shotcast import __version__
+from shotcast import __version__, extras
 from shotcast.cli import bench
 from shotcast.cli.doctor import doctor
 from shotcast.cli.generate import chat, generate
@@ -20,15 +20,16 @@ from shotcast.errors import RankFailed, ShotcastError
 
 
 class _Group(typer.core.TyperGroup):
-    """The command group: errors of this package become one line and exit code 2."""
+    """The command group: errors of this package, and extras that are missing, become one line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except ShotcastError as error:
-            if ctx.params.get("show_traceback"):
+        except (ShotcastError, ImportError) as error:
+            text = extras.explain(error) or (_one_line(error) if isinstance(error, ShotcastError) else "")
+            if not text or ctx.params.get("show_traceback"):
                 raise
-            Console(stderr=True, soft_wrap=True).print(f"shotcast: {_one_line(error)}", style="red", markup=False)
+            Console(stderr=True, soft_wrap=True).print(f"shotcast: {text}", style="red", markup=False)
             raise typer.Exit(2) from error
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Show the hardware and software of this machine, what they mean for ranks on it, and which integrations work."""
+    """Show the hardware and software of this machine, what they mean for ranks, and which extras and programs work."""
     from shotcast.hardware.advice import Level, findings
     from shotcast.hardware.detect import detect
     from shotcast.integrations.status import integrations
@@ -36,6 +36,8 @@ def doctor(
     states.add_column(no_wrap=True)
     states.add_column(style="bold", no_wrap=True)
     states.add_column()
+    for name, use, lacks in _parts(facts):
+        states.add_row("[yellow]missing[/]" if lacks else "[green]ready[/]", name, escape(lacks or use))
     for one in integrations():
         states.add_row(
             "[green]active[/]" if one.active else "[yellow]off[/]", one.name, escape(one.obstacle or one.use)
@@ -50,6 +52,25 @@ def doctor(
     for text in _packaged_tables(facts):
         advice.add_row(marks[Level.NOTE], text)
     console.print(advice)
+
+
+_USES = {
+    "engine": "LLM, generate, chat, serve",
+    "server": "serve, with engine",
+    "plots": "pictures (--plot)",
+    "ray": "actors",
+    "triton": "kernels of GPUs",
+}
+
+
+def _parts(facts: Any) -> list[tuple[str, str, str]]:
+    """Return the optional parts: what it is, what it is for, and what installs it where it is missing."""
+    from shotcast import extras
+
+    lines = {extra: extras.install_line(extra) if extras.missing(extra) else "" for extra in _USES}
+    if not facts.gpus:  # nothing needs it
+        del lines["triton"]
+    return [(extra, _USES[extra], line) for extra, line in lines.items()]
 
 
 def _for_programs(facts: Any) -> dict[str, Any]:
@@ -70,6 +91,7 @@ def _for_programs(facts: Any) -> dict[str, Any]:
     return {
         "host": facts.as_json(),
         "processes": held,
+        "extras": {name: {"ready": not lacks, "install": lacks} for name, _, lacks in _parts(facts)},
         "integrations": [one.as_json() for one in integrations()],
         "findings": [{"level": level.value, "text": text} for level, text in told],
     }

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Option(
-        "-m", "--model", help="A Hugging Face folder, a GGUF file, smollm2, random:PRESET or random:PRESET:LAYERS."
-    ),
+    typer.Argument(help="A Hugging Face folder, a GGUF file, smollm2, random:PRESET or random:PRESET:LAYERS."),
 ]
 TensorParallel = Annotated[
     int | None, typer.Option("-t", "--tensor-parallel", help="Ranks that each layer is divided among. Default: 1.")

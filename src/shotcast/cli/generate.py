@@ -45,8 +45,8 @@ _CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512}
 
 
 def generate(
+    model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to complete, or with --chat the message to answer.")],
-    model: Model = "smollm2",
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
@@ -88,7 +88,7 @@ def generate(
 
 
 def chat(
-    model: Model = "smollm2",
+    model: Model,
     system: Annotated[str, typer.Option("--system", help="The system message.")] = "",
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[
-        str, typer.Option("-m", "--model", help="A preset such as llama-3.1-70b, or a folder with config.json.")
-    ],
+    model: Annotated[str, typer.Argument(help="A preset such as llama-3.1-70b, or a folder with config.json.")],
     gpus: Annotated[int, typer.Option("-g", "--gpus", help="GPUs of the cluster that may be used.")] = 8,
     cluster: Annotated[
         str,
@@ -139,8 +137,9 @@ def plan(
         screen.print(why, soft_wrap=True)
     elif result.best:
         one = "an engine of it" if result.best.engines > 1 else "it"
+        files = f", with the model's files in {report.folder(job.name)}" if report.folder(job.name) != job.name else ""
         screen.print(
-            f"To start {one}: {report.command(result, longest)}", soft_wrap=True, markup=False, highlight=False
+            f"To start {one}{files}: {report.command(result, longest)}", soft_wrap=True, markup=False, highlight=False
         )
     if arrivals and result.best:
         met = traffic.simulate(job, result.best, constants, arrivals)
@@ -273,7 +272,7 @@ def _fit_gpu(folder: Path, part: str, output: Path) -> None:
         if OF_STAND_IN in source:
             line = f"{folder} has no results for all constants. Taken besides: {source}."
             screen.print(line, soft_wrap=True, highlight=False)
-    screen.print(f"wrote {output}; to use it: shotcast plan --calibration {output} ...", soft_wrap=True)
+    screen.print(f"wrote {output}; to use it: shotcast plan MODEL --calibration {output}", soft_wrap=True)
 
 
 def _link_line(link: LinkCost, residual: float) -> str:
@@ -318,8 +317,8 @@ def _calibrate_cpu(ranks: int, output: Path, cluster: Path, force: bool) -> None
     screen.print(table)
     screen.print(_host_line(found.host), highlight=False)
     screen.print(
-        f"wrote {output} and {cluster}; to use them: shotcast plan --cluster {cluster} --calibration {output} --gpus "
-        f"{ranks} ...",
+        f"wrote {output} and {cluster}; to use them: shotcast plan MODEL --cluster {cluster} --calibration {output} "
+        f"--gpus {ranks}",
         soft_wrap=True,
         highlight=False,
     )

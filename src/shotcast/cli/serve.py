@@ -37,7 +37,7 @@ from shotcast.errors import ConfigError
 
 
 def serve(
-    model: Model = "smollm2",
+    model: Model,
     host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
     api_key: Annotated[

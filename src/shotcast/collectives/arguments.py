@@ -1,4 +1,4 @@
-"""Checks of arguments; the errors say what is wrong and what is accepted."""
+"""Checks of arguments; the errors name the method (``call``), and say what is wrong and what is accepted."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ _told: set[tuple[str, int]] = set()
 _INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
 
 
-def valid(x: torch.Tensor, name: str, device: torch.device) -> None:
+def valid(x: torch.Tensor, name: str, device: torch.device, call: str) -> None:
     """Raise ConfigError unless ``x`` is a contiguous tensor on ``device``."""
     plain = type(x) is torch.Tensor and x.device == device and x.layout is torch.strided and x.is_contiguous()
     if plain and (is_compiling() or not (x.is_conj() or x.is_neg())):
         return  # the common case, which must not cost an eager call more checks
     if not isinstance(x, torch.Tensor):
-        raise ConfigError(f"{name} is a torch.Tensor, not {type(x).__name__}")
+        raise ConfigError(f"{call}: {name} is a torch.Tensor, not {type(x).__name__}")
     if x.device != device:
-        raise ConfigError(f"{name} lies on {x.device}; this communicator serves {device}")
+        raise ConfigError(f"{call}: {name} lies on {x.device}; this communicator serves {device}")
     if x.layout != torch.strided or not x.is_contiguous():
         description = (
             f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
         )
         method = "contiguous" if x.layout == torch.strided else "to_dense"
-        raise ConfigError(f"{name} is not contiguous ({description}); pass {name}.{method}()")
+        raise ConfigError(f"{call}: {name} is not contiguous ({description}); pass {name}.{method}()")
     if is_compiling():  # a traced call is checked again when it is made
         return
     if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         # a DTensor, a result of PyTorch's functional collectives and the like have no memory of their own
-        raise ConfigError(f"{name} is a {type(x).__name__}, not a plain tensor; pass the tensor inside ({_INSIDE})")
+        kind = type(x).__name__
+        raise ConfigError(f"{call}: {name} is a {kind}, not a plain tensor; pass the tensor inside ({_INSIDE})")
     if x.is_conj() or x.is_neg():
         # the memory holds other values than the tensor shows
-        raise ConfigError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
+        raise ConfigError(f"{call}: {name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
 
 
-def dense(x: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+def dense(x: torch.Tensor, name: str, device: torch.device, call: str) -> torch.Tensor:
     """Return ``x``, or a contiguous copy of a strided tensor, of which a warning tells once for each place of calls.
 
     Raises ConfigError for what :func:`valid` refuses for another reason.
@@ -54,7 +55,7 @@ def dense(x: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
         if not is_compiling():
             _warn(f"{name} is not contiguous (strides {list(x.stride())}), so each such call copies it first")
         x = x.contiguous()
-    valid(x, name, device)
+    valid(x, name, device, call)
     return x
 
 
@@ -70,7 +71,7 @@ def _warn(text: str) -> None:
 
 
 def output(
-    x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], own_at: int | None = None
+    x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], call: str, own_at: int | None = None
 ) -> torch.Tensor:
     """Return ``out``, after checking it against ``shape`` and ``x``; for None, a new tensor.
 
@@ -80,28 +81,28 @@ def output(
     """
     if out is None:
         return x.new_empty(shape)
-    valid(out, "out", x.device)
+    valid(out, "out", x.device, call)
     if out.dtype != x.dtype or out.shape != shape:
-        raise ConfigError(f"out must be {list(shape)} of {x.dtype}; it is {list(out.shape)} of {out.dtype}")
+        raise ConfigError(f"{call}: out must be {list(shape)} of {x.dtype}; it is {list(out.shape)} of {out.dtype}")
     if out.requires_grad:
-        writable(out, "out")
+        writable(out, "out", call)
     if own_at is not None and not is_compiling():
-        _in_place_or_apart(x, out, own_at)
+        _in_place_or_apart(x, out, call, own_at)
     return out
 
 
-def _in_place_or_apart(x: torch.Tensor, out: torch.Tensor, own_at: int) -> None:
+def _in_place_or_apart(x: torch.Tensor, out: torch.Tensor, call: str, own_at: int) -> None:
     """Raise ConfigError if ``x`` and ``out`` overlap, unless the smaller begins ``own_at`` bytes into the larger."""
     behind, of_x, of_out = out.data_ptr() - x.data_ptr(), x.nbytes, out.nbytes
     if of_x and of_out and -of_out < behind < of_x and (behind if of_x >= of_out else -behind) != own_at:
         accepted = f"the rank's own part, from byte {own_at} on" if of_x != of_out else "all of it"
         raise ConfigError(
-            f"x and out share memory: out begins {behind} bytes behind x. Of the larger, the smaller may be {accepted}"
-            "; give another tensor as out, or none"
+            f"{call}: x and out share memory: out begins {behind} bytes behind x. Of the larger, the smaller may be "
+            f"{accepted}; give another tensor as out, or none"
         )
 
 
-def writable(x: torch.Tensor, name: str) -> None:
+def writable(x: torch.Tensor, name: str, call: str) -> None:
     """Raise ConfigError if ``x`` is a leaf that requires grad, or a view of one, and autograd records its changes."""
     if x.requires_grad and torch.is_grad_enabled():
         what = "a leaf Variable" if x.is_leaf else ""
@@ -109,8 +110,8 @@ def writable(x: torch.Tensor, name: str) -> None:
             what = "a view of a leaf Variable"
         if what:
             raise ConfigError(
-                f"{what} that requires grad is being used in an in-place operation: {name} is written. Write it under "
-                f"torch.no_grad(), or pass {name}.detach()"
+                f"{call}: {what} that requires grad is being used in an in-place operation: {name} is written. "
+                f"Write it under torch.no_grad(), or pass {name}.detach()"
             )
 
 
@@ -124,28 +125,28 @@ def without_gradient(call: str, **operands: object) -> None:
             )
 
 
-def rows_per_rank(x: torch.Tensor, world_size: int, name: str) -> int:
+def rows_per_rank(x: torch.Tensor, world_size: int, call: str) -> int:
     """Return the first dimension of ``x`` divided by the number of ranks. Raises ConfigError if it is not divisible."""
     if x.dim() == 0 or x.shape[0] % world_size:
         raise ConfigError(
-            f"{name}: the first dimension of x is divided among {world_size} ranks; its shape is {list(x.shape)}"
+            f"{call}: the first dimension of x is divided among {world_size} ranks; its shape is {list(x.shape)}"
         )
     return x.shape[0] // world_size
 
 
-def rank_in(rank: int, world_size: int, name: str) -> int:
+def rank_in(rank: int, world_size: int, name: str, call: str) -> int:
     """Return ``rank``. Raises ConfigError unless it is a rank."""
     if not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise ConfigError(f"{name} is a rank in 0..{world_size - 1}, not {rank!r}")
+        raise ConfigError(f"{call}: {name} is a rank in 0..{world_size - 1}, not {rank!r}")
     return rank
 
 
-def sm_budget(sms: int | None) -> int:
+def sm_budget(sms: int | None, call: str) -> int:
     """Return the number of SMs that a call may occupy, 0 for None. Raises ConfigError if it is not usable."""
     if sms is None:
         return 0
     if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= MAX_SMS:
-        raise ConfigError(f"sms is a whole number in 1..{MAX_SMS}, or None for any number of SMs; not {sms!r}")
+        raise ConfigError(f"{call}: sms is a whole number in 1..{MAX_SMS}, or None for any number of SMs; not {sms!r}")
     return sms
 
 
@@ -154,4 +155,4 @@ def operation(op: str) -> Op:
     try:
         return Op[op.upper()]
     except (KeyError, AttributeError):
-        raise ConfigError(f"unknown operation {op!r}; there are {', '.join(o.label for o in Op)}") from None
+        raise ConfigError(f"explain: unknown operation {op!r}; there are {', '.join(o.label for o in Op)}") from None

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.prepared import Given, PreparedCalls
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
 from shotcast.collectives.reductions import Reduction, divide, is_divided
-from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, process_group_of
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, meeting_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd
 from shotcast.collectives.torch_ops.communicators import register
@@ -80,9 +80,9 @@ _CLOSE_GRACE_S = 5.0
 _TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
 
 
-def _seconds(timeout_s: float) -> float:
+def _seconds(timeout_s: float, call: str) -> float:
     if not (isinstance(timeout_s, int | float) and 0 < timeout_s < 1e9):
-        raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
+        raise ConfigError(f"{call}: timeout_s is a number of seconds above 0, not {timeout_s!r}")
     return float(timeout_s)
 
 
@@ -106,7 +106,8 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     Args:
         group: a torch.distributed process group; None for all ranks, initializing torch.distributed from the
-            environment (torchrun, :func:`shotcast.spawn`) if that has not been done.
+            environment (torchrun, :func:`shotcast.spawn`) if that has not been done. Outside a job, where neither RANK
+            nor WORLD_SIZE is set, this process is the only rank.
         device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one,
             also where each sees its own alone (CUDA_VISIBLE_DEVICES).
         max_bytes: the largest message for native kernels on CUDA. The workspace takes 82 MiB of each GPU at first and
@@ -144,7 +145,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         exclusive: bool = False,
     ):
         place = device_of(device)
-        meeting = Meeting.of_group(process_group_of(group, place))
+        meeting = meeting_of(group, place)
         modes, none = (allow_fp8, batch_invariant, exclusive), (None, None, None)
         self._start(meeting, place, max_bytes, timeout_s, *modes, *none, may_have_own_gpu(device))
 
@@ -204,7 +205,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         undecided: bool = False,
         title: str | None = None,
     ) -> None:
-        self._timeout_s = _seconds(timeout_s)
+        self._timeout_s = _seconds(timeout_s, "Communicator")
         if not isinstance(allow_fp8, bool | None):
             raise ConfigError(f"allow_fp8 is True, False or None, not {allow_fp8!r}")
         self._allow_fp8 = env.allow_fp8() if allow_fp8 is None else allow_fp8
@@ -424,7 +425,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             if op is Op.ALL_TO_ALL_UNEVEN:  # two ranks each know a size, so nothing that ranks agree on goes by it
                 sizes, of_two = of_two, sizes
             if sms is not None:
-                sm_budget(sms)  # True and 16.0 would find what 1 and 16 have left
+                sm_budget(sms, op.label)  # True and 16.0 would find what 1 and 16 have left
             key = op, count, dtype, algorithm, reduction, root, sizes, norm, capturing, launch, sms
             call = self._calls.get(key) or self._calls.recall(key)
             if call is None:
@@ -717,7 +718,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and of replays of captured ones. Each rank changes its own."""
-        self._timeout_s = _seconds(timeout_s)
+        self._timeout_s = _seconds(timeout_s, "set_timeout")
         self._vendor.set_timeout(self._timeout_s)
         if self._executor is not None:
             self._executor.set_timeout(self._timeout_s)
@@ -828,5 +829,12 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self._resolver.topology.transport.name
-        return f"Communicator(rank={self.rank}, world_size={self.world_size}, device={self.device}, {state})"
+        state = f"stopped by {type(self._first).__name__}" if self._first else self._resolver.topology.transport.name
+        ranks = f"name={self.name!r}, rank={self.rank}, world_size={self.world_size}"
+        return f"Communicator({ranks}, device={self.device}, {'closed' if self._closed else state})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Communicator cannot be pickled or copied, as it holds memory and connections of this process; construct "
+            "one in each process, within the function that it runs"
+        )

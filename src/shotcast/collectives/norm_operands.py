@@ -66,7 +66,7 @@ def norm_operands(
     """
     rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards, bias)
     if scale is not None:
-        valid(scale, "scale", device)
+        valid(scale, "scale", device, name)
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise ConfigError(
                 f"{name}: scale is one float32, or None for one a row; it is {list(scale.shape)} of {scale.dtype}"
@@ -130,9 +130,9 @@ def norm_rows(
 
     Raises ConfigError or UnsupportedError for other inputs.
     """
-    valid(x, "x", device)
-    valid(residual, "residual", device)
-    valid(weight, "weight", device)
+    valid(x, "x", device, name)
+    valid(residual, "residual", device, name)
+    valid(weight, "weight", device, name)
     if x.dtype not in _SUMMED or residual.dtype != x.dtype or weight.dtype not in _SUMMED:
         raise UnsupportedError(
             f"{name} takes x and residual of one dtype of {', '.join(wire.REDUCIBLE)}, and a weight of any of these; "
@@ -151,7 +151,7 @@ def norm_rows(
             f"{list(x.shape)}, {list(residual.shape)}, {list(weight.shape)}"
         )
     if bias is not None:
-        valid(bias, "bias", device)
+        valid(bias, "bias", device, name)
         if bias.dtype != weight.dtype or bias.shape != weight.shape:
             raise ConfigError(
                 f"{name} takes a bias of the weight's dtype and shape, {list(weight.shape)} of {weight.dtype}; it is "
@@ -180,10 +180,10 @@ def _written(
     text = f"{name}: {member} of out"
     if tensor is None:
         raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is None")
-    valid(tensor, f"{member} of out", device)
+    valid(tensor, f"{member} of out", device, name)
     if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
         raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is {list(tensor.shape)} of {tensor.dtype}")
-    writable(tensor, f"{member} of out")
+    writable(tensor, f"{member} of out", name)
     return tensor
 
 

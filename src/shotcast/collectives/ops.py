@@ -80,12 +80,17 @@ class OpSpec:
         for attribute, value in found.items():
             object.__setattr__(self, attribute, value)
 
+    @property
+    def method(self) -> str:
+        """The name of the method that makes the operation."""
+        return self.name.removesuffix("_uneven")
+
     def make(self, comm: Any, operands: dict[str, Any]) -> Any:
         """Make the operation on a communicator; ``operands`` may be more than its own."""
         operands = self.defaults | operands
         if self.call is not None:
             return self.call(comm, **operands)
-        method = getattr(comm, self.name.removesuffix("_uneven"))
+        method = getattr(comm, self.method)
         return method(**{name: operands[name] for name in self.operands if name not in _FACTS})
 
     def empty(self, operands: dict[str, Any]) -> Any:

@@ -28,7 +28,7 @@ _AVERAGED_INTEGERS = ("int8", "uint8", "int16", "int32", "int64")
 """Integers that PyTorch divides."""
 
 
-def reduction_name(reduction: Reduction) -> str:
+def reduction_name(reduction: Reduction, call: str) -> str:
     """Return the name of a reduction. Raises ConfigError if there is none of that name, or of PyTorch's kind."""
     if isinstance(reduction, str):
         if reduction in wire.REDUCTIONS:
@@ -40,19 +40,19 @@ def reduction_name(reduction: Reduction) -> str:
         if kind.name in OF_TORCH:
             return OF_TORCH[kind.name]
         if kind.name == "PREMUL_SUM":
-            raise ConfigError("ReduceOp.PREMUL_SUM is not served; multiply x by the factor, and take the sum")
-    known = ", ".join(wire.REDUCTIONS)
-    raise ConfigError(f"unknown reduction {reduction!r}; there are {known}, and those of torch.distributed.ReduceOp")
+            raise ConfigError(f"{call}: ReduceOp.PREMUL_SUM is not served; multiply x by the factor, and take the sum")
+    known = f"{', '.join(wire.REDUCTIONS)}, and those of torch.distributed.ReduceOp"
+    raise ConfigError(f"{call}: unknown reduction {reduction!r}; there are {known}")
 
 
-def check_reduction(dtype: str, reduction: str) -> None:
-    """Raise UnsupportedError unless a reduction is defined for a dtype."""
+def check_reduction(dtype: str, reduction: str, begin: str = "") -> None:
+    """Raise UnsupportedError, whose text starts with ``begin``, unless a reduction is defined for a dtype."""
     floats = dtype not in (*wire.INTEGERS, "bool")
     if reduction == "avg" and not floats and not is_divided(dtype, reduction):
         integers = ", ".join(_AVERAGED_INTEGERS)
-        raise UnsupportedError(f"avg takes floating-point tensors and {integers}, not {dtype}")
+        raise UnsupportedError(f"{begin}avg takes floating-point tensors and {integers}, not {dtype}")
     if reduction in ("band", "bor", "bxor") and floats:
-        raise UnsupportedError(f"{reduction} takes integers and bool, not {dtype}")
+        raise UnsupportedError(f"{begin}{reduction} takes integers and bool, not {dtype}")
 
 
 def is_divided(dtype: str, reduction: str) -> bool:

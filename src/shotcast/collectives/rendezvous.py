@@ -1,7 +1,8 @@
-"""The process group of a communicator: the one given, or all ranks of the job."""
+"""The ranks of a communicator: those of a process group, all ranks of the job, or one outside a job."""
 
 from __future__ import annotations
 
+import functools
 import os
 from datetime import timedelta
 
@@ -11,9 +12,33 @@ import torch.distributed as dist
 from shotcast import env
 from shotcast.collectives.rank_device import gpus_are_shared
 from shotcast.errors import ConfigError
+from shotcast.memory.host_group import Meeting
 
 SETUP_TIMEOUT_S = 120.0
 """Seconds that ranks wait for each other while a process group or a communicator is constructed."""
+
+
+def meeting_of(group: dist.ProcessGroup | None, device: torch.device) -> Meeting:
+    """Return the ranks of ``group``, for None all ranks of the job; outside a job, this process as its only rank.
+
+    Raises:
+        ConfigError: as :func:`process_group_of` does.
+    """
+    if group is None and not dist.is_initialized() and env.job() is None:
+        variable, size = env.size_by_other_launcher()
+        if not variable:
+            return Meeting(_store_of_one(), 0, 1, "alone")
+        raise ConfigError(
+            f"{variable} says that {size} processes were started, but RANK and WORLD_SIZE are not set, so they cannot "
+            "meet; start with torchrun, or with shotcast.spawn(fn, world_size)"
+        )
+    return Meeting.of_group(process_group_of(group, device))
+
+
+@functools.cache
+def _store_of_one() -> dist.Store:
+    """Return the store of all communicators outside a job: their names must differ."""
+    return dist.HashStore()
 
 
 def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
@@ -22,15 +47,11 @@ def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> d
     Gloo then uses the interface of SHOTCAST_SOCKET_IFNAME, unless its own variable names another.
 
     Raises:
-        ConfigError: the environment does not describe a job, or this rank is not a member of the group.
+        ConfigError: this rank is not a member of the group.
     """
     if not dist.is_initialized():
         if group is not None:
             raise ConfigError("a process group was given, and torch.distributed is not initialised")
-        if env.job() is None:
-            raise ConfigError(
-                "RANK and WORLD_SIZE are not set; start with torchrun, or with shotcast.spawn(fn, world_size)"
-            )
         if device.type == "cuda":
             torch.cuda.set_device(device)
         use_interface()

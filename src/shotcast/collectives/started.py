@@ -31,6 +31,9 @@ class Handle:
     def __init__(self, result: Any = None):
         self.result = result
 
+    call = ""
+    """The name of the call."""
+
     def is_completed(self) -> bool:
         """Return whether the call is over, with a result or an error. It is False for calls captured in a graph."""
         return True
@@ -41,6 +44,12 @@ class Handle:
         Raises what the call raised. It may be called again.
         """
         return self.result
+
+    def __repr__(self) -> str:
+        return f"Handle({self.call}, {self._state()})"
+
+    def _state(self) -> str:
+        return "over" if self.is_completed() else "under way"
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -182,6 +191,10 @@ class _HostHandle(Handle):
 
     def wait(self) -> Any:
         return self._outcome.get()
+
+    def _state(self) -> str:
+        error = self._outcome.error
+        return super()._state() if error is None else f"failed with {type(error).__name__}"
 
     def __del__(self) -> None:
         self._outcome.drop()

@@ -66,6 +66,11 @@ class BaseLLM:
         """Return the counters of the engine as of the last step."""
         return self._client.stats
 
+    def __repr__(self) -> str:
+        config = self.config
+        layout = f"layout={config.tensor_parallel}x{config.pipeline_parallel}"
+        return f"{type(self).__name__}({config.model!r}, {layout}, device={config.device}, {self._client.state})"
+
     def _submit(
         self,
         prompt: str | Sequence[int] | CheckedPrompt,

@@ -206,6 +206,11 @@ class EngineClient:
         return self._dead
 
     @property
+    def state(self) -> str:
+        """Whether the engine is running, dead or closed."""
+        return "closed" if self._closing else "running" if self._dead is None else "dead"
+
+    @property
     def stats(self) -> EngineStats:
         """Counters as of the last step."""
         return self._stats

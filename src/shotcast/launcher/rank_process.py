@@ -29,7 +29,9 @@ import torch
 import torch.distributed as dist
 
 from shotcast.env import socket_dir
+from shotcast.errors import ConfigError
 from shotcast.launcher.namespaces import enter_namespace
+from shotcast.launcher.pickling import dumps
 
 running_main = False
 """True in a rank while it imports the caller's script."""
@@ -110,6 +112,7 @@ _server: multiprocessing.forkserver.ForkServer
 _new_server()
 os.register_at_fork(after_in_child=_new_server)  # a server serves only the process that started it
 
+_ABOVE = 'Ranks import the script without what is under `if __name__ == "__main__":`; define it above that line'
 _MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
 
 
@@ -119,6 +122,13 @@ def main_of_caller() -> dict[str, Any]:
     if not os.path.isfile(preparation.get("init_main_from_path", __file__)):
         return {}
     return {key: preparation[key] for key in _MAIN_KEYS if key in preparation}
+
+
+def imports_main() -> bool:
+    """Return whether ranks import the caller's script, which multiprocessing does not do with a ``__main__.py``."""
+    main = main_of_caller()
+    name = main.get("init_main_from_name") or main.get("init_main_from_path", "").removesuffix(".py")
+    return bool(main) and not name.endswith("__main__")
 
 
 class _Descriptor:
@@ -219,7 +229,12 @@ def run_rank(
         _apply_env()
         with _importing_main():
             multiprocessing.spawn.prepare(caller.main)
-        fn, args = pickle.loads(payload)
+        try:
+            fn, args = pickle.loads(payload)
+        except AttributeError as error:
+            if "__mp_main__" not in str(error):
+                raise
+            raise ConfigError(f"{error}. {_ABOVE}") from error
         value = fn(*args)
     except BaseException as error:
         results.send_bytes(error_report(error))
@@ -265,10 +280,9 @@ def _importing_main() -> Iterator[None]:
 def value_report(value: Any) -> bytes:
     """Return the report of a rank whose function returned ``value``."""
     try:
-        return pickle.dumps(("value", pickle.dumps(value), ""))
-    except Exception as error:
-        text = f"returned {type(value).__name__}, which cannot be pickled: {error}"
-        return pickle.dumps(("error", None, text))
+        return pickle.dumps(("value", dumps(value, f"returned {type(value).__name__}, which"), ""))
+    except ConfigError as error:
+        return pickle.dumps(("error", None, str(error)))
 
 
 def error_report(error: BaseException) -> bytes:
@@ -277,7 +291,7 @@ def error_report(error: BaseException) -> bytes:
     if isinstance(error, SystemExit):
         text = f"called sys.exit({error.code!r})\n{text}"
     try:
-        data = pickle.dumps(error)
+        data = dumps(error, type(error).__name__)
         pickle.loads(data)  # an exception whose __init__ takes other arguments only fails here
     except Exception:
         data = None

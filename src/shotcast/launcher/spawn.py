@@ -19,7 +19,6 @@ import atexit
 import contextlib
 import math
 import os
-import pickle
 import signal
 import socket
 import time
@@ -40,8 +39,9 @@ from shotcast.launcher.monitor import (
     timeout_detail,
     wait_for_reports,
 )
+from shotcast.launcher.pickling import dumps
 from shotcast.launcher.rank_handle import Failure, RankHandle
-from shotcast.launcher.rank_process import main_of_caller
+from shotcast.launcher.rank_process import imports_main
 
 T = TypeVar("T")
 
@@ -90,10 +90,12 @@ def spawn(
         if __name__ == "__main__":
             print(shotcast.spawn(work, 4, 0.5))
 
-    Every rank imports the script that calls ``spawn``, so put the call under ``if __name__ == "__main__":``.
+    Every rank imports the script that calls ``spawn``, so put the call under ``if __name__ == "__main__":``. Notebooks
+    and ``python -c`` need no such line.
 
     Args:
-        fn: a function at the top level of a module. It and ``args`` are pickled.
+        fn: a function, which is pickled with ``args``: by its name if ranks can import it, else by value, with the
+            variables that it uses (closures, lambdas, functions of notebooks).
         world_size: number of processes, 1 or more.
         timeout_s: seconds for the whole call; None or infinity for no limit.
         env: environment variables to set in the ranks, in addition to the caller's own.
@@ -107,7 +109,7 @@ def spawn(
     Raises:
         RankFailed: a rank raised, exited or was killed, or ``timeout_s`` passed; the other ranks have been ended. When
             several ranks failed, it names the one that caused it, and ``__cause__`` is that rank's exception.
-        ConfigError: a new process cannot import ``fn``, ``world_size`` is not positive, or another argument is wrong.
+        ConfigError: ``fn`` or its arguments cannot be pickled, or another argument is wrong.
     """
     _check_timeout(timeout_s)
     return RankGroup.start(fn, world_size, *args, env=env).results(timeout_s, return_exceptions=return_exceptions)
@@ -296,25 +298,7 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "this script starts ranks while a rank imports it, which would start ranks without end. "
             'Put the call under: if __name__ == "__main__":'
         )
-    name = getattr(fn, "__qualname__", repr(fn))
-    if getattr(fn, "__module__", None) == "__main__":
-        main = main_of_caller()
-        if not main:
-            raise ConfigError(
-                f"{name} is defined in an interactive interpreter; ranks must import their function from a file"
-            )
-        # "package.__main__" run by -m, "__main__" of a folder run as a script, or its file run by its path
-        module = main.get("init_main_from_name") or main.get("init_main_from_path", "").removesuffix(".py")
-        if module.endswith("__main__"):
-            raise ConfigError(
-                f"{name} is defined in a __main__.py, which ranks do not import; put it into another module"
-            )
-    try:
-        return pickle.dumps((fn, args))
-    except Exception as error:
-        raise ConfigError(
-            f"{name} and its arguments must be picklable, and {name} a function at the top level of a module: {error}"
-        ) from error
+    return dumps((fn, args), f"{getattr(fn, '__qualname__', repr(fn))} with its arguments", imports_main())
 
 
 def _with_threads(environment: dict[str, str], local_world_size: int) -> dict[str, str]:

@@ -95,7 +95,7 @@ def all_gather_matmul(
     """
     comm = ranks.communicators[0] if isinstance(ranks, Lanes) else ranks
     weights = [b] if isinstance(b, torch.Tensor) else list(b)
-    sm_budget(sms)
+    sm_budget(sms, "all_gather_matmul")
     _check(comm, a_shard, weights)
     for weight in weights:
         without_gradient("all_gather_matmul", a_shard=a_shard, b=weight)

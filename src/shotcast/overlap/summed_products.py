@@ -215,7 +215,7 @@ class _Product:
                 f"not {out.dtype}, {list(out.shape)} with strides {list(out.stride())} on {out.device}"
             )
         if out is not None:
-            writable(out, "out")
+            writable(out, "out", op.label)
         self._given = out
         self._out: torch.Tensor | None = out
         self._config = config

@@ -18,7 +18,7 @@ _CONFIG = "config.json"
 
 
 class NamedModel(NamedTuple):
-    """A configuration, and what ``--model`` of other commands calls the model."""
+    """A configuration, and what other commands call the model."""
 
     config: ModelConfig
     name: str
@@ -32,7 +32,7 @@ def named_model(model: str) -> NamedModel:
         UnsupportedError: it is of a kind that the engine does not run.
     """
     if not model.strip():
-        raise ConfigError("--model is empty; give a preset, or a folder with config.json")
+        raise ConfigError("the model is empty; give a preset, or a folder with config.json")
     if model.lower() in PACKAGED:
         return NamedModel(preset(PACKAGED_PRESET), model)
     name = model.removeprefix(RANDOM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shotcast import extras
 from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +15,8 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_format(path: Path) -> None:
-    """Raise ConfigError unless the suffix of ``path`` names a format that pictures are written in."""
+    """Raise ConfigError unless pictures can be drawn, in the format that the suffix of ``path`` names."""
+    extras.require("plots", "a picture")
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(
             f"{path} has {f'the suffix {path.suffix}' if path.suffix else 'no suffix'}, and that of a picture says its "
@@ -28,9 +30,9 @@ def draw(plan: Plan, path: Path) -> None:
     Raises:
         ConfigError: it is none of :data:`FORMATS`.
     """
+    check_format(path)
     import matplotlib.figure
 
-    check_format(path)
     figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     front = plan.pareto()

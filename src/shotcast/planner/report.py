@@ -7,6 +7,7 @@ import re
 import shlex
 from typing import Any
 
+from shotcast.models.source import RANDOM
 from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Job, Plan, Point
 from shotcast.units import about_size
 
@@ -18,6 +19,10 @@ KINDS = {
     "the rest": ("norm", "activation", "embedding", "sampling"),
 }
 """The parts of a step by what they are called in a sentence."""
+LOADS = (1, 16, 64, 256)
+"""Sequences of an engine for which an answer says what users feel."""
+READING_MS = 200.0
+"""Milliseconds a token from which on text comes slower than people read."""
 
 
 def reason(plan: Plan) -> str:
@@ -26,7 +31,9 @@ def reason(plan: Plan) -> str:
     if best is None:
         return _no_best(plan)
     of = " an engine" * (best.engines > 1)
-    sentences = [f"{_layout(best)} with {_count(best.sequences, 'sequence')}{of}."]
+    sentences = [f"{_layout(best)} with {_count(best.sequences, 'sequence')}{of}: {_speed(best)}.", _loads(plan, best)]
+    if best.tpot_ms > READING_MS:
+        sentences.append("Text comes slower than people read it; a chat needs a bound, such as --target tpot=50.")
     total = sum(best.parts.values())
     shares = {kind: sum(best.parts.get(name, 0.0) for name in names) / total for kind, names in KINDS.items()}
     named = {"sums between ranks": f"sums between ranks ({best.algorithm})"}
@@ -40,7 +47,19 @@ def reason(plan: Plan) -> str:
     ]
     if others:
         sentences.append(_compared(best, others[0], job))
-    return " ".join(sentences)
+    return " ".join(filter(None, sentences))
+
+
+def _speed(point: Point) -> str:
+    return f"{point.tpot_ms:.4g} ms a token, {point.tokens_per_s:.4g} tokens/s"
+
+
+def _loads(plan: Plan, best: Point) -> str:
+    """Return what users feel of the best layout with other numbers of sequences; "" if there are none."""
+    same = [point for point in plan.points if (point.layout, point.engines) == (best.layout, best.engines)]
+    loads = [point for point in same if point.sequences in LOADS and point.sequences != best.sequences]
+    listed = "; ".join(f"{_count(point.sequences, 'sequence')}: {_speed(point)}" for point in loads)
+    return f"With other loads, {listed}." if listed else ""
 
 
 def _compared(best: Point, other: Point, job: Job) -> str:
@@ -109,6 +128,11 @@ def obstacle(plan: Plan) -> str:
     return ""
 
 
+def folder(name: str) -> str:
+    """Return the model as commands that need its weights take it: for a preset, a folder that is called like it."""
+    return f"./{name.removeprefix(RANDOM).partition(':')[0]}" if name.startswith(RANDOM) else name
+
+
 def command(plan: Plan, longest: int = 0) -> str | None:
     """Return the command that starts one engine of the best point; by torchrun on each node if there are several.
 
@@ -125,8 +149,7 @@ def command(plan: Plan, longest: int = 0) -> str | None:
     tokens = max(BATCH_TOKENS, best.sequences)
     serve = [
         "serve",
-        "--model",
-        job.name,
+        folder(job.name),
         "--device",
         plan.device,
         "--tensor-parallel",
@@ -135,7 +158,8 @@ def command(plan: Plan, longest: int = 0) -> str | None:
     serve += ["--pipeline-parallel", str(best.layout.pipeline_parallel)]
     serve += ["--quantization", job.quantization] if job.quantization else []
     serve += ["--algorithm", job.limits.algorithm] if job.limits.algorithm != "auto" else []
-    serve += ["--max-model-len", str(max(longest, job.prompt + job.output)), "--max-sequences", str(best.sequences)]
+    serve += ["--max-model-len", str(max(longest, job.prompt + job.output))]
+    serve += ["--max-sequences", str(best.sequences)] if best.sequences > 1 else []  # a server has more than one user
     serve += ["--max-batch-tokens", str(tokens)] if tokens > BATCH_TOKENS else []
     per_node = job.cluster.gpus_per_node
     if best.layout.ranks <= per_node:

@@ -39,7 +39,7 @@ OnOperands = Callable[[Communicator, Operands], None]
 
 
 class Calls:
-    """The calls of a process group, under all names that PyTorch 2.11 to 2.13 has for them."""
+    """The calls of a process group, under all names that PyTorch 2.11 to 2.14 has for them."""
 
     _rank: int
     _world_size: int
@@ -607,7 +607,7 @@ def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:
         return "sum", factor
     if op == dist.ReduceOp.AVG and torch.bool in dtypes:
         raise TypeError("AVG takes numbers, not torch.bool")
-    return reduction_name(op), None
+    return reduction_name(op, "torch.distributed"), None
 
 
 def _sized(op: str, found: int, wanted: int, what: str = "elements") -> None:

@@ -161,7 +161,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             op: the name of the operation, such as ``"all_reduce"``, ``"all_to_all"`` or ``"send"``.
             reduction: as in the call.
         """
-        way = way_of(op, x.dtype, reduction_name(reduction), x.layout)
+        way = way_of(op, x.dtype, reduction_name(reduction, "explain"), x.layout)
         calls = self._calls.get(x.device)
         if not way.is_own or calls is None or calls.comm is None:
             return way

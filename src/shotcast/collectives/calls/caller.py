@@ -55,9 +55,9 @@ class Caller(Collectives):
         if out is None and x.requires_grad and torch.is_grad_enabled():
             return autograd.record(spec, self, operands)
         own_at = spec.own_at(**operands)
-        out = output(x, out, shape, own_at)
+        out = output(x, out, shape, spec.method, own_at)
         if not spec.in_place and out.data_ptr() == x.data_ptr() and x.numel():
-            raise ConfigError(f"{spec.name} cannot work in place; give another tensor as out, or none")
+            raise ConfigError(f"{spec.method} cannot work in place; give another tensor as out, or none")
         if (x.requires_grad or out.requires_grad) and torch.is_grad_enabled():
             return autograd.written(spec, self, out, operands)
         assert spec.op is not None

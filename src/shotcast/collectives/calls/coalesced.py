@@ -119,8 +119,8 @@ class CoalescedCalls(SumCalls, CopyCalls):
         if not isinstance(xs, list | tuple) or not isinstance(outs, list | tuple) or {len(xs), len(outs)} != {parts}:
             raise ConfigError(f"all_to_all_list takes two lists of {parts} tensors, one for each rank")
         for x, out in zip(xs, outs, strict=True):
-            valid(out, "out", self.device)
-            writable(out, "out")
+            valid(out, "out", self.device, "all_to_all_list")
+            writable(out, "out", "all_to_all_list")
             if x.dtype != xs[0].dtype or out.dtype != xs[0].dtype:
                 raise ConfigError(
                     f"all_to_all_list takes tensors of one dtype, not {xs[0].dtype}, {x.dtype}, {out.dtype}"
@@ -140,11 +140,11 @@ class CoalescedCalls(SumCalls, CopyCalls):
         """Return ``xs``, contiguous, after all tensors have been checked: nothing is sent if one is wrong."""
         if not isinstance(xs, list | tuple) or (outs is not None and len(outs) != len(xs)):
             raise ConfigError(f"{name} takes a list of tensors, and as many outs or none")
-        checked = [dense(x, f"x {number}", self.device) for number, x in enumerate(xs)]
+        checked = [dense(x, f"x {number}", self.device, name) for number, x in enumerate(xs)]
         for number, x in enumerate(checked):
             shape = shape_of(x if x.dim() or name != "all_gather_coalesced" else x.view(1))
             if outs is not None:
-                output(x, outs[number], shape)
+                output(x, outs[number], shape, name)
         return checked
 
 

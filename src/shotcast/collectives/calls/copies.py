@@ -47,7 +47,7 @@ class CopyCalls(Caller):
             key = *key, *sizes, *map(type, sizes)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
-        x = dense(x, "x", self.device)
+        x = dense(x, "x", self.device, "all_gather")
         if x.dim() == 0:
             x = x.view(1)
         options: dict[str, Any] = {"algorithm": algorithm, "sms": sms}
@@ -91,7 +91,7 @@ class CopyCalls(Caller):
         key, operands = ("all_to_all", algorithm, sms, type(sms)), (x, out)
         if even and (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
-        x = dense(x, "x", self.device)
+        x = dense(x, "x", self.device, "all_to_all")
         if not even:
             return self._all_to_all_uneven(x, out, algorithm, sms, input_sizes, output_sizes)
         rows_per_rank(x, self.world_size, "all_to_all")
@@ -143,14 +143,14 @@ class CopyCalls(Caller):
         key, operands = ("broadcast", root, type(root), algorithm), (x, x)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
-        valid(x, "x", self.device)
-        rank_in(root, self.world_size, "root")
+        valid(x, "x", self.device, "broadcast")
+        rank_in(root, self.world_size, "root", "broadcast")
         values = {"x": x, "root": root, "algorithm": algorithm}
         if is_compiling():
-            writable(x, "x")
+            writable(x, "x", "broadcast")
             return x.copy_(autograd.in_graph(ops.BROADCAST, self.name, values))
         if x.requires_grad and torch.is_grad_enabled():
-            writable(x, "x")
+            writable(x, "x", "broadcast")
             return autograd.written(ops.BROADCAST, self, x, values)
         self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root, given=(key, operands))
         return x

@@ -34,9 +34,9 @@ class MessageCalls(Caller):
         given = ("send", dst, type(dst)), (x, None)
         if (prepared := self._prepared.find(*given)) and prepared.run(given[1]):
             return
-        x = dense(x, "x", self.device)
-        if rank_in(dst, self.world_size, "dst") == self.rank:
-            raise ConfigError(f"rank {self.rank} cannot send to itself")
+        x = dense(x, "x", self.device, "send")
+        if rank_in(dst, self.world_size, "dst", "send") == self.rank:
+            raise ConfigError(f"send: rank {self.rank} cannot send to itself")
         if is_compiling():
             self._traced(Op.SEND, x, dst)
             return
@@ -56,13 +56,13 @@ class MessageCalls(Caller):
         key, operands = ("recv", src, type(src)), (x, x)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
-        valid(x, "x", self.device)
-        if rank_in(src, self.world_size, "src") == self.rank:
-            raise ConfigError(f"rank {self.rank} cannot receive from itself")
+        valid(x, "x", self.device, "recv")
+        if rank_in(src, self.world_size, "src", "recv") == self.rank:
+            raise ConfigError(f"recv: rank {self.rank} cannot receive from itself")
         if is_compiling():
             return self._traced(Op.RECV, x, src)
         if x.requires_grad and torch.is_grad_enabled():
-            writable(x, "x")
+            writable(x, "x", "recv")
             return x.copy_(self.recv(torch.empty_like(x, requires_grad=False), src))
         self._run(Op.RECV, None, x, root=src, given=(key, operands))
         return x
@@ -84,13 +84,14 @@ class MessageCalls(Caller):
         Returns:
             The tensors of ``recvs``, which have been written.
         """
-        messages = [(Op.SEND, dense(x, "x", self.device), rank_in(dst, self.world_size, "dst")) for x, dst in sends]
+        size, device, name = self.world_size, self.device, "batch_send_recv"
+        messages = [(Op.SEND, dense(x, "x", device, name), rank_in(dst, size, "dst", name)) for x, dst in sends]
         for x, src in recvs:
-            valid(x, "x", self.device)
-            writable(x, "x")
-            messages.append((Op.RECV, x, rank_in(src, self.world_size, "src")))
+            valid(x, "x", device, name)
+            writable(x, "x", name)
+            messages.append((Op.RECV, x, rank_in(src, size, "src", name)))
         if any(peer == self.rank for _, _, peer in messages):
-            raise ConfigError(f"rank {self.rank} exchanges no messages with itself; copy the tensor")
+            raise ConfigError(f"{name}: rank {self.rank} exchanges no messages with itself; copy the tensor")
         if is_compiling():
             for op, x, peer in self._in_common_order(messages):
                 self._traced(op, x, peer)
@@ -109,7 +110,7 @@ class MessageCalls(Caller):
         if op is Op.SEND:
             autograd.in_graph(ops.SEND, self.name, {"x": x.detach(), "dst": peer})
             return x
-        writable(x, "x")
+        writable(x, "x", op.label)
         return x.copy_(autograd.in_graph(ops.RECV, self.name, {"x": x.detach(), "src": peer}))
 
     def _in_common_order(self, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> list[tuple[Op, torch.Tensor, int]]:

@@ -43,7 +43,7 @@ class RootedCalls(Caller):
             through the empty tensor (its sum is 0).
         """
         if not isinstance(reduction, str):
-            reduction = reduction_name(reduction)
+            reduction = reduction_name(reduction, "reduce")
         key, operands = ("reduce", root, type(root), algorithm, reduction), (x, out if root == self.rank else None)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done if root == self.rank else nothing_of(x)
@@ -80,8 +80,8 @@ class RootedCalls(Caller):
         reduction: str = "sum",
     ) -> torch.Tensor:
         """Make an operation that only the root has a result of."""
-        x = dense(x, "x", self.device)
-        at_root = rank_in(root, self.world_size, "root") == self.rank
+        x = dense(x, "x", self.device, spec.name)
+        at_root = rank_in(root, self.world_size, "root", spec.name) == self.rank
         count = None
         if spec is ops.GATHER:
             x = x.view(1) if x.dim() == 0 else x
@@ -115,22 +115,22 @@ class RootedCalls(Caller):
         key, operands = ("scatter", root, type(root), algorithm, x is None), (out if x is None else x, out)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
-        at_root = rank_in(root, self.world_size, "root") == self.rank
+        at_root = rank_in(root, self.world_size, "root", "scatter") == self.rank
         if x is None:
             if at_root or out is None:
                 raise ConfigError("scatter: x is a tensor on the root, and elsewhere too where there is no out")
-            valid(out, "out", self.device)
+            valid(out, "out", self.device, "scatter")
             if is_compiling():
                 x = out.new_empty((out.shape[0] * self.world_size, *out.shape[1:]))
             elif out.requires_grad and torch.is_grad_enabled():
-                writable(out, "out")
+                writable(out, "out", "scatter")
                 into = torch.empty_like(out, requires_grad=False)
                 return out.copy_(self.scatter(None, root, out=into, algorithm=algorithm))
             else:
                 count = out.numel() * self.world_size
                 self._run(Op.SCATTER, None, out, algorithm, root=root, count=count, given=(key, operands))
                 return out
-        x = dense(x, "x", self.device)
+        x = dense(x, "x", self.device, "scatter")
         return self._make(ops.SCATTER, x, out, (key, operands), {"root": root, "algorithm": algorithm}, count=x.numel())
 
 

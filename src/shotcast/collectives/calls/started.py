@@ -86,7 +86,9 @@ class StartedCalls(Caller):
                 self._starter = StreamStarter(self.device)
             else:
                 self._starter = ThreadStarter(self._prepared.pause, self._prepared.resume)
-        return self._starter.start(make, (args, kwargs))
+        handle = self._starter.start(make, (args, kwargs))
+        handle.call = call
+        return handle
 
 
 def _copied(arguments: Any) -> Any:

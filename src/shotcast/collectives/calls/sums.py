@@ -42,12 +42,13 @@ class SumCalls(Caller):
             it, as by ``torch.amax``. That of ``max``, ``min`` and ``prod`` gathers ``x`` of all ranks.
         """
         if not isinstance(reduction, str):
-            reduction = reduction_name(reduction)
+            reduction = reduction_name(reduction, "all_reduce")
         key, operands = ("all_reduce", algorithm, reduction, sms, type(sms)), (x, out)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
         options = {"algorithm": algorithm, "reduction": reduction, "sms": sms}
-        return self._make(ops.ALL_REDUCE, dense(x, "x", self.device), out, (key, operands), options)
+        x = dense(x, "x", self.device, "all_reduce")
+        return self._make(ops.ALL_REDUCE, x, out, (key, operands), options)
 
     def reduce_scatter(
         self,
@@ -69,9 +70,10 @@ class SumCalls(Caller):
             ``out``. Differentiable as :meth:`all_reduce` is.
         """
         if not isinstance(reduction, str):
-            reduction = reduction_name(reduction)
+            reduction = reduction_name(reduction, "reduce_scatter")
         key, operands = ("reduce_scatter", algorithm, reduction, sms, type(sms)), (x, out)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
         options = {"algorithm": algorithm, "reduction": reduction, "sms": sms}
-        return self._make(ops.REDUCE_SCATTER, dense(x, "x", self.device), out, (key, operands), options)
+        x = dense(x, "x", self.device, "reduce_scatter")
+        return self._make(ops.REDUCE_SCATTER, x, out, (key, operands), options)

@@ -113,14 +113,14 @@ class Resolver:
         sms: int | None = None,
     ) -> CollectiveProblem:
         """Return the problem of a call on ``count`` elements; ``dtype`` is None for a call without data."""
-        budget = sm_budget(sms)
+        budget = sm_budget(sms, op.label)
         if dtype is None:
             return CollectiveProblem(op, 0, "uint8", self.topology)
         name = _DTYPE_NAMES.get(dtype)
         if name is None:
             raise UnsupportedError(f"{op.label}: dtype {dtype} is not served; {', '.join(wire.DTYPES)} are")
-        reduction = reduction_name(reduction)
-        check_reduction(name, reduction)
+        reduction = reduction_name(reduction, op.label)
+        check_reduction(name, reduction, f"{op.label}: ")
         if is_divided(name, reduction):
             reduction = "sum"
         return CollectiveProblem(
@@ -215,7 +215,7 @@ class Resolver:
         """Return the explanation that :meth:`Communicator.explain` describes."""
         asked = operation(op)
         if not isinstance(x, torch.Tensor):
-            raise ConfigError(f"x is a torch.Tensor, not {type(x).__name__}")
+            raise ConfigError(f"explain: x is a torch.Tensor, not {type(x).__name__}")
         kind = wire.LAYER if asked in wire.LAYER_NORMS else wire.RMS
         norm = Norm(x.shape[-1] if x.dim() else 1, kind=kind) if asked in FUSED else None
         dtype = None if asked is Op.BARRIER else x.dtype

@@ -58,7 +58,8 @@ def choose(
     legal = {candidate.algorithm: candidate for candidate in candidates(problem)}
     if argument not in ("auto", LOSSLESS):
         if argument not in algorithms:
-            raise ConfigError(f"unknown algorithm {argument!r}; there are auto, {LOSSLESS}, {', '.join(algorithms)}")
+            known = f"there are auto, {LOSSLESS}, {', '.join(algorithms)}"
+            raise ConfigError(f"{problem.op.label}: unknown algorithm {argument!r}; {known}")
         if argument not in legal:
             raise ConfigError(
                 f"{argument} cannot serve this {problem.op.label} of {problem.dtype}, {format_size(problem.nbytes)}: "

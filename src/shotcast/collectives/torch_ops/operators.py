@@ -97,7 +97,7 @@ def traced(spec: OpSpec, comm: Collectives, out: torch.Tensor | None, operands: 
     """Run an operation as an operator; its result is copied to ``out``, if that is given."""
     if out is not None:
         x = operands["x"]
-        output(x, out, spec.shape(**operands))
+        output(x, out, spec.shape(**operands), spec.method)
         if operands.get("reduction", "sum") not in LINEAR and x.requires_grad and torch.is_grad_enabled():
             operands["x"] = x.clone()  # the derivative needs values that the copy may overwrite
     result: torch.Tensor = autograd.in_graph(spec, comm.name, operands)
@@ -119,13 +119,13 @@ def traced_norm(spec: OpSpec, comm: Collectives, shards: int, out: Any, operands
     if not operands["with_normed"]:
         skipped["normed"] = None
     results = {
-        name: skipped[name] if name in skipped else result if out is None else _checked_written(given[name], result)
+        name: skipped[name] if name in skipped else result if out is None else _copied(spec.name, given[name], result)
         for name, result in made.items()
     }
     return Fp8Normed(**results) if fp8 else tuple(results.values())
 
 
-def _checked_written(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+def _copied(call: str, out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     if out is None:
-        raise ConfigError(f"out must be {list(result.shape)} of {result.dtype}; it is None")
-    return written(output(result, out, result.shape), result)
+        raise ConfigError(f"{call}: out must be {list(result.shape)} of {result.dtype}; it is None")
+    return written(output(result, out, result.shape, call), result)

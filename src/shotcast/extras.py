@@ -1,0 +1,42 @@
+"""Packages that are optional, by the extra that installs them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from shotcast.errors import ConfigError
+
+EXTRAS = {
+    "engine": ("gguf", "safetensors", "transformers"),
+    "server": ("fastapi", "prometheus_client", "uvicorn"),
+    "plots": ("matplotlib",),
+    "ray": ("ray",),
+    "triton": ("triton",),
+}
+
+
+def missing(extra: str) -> tuple[str, ...]:
+    """Return the packages of an extra that are not installed. It imports none of them."""
+    return tuple(package for package in EXTRAS[extra] if importlib.util.find_spec(package) is None)
+
+
+def install_line(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install 'shotcast[{extra}]'"
+
+
+def require(extra: str, what: str) -> None:
+    """Raise ConfigError if a package of an extra, which ``what`` needs, is not installed."""
+    if absent := missing(extra):
+        raise ConfigError(f"{what} needs packages that are not installed ({', '.join(absent)}): {install_line(extra)}")
+
+
+def explain(error: BaseException | None) -> str:
+    """Return which package of an extra caused an error, and what installs it; "" if none did."""
+    while error is not None:
+        package = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+        for extra, packages in EXTRAS.items():
+            if package in packages:
+                return f"this needs a package that is not installed ({package}): {install_line(extra)}"
+        error = error.__cause__
+    return ""
