@@ -1,4 +1,4 @@
-"""What the process of test_rendezvous.py runs."""
+"""Functions that the process of test_rendezvous.py runs."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """Whether the engine is running, dead or closed."""
+        """``running``, ``dead`` or ``closed``."""
         return "closed" if self._closing else "running" if self._dead is None else "dead"
 
     @property
