@@ -2,7 +2,7 @@
 
 An operator registered as ordered keeps its position in the graphs that Inductor gets: tokens chain the calls. Inductor
 should then turn the tokens into dependencies of its scheduler, but stores them under names that the scheduler does not
-look up (PyTorch 2.11 to 2.13). So independent calls may change order depending on sizes. This module makes each call
+look up (PyTorch 2.11 to 2.14). So independent calls may change order depending on sizes. This module makes each call
 depend on the one before. No other file uses Inductor's private interfaces.
 """
 
