@@ -6,13 +6,15 @@ import importlib.util
 
 from shotcast.errors import ConfigError
 
-EXTRAS = {
-    "engine": ("gguf", "safetensors", "transformers"),
-    "server": ("fastapi", "prometheus_client", "uvicorn"),
-    "plots": ("matplotlib",),
-    "ray": ("ray",),
-    "triton": ("triton",),
-}
+_PACKAGES = (
+    ("engine", ("gguf", "safetensors", "transformers")),
+    ("server", ("fastapi", "prometheus_client", "uvicorn")),
+    ("plots", ("matplotlib",)),
+    ("ray", ("ray",)),
+    ("triton", ("triton",)),
+)
+EXTRAS = dict(_PACKAGES)
+"""The packages of each extra."""
 
 
 def missing(extra: str) -> tuple[str, ...]:

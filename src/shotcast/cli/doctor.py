@@ -54,23 +54,25 @@ def doctor(
     console.print(advice)
 
 
-_USES = {
-    "engine": "LLM, generate, chat, serve",
-    "server": "serve, with engine",
-    "plots": "pictures (--plot)",
-    "ray": "actors",
-    "triton": "kernels of GPUs",
-}
+_USES = (
+    ("engine", "LLM, generate, chat, serve", False),
+    ("server", "serve, with engine", False),
+    ("plots", "pictures (--plot)", False),
+    ("ray", "actors", False),
+    ("triton", "kernels of GPUs", True),
+)
+"""Extras, what each is for, and whether it is for GPUs alone."""
 
 
 def _parts(facts: Any) -> list[tuple[str, str, str]]:
     """Return the optional parts: what it is, what it is for, and what installs it where it is missing."""
     from shotcast import extras
 
-    lines = {extra: extras.install_line(extra) if extras.missing(extra) else "" for extra in _USES}
-    if not facts.gpus:  # nothing needs it
-        del lines["triton"]
-    return [(extra, _USES[extra], line) for extra, line in lines.items()]
+    return [
+        (extra, use, extras.install_line(extra) if extras.missing(extra) else "")
+        for extra, use, on_gpus in _USES
+        if facts.gpus or not on_gpus
+    ]
 
 
 def _for_programs(facts: Any) -> dict[str, Any]:

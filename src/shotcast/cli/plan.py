@@ -237,12 +237,12 @@ def _measure_gpu(folder: Path, gpus: int, output: Path, cluster: Path, force: bo
     from shotcast.bench.machine_load import require_quiet
 
     gpu_calibration.require_gpus(gpus)
-    require_quiet(gpus, force)
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror or error}") from error
     ready_to_write(output, cluster, folder / gpu_calibration.KERNELS_FILE)
+    require_quiet(gpus, force)
     for file in gpu_calibration.measure(folder, gpus, command_line(), progress_lines()):
         new_console().print(f"wrote {file}", soft_wrap=True, highlight=False)
     cluster.write_text(gpu_calibration.cluster_text())
