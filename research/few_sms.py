@@ -123,9 +123,10 @@ def rows_of(
 
 def rows(sizes: list[int], ops: list[str], launches: bool, ahead: list[int]) -> list[dict[str, Any]]:
     """Measure all of it; as one rank."""
+    dist.init_process_group("cpu:gloo,cuda:nccl")
     group, found = dist.new_group(backend="nccl"), []
     for few_sms.TILES_AHEAD in ahead:
-        with shotcast.Communicator(device="cuda", timeout_s=30) as comm:
+        with shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True) as comm:
             for op, size in itertools.product(ops, sizes):
                 rows = rows_of(comm, group, op, size, launches)
                 found += [row | {"ahead": few_sms.TILES_AHEAD} for row in rows]

@@ -4,13 +4,14 @@
 
 Both of two GPUs run the same kernel at once on 64 MiB of memory that both map. A *push* reads its own memory and
 writes the peer's; a *pull* reads the peer's and writes its own; a *sum* reads half of both and writes the rounded sum
-to both, as an all-reduce in place does. The mechanisms:
+to both, as an all-reduce in place does; a *local* copy stays in the own memory, as staging does. The mechanisms:
 
     registers   loads and stores of 16 bytes a thread
     cp.async    loads go to shared memory, several tiles ahead; stores come from registers
     TMA         the copy engine of the SM loads and stores tiles, several ahead
 
-Each row has the programs (one for each SM), warps, elements of a tile, tiles ahead, and GB/s that leave each GPU.
+Each row has the programs (one for each SM), warps, elements of a tile, tiles ahead, and GB/s that leave each GPU (of a
+local copy, GB/s that are read).
 Every result is compared before it is timed. The best of each mechanism and number of programs comes last.
 """
 # ruff: noqa: N803
@@ -122,6 +123,8 @@ def operands(way: str, rank: int, pair: Pair) -> tuple[torch.Tensor, ...]:
     (first, second), (peers_first, peers_second) = pair
     if way == "push":
         return first, first, peers_second, peers_second
+    if way == "local":
+        return first, first, second, second
     if way == "pull":
         return peers_first, peers_first, second, second
     half = slice(rank * (ELEMENTS // 2), (rank + 1) * (ELEMENTS // 2))
@@ -166,9 +169,10 @@ def measured(rank: int, until: float) -> list[dict[str, Any]]:
     torch.cuda.synchronize()
     dist.barrier()
     theirs = pair.peers[0].clone()
-    wanted = {"push": theirs, "pull": theirs, "sum": (pair.own[0].float() + theirs.float()).bfloat16()}
+    total = (pair.own[0].float() + theirs.float()).bfloat16()
+    wanted = {"local": pair.own[0], "push": theirs, "pull": theirs, "sum": total}
     rows: list[dict[str, Any]] = []
-    for shape, way in itertools.product(shapes(), ("push", "pull", "sum")):
+    for shape, way in itertools.product(shapes(), ("push", "pull", "sum", "local")):
         late = torch.tensor([float(time.monotonic() > until)])
         dist.all_reduce(late, dist.ReduceOp.MAX)
         if late:

@@ -272,6 +272,11 @@ class TestBlame:
         assert late.verdict(range(3), None, 0.0)[:2] == ("late", (2,))
         held.set()
 
+    def test_no_verdict_where_the_cause_is_known_otherwise(self) -> None:
+        store = dist.HashStore()
+        assert Blame(store, 1, ()).verdict((0, 1), None, 0.0, "elsewhere", settled=lambda: True).reason == "library"
+        assert not store.check(["verdict"])
+
     def test_nothing_is_raised_at_first(self) -> None:
         assert not Blame(dist.HashStore(), 0, ()).raised()
 
@@ -346,7 +351,7 @@ class TestCallsOnADevice:
         peers: Any = types.SimpleNamespace(alarmed=-1, alarm=lambda generation: alarms.append(generation))
         vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults), peers)
         device: Any = Device()
-        known = _Connected(device, (0, 1))
+        known = _Connected(device, (0, 1), 0)
         vendor._connected[0, 1] = known
         names = {"gone": gone, "faults": faults, "store": store, "known": known, "peers": peers, "alarms": alarms}
         return types.SimpleNamespace(vendor=vendor, device=device, **names)
@@ -453,7 +458,7 @@ class TestCallsOnADevice:
         parts.vendor._timeout_s = 600.0
         parts.device.begun = 1
         idle: Any = Device()
-        parts.vendor._connected[0,] = _Connected(idle, (0,))  # which is looked at as often
+        parts.vendor._connected[0,] = _Connected(idle, (0,), 0)  # which is looked at as often
         header = HeaderWords(1 << 47 | 8, 5)
         other = Blame(dist.PrefixStore("vendor/0", parts.store), 1, ())
         threading.Thread(target=other.verdict, args=((0, 1), header, 1.0, "other", True)).start()
@@ -461,6 +466,34 @@ class TestCallsOnADevice:
         with pytest.raises(shotcast.CollectiveTimeout) as caught:
             parts.vendor.check()
         assert (caught.value.missing, caught.value.reason) == ((1,), "interrupted")
+
+    def test_a_fault_that_kernels_see_a_moment_after_it_was_told(self, parts: Any) -> None:
+        """Native kernels know who is at fault, while the rank that told of it reports nothing to the store."""
+        x, plan = torch.ones(2), CallPlan(Op.ALL_REDUCE, "vendor", "float32", 8)
+        parts.peers.alarmed = 0
+        threading.Timer(0.1, lambda: parts.faults.append(1)).start()
+        begun = time.monotonic()
+        with pytest.raises(shotcast.ShotcastError, match="a fault or an abort stopped the communicator"):
+            parts.vendor.run(plan, x, x)
+        assert time.monotonic() - begun < 0.4
+        assert not parts.vendor.failed_first, "the error of the kernels is the one to raise"
+
+    def test_a_fault_of_connections_that_a_reset_has_replaced(self, parts: Any) -> None:
+        parts.vendor.reset(1)
+        late = CallError("the deadline has passed", "deadline")
+        parts.vendor._fail((0, 1), _Begun("all_reduce", 1, None, 0.2), time.monotonic(), late, False, 0)
+        assert parts.alarms == []
+        parts.vendor.check()
+
+    def test_a_reset_waits_until_the_fault_is_settled(self, parts: Any) -> None:
+        """A kernel after the reset is not to be ended for the fault before."""
+        stops: list[int] = []
+        parts.vendor._stop = stops.append
+        parts.device.begun = 1
+        self.look(parts, 2)  # settled by a thread, after half a second without a report of rank 1
+        parts.vendor.reset(1)
+        assert len(stops) == 1
+        parts.vendor.check()
 
     def test_the_watch_goes_on_without_the_store(self, parts: Any) -> None:
         """The process that holds it may be the one that was killed."""

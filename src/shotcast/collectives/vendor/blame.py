@@ -135,6 +135,7 @@ class Blame:
         waited_s: float,
         cause: str = "other",
         interrupted: bool = False,
+        settled: Callable[[], bool] | None = None,
     ) -> Verdict:
         """Report that this rank's call failed, and return the verdict.
 
@@ -144,16 +145,23 @@ class Blame:
             waited_s: the time since the call began.
             cause: that of the :class:`CallError` which ended it.
             interrupted: a signal ended it.
+            settled: returns whether the cause has become known otherwise, so that no verdict is needed.
 
         Raises:
             SilentStoreError: the store does not answer.
         """
-        arguments = members, header, waited_s, cause, interrupted
+        arguments = members, header, waited_s, cause, interrupted, settled
         found: Verdict = self._asked(lambda: self._agree(*arguments), _ANSWER_S)
         return found
 
     def _agree(
-        self, members: Sequence[int], header: HeaderWords | None, waited_s: float, cause: str, interrupted: bool
+        self,
+        members: Sequence[int],
+        header: HeaderWords | None,
+        waited_s: float,
+        cause: str,
+        interrupted: bool,
+        settled: Callable[[], bool] | None,
     ) -> Verdict:
         now = time.time()  # the hosts' clocks: they differ by little, and it matters for a rank that just comes
         self._set_first("alarm", repr(now))
@@ -162,6 +170,8 @@ class Blame:
         self._set_first(f"report/{self._rank}", report)
         until = time.monotonic() + _PATIENCE_S
         while time.monotonic() < until and not interrupted and not self._has("verdict"):
+            if settled is not None and settled():
+                return Verdict("library", (), {})
             if all(rank in self._gone or self._has(f"report/{rank}") for rank in members):
                 break
             time.sleep(0.01)

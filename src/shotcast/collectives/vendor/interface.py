@@ -13,8 +13,8 @@ class CallError(Exception):
     """A call by the library ended without a result: the deadline passed, a connection broke, or another rank failed.
 
     Attributes:
-        cause: ``deadline``; ``connection`` if one broke, as it does when the process at its other end ends; or
-            ``other``, for example the fault of another rank.
+        cause: ``deadline``; ``connection`` if one broke, as it does when the process at its other end ends;
+            ``elsewhere`` if another rank has told of a fault; or ``other``.
     """
 
     def __init__(self, text: str, cause: str = "other"):

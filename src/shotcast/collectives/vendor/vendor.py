@@ -35,7 +35,8 @@ _SETTLE_S = 0.3
 """Time from the end of a process to the end of calls with it, which may have all that they need from it."""
 _REMEMBERED = 1024
 """Calls on a device whose headers are kept, to compare them should one fail."""
-_ELSEWHERE = "a call of another rank failed"
+_ELSEWHERE = "a call of another rank failed", "elsewhere"
+"""The text and the cause of an error."""
 _OPS = {op.label: op for op in Op}
 _KINDS = {"late": wire.TIMEOUT, "dead": wire.DEAD}
 """Kinds of faults by the reasons of verdicts; a rank interrupts its kernels for others."""
@@ -55,6 +56,7 @@ class _Connected:
     """Connected ranks, and what is known of their calls.
 
     Attributes:
+        generation: of the connections.
         calls: how many this rank has made.
         recent: the last of them.
         captured: some call was captured in a graph, so the device may begin more calls than this rank has made.
@@ -65,6 +67,7 @@ class _Connected:
 
     group: VendorGroup
     members: tuple[int, ...]
+    generation: int
     calls: int = 0
     recent: deque[_Begun] = dataclasses.field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     captured: bool = False
@@ -173,7 +176,7 @@ class Vendor:
             self._wait = call, begun, WaitLog()
         try:
             if self._alarmed():  # the library may have what this call needs, and would go on without the others
-                raise CallError(_ELSEWHERE)
+                raise CallError(*_ELSEWHERE)
             known = known or self._connect(members, self._timeout_s)
             known.calls += 1
             if self._library == "nccl":
@@ -205,7 +208,7 @@ class Vendor:
         assert call.header is not None
         headers = dict(zip(known.members, known.group.headers(call.header), strict=False))
         if len(set(headers.values())) > 1:
-            if self._halt():
+            if self._halt(self.generation):
                 self._error = mismatch_of(self._host.members, headers, call.number, self._algorithms.names)
                 self._decided.set()
             raise CallError("the calls differ")
@@ -242,7 +245,7 @@ class Vendor:
         except BaseException:
             group.stop()
             raise
-        known = self._connected[members] = _Connected(group, members)
+        known = self._connected[members] = _Connected(group, members, self.generation)
         return known
 
     def _meet(self, store: dist.Store, what: str, members: tuple[int, ...], limit_s: float) -> None:
@@ -267,7 +270,7 @@ class Vendor:
     def check(self) -> None:
         """Raise the error that stopped the calls of this rank or of another of this machine, if there is one."""
         if not self.failed and self._alarmed() and not self._waits():
-            self._fail(self._all, self._last, time.monotonic(), CallError(_ELSEWHERE))
+            self._fail(self._all, self._last, time.monotonic(), CallError(*_ELSEWHERE))
         self._check_own()
 
     def _check_own(self) -> None:
@@ -314,28 +317,40 @@ class Vendor:
             if rank in self._host.gone and now - self._gone_at.setdefault(rank, now) > _SETTLE_S:
                 raise CallError(f"the process of rank {self._host.members.known(rank)} has ended")
         if self._alarmed():
-            raise CallError(_ELSEWHERE)
+            raise CallError(*_ELSEWHERE)
         if now - self._looked > _ALARM_AFTER_S:
             self._looked = now
             if self._blame.raised():
-                raise CallError(_ELSEWHERE)
+                raise CallError(*_ELSEWHERE)
 
     def _fail(
-        self, members: tuple[int, ...], call: _Begun, begun: float, error: CallError, interrupted: bool = False
+        self,
+        members: tuple[int, ...],
+        call: _Begun,
+        begun: float,
+        error: CallError,
+        interrupted: bool = False,
+        generation: int | None = None,
     ) -> None:
-        """Stop, as a call failed that began at the time ``begun``, and set the error that all ranks agree on."""
-        if not self._halt():
+        """Stop, as a call failed that began at the time ``begun``, and set the error that all ranks agree on.
+
+        ``generation`` is that of the connections, which a reset may have replaced since; without it, the present one.
+        """
+        generation = self.generation if generation is None else generation
+        if not self._halt(generation):
             return
-        self._peers.alarm(self.generation)
+        self._peers.alarm(generation)
         rank = self._host.members.own
         self._error = self._library_error(call, str(error))
         try:
-            if self._stopped():
+            self.failed_first = not self._stopped()
+            if self.failed_first:
+                kind, guilty = self._settle(members, call, time.monotonic() - begun, error, interrupted)
+                # a kernel that has seen the fault of which this rank heard knows more of it
+                self.failed_first = not (error.cause == "elsewhere" and self._stopped())
+            if not self.failed_first:
                 self._error = ShotcastError(f"rank {rank}: a fault or an abort stopped the communicator in {call.op}")
-                return
-            self.failed_first = True
-            kind, guilty = self._settle(members, call, time.monotonic() - begun, error, interrupted)
-            if self._stop is not None:
+            elif self._stop is not None:
                 self._stop(wire.encode_fault(kind, _OPS.get(call.op, Op.BARRIER), guilty, call.number))
         finally:
             self._decided.set()
@@ -345,8 +360,9 @@ class Vendor:
     ) -> tuple[int, Sequence[int]]:
         """Set the error of a call that failed by itself. Return the kind of the fault and the ranks it names."""
         kind, ranks = wire.INTERRUPTED, (self._host.rank,)  # what ends native kernels, where no other rank is at fault
+        settled = self._stopped if failure.cause == "elsewhere" else None
         try:
-            found = self._blame.verdict(members, call.header, waited_s, failure.cause, interrupted)
+            found = self._blame.verdict(members, call.header, waited_s, failure.cause, interrupted, settled)
             if found.reason == "mismatch":
                 names = self._algorithms.names
                 self._error = mismatch_of(self._host.members, found.headers, call.number, names, found.ranks)
@@ -377,10 +393,13 @@ class Vendor:
         """Return that a call waits in the library, which does not tell for whom."""
         return wait_text(self._host.members, (), call.op, call.number, waited_s, call.timeout_s, self._library)
 
-    def _halt(self) -> bool:
-        """End all calls under way. Returns whether this is the first fault, so that the caller sets the error."""
+    def _halt(self, generation: int) -> bool:
+        """End all calls under way. Returns whether this is the first fault, so that the caller sets the error.
+
+        A fault of connections that a reset has replaced is none.
+        """
         with self._halting:
-            if self.failed:
+            if self.failed or generation != self.generation:
                 return False
             self.failed = True
         for known in list(self._connected.values()):
@@ -406,7 +425,7 @@ class Vendor:
             except CallError as error:
                 failure = error
             # in a thread of its own, as other communicators are to be looked at meanwhile
-            arguments = known.members, call, known.since, failure
+            arguments = known.members, call, known.since, failure, False, known.generation
             threading.Thread(target=self._fail, args=arguments, daemon=True).start()
             return
 
@@ -425,6 +444,10 @@ class Vendor:
         Args:
             generation: the same number on all ranks, higher than before.
         """
+        with self._halting:
+            self.generation = generation  # a fault of the connections so far comes too late from here on
+        if self.failed:
+            self._decided.wait()
         for known in self._connected.values():
             known.group.stop()
             if known.captured:
