@@ -103,9 +103,14 @@ def suite_class(selection: str, backend: str, world_size: int, folder: str) -> t
         common_distributed.skip_if_small_worldsize = lambda function: function
     from torch.testing._internal.distributed import distributed_test
 
+    # Setting up a test imports it, and it asks for Triton and Numba, which would use the GPU before ranks are forked.
+    known = sys.modules.pop("numba.cuda", None)
+    sys.modules["numba.cuda"] = None  # type: ignore[assignment]
     with mock.patch("torch.utils._triton.has_triton", return_value=False):
-        # Setting up a test imports it, and it asks for Triton, which would use the GPU before ranks are forked.
         importlib.import_module("torch.testing._internal.common_device_type")
+    del sys.modules["numba.cuda"]
+    if known is not None:
+        sys.modules["numba.cuda"] = known
 
     distributed_test.BACKEND = backend
     os.environ["BACKEND"] = backend
