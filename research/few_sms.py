@@ -27,7 +27,6 @@ from shotcast.bench import kernels
 from shotcast.bench.gpu_times import seconds_each
 from shotcast.collectives.choice.candidates import launch_shapes
 from shotcast.errors import ConfigError
-from shotcast.transport.triton import few_sms
 from shotcast.units import format_size, parse_size
 from shotcast.wire import LaunchShape, Op
 
@@ -42,12 +41,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=lambda text: [parse_size(one) for one in text.split(",")])
     parser.add_argument("--ops", type=lambda text: text.split(","), default=list(OPS))
     parser.add_argument("--launches", action="store_true", help="measure other warps and chunks too")
-    parser.add_argument(
-        "--ahead",
-        type=lambda text: [int(one) for one in text.split(",")],
-        default=[few_sms.TILES_AHEAD],
-        help="tiles that few_sms loads ahead; several to compare",
-    )
     parser.add_argument("--json", type=Path, help="the file for the results")
     return parser
 
@@ -121,36 +114,26 @@ def rows_of(
         yield row | {"us": measured(comm, call, out, right)}
 
 
-def rows(sizes: list[int], ops: list[str], launches: bool, ahead: list[int]) -> list[dict[str, Any]]:
+def rows(sizes: list[int], ops: list[str], launches: bool) -> list[dict[str, Any]]:
     """Measure all of it; as one rank."""
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    group, found = dist.new_group(backend="nccl"), []
-    for few_sms.TILES_AHEAD in ahead:
-        with shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True) as comm:
-            for op, size in itertools.product(ops, sizes):
-                rows = rows_of(comm, group, op, size, launches)
-                found += [row | {"ahead": few_sms.TILES_AHEAD} for row in rows]
+    found = []
+    with shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True) as comm:
+        group = dist.new_group(backend="nccl")
+        for op, size in itertools.product(ops, sizes):
+            found += rows_of(comm, group, op, size, launches)
     return found
 
 
 def main() -> None:
     asked = options().parse_args()
-    sizes = asked.sizes or [16 << 20, 64 << 20, 448 << 20]
-    found = shotcast.spawn(rows, asked.world_size, sizes, asked.ops, asked.launches, asked.ahead, timeout_s=570)[0]
-    table = Table("op", "bytes", "algorithm", "SMs", "warps", "words", "chunk", "ahead", "us")
+    sizes = asked.sizes or [4 << 20, 16 << 20, 64 << 20, 448 << 20]
+    found = shotcast.spawn(rows, asked.world_size, sizes, asked.ops, asked.launches, timeout_s=570)[0]
+    table = Table("op", "bytes", "algorithm", "SMs", "warps", "words", "chunk", "us")
     for row in found:
         shape = row["launch"] or {}
         us = f"{row['us']:.1f}" if isinstance(row["us"], float) else row["us"]
         launch = (str(shape.get(name, "")) for name in ("num_warps", "block_words", "chunk_bytes"))
-        table.add_row(
-            row["op"],
-            format_size(row["bytes"]),
-            row["algorithm"],
-            str(row["sms"] or ""),
-            *launch,
-            str(row["ahead"]),
-            us,
-        )
+        table.add_row(row["op"], format_size(row["bytes"]), row["algorithm"], str(row["sms"] or ""), *launch, us)
     Console(width=160).print(table)
     if asked.json:
         write(asked.json, found, kernels.of_collectives("cuda"), world_size=asked.world_size)

@@ -9,7 +9,7 @@ set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 cpu="faults_cpu fuzz hosts operations_cpu overlap_hosts frameworks_cpu process_group_cpu served_trace"
 one="calibrate_x1 engine_8b_x1 engine_70b_x1 engine_70b_half_x1 engine_405b_x1 profile_x1 sanitizer_memcheck sanitizer_racecheck products_x1 tests_products fused_products_x1"
-two="shared_calls_x2 nccl_memory_x2 tests_progress_x2 programs_x2 sm_wires_x2 few_sms_ahead_x2 calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 few_sms_x2 few_sms_launches_x2 headers_x2
+two="shared_calls_x2 nccl_memory_x2 tests_progress_x2 programs_x2 sm_wires_x2 calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 few_sms_x2 few_sms_launches_x2 headers_x2
     engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half prefill_x2 training_x2 frameworks_x2 generation_x2 process_group_x2
     nvrar_2x1 fused_products_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2
     overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 stress_x2 faults torch_suite_x2
@@ -369,9 +369,6 @@ for part in "$@"; do
     few_sms_launches_x[24]) # other launches of one operation
         script 590 "$part" research/few_sms.py --world-size "$ranks" --ops all_reduce --sizes 448M --launches \
             --json "$out/$part.json"
-        ;;
-    few_sms_ahead_x2) # tiles loaded ahead, through shared memory
-        script 590 "$part" research/few_sms.py --ops all_reduce --sizes 4M,64M,448M --ahead 1,2,3 --json "$out/$part.json"
         ;;
     sm_wires_x2) # GB/s that a few SMs move, by each mechanism
         script 420 "$part" research/sm_wires.py --seconds 360 --json "$out/$part.json"

@@ -201,7 +201,6 @@ def compiled_few_sms(
     capability: int = 90,
     registers: int = 0,
     announces: bool = False,
-    ahead: int = 1,
 ) -> Any:
     """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's.
 
@@ -210,7 +209,6 @@ def compiled_few_sms(
     values = {
         "KIND": kind,
         "ANNOUNCES": announces,
-        "AHEAD": ahead,
         "DTYPE": DTYPES[dtype],
         "UNIT": unit,
         "WORLD": world_size,

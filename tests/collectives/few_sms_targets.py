@@ -138,7 +138,7 @@ def pausing(rng: random.Random) -> None:
 
         return paused
 
-    for name in ("send_chunk", "add_chunk", "take_chunk", "raise_progress"):
+    for name in ("sum_words", "raise_progress", "await_progress"):
         setattr(few_sms, name, later(getattr(few_sms, name)))
 
 

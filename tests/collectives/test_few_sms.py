@@ -178,7 +178,7 @@ def test_the_library_serves_what_few_sms_cannot() -> None:
             "few_sms",
             16,
             128 << 10,
-            "16 programs with chunks of 131072 bytes take 41943040 bytes of a window of 16777216",
+            "16 programs with chunks of 131072 bytes take 33554432 bytes of a window of 16777216",
         ),
         ("few_sms", 1, 16, "1 programs with chunks of 16 bytes take 1048576 steps"),
         ("copy_engines", 1, 8 << 20, "rounds of 8388608 bytes take 33554432 of a window of 16777216"),
@@ -271,7 +271,7 @@ def test_launches_fit_into_the_window(
     assert form.launch_obstacle(case, shape) == form.obstacle(case)
     short = topology.max_bytes < 1 << 20 or topology.transport.serial  # 4 KiB a step where there is no GPU
     assert not form.obstacle(case) or short, "only of a small window, or of short steps"
-    used = shape.programs * layout.PLACES_IN_WINDOW * world_size * shape.chunk_bytes
+    used = shape.programs * layout.places_in_window(op) * world_size * shape.chunk_bytes
     assert used <= where.window_quads * layout.QUAD
     if topology.max_bytes >= 8 << 20 and nbytes >= 64 << 20 and topology.transport.name == "triton" and not sizes:
         assert shape.programs == sms, "a large message has work for all"

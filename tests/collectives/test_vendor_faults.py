@@ -467,10 +467,13 @@ class TestCallsOnADevice:
             parts.vendor.check()
         assert (caught.value.missing, caught.value.reason) == ((1,), "interrupted")
 
-    def test_a_fault_that_kernels_see_a_moment_after_it_was_told(self, parts: Any) -> None:
-        """Native kernels know who is at fault, while the rank that told of it reports nothing to the store."""
+    @pytest.mark.parametrize("left", [False, True], ids=["", "left"])
+    def test_a_fault_that_kernels_see_a_moment_after_it_was_told(self, parts: Any, left: bool) -> None:
+        """Native kernels know who is at fault, while the rank that told of it reports nothing, and may have left."""
         x, plan = torch.ones(2), CallPlan(Op.ALL_REDUCE, "vendor", "float32", 8)
+        parts.vendor._stop = lambda fault: None
         parts.peers.alarmed = 0
+        parts.gone.update([1] if left else [])
         threading.Timer(0.1, lambda: parts.faults.append(1)).start()
         begun = time.monotonic()
         with pytest.raises(shotcast.ShotcastError, match="a fault or an abort stopped the communicator"):

@@ -20,7 +20,7 @@ from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.overlap.occupancy import Kernel, fits_beside
 from shotcast.transport.triton import GPUS
 from shotcast.transport.triton.few_sms import ALL_GATHER, BESIDE_REGISTERS, BESIDE_WORDS
-from shotcast.wire import LaunchShape
+from shotcast.wire import LaunchShape, Op
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 ACQUIRE = "ld.acquire.sys.global.b64"
@@ -66,7 +66,7 @@ def test_programs_that_bring_rows_of_two_ranks_fit_beside_a_block(tmp_path: Path
         registers=BESIDE_REGISTERS,
         announces=True,
     )
-    beside = needs(bringing, tmp_path)
+    beside = needs(bringing, tmp_path, stack=8)  # an address
     assert fits_beside(
         Kernel(beside.registers, beside.threads, beside.shared_bytes), [(product, 1)], multiprocessor((9, 0))
     )
@@ -91,4 +91,5 @@ def test_threads_load_behind_the_wait(capability: int, unit: int) -> None:
 
 def launch_of(sms: int) -> LaunchShape:
     topology: Any = SimpleNamespace(world_size=2, transport=GPUS, max_bytes=64 << 20)
-    return launch(SimpleNamespace(topology=topology, nbytes=64 << 20, sizes=(), sms=sms))  # type: ignore[arg-type]
+    problem: Any = SimpleNamespace(op=Op.ALL_GATHER, topology=topology, nbytes=64 << 20, sizes=(), sms=sms)
+    return launch(problem)

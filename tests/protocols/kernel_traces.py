@@ -43,8 +43,8 @@ class Event(NamedTuple):
     Attributes:
         call: the position of the call among those traced.
         program: the program of the grid.
-        action: "load" (volatile), "plain load", "store", "release" (a store), "add", "barrier", "fence", or "prior":
-            the program waits for the kernel before.
+        action: "load" (volatile), "plain load", "store", "release" (a store), "add", "barrier", "warp" (a barrier of a
+            warp), "fence", or "prior": the program waits for the kernel before.
         words: the value by (owner, region, *index), as the models name words; the word before an "add".
     """
 
@@ -284,6 +284,13 @@ class Recorder:
 
             return traced_fence
 
+        def warp(original: Any) -> Any:
+            def traced_warp() -> None:
+                self.mark(interpreter.interpreter_builder.grid_idx[0], "warp")
+                original()
+
+            return traced_warp
+
         def release(original: Any) -> Any:
             def traced_release(*args: Any) -> None:
                 self.releases = True
@@ -307,7 +314,12 @@ class Recorder:
         replace(builder, "create_atomic_rmw", add)
         replace(builder, "create_barrier", barrier)
         for module in [module for name, module in sys.modules.items() if name.startswith(PACKAGE)] + [changed]:
-            for name, make in (("fence_acquire", fence), ("store_release", release), ("await_prior_kernel", prior)):
+            for name, make in (
+                ("fence_acquire", fence),
+                ("sync_warp", warp),
+                ("store_release", release),
+                ("await_prior_kernel", prior),
+            ):
                 if hasattr(module, name):
                     replace(module, name, make)
 

@@ -17,7 +17,7 @@ from shotcast.wire import CallPlan, LaunchShape, Op
 
 from .kernel_traces import Change, Circumstances, Event, traced
 from .machine import Await, Fence, Store
-from .test_window import STEPS, Rules, stream
+from .test_window import STEPS, UNEVEN, stream
 from .test_window_traces import Phase, TraceError, found
 from .words import Call
 
@@ -141,7 +141,7 @@ def expected(plans: Sequence[CallPlan], rank: int, program: int) -> list[Phase]:
         read.clear()
 
     said: int | None = None
-    for step in stream(rank, ranks, 0, Call("all_gather", (steps,), 0), Rules()):
+    for step in stream(rank, ranks, 0, Call("all_gather", (steps,), 0), UNEVEN):
         if isinstance(step, Store) and step.address[1] == "progress":
             if said != step.value:
                 end(("say", step.value))

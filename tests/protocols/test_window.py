@@ -1,16 +1,16 @@
 """Few SMs: chunks pass through places of a window, which are used again when the progress of the peers allows it.
 
-A program sends chunk s in step s, waits until its namesakes on all ranks have done s steps, takes chunk s-1 and, in an
-all-reduce, sends its sum, and takes the sums of chunk s-2. Then it says, by a word at every rank that only grows, that
-it has done s + 1 steps: what it sent is there, and what it took was read. Before its first step it says that it has
-begun, and waits until all have. Then no rank reads what an earlier call left, which may have divided the window
-otherwise.
+In step s a program waits until its namesakes on all ranks have done s - 1 steps, sends chunk s, takes chunk s-2 and, in
+an all-reduce, sends its sum, and takes the sums of chunk s-4. Then it says, by a word at every rank that only grows,
+that it has done s + 1 steps: what it sent is there, and what it took was read. Before its first step it says that it
+has begun, and waits until all have. Then no rank reads what an earlier call left, which may have divided the window
+otherwise. Uneven parts are sent before the wait, and taken in the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -21,7 +21,7 @@ from .words import ZERO, Call, HeaderRules, Input, Sum, header_programs
 EMPTY = "empty"
 STEPS = 100
 """More than a call has; the epoch counts above."""
-PLACES = 6
+PLACES = 8
 HEADERS = HeaderRules()
 
 
@@ -29,8 +29,10 @@ HEADERS = HeaderRules()
 class Rules:
     """The guards of the protocol. Each of them can be removed."""
 
-    sent: int = 3  # places of chunks
-    sums: int = 2  # places of sums
+    lag: int = 2  # steps from sending a chunk to taking it
+    sends_first: bool = False  # a chunk is sent before the wait of its step
+    sent: int = 4  # places of chunks
+    sums: int = 4  # places of sums
     enters: bool = True
     fenced: bool = True  # progress is stored after a fence
     by_epoch: bool = True  # progress carries the epoch
@@ -75,27 +77,36 @@ def stream(rank: int, ranks: int, epoch: int, call: Call, rules: Rules) -> Steps
     if rules.enters:
         yield from say(0)
         yield wait(0)
-    steps = chunks + (2 if adds else 1)
+    lag = rules.lag
+    steps = chunks + (2 * lag if adds else lag) if chunks else 0
     for step in range(steps):
-        if step < chunks:
-            for peer in peers:
-                yield Store(place(peer, step % rules.sent, rank), Input(rank, epoch, step))
-        if step > 0:
-            yield wait(step - rules.behind)
+        sent = [Store(place(peer, step % rules.sent, rank), Input(rank, epoch, step)) for peer in peers]
+        sent = sent if step < chunks else []
+        if rules.sends_first:
+            yield from sent
+        if step >= lag:
+            yield wait(step - lag + 1 - rules.behind)
             if rules.raises_before_taking and step + 1 < steps:
                 yield from say(step + 1)
-            if step <= chunks:
-                number = (step - 1) % rules.sent
-                yield Read({place(rank, number, peer): Input(peer, epoch, step - 1) for peer in peers})
-                if adds:
-                    number = rules.sent + (step - 1) % rules.sums
-                    for peer in peers:
-                        yield Store(place(peer, number, rank), Sum(ranks, epoch, step - 1))
-            if adds and step > 1:
+        if not rules.sends_first:
+            yield from sent
+        if lag <= step < chunks + lag:
+            number = (step - lag) % rules.sent
+            yield Read({place(rank, number, peer): Input(peer, epoch, step - lag) for peer in peers})
+            if adds:
                 number = rules.sent + step % rules.sums
-                yield Read({place(rank, number, peer): Sum(ranks, epoch, step - 2) for peer in peers})
-        if step + 1 < steps and not (rules.raises_before_taking and step > 0):
+                for peer in peers:
+                    yield Store(place(peer, number, rank), Sum(ranks, epoch, step - lag))
+        if adds and step >= 2 * lag:
+            number = rules.sent + (step - lag) % rules.sums
+            yield Read({place(rank, number, peer): Sum(ranks, epoch, step - 2 * lag) for peer in peers})
+        if step + 1 < steps and not (rules.raises_before_taking and step >= lag):
             yield from say(step + 1)
+
+
+UNEVEN = Rules(lag=1, sends_first=True, sent=3)
+SHORT = Rules(lag=1, sent=2, sums=2)
+"""The protocol of few SMs with fewer steps between, whose places serve again in shorter calls."""
 
 
 def model(ranks: int, calls: Sequence[Call], rules: Rules | None = None, **options: bool) -> Machine:
@@ -120,13 +131,18 @@ BARRIER = Call("barrier", (0,))
 
 
 @pytest.mark.parametrize("calls", [[reduces(5), reduces(2, 2)], [copies(5), copies(4, 1)]], ids=["sums", "copies"])
-def test_protocol_holds(calls: list[Call], verify) -> None:
-    verify(model(2, calls))
+@pytest.mark.parametrize("rules", [Rules(), SHORT], ids=["two steps", "one step"])
+def test_protocol_holds(calls: list[Call], rules: Rules, verify) -> None:
+    verify(model(2, calls, rules))
+
+
+def test_protocol_of_uneven_parts_holds(verify) -> None:
+    verify(model(2, [copies(5), copies(4, 1)], UNEVEN))
 
 
 @pytest.mark.parametrize("call", [reduces(3), copies(4)], ids=["sums", "copies"])
 def test_protocol_holds_for_three_ranks(call: Call, verify) -> None:
-    verify(model(3, [call]))
+    verify(model(3, [call], SHORT))
 
 
 def test_calls_may_divide_the_window_differently(verify) -> None:
@@ -139,17 +155,21 @@ def test_progress_keeps_the_invariant(verify) -> None:
     verify(model(2, [copies(2), reduces(1), copies(0), copies(1)], Rules(headers=HeaderRules(exchanged=False))))
 
 
-def test_two_places_are_not_enough(refute) -> None:
-    """A rank sends chunk s + 2 when its peer has read chunk s - 1, and may still be reading chunk s."""
-    refute(model(2, [copies(4)], Rules(sent=2)), Kind.WRONG_VALUE)
+@pytest.mark.parametrize(
+    "rules", [Rules(sent=3), replace(SHORT, sent=1), replace(UNEVEN, sent=2)], ids=["two steps", "one step", "uneven"]
+)
+def test_fewer_places_are_not_enough(rules: Rules, refute) -> None:
+    """A rank sends a chunk when its peer may still be reading the one whose place it takes."""
+    refute(model(2, [copies(5)], rules), Kind.WRONG_VALUE)
 
 
-def test_one_place_for_sums_is_not_enough(refute) -> None:
-    refute(model(2, [reduces(3)], Rules(sums=1)), Kind.WRONG_VALUE)
+@pytest.mark.parametrize("rules", [Rules(sums=3), replace(SHORT, sums=1)], ids=["two steps", "one step"])
+def test_fewer_places_for_sums_are_not_enough(rules: Rules, refute) -> None:
+    refute(model(2, [reduces(5)], rules), Kind.WRONG_VALUE)
 
 
 def test_more_places_are_not_needed(verify) -> None:
-    verify(model(2, [reduces(4)], Rules(sent=4)))
+    verify(model(2, [reduces(4)], replace(SHORT, sent=3)))
 
 
 def test_without_a_fence_chunks_are_read_before_they_are_there(refute) -> None:
@@ -158,7 +178,7 @@ def test_without_a_fence_chunks_are_read_before_they_are_there(refute) -> None:
 
 def test_without_entering_places_of_the_call_before_are_overwritten(refute) -> None:
     """The peer may still be reading the last sums of the call before, whose places are now for chunks."""
-    refute(model(2, [reduces(1), copies(2, 3)], Rules(enters=False)), Kind.WRONG_VALUE)
+    refute(model(2, [reduces(1), copies(2, 6)], Rules(enters=False)), Kind.WRONG_VALUE)
 
 
 def test_progress_of_an_earlier_call_guards_nothing(refute) -> None:
@@ -175,9 +195,9 @@ def test_waiting_for_a_step_less_reads_too_early(refute) -> None:
 
 
 def test_progress_before_reading_lets_places_be_overwritten(refute) -> None:
-    refute(model(2, [reduces(4)], Rules(raises_before_taking=True)), Kind.WRONG_VALUE)
+    refute(model(2, [reduces(4)], replace(SHORT, raises_before_taking=True)), Kind.WRONG_VALUE)
 
 
 def test_reductions_of_the_machine_lose_nothing(verify, refute) -> None:
     verify(model(2, [copies(2)], reduced=False))
-    refute(model(2, [copies(3)], Rules(sent=2), reduced=False), Kind.WRONG_VALUE)
+    refute(model(2, [copies(3)], replace(SHORT, sent=1), reduced=False), Kind.WRONG_VALUE)

@@ -14,7 +14,7 @@ import pytest
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast import wire
-from shotcast.transport.triton.layout import PLACES_IN_WINDOW, PROGRESS_STEP_BITS
+from shotcast.transport.triton.layout import PROGRESS_STEP_BITS, places_in_window
 from shotcast.wire import CallPlan, LaunchShape, Op
 
 from .kernel_traces import Change, Circumstances, Event, traced
@@ -106,7 +106,7 @@ def found(
     ranks: int,
     program: int,
     phases: Sequence[Phase],
-    places: int = PLACES_IN_WINDOW,
+    places: int,
 ) -> list[Phase]:
     """Return the phases of a program's trace, whose window has so many ``places`` for each program.
 
@@ -132,6 +132,8 @@ def found(
         regions = {place[1] for place in event.words}
         if event.action == "barrier":
             after_barrier, waiting = True, False
+        elif event.action == "warp":  # each warp waits for itself
+            waiting = False
         elif regions == {"progress"} and event.action == "release":
             if not after_barrier:
                 raise TraceError("it says how far it is before all of its threads are")
@@ -182,7 +184,7 @@ def check(plans: Sequence[CallPlan], ranks: int, change: Change | None = None, t
             for program in range(LAUNCH.programs):
                 wanted = expected(plan, rank, ranks, program)
                 events = [event for event in trace if (event.call, event.program) == (number, program)]
-                got = found(events, rank, ranks, program, wanted)
+                got = found(events, rank, ranks, program, wanted, places_in_window(plan.op))
                 for place, (one, other) in enumerate(zip(got, wanted, strict=False)):
                     if one != other:
                         raise TraceError(
@@ -199,13 +201,15 @@ def test_programs_do_what_the_model_does(op: Op, ranks: int) -> None:
 
 
 CHANGES = {
-    "two places for three chunks": Change(
+    "three places for four chunks": Change(
         "few_sms",
-        "            place = window + turn % CHUNKS_SENT * place_quads",
-        "            place = window + turn % 2 * place_quads",
+        "        mine = window + turn % TURNS * place_quads + rank * stride",
+        "        mine = window + turn % 3 * place_quads + rank * stride",
     ),
-    "one place for two sums": Change(
-        "few_sms", "(CHUNKS_SENT + (turn - 1) % SUMS_SENT) * place_quads", "(CHUNKS_SENT + 0) * place_quads"
+    "one place for sums": Change(
+        "few_sms",
+        "sums_came = window + (TURNS + (turn + LAG) % TURNS) * place_quads",
+        "sums_came = window + TURNS * place_quads",
     ),
     "another program's place": Change(
         "few_sms", "window = window_at + worker * PLACES * place_quads", "window = window_at + worker * 4 * place_quads"
@@ -215,8 +219,8 @@ CHANGES = {
     ),
     "a wait for a step less": Change(
         "few_sms",
-        "            call = await_progress(call, progress, step, WORLD, WARPS)",
-        "            call = await_progress(call, progress, step - 1, WORLD, WARPS)",
+        "call, late_ranks = await_progress_by_warp(call, progress, step - LAG + 1, WORLD)",
+        "call, late_ranks = await_progress_by_warp(call, progress, step - LAG, WORLD)",
     ),
     "progress of a step more": Change(
         "few_sms",
@@ -236,8 +240,8 @@ CHANGES = {
     ),
     "a wait for all ranks but one": Change(
         "sync",
-        "    ranks = threads < WORLD\n    wanted = (call.epoch",
-        "    ranks = threads < WORLD - 1\n    wanted = (call.epoch",
+        "    ranks = lanes < WORLD\n    wanted = (call.epoch",
+        "    ranks = lanes < WORLD - 1\n    wanted = (call.epoch",
     ),
 }
 HANGS = "progress without the epoch"

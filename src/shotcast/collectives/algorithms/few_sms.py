@@ -16,18 +16,25 @@ from typing import Any
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, slice_of_message, window_alone
 from shotcast.cost.collective import Work
-from shotcast.transport.triton.layout import PLACES_IN_WINDOW, PROGRESS_STEP_BITS, QUAD, window_bytes
+from shotcast.transport.triton.layout import (
+    PROGRESS_STEP_BITS,
+    QUAD,
+    STEPS_IN_FLIGHT,
+    places_in_window,
+    window_bytes,
+)
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
-_CHUNKS = 8
+_CHUNKS = 2
 """The chunks of a program that a message should at least have, so that sending and taking overlap."""
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 10, 128 << 10
-_TILE_BYTES = 64 << 10
-"""Bytes of the tiles of all ranks that a program has on their way at once. From 24 SMs on there are half as many, which
-should still fill the link, so that a program of two ranks has room on an SM beside a product."""
+_WORDS = 16384
+"""Words of the tiles that a program has on their way at once."""
 _MANY_SMS = 24
-_MOST_WORDS_OF_WARP = 2048
+"""From so many SMs on, a program of an all_gather has half as many words on their way: so it has room on an SM beside
+the product of the rows (``BESIDE_WORDS`` of the kernel), and the programs still fill the link."""
+_MOST_WORDS_OF_WARP = 3072
 """The most words of all ranks' tiles that a warp holds at once in a launch that is worth trying."""
 
 
@@ -45,29 +52,34 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
     """Return a program for each SM, with chunks that together fill the window unless the message is smaller."""
     world_size, interpreted = problem.topology.world_size, problem.topology.transport.serial
     part = _part(problem)
-    room = window_bytes(problem.topology.max_bytes) // (PLACES_IN_WINDOW * world_size)
+    room = window_bytes(problem.topology.max_bytes) // (places_in_window(problem.op) * world_size)
     least = QUAD if interpreted else _LEAST_CHUNK
     programs = max(1, min(problem.sms, -(-part // least), room // QUAD))
     if interpreted:  # its programs run one after the other
         programs = min(programs, 2)
         chunk = min(room // programs // QUAD * QUAD, align_up(-(-part // (3 * programs)), QUAD), 4096)
         return LaunchShape(programs, 256, 1, max(chunk, QUAD))
-    warps = 16 if world_size <= 4 else 8  # the tiles of more ranks need more registers
+    warps = 16 if world_size <= 3 else 8  # the tiles of more ranks need more registers
     chunk = min(max(-(-part // (programs * _CHUNKS)), least), room // programs, _MOST_CHUNK)
-    tiles = _TILE_BYTES if problem.sms < _MANY_SMS else _TILE_BYTES // 2
-    block = 1 << (tiles // 4 // world_size).bit_length() - 1
+    words = _WORDS // 2 if problem.op is Op.ALL_GATHER and problem.sms >= _MANY_SMS else _WORDS
+    block = max(1 << (words // _tiles(problem)).bit_length() - 1, 128 * warps)
     while 4 * block > chunk and block > 128 * warps:
         block //= 2
     return LaunchShape(programs, block, warps, chunk // (4 * block) * 4 * block or chunk // QUAD * QUAD)
 
 
+def _tiles(problem: CollectiveProblem) -> int:
+    """Return how many tiles a program loads at once: what it sends, adds up and takes."""
+    peers = problem.topology.world_size - 1
+    return {Op.ALL_REDUCE: 3 * peers + 1, Op.ALL_GATHER: peers + 1}.get(problem.op, 2 * peers + 1)
+
+
 def launches(problem: CollectiveProblem) -> list[LaunchShape]:
     """Return launches of as many programs as the default with other warps, tiles and chunks, that have room."""
-    default, world_size = launch(problem), problem.topology.world_size
-    found = []
+    default, found = launch(problem), []
     for warps, block, tiles in itertools.product((8, 16, 32), (2048, 4096, 8192), (1, 2, 4)):
         shape = dataclasses.replace(default, num_warps=warps, block_words=block, chunk_bytes=tiles * 4 * block)
-        in_registers = block >= 128 * warps and block * world_size <= _MOST_WORDS_OF_WARP * warps
+        in_registers = block >= 128 * warps and block * _tiles(problem) <= _MOST_WORDS_OF_WARP * warps
         if in_registers and not launch_obstacle(problem, shape):
             found.append(shape)
     return found
@@ -79,12 +91,13 @@ def launch_obstacle(problem: CollectiveProblem, shape: LaunchShape) -> str:
     It is stated again, for the workspace there is, where the kernel is bound.
     """
     room = window_bytes(problem.topology.max_bytes)
-    needed = shape.programs * PLACES_IN_WINDOW * problem.topology.world_size * shape.chunk_bytes
+    needed = shape.programs * places_in_window(problem.op) * problem.topology.world_size * shape.chunk_bytes
     launch = f"{shape.programs} programs with chunks of {shape.chunk_bytes} bytes"
     if needed > room:
         return f"{launch} take {needed} bytes of a window of {room}"
     steps = -(-_part(problem) // (shape.programs * shape.chunk_bytes))
-    return f"{launch} take {steps} steps" if steps + 2 >= 1 << PROGRESS_STEP_BITS else ""
+    most = (1 << PROGRESS_STEP_BITS) - 2 * STEPS_IN_FLIGHT
+    return f"{launch} take {steps} steps" if steps >= most else ""
 
 
 def _own_obstacle(problem: CollectiveProblem) -> str:

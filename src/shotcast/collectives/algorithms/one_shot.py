@@ -19,7 +19,13 @@ from shotcast.collectives.algorithm import (
     slice_of_message,
     window_alone,
 )
-from shotcast.collectives.fused_rows import launches_of_tiles, rows_obstacle, scatter_launch, tile_launch, tiles_of_rows
+from shotcast.collectives.fused_rows import (
+    launches_of_tiles,
+    one_shot_launch,
+    rows_obstacle,
+    scatter_launch,
+    tiles_of_rows,
+)
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import CHUNKS_IN_WINDOW, QUAD, window_bytes
 from shotcast.units import align_up
@@ -175,7 +181,7 @@ ALGORITHM = Algorithm(
                 work=all_reduce_work,
                 triton="shotcast.transport.triton.fused_one_shot:bind",
                 cpu="shotcast.transport.cpu.fused:ONE_SHOT",
-                launch=lambda problem: tile_launch(problem, tiles_of_rows(problem)[0]),
+                launch=one_shot_launch,
                 launches=launches_of_tiles,
                 workspace=_fused_workspace,
                 obstacle=rows_obstacle,

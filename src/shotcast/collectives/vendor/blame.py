@@ -24,6 +24,9 @@ from shotcast.wire import HeaderWords
 _PATIENCE_S = 0.5
 """Time from a rank's report to its decision; calls of ranks that wait for the same rank fail within that."""
 
+_KERNEL_S = 0.2
+"""Time for kernels of this rank to see a fault of which it has heard from another, which may have left since."""
+
 _LOOK_S = 0.3
 """The time that a look for the reports of others waits for the store."""
 
@@ -172,7 +175,8 @@ class Blame:
         while time.monotonic() < until and not interrupted and not self._has("verdict"):
             if settled is not None and settled():
                 return Verdict("library", (), {})
-            if all(rank in self._gone or self._has(f"report/{rank}") for rank in members):
+            heard = settled is not None and time.monotonic() < until - _PATIENCE_S + _KERNEL_S
+            if not heard and all(rank in self._gone or self._has(f"report/{rank}") for rank in members):
                 break
             time.sleep(0.01)
         if not self._has("verdict"):

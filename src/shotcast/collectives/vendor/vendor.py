@@ -360,7 +360,7 @@ class Vendor:
     ) -> tuple[int, Sequence[int]]:
         """Set the error of a call that failed by itself. Return the kind of the fault and the ranks it names."""
         kind, ranks = wire.INTERRUPTED, (self._host.rank,)  # what ends native kernels, where no other rank is at fault
-        settled = self._stopped if failure.cause == "elsewhere" else None
+        settled = self._stopped if failure.cause == "elsewhere" and self._stop is not None else None
         try:
             found = self._blame.verdict(members, call.header, waited_s, failure.cause, interrupted, settled)
             if found.reason == "mismatch":

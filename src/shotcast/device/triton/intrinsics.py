@@ -94,6 +94,9 @@ if INTERPRETED:
     def fence_acquire() -> None:
         """Let this thread's later loads, by any address, see what preceded the stores that it has read."""
 
+    def sync_warp() -> None:
+        """Let the threads of a warp wait for each other, and see what the others see."""
+
     def fence_async_proxy() -> None:
         """Let copies by the copy engine of the SM (TMA) that follow see the memory that this thread sees."""
 
@@ -193,6 +196,20 @@ else:
             """
             fence.acq_rel.sys;
             fence.proxy.alias;
+            mov.b32 $0, 0;
+            """,
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def sync_warp():
+        tl.inline_asm_elementwise(
+            """
+            bar.warp.sync 0xffffffff;
             mov.b32 $0, 0;
             """,
             "=r",

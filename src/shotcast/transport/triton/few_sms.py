@@ -11,13 +11,17 @@ of many warps, each of which passes a share of the message through the window of
 Words carry no flags and nothing is cleared: a program tells its namesakes on the other ranks how many steps it has done
 (:func:`~.sync.raise_progress`). In step s a program
 
-    sends chunk s                                      into place s % 3 of the window of each peer
-    waits until all its namesakes have done s steps    chunk s-1 is here, and all sums of chunk s-2
-    takes chunk s-1: adds it up, and sends the sum     into place s-1 % 2 of the second part of the window
-    takes the sums of chunk s-2 (all_reduce)
+    waits until all its namesakes have done s - 1 steps: chunk s-2 is here, and all sums of chunk s-4
+    passes tile by tile over three chunks at once:
+        chunk s                            is sent into place s % 4 of the window of each peer
+        chunk s-2                          is added up, and the sum sent into place s % 4 of the second part
+        the sums of chunk s-4              are taken (all_reduce)
 
-and then says that it has done s + 1. While one warp waits for the stores of a step to arrive, before it says so, the
-others send the next chunk. Copies move any dtype, exact to the bit.
+and then says that it has done s + 1. All words that a tile needs are asked for at once, from own memory and from the
+window, so one program keeps its SM busy. A wait is for a step that ended one step ago, whose stores had that long to
+arrive. While one warp waits for the stores of its program, the others go on, as each waits for the namesakes by itself.
+One SM moves 44 GB/s in and as much out (H200, ``research/sm_wires.py``), which bounds an all_reduce of two
+ranks, whose programs read and write each byte of the message twice. Copies move any dtype, exact to the bit.
 
 An all_gather can announce chunks to a product that runs beside it (:mod:`shotcast.kernels.triton.arriving_gemm`). It
 lets the product begin once every program's namesakes have entered, which takes SMs that no program of any rank still
@@ -33,15 +37,17 @@ import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
-from shotcast.device.triton.words import insert_own, load_words, nan_unless, store_words, sum_words
+from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
     announce,
     await_progress,
+    await_progress_by_warp,
     enter,
     exchange_headers,
+    join_warps,
     leave_epoch,
     peer_addresses,
     raise_progress,
@@ -59,11 +65,10 @@ ALL_GATHER = tl.constexpr(2)
 ALL_TO_ALL = tl.constexpr(3)
 
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
-PLACES = tl.constexpr(layout.PLACES_IN_WINDOW)
-CHUNKS_SENT = tl.constexpr(layout.CHUNKS_IN_WINDOW)
-"""Chunks of a program in the first part of the window."""
-SUMS_SENT = tl.constexpr(layout.PLACES_IN_WINDOW - layout.CHUNKS_IN_WINDOW)
-"""Chunks of sums in the second part of the window: one is sent while the one before is read."""
+LAG = tl.constexpr(layout.STEPS_IN_FLIGHT)
+"""Steps between sending a chunk and taking it."""
+TURNS = tl.constexpr(2 * layout.STEPS_IN_FLIGHT)
+"""Places of a program in either part of the window."""
 
 
 @triton.jit
@@ -79,133 +84,30 @@ def words_in(nbytes):
 
 
 @triton.jit
-def send_chunk(
-    call,
-    addresses,
-    x,
-    out,
-    place,
-    worker,
-    start,
-    part_nbytes,
-    nbytes,
-    own_start,
-    own_nbytes,
-    chunk_nbytes,
-    KIND: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Send the chunk from byte ``start`` of each peer's part (all_gather: of ``x``) to ``place`` in its window."""
-    mine = place + call.rank * (chunk_nbytes // 16)
-    if KIND == ALL_GATHER:
-        size = bytes_in_chunk(own_nbytes, start, chunk_nbytes)
-        for at in tl.range(0, words_in(size), BLOCK, num_stages=AHEAD):
-            offs = at + tl.arange(0, BLOCK)
-            words = load_words(x, start, offs, size, UNIT)
-            for i in tl.static_range(WORLD - 1):
-                store_to(call, addresses[i], mine, offs, words, offs < words_in(size), False)
-            store_words(out, own_start + start, offs, words, size, UNIT)
-    else:
-        for at in tl.range(0, words_in(bytes_in_chunk(part_nbytes, start, chunk_nbytes)), BLOCK, num_stages=AHEAD):
-            offs = at + tl.arange(0, BLOCK)
-            tiles = ()
-            for i in tl.static_range(WORLD - 1):
-                first = rotated_peer(call.rank, worker, i, WORLD) * part_nbytes
-                size = bytes_in_chunk(tl.minimum(part_nbytes, nbytes - first), start, chunk_nbytes)
-                tiles = tiles + (load_words(x, first + start, offs, size, UNIT),)
-            for i in tl.static_range(WORLD - 1):
-                first = rotated_peer(call.rank, worker, i, WORLD) * part_nbytes
-                size = bytes_in_chunk(tl.minimum(part_nbytes, nbytes - first), start, chunk_nbytes)
-                store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(size), False)
-
-
-@triton.jit
 def load_window(call, quads, offs, mask):
     """Load words of this rank's own window, past the first cache, which may hold what lay there before."""
     return tl.load(words_at(call.own.to(tl.int64), quads) + offs, mask=mask, other=0, cache_modifier=".cg")
 
 
 @triton.jit
-def add_chunk(
-    call,
-    addresses,
-    x,
-    out,
-    place,
-    sums_place,
-    start,
-    part_nbytes,
-    nbytes,
-    chunk_nbytes,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Add up a chunk of this rank's part, in rank order, into out. In an all_reduce, send the sum to all peers too."""
-    stride = chunk_nbytes // 16
-    first = call.rank * part_nbytes
-    size = bytes_in_chunk(tl.minimum(part_nbytes, nbytes - first), start, chunk_nbytes)
-    out_start = first + start if KIND == ALL_REDUCE else start
-    for at in tl.range(0, words_in(size), BLOCK, num_stages=AHEAD):
-        offs = at + tl.arange(0, BLOCK)
-        mask = offs < words_in(size)
-        parts = ()
-        for r in tl.static_range(WORLD):
-            parts = parts + (load_window(call, place + r * stride, offs, mask & (call.rank != r)),)
-        own_words = load_words(x, first + start, offs, size, UNIT)
-        words = sum_words(insert_own(parts, own_words, call.rank, WORLD), WORLD, DTYPE)
-        if KIND == ALL_REDUCE:
-            for i in tl.static_range(WORLD - 1):
-                store_to(call, addresses[i], sums_place + call.rank * stride, offs, words, mask, False)
-        store_words(out, out_start, offs, nan_unless(call.live, words, DTYPE), size, UNIT)
+def other_rank(call, i):
+    """Return the ``i``-th of the other ranks, in their order."""
+    return i + (i >= call.rank).to(tl.int32)
 
 
 @triton.jit
-def take_chunk(
-    call,
-    out,
-    place,
-    start,
-    starts,
-    part_nbytes,
-    chunk_nbytes,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Copy the chunk of every other rank's part from ``place`` in this rank's window into out."""
-    stride = chunk_nbytes // 16
-    for at in tl.range(0, words_in(bytes_in_chunk(part_nbytes, start, chunk_nbytes)), BLOCK, num_stages=AHEAD):
-        offs = at + tl.arange(0, BLOCK)
-        sizes = ()
-        parts = ()
-        for r in tl.static_range(WORLD):
-            size = bytes_in_chunk(starts[r + 1] - starts[r], start, chunk_nbytes)
-            size = tl.where(call.rank == r, 0, size)
-            sizes = sizes + (size,)
-            parts = parts + (load_window(call, place + r * stride, offs, offs < words_in(size)),)
-        for r in tl.static_range(WORLD):
-            store_words(out, starts[r] + start, offs, nan_unless(call.live, parts[r], DTYPE), sizes[r], UNIT)
+def load_of(call, place, i, offs, size, stride):
+    """Load a tile of the chunk of the ``i``-th of the other ranks, ``size`` bytes in its place in the window."""
+    return load_window(call, place + other_rank(call, i) * stride, offs, offs < words_in(size))
 
 
 @triton.jit
-def keep_chunk(
-    call, x, out, start, part_nbytes, chunk_nbytes, UNIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
-):
-    """Copy a chunk of the part that this rank keeps from x to out."""
-    first = call.rank * part_nbytes + start
-    size = bytes_in_chunk(part_nbytes, start, chunk_nbytes)
-    for at in tl.range(0, words_in(size), BLOCK, num_stages=AHEAD):
-        offs = at + tl.arange(0, BLOCK)
-        store_words(out, first, offs, load_words(x, first, offs, size, UNIT), size, UNIT)
+def by_rank(others, own, rank, WORLD: tl.constexpr):
+    """Return tiles by rank, of those of the other ranks in their order and this rank's."""
+    tiles = (tl.where(rank == 0, own, others[0]),)
+    for r in tl.static_range(1, WORLD - 1):
+        tiles = tiles + (tl.where(rank == r, own, tl.where(rank < r, others[r - 1], others[r])),)
+    return tiles + (tl.where(rank == WORLD - 1, own, others[WORLD - 2]),)
 
 
 @kernel
@@ -237,7 +139,6 @@ def few_sms(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -260,95 +161,108 @@ def few_sms(
         call = with_status(call, (read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
     else:
         leave_epoch(call, rank * 0, False)
-    SUMS: tl.constexpr = KIND == ALL_REDUCE
+    PLACES: tl.constexpr = 2 * TURNS if KIND == ALL_REDUCE else TURNS
+    ADDS: tl.constexpr = KIND < ALL_GATHER
+    PEERS: tl.constexpr = WORLD - 1
     progress = progress_at + worker * FLAG_ROW_QUADS
-    place_quads = chunk_nbytes // 16 * WORLD
+    stride = chunk_nbytes // 16
+    place_quads = stride * WORLD
     window = window_at + worker * PLACES * place_quads
     chunks = ((part_nbytes + chunk_nbytes - 1) // chunk_nbytes).to(tl.int32)
     chunks = (chunks - worker + workers - 1) // workers  # those of this program
-    steps = chunks + (2 if SUMS else 1)
+    steps = tl.where(chunks > 0, chunks + (2 * LAG if KIND == ALL_REDUCE else LAG), 0)
+    own_part = rank * part_nbytes
     raise_progress(call, progress, 0, WORLD, WARPS)
     call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call before left there
     if ANNOUNCES:
         release_next_kernel(PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
     for step in range(0, steps):
         turn = rank * 0 + step
+        running = call.live
+        late_ranks = rank * 0
+        if step >= LAG:
+            call, late_ranks = await_progress_by_warp(call, progress, step - LAG + 1, WORLD)
+        # a chunk that begins at the end of a part is empty, as are those after the last
         start = ((call.epoch * 0 + step) * workers + worker) * chunk_nbytes
-        before = start - workers * chunk_nbytes
-        if step < chunks:
-            place = window + turn % CHUNKS_SENT * place_quads
-            send_chunk(
-                call,
-                addresses,
-                x,
-                out,
-                place,
-                worker,
-                start,
-                part_nbytes,
-                nbytes,
-                own_start,
-                own_nbytes,
-                chunk_nbytes,
-                KIND,
-                UNIT,
-                WORLD,
-                BLOCK,
-                AHEAD,
-            )
-        if step > 0:
-            call = await_progress(call, progress, step, WORLD, WARPS)
-            if step <= chunks:
-                place = window + (turn - 1) % CHUNKS_SENT * place_quads
+        before = tl.where(turn >= LAG, start - LAG * workers * chunk_nbytes, part_nbytes)
+        first = tl.where(turn >= 2 * LAG, start - 2 * LAG * workers * chunk_nbytes, part_nbytes)
+        mine = window + turn % TURNS * place_quads + rank * stride
+        came = window + (turn + LAG) % TURNS * place_quads
+        sums_mine = window + (TURNS + turn % TURNS) * place_quads + rank * stride
+        sums_came = window + (TURNS + (turn + LAG) % TURNS) * place_quads
+        own_size = bytes_in_chunk(own_nbytes, before, chunk_nbytes)
+        own_from = own_part + before
+        if KIND == ALL_GATHER:
+            own_size = bytes_in_chunk(own_nbytes, start, chunk_nbytes)
+            own_from = start
+        longest = bytes_in_chunk(part_nbytes, start, chunk_nbytes)
+        longest = tl.maximum(longest, bytes_in_chunk(part_nbytes, before, chunk_nbytes))
+        sent_sizes = ()
+        sent_from = ()
+        taken_sizes = ()
+        taken_to = ()
+        taken_from = before
+        if KIND == ALL_REDUCE:
+            taken_from = first
+            longest = tl.maximum(longest, bytes_in_chunk(part_nbytes, first, chunk_nbytes))
+        for i in tl.static_range(PEERS):
+            part = rotated_peer(rank, worker, i, WORLD) * part_nbytes
+            sent_from = sent_from + (part + start,)
+            sent_sizes = sent_sizes + (bytes_in_chunk(tl.minimum(part_nbytes, nbytes - part), start, chunk_nbytes),)
+            begin = start1
+            end = start2
+            for r in tl.static_range(WORLD):
+                chosen = other_rank(call, i) == r
+                begin = tl.where(chosen, starts[r], begin)
+                end = tl.where(chosen, starts[r + 1], end)
+            taken_sizes = taken_sizes + (bytes_in_chunk(end - begin, taken_from, chunk_nbytes),)
+            taken_to = taken_to + (begin + taken_from,)
+        for at in range(0, words_in(longest), BLOCK):
+            offs = at + tl.arange(0, BLOCK)
+            own_words = load_words(x, own_from, offs, own_size, UNIT)
+            tiles = ()
+            if KIND != ALL_GATHER:
+                for i in tl.static_range(PEERS):
+                    tiles = tiles + (load_words(x, sent_from[i], offs, sent_sizes[i], UNIT),)
+            parts = ()
+            taken = ()
+            for i in tl.static_range(PEERS):
+                if ADDS:
+                    parts = parts + (load_of(call, came, i, offs, own_size, stride),)
+                if KIND == ALL_REDUCE:
+                    taken = taken + (load_of(call, sums_came, i, offs, taken_sizes[i], stride),)
+                elif KIND != REDUCE_SCATTER:
+                    taken = taken + (load_of(call, came, i, offs, taken_sizes[i], stride),)
+            for i in tl.static_range(PEERS):
                 if KIND == ALL_GATHER:
-                    take_chunk(
-                        call, out, place, before, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK, AHEAD
-                    )
-                elif KIND == ALL_TO_ALL:
-                    take_chunk(
-                        call, out, place, before, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK, AHEAD
-                    )
-                    keep_chunk(call, x, out, before, part_nbytes, chunk_nbytes, UNIT, BLOCK, AHEAD)
+                    store_to(call, addresses[i], mine, offs, own_words, offs < words_in(own_size), False)
                 else:
-                    sums_place = window + (CHUNKS_SENT + (turn - 1) % SUMS_SENT) * place_quads
-                    add_chunk(
-                        call,
-                        addresses,
-                        x,
-                        out,
-                        place,
-                        sums_place,
-                        before,
-                        part_nbytes,
-                        nbytes,
-                        chunk_nbytes,
-                        KIND,
-                        DTYPE,
-                        UNIT,
-                        WORLD,
-                        BLOCK,
-                        AHEAD,
-                    )
-            if SUMS and step > 1:
-                sums_place = window + (CHUNKS_SENT + turn % SUMS_SENT) * place_quads
-                first = before - workers * chunk_nbytes
-                take_chunk(
-                    call, out, sums_place, first, starts, part_nbytes, chunk_nbytes, DTYPE, UNIT, WORLD, BLOCK, AHEAD
-                )
+                    store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(sent_sizes[i]), False)
+            if ADDS:
+                words = sum_words(by_rank(parts, own_words, rank, WORLD), WORLD, DTYPE)
+                if KIND == ALL_REDUCE:
+                    for i in tl.static_range(PEERS):
+                        store_to(call, addresses[i], sums_mine, offs, words, offs < words_in(own_size), False)
+                own_words = nan_unless(call.live, words, DTYPE)
+            own_to = own_from
+            if KIND == REDUCE_SCATTER:
+                own_to = before
+            elif KIND == ALL_GATHER:
+                own_to = own_start + start
+            store_words(out, own_to, offs, own_words, own_size, UNIT)
+            if KIND != REDUCE_SCATTER:
+                for i in tl.static_range(PEERS):
+                    store_words(out, taken_to[i], offs, nan_unless(call.live, taken[i], DTYPE), taken_sizes[i], UNIT)
+        call = join_warps(call, late_ranks, running, WORLD, WARPS)
         if ANNOUNCES:
-            announce(arrivals, worker, step, WARPS)  # chunks 0 to step - 1
+            announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
         if step + 1 < steps:
             raise_progress(call, progress, step + 1, WORLD, WARPS)
 
 
 BESIDE_REGISTERS, BESIDE_WORDS = 48, 4096
-"""Registers of a thread, and the largest tile, with which a program of two ranks has room on an SM beside a product of
-:mod:`shotcast.overlap.products`: 512 threads with 48 registers beside 256 with 155. Larger tiles, and those of more
-ranks, take more registers, or would spill."""
-
-TILES_AHEAD = 1
-"""Tiles that are loaded before they are needed. With 2 and more, loads go to shared memory and hold no registers
-(``cp.async``); not timed yet (``research/few_sms.py --ahead``)."""
+"""Registers of a thread, and the largest tile, with which a program of two ranks that gathers rows has room on an SM
+beside their product: 512 threads with 48 registers beside 256 with 155."""
 
 _KINDS = {
     Op.ALL_REDUCE: ALL_REDUCE,
@@ -376,21 +290,22 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
         starts = [sum(plan.sizes[:rank]) * item for rank in range(world_size + 1)]
     starts += [starts[-1]] * (wire.MAX_WORLD_SIZE - world_size)
     room = context.layout.window_quads * layout.QUAD
-    needed = shape.programs * layout.PLACES_IN_WINDOW * world_size * shape.chunk_bytes
+    places = layout.places_in_window(plan.op)
+    needed = shape.programs * places * world_size * shape.chunk_bytes
     steps = -(-part // (shape.programs * shape.chunk_bytes)) if shape.chunk_bytes else 0
     if shape.chunk_bytes < layout.QUAD or shape.chunk_bytes % layout.QUAD or needed > room:
         raise ConfigError(
             f"few_sms: {shape.programs} programs with chunks of {shape.chunk_bytes} bytes (a multiple of 16) do not go "
-            f"into a window of {room} bytes, which holds {layout.PLACES_IN_WINDOW} chunks of each rank for each program"
+            f"into a window of {room} bytes, which holds {places} chunks of each rank for each program"
         )
-    if steps + 2 >= 1 << layout.PROGRESS_STEP_BITS or shape.programs > layout.PROGRESS_ROWS:
+    if steps + 2 * layout.STEPS_IN_FLIGHT >= 1 << layout.PROGRESS_STEP_BITS or shape.programs > layout.PROGRESS_ROWS:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")
     arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
-    arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op], "AHEAD": TILES_AHEAD}
+    arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op]}
     arguments |= {"arrivals": context.arrivals_address, "ANNOUNCES": announces}
     options: dict[str, Any] = {}
     if context.unit(plan) != layout.QUAD:
         arguments["BLOCK"] = min(shape.block_words, 32 * shape.num_warps * 2)  # each word takes several registers
-    elif world_size == 2 and shape.block_words <= BESIDE_WORDS:
+    elif announces and world_size == 2 and shape.block_words <= BESIDE_WORDS:
         options["maxnreg"] = BESIDE_REGISTERS
     return context.launch(few_sms, plan, programs=shape.programs, options=options, **arguments)

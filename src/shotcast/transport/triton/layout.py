@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shotcast.hardware.nodes import folded
 from shotcast.units import align_up
-from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, REDUCIBLE, Norm, slice_bytes
+from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, REDUCIBLE, Norm, Op, slice_bytes
 
 # Control block, in 64-bit words. Peers write only ABORT, HEADERS, CREDITS, MESSAGE_HEADERS and RECEIVES_BEGUN, which
 # have cache lines of their own.
@@ -77,10 +77,11 @@ PROGRESS_STEP_BITS = 20
 WINDOW_BYTES = 16 << 20
 """The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
 CHUNKS_IN_WINDOW = 3
-"""Places in the window for chunks that a program is sent by each rank: one is sent while the one before is read, and it
-may be sent before the reader of the one before that has said that it is done."""
-PLACES_IN_WINDOW = CHUNKS_IN_WINDOW + 2
-"""Places in the window for chunks of a program from each rank: of what is sent, and two of sums."""
+"""Places in the window for uneven parts: one is sent while the one before is read, and it may be sent before the reader
+of the one before that has said that it is done."""
+STEPS_IN_FLIGHT = 2
+"""Steps from sending a chunk through the window to taking it; a place serves again after twice as many."""
+
 
 CELLS_TAKE = 4
 """The room of a divided message in flag cells, in that of as long a one in slots: twice its bytes of half the room."""
@@ -201,6 +202,11 @@ def piece(dtype: str, max_bytes: int) -> int:
     many bytes.
     """
     return max_bytes // (1 if dtype in REDUCIBLE else CELLS_TAKE) // QUAD * QUAD
+
+
+def places_in_window(op: Op) -> int:
+    """Return the places in the window for chunks of a program from each rank; an all_reduce has as many for sums."""
+    return (4 if op is Op.ALL_REDUCE else 2) * STEPS_IN_FLIGHT
 
 
 def window_bytes(max_bytes: int) -> int:

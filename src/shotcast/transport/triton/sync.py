@@ -45,6 +45,7 @@ from shotcast.device.triton.intrinsics import (
     now_ns,
     release_next_kernel,
     store_release,
+    sync_warp,
     yield_core,
 )
 from shotcast.device.triton.nvshmem import put_nbi_block
@@ -671,6 +672,66 @@ def await_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr)
             started, live = check_deadline(call, started, late_ranks, True, WORLD)
             waiting = waiting & live
     tl.debug_barrier()
+    return with_status(call, live, started)
+
+
+@triton.jit
+def await_progress_by_warp(call, quads, steps, WORLD: tl.constexpr):
+    """Wait as :func:`await_progress` does, each warp for itself. Returns (call, late ranks), other ones in each warp.
+
+    No warp waits for one that is still waiting for its stores. A warp that must not wait any longer, as the deadline
+    has passed, a rank has ended, or the call was stopped, gives up: its ``live`` is 0. :func:`join_warps` follows.
+    """
+    lanes = tl.arange(0, 32)  # of a warp: the reductions here are each warp's own
+    ranks = lanes < WORLD
+    wanted = (call.epoch << PROGRESS_STEP_BITS) + steps
+    found = load_acquire(call.own + quads * 2 + lanes % MAX_WORLD, ranks)
+    late = ranks & (found - wanted < 0)
+    waiting = tl.max(late.to(tl.int32), axis=0) & call.live
+    started = call.started
+    live = call.live
+    late_ranks = call.rank * 0
+    polls = 0
+    while waiting != 0:
+        yield_core()
+        found = load_acquire(call.own + quads * 2 + lanes % MAX_WORLD, ranks)
+        late = ranks & (found - wanted < 0)
+        waiting = tl.max(late.to(tl.int32), axis=0)
+        polls += 1
+        if polls % POLLS_PER_CHECK == 0:
+            same = lanes.to(tl.int64) * 0
+            now = tl.max(same + now_ns(), axis=0)
+            started = tl.where(started == 0, now, started)
+            late_ranks = tl.sum(late.to(tl.int32) << (lanes % MAX_WORLD), axis=0)
+            timeout = tl.max(tl.load(call.own + TIMEOUT + same, volatile=True), axis=0)
+            fault = tl.load(call.own + ABORT + same, volatile=True)
+            ends = tl.max((fault != 0).to(tl.int32), axis=0) | (now - started > timeout).to(tl.int32)
+            if now - started > HOST_LOOK_NS:
+                marks = tl.max(tl.load(host_words(call.own) + HOST_GONE + same, volatile=True), axis=0)
+                ends = ends | ((marks.to(tl.int32) & late_ranks) != 0).to(tl.int32)
+            live = tl.where(ends != 0, 0, live)
+            waiting = waiting & live
+    sync_warp()
+    return with_status(call, live, started), late_ranks
+
+
+@triton.jit
+def join_warps(call, late_ranks, running, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Join the warps after :func:`await_progress_by_warp`: if one has given up, all do, and the fault is told.
+
+    ``running`` is ``live`` of the call before. Returns the call, the same in all warps.
+    """
+    threads = thread_ids(WARPS)
+    live = tl.min(threads * 0 + call.live, axis=0)
+    started = call.started
+    if (live == 0) & (running != 0):
+        most = threads.to(tl.int64) * 0 + 0x7FFFFFFFFFFFFFFF
+        started = tl.min(tl.where(started == 0, most, threads.to(tl.int64) * 0 + started), axis=0)
+        late = call.rank * 0
+        for r in tl.static_range(WORLD):
+            late = late | (tl.max(threads * 0 + ((late_ranks >> r) & 1), axis=0) << r)
+        started, live = check_deadline(call, started, late, True, WORLD)
+        live = live * 0
     return with_status(call, live, started)
 
 

@@ -6,8 +6,8 @@ No rank knows the longest part of all before the call, so neither the grid nor t
 first bytes of each part, its *head*, go as flag cells in one step, at twice their bytes. In front of them lie the size
 of the part and the number of chunks that its sender has beyond the heads. Program 0 compares the sizes with those that
 this rank expects. Where some rank has chunks, all ranks pass them through the window, in as many steps as the longest
-part takes; parts that have ended are empty there. The protocol of the window is that of :mod:`.few_sms`. All data is
-exact to the bit.
+part takes; parts that have ended are empty there. The protocol of the window is that of :mod:`.few_sms`, but chunk s-1
+is taken in step s, after chunk s was sent. All data is exact to the bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import SIZED, KernelContext, KernelLaunch
-from shotcast.transport.triton.few_sms import CHUNKS_SENT, bytes_in_chunk, load_window, words_in
+from shotcast.transport.triton.few_sms import bytes_in_chunk, load_window, words_in
 from shotcast.transport.triton.sync import (
     await_progress,
     await_words,
@@ -45,6 +45,7 @@ from shotcast.transport.triton.sync import (
 from shotcast.wire import CallPlan
 
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
+CHUNKS_SENT = tl.constexpr(layout.CHUNKS_IN_WINDOW)
 PARTS_CAME = tl.constexpr(layout.PARTS_CAME)
 FAULT_PARTS_DIFFER = tl.constexpr(wire.PARTS_DIFFER)
 SIZE_WORDS = tl.constexpr(4)
