@@ -398,9 +398,6 @@ def _overlap_command(
     whole: Annotated[
         bool, typer.Option("--whole", help="Communicate the product's result; of all-gather, its left operand.")
     ] = False,
-    forms: Annotated[
-        str, typer.Option("--forms", help="own, library, torch, published. Default: all but the last that there are.")
-    ] = "",
     lanes: Annotated[int, typer.Option("--lanes", min=1, help="CPU: messages under way at once.")] = 1,
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU: threads of a rank.")] = 1,
     sms: Annotated[str, typer.Option("--sms", help="CUDA: numbers of SMs that messages are given.")] = "16,24,32",
@@ -451,7 +448,6 @@ def _overlap_command(
             steps=steps,
             ratio=ratio,
             whole=whole,
-            forms=names_in(forms),
             lanes=lanes,
             rounds=rounds,
             seconds=seconds,
