@@ -22,10 +22,11 @@ import torch
 import torch_forms
 import zero_ctas
 from occupancy import Multiprocessor
+from overlap_verdicts import TORCH, verdicts
 from product_room import multiprocessor_of
 
 from shotcast.bench.overlap import library, measure, own
-from shotcast.bench.overlap.config import LIBRARY, OWN, REDUCE_SCATTER_ALL_GATHER, TORCH, OverlapConfig
+from shotcast.bench.overlap.config import LIBRARY, OWN, REDUCE_SCATTER_ALL_GATHER, OverlapConfig
 from shotcast.bench.overlap.form import Candidate, Candidates, Form
 from shotcast.bench.overlap.library import Groups, Messages
 from shotcast.bench.overlap.result import Measured
@@ -72,6 +73,8 @@ def run(config: OverlapConfig, sets: Sequence[str] = DEFAULT) -> Measured:
     measured = _beside_failures(config, until, sets)
     if config.device == "cuda" and LIBRARY in sets and config.op in zero_ctas.OPS:
         measured = zero_ctas.with_zero_ctas(measured, config, max(1.0, until - time.monotonic()))
+    for sentence in verdicts(measured):
+        print(sentence)
     return measured
 
 

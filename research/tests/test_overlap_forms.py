@@ -12,6 +12,7 @@ import overlap_forms_targets as targets
 import pytest
 import zero_ctas
 from occupancy import Kernel, multiprocessor, resident_blocks
+from overlap_verdicts import verdicts
 
 from shotcast.bench.overlap import measure, report
 from shotcast.bench.overlap.config import OverlapConfig
@@ -62,6 +63,27 @@ def h200(way: str, time_us: float | None, by: str = "", **change: object) -> Ove
     facts = {"device": "cuda", "op": "all_gather", "compute_us": 1400.0, "communication_us": 1500.0,
              "library_us": 1450.0, "library_plain_us": 2000.0}  # fmt: skip
     return dataclasses.replace(ROW, way=way, time_us=time_us, by=by, **facts | change)  # type: ignore[arg-type]
+
+
+def said(*rows: OverlapRow) -> list[str]:
+    return verdicts(Measured(rows, ""))[1:]
+
+
+def test_thresholds() -> None:
+    assert h200("plain", 1.0).ideal_us == 1450
+    own, slow = h200("16 SMs", 1500.0, "own"), h200("plain", 1900.0, "own")
+    assert said(slow, own) == [
+        "16 SMs takes 1.03 of the ideal, 1.10 or less: holds",
+        "16 SMs is 25% below the library's plain overlap, 15% or more: holds",
+    ]
+    assert [line.rpartition(": ")[2] for line in said(slow)] == ["does not hold"] * 2
+    assert said(dataclasses.replace(own, compute_us=900.0))[0].endswith("15% or more: holds")
+    assert said(dataclasses.replace(own, library_plain_us=1600.0)) == [
+        "16 SMs takes 1.03 of the ideal, 1.10 or less: holds"
+    ]
+    peer = h200("torch fused", 1450.0, "torch", whole=True)
+    assert "does not hold" in said(dataclasses.replace(own, whole=True), peer)[-1]
+    assert verdicts(Measured((dataclasses.replace(own, library_plain_us=None),), "")) == []
 
 
 SEEN = zero_ctas.Seen(2100.0, 1500.0, ("copy",))

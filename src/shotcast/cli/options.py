@@ -88,7 +88,7 @@ Eager = Annotated[bool, typer.Option("--eager", help="CUDA: time single calls, n
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for one world size; then the ranks are ended.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows and the environment to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file (png, svg, pdf).")]
-PlotKind = Annotated[str, typer.Option("--plot-kind", help="latency, speedup-over-ring or summary.")]
+PlotKind = Annotated[str, typer.Option("--plot-kind", help="latency or summary.")]
 MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")]
 NormOption = Annotated[NormKind, typer.Option("--norm", help="RMSNorm, or LayerNorm with a bias.")]
 Hidden = Annotated[int, typer.Option("--hidden", min=1, help="Elements of a row: the model's hidden size.")]

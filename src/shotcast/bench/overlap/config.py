@@ -13,7 +13,7 @@ OPS = ("all_reduce", "reduce_scatter", REDUCE_SCATTER_ALL_GATHER, "all_gather", 
 WHOLE_OPS = ("all_reduce", "reduce_scatter", "all_gather")
 COMPUTE, COMMUNICATION, LIBRARY_COMMUNICATION = "compute", "communication", "library communication"
 LIBRARY, LIBRARY_PLAIN, LIBRARY_PRIORITY = "library", "library plain", "library priority"
-ALONE, OWN, TORCH = "alone", "own", "torch"
+ALONE, OWN = "alone", "own"
 GEMMS = {"cuda": (8192, 8192, 8192), "cpu": (256, 256, 256)}
 
 
