@@ -1,4 +1,4 @@
-"""What was asked of overlap on GPUs, and whether measured forms hold it."""
+"""The thresholds of overlap on GPUs, and whether measured forms hold them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shotcast.bench.overlap.config import OWN, REDUCE_SCATTER_ALL_GATHER
 from shotcast.bench.overlap.result import Measured, OverlapRow
 
 TORCH = "torch"
-"""Whose forms those of PyTorch are."""
+"""The set of PyTorch's forms."""
 _BALANCED = 0.15
 _OF_IDEAL = {"all_gather": 1.10, "all_to_all": 1.10, "reduce_scatter": 1.20, "all_reduce": 1.20,
              REDUCE_SCATTER_ALL_GATHER: 1.20}  # fmt: skip
