@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from shotcast.cli.options import Device, dtypes_named, with_underscores
+from shotcast.cli.options import Device, DeviceOption, dtypes_named, with_underscores
 
 if TYPE_CHECKING:
     from shotcast.engine.config import EngineConfig
@@ -105,21 +105,19 @@ MinP = Annotated[
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed, which makes sampling repeatable.")]
 
 
-def engine_options(
-    model: str,
-    device: Device,
-    tensor_parallel: int | None,
-    pipeline_parallel: int | None,
-    layout: str,
-    dtype: str,
-    quantization: str,
-    max_model_len: int,
-    gpu_memory_utilization: float,
-    **others: Any,
+def engine(
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = None,
+    layout: Layout = "",
+    device: DeviceOption = Device.AUTO,
+    dtype: Dtype = "",
+    quantization: Quantization = "",
+    max_model_len: MaxModelLen = 0,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
 ) -> dict[str, Any]:
+    """Return the options of every engine."""
     division = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     return {
-        "model": model,
         "device": device.value,
         **{name: number for name, number in division.items() if number is not None},
         "layout": layout,
@@ -128,8 +126,28 @@ def engine_options(
         "max_model_len": max_model_len,
         "gpu_memory_utilization": gpu_memory_utilization,
         "progress": sys.stderr.isatty(),
-        **others,
     }
+
+
+def sums(
+    algorithm: Algorithm = "auto", sequence_parallel: SequenceParallel = False, overlap: Overlap = "auto"
+) -> dict[str, Any]:
+    """Return the options of an engine's sums between ranks."""
+    return {"algorithm": algorithm, "sequence_parallel": sequence_parallel, "overlap": overlap}
+
+
+def sampling(
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+) -> dict[str, Any]:
+    """Return those options of sampling that were given."""
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options |= {"min_p": min_p, "seed": seed}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def as_started(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:

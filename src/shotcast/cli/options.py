@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -112,6 +114,33 @@ BandwidthGbps = Annotated[
     float, typer.Option("--bandwidth-gbps", min=0.0, help="Gbit/s of a simulated host's link. Default: no limit.")
 ]
 Tokens = Annotated[str, typer.Option("--tokens", help="Numbers of rows of the tensor, comma-separated.")]
+
+
+def with_groups(*groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of functions, which several commands share, in the place of arguments of their names.
+
+    Such an argument of the command gets what the function returns.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = {group.__name__: inspect.signature(group, eval_str=True).parameters for group in groups}
+        signature = inspect.signature(command, eval_str=True)
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            made = {
+                group.__name__: group(**{name: given.pop(name) for name in shared[group.__name__]}) for group in groups
+            }
+            command(**given, **made)
+
+        placed = [
+            one for own in signature.parameters.values() for one in shared.get(own.name, {own.name: own}).values()
+        ]
+        options = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in placed]
+        run.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def names_in(text: str) -> tuple[str, ...]:
