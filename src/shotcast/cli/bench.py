@@ -18,35 +18,16 @@ from shotcast.cli import bench_results
 from shotcast.cli.engine_options import Dtype as EngineDtype
 from shotcast.cli.engine_options import say
 from shotcast.cli.options import (
-    Algorithms,
-    BandwidthGbps,
-    Between,
-    Check,
-    DelayUs,
     Device,
     DeviceOption,
     Dtype,
-    Eager,
-    GemmK,
     Hidden,
-    Hosts,
-    HostTime,
-    Iters,
     JsonFile,
-    MarkdownFile,
-    MaxBytes,
     MinBytes,
     NormKind,
-    NormOption,
     PlotFile,
-    PlotKind,
-    RanksPerHost,
-    Reduction,
     Seconds,
-    StepFactor,
     Timeout,
-    Tokens,
-    Warmup,
     WorldSize,
     command_line,
     device_name,
@@ -74,7 +55,19 @@ app.add_typer(bench_results.app)
 
 
 def simulated(
-    hosts: Hosts = 0, ranks_per_host: RanksPerHost = 1, delay_us: DelayUs = 0.0, bandwidth_gbps: BandwidthGbps = 0.0
+    hosts: Annotated[
+        int,
+        typer.Option(
+            "--hosts", min=0, help="Simulate that many hosts on this machine, joined by a network. Needs root."
+        ),
+    ] = 0,
+    ranks_per_host: Annotated[int, typer.Option("--ranks-per-host", min=1, help="Ranks on each simulated host.")] = 1,
+    delay_us: Annotated[
+        float, typer.Option("--delay-us", min=0.0, help="The one-way delay between simulated hosts, in microseconds.")
+    ] = 0.0,
+    bandwidth_gbps: Annotated[
+        float, typer.Option("--bandwidth-gbps", min=0.0, help="Gbit/s of a simulated host's link. Default: no limit.")
+    ] = 0.0,
 ) -> Any:
     """Return the :class:`HostsConfig` of the hosts to simulate; None if there are none."""
     from shotcast.bench.hosts.measure import HostsConfig
@@ -87,17 +80,35 @@ def simulated(
 
 
 def timing(
-    iters: Iters = 1000,
-    warmup_iters: Warmup = 5,
-    check: Check = 1,
+    iters: Annotated[int, typer.Option("-n", "--iters", help="The largest number of timed calls at one point.")] = 1000,
+    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", help="Warm-up calls before the timed ones.")] = 5,
+    check: Annotated[
+        int, typer.Option("-c", "--check", min=0, max=1, help="1 compares results with a float64 sum; 0 does not.")
+    ] = 1,
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
-    algorithms: Algorithms = "",
+    algorithms: Annotated[
+        str,
+        typer.Option(
+            "--algorithms",
+            callback=with_underscores,
+            help="Algorithms and baselines, comma-separated. Default: all legal ones.",
+        ),
+    ] = "",
     seconds: Seconds = 0.4,
-    eager: Eager = False,
-    between: Between = "",
-    gemm_k: GemmK = 0,
-    host: HostTime = False,
+    eager: Annotated[bool, typer.Option("--eager", help="CUDA: time single calls, not a captured graph.")] = False,
+    between: Annotated[
+        str,
+        typer.Option(
+            "--between", help="gemm also times calls with a matrix product between them: tokens x k by k x hidden."
+        ),
+    ] = "",
+    gemm_k: Annotated[
+        int, typer.Option("--gemm-k", min=0, help="k of the matrix product. Default: hidden / ranks.")
+    ] = 0,
+    host: Annotated[
+        bool, typer.Option("--host", help="Measure the host time of a call, not the call's own time.")
+    ] = False,
     timeout: Timeout = 600.0,
 ) -> dict[str, Any]:
     """Return the fields of a BenchConfig that every operation has, with the device as it was given."""
@@ -131,8 +142,10 @@ class _Outputs:
 def outputs(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
-    plot_kind: PlotKind = "latency",
-    markdown_file: MarkdownFile = None,
+    plot_kind: Annotated[str, typer.Option("--plot-kind", help="latency or summary.")] = "latency",
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")
+    ] = None,
 ) -> _Outputs:
     """Return the files to write."""
     return _Outputs(json_file, plot_file, plot_kind, markdown_file)
@@ -145,10 +158,15 @@ def _plain_command(op: str) -> None:
     def command(
         *,
         minbytes: MinBytes = "1K",
-        maxbytes: MaxBytes = "4M",
-        stepfactor: StepFactor = 4,
+        maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="The largest message, such as 4M.")] = "4M",
+        stepfactor: Annotated[
+            int, typer.Option("-f", "--stepfactor", min=2, help="The factor between neighbouring sizes.")
+        ] = 4,
         world_size: WorldSize = "",
-        reduction: Reduction = "sum",
+        reduction: Annotated[
+            str,
+            typer.Option("-o", "--op", "--reduction", help="sum, prod, min, max or avg, of operations that reduce."),
+        ] = "sum",
         hidden: Hidden = 8192,
         timing: dict[str, Any],
         simulated: Any,
@@ -174,9 +192,11 @@ for _op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadca
 @with_groups(timing, outputs)
 def _fused_command(
     *,
-    norm: NormOption = NormKind.RMS,
+    norm: Annotated[NormKind, typer.Option("--norm", help="RMSNorm, or LayerNorm with a bias.")] = NormKind.RMS,
     hidden: Hidden = 8192,
-    tokens: Tokens = "1,2,4,8,16,32,64,128,256,512",
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Numbers of rows of the tensor, comma-separated.")
+    ] = "1,2,4,8,16,32,64,128,256,512",
     world_size: WorldSize = "",
     timing: dict[str, Any],
     outputs: _Outputs,

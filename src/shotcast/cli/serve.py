@@ -10,14 +10,7 @@ import typer
 
 from shotcast.cli.engine_options import (
     GenerationConfig,
-    KvCache,
-    MaxBatchTokens,
-    MaxSequences,
     Model,
-    RankTimeout,
-    StampEvery,
-    Target,
-    Workload,
     as_started,
     engine,
     say,
@@ -41,15 +34,35 @@ def serve(
         str, typer.Option("--served-model-name", help="The name in the API. Default: the model's name.")
     ] = "",
     engine: dict[str, Any],
-    target: Target = "throughput",
-    workload: Workload = "",
-    max_sequences: MaxSequences = 64,
-    max_batch_tokens: MaxBatchTokens = 2048,
-    kv_cache: KvCache = "0",
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            help="What --layout auto plans for: throughput, latency, or bounds in ms such as ttft=500,tpot=20.",
+        ),
+    ] = "throughput",
+    workload: Annotated[
+        str,
+        typer.Option(
+            "--workload", help="Tokens in and out that --layout auto plans for. Default: 2048+128, or what fits."
+        ),
+    ] = "",
+    max_sequences: Annotated[int, typer.Option("--max-sequences", help="Sequences in one batch.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option("--max-batch-tokens", help="Tokens in one step.")] = 2048,
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            "--kv-cache", help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows."
+        ),
+    ] = "0",
     generation_config: GenerationConfig = "auto",
     sums: dict[str, Any],
-    rank_timeout: RankTimeout = 60.0,
-    stamp_every: StampEvery = 128,
+    rank_timeout: Annotated[
+        float, typer.Option("--rank-timeout", help="Seconds that a rank waits for another.")
+    ] = 60.0,
+    stamp_every: Annotated[
+        int, typer.Option("--stamp-every", min=0, help="CUDA: time one step in this many for /metrics; 0 times none.")
+    ] = 128,
     max_queue: Annotated[
         int, typer.Option("--max-queue", help="Concurrent requests; further ones get status 429.")
     ] = 256,
