@@ -68,10 +68,9 @@ def overlap_obstacle(parallel: Parallel, overlap: str, static: bool) -> str:
         return "one stage of several ranks has sums to hide"
     if parallel.divides_residual(parallel.size * LEAST_TOKENS[False]):
         return "sequence_parallel divides the residual instead"
-    if not static and overlap == "auto":
-        topology = parallel.comm.topology
-        if topology.device == "cpu" and not topology.network.name:
-            return "CPU ranks of one node wait for no network"
+    comm = parallel.comm
+    if not static and overlap == "auto" and comm.device.type == "cpu" and not comm.topology.network.name:
+        return "CPU ranks of one node wait for no network"
     return ""
 
 
