@@ -376,7 +376,7 @@ def _row(
     dtype: str,
     bandwidth: float,
     itl_ms: float,
-    **measured: float,
+    **measured: Any,
 ) -> EngineRow:
     """Return the row of a point with what was measured, and its roofline.
 

@@ -152,8 +152,8 @@ class PrefillForms:
 
     def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
         """Return the forms that compute a step in halves, and why others are left out."""
-        parallel, left_out = self._model.parallel, {}
-        forms, shaped = [HALVES], list(ON_SMS)
+        parallel, forms, shaped = self._model.parallel, [HALVES], list(ON_SMS)
+        left_out: dict[str, str] = {}
         if not self._static:
             return forms, left_out
         if parallel.comm.device.type == "cuda":
