@@ -67,11 +67,13 @@ engine() {
         --layouts "$layouts" --batches "$batches" --algorithms "$@"
 }
 
-# seconds, name, arguments of `shotcast bench overlap` on the GPUs of the part
+# seconds, name, arguments of `shotcast bench overlap` on the GPUs of the part; $sets names its forms
 overlap() {
-    limit=$1 name=$2
+    limit=$1 name=overlap_$2_x$ranks
     shift 2
-    bench "$limit" "overlap_${name}_x$ranks" overlap --device cuda --world-size "$ranks" --timeout $((limit - 10)) "$@"
+    timeout -k 5 "$limit" python3 research/overlap_forms.py --sets "${sets:-own,library,torch}" -- overlap --device cuda \
+        --world-size "$ranks" --timeout $((limit - 10)) "$@" --json "$out/$name.json" >"$out/$name.txt" 2>&1
+    ran "$name" $?
 }
 
 # a file, a command: the command's output goes to the file, and is shown as it comes
@@ -319,7 +321,7 @@ for part in "$@"; do
         ;;
     tests_overlap) # races on one GPU, bits on two
         tests 400 overlap tests/overlap/test_overlap_cuda.py
-        SHOTCAST_SHARE_GPUS=$(shared 2) tests 180 overlap_bench tests/bench/test_overlap_bench_cuda.py
+        SHOTCAST_SHARE_GPUS=$(shared 2) tests 180 overlap_bench research/tests/test_overlap_forms_cuda.py
         ;;
     tests_prefill_overlap) # prompts in halves: on one GPU too
         SHOTCAST_SHARE_GPUS=$(shared 2) tests 400 prefill_overlap tests/engine/test_prefill_overlap_cuda.py
@@ -353,11 +355,12 @@ for part in "$@"; do
         script 590 "$part" research/training.py --world-size "$ranks" --json "$out/$part.json"
         ;;
     overlap_published_x[24]) # the grid of arXiv 2606.09200: small tiles, blocks of an SM, priorities
-        quick="--forms published --size 896M --steps 4 --rounds 3 --seconds 0.05"
+        sets=published quick="--size 896M --steps 4 --rounds 3 --seconds 0.05"
         for op in all-reduce all-to-all; do
             overlap 140 "published_${op}_square" $quick --op "$op"
             overlap 150 "published_${op}_wide" $quick --op "$op" --gemm 8192x57344x8192
         done
+        sets=
         ;;
     tests_few_sms_x[248]) # calls that keep to a number of SMs: on one GPU too
         SHOTCAST_SHARE_GPUS=$(shared "$ranks") tests 590 "$part" \
@@ -396,7 +399,8 @@ for part in "$@"; do
     products_x1) # large products that leave room, beside the library's, on one GPU
         script 300 shaped_products research/shaped_products.py --set tune --json "$out/shaped_products.json"
         ;;
-    tests_products) tests 300 products tests/kernels/test_large_gemm_cuda.py tests/overlap/test_products_cuda.py ;;
+    tests_products) tests 300 products tests/kernels/test_large_gemm_cuda.py tests/overlap/test_products_cuda.py \
+        research/tests/test_product_room_cuda.py ;;
     tests_fused_products_x[248]) # products whose tiles are sent as they are finished: on one GPU too
         SHOTCAST_SHARE_GPUS=$(shared "$ranks") tests 590 "$part" \
             tests/overlap/test_summed_products_cuda.py -k "[$ranks"

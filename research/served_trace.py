@@ -31,13 +31,14 @@ import served_runs
 from forecast import filled
 
 from shotcast.bench import kernels
-from shotcast.bench.engine_bench import Layout
 from shotcast.engine.async_llm import AsyncLLM
+from shotcast.engine.config import parse_layout
 from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.hardware.detect import detect
 from shotcast.models.source import open_checkpoint
 from shotcast.planner import calibration as calibrations
+from shotcast.planner.step import Layout
 from shotcast.simulator.serving import Arrival
 
 BEGIN, END = "<!-- research/served_trace.py -->", "<!-- end of served trace -->"
@@ -217,7 +218,7 @@ def main() -> None:
             asked.fill.write_text(filled(asked.fill.read_text(), found, BEGIN, END))
         return
     arrivals = trace(asked.requests, PROMPTS, OUTPUTS, asked.seed)
-    layouts = [Layout.parse(text) for text in asked.layouts.split(",")]
+    layouts = [Layout(*parse_layout(text)) for text in asked.layouts.split(",")]
     runs = [run for layout in layouts for run in record(layout, arrivals, LOADS, asked.seed)]
     document = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

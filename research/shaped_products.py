@@ -27,14 +27,15 @@ from typing import Any
 
 import torch
 from gpu_timing import write
+from occupancy import resident_blocks
+from product_room import GreenProduct, kernel_of, multiprocessor_of, room_beside_product, seen_kernels
 from rich.console import Console
 from rich.table import Table
 
 from shotcast.bench import kernels
 from shotcast.kernels.triton import gemm
 from shotcast.kernels.triton.gemm import GemmConfig
-from shotcast.overlap.occupancy import Kernel, resident_blocks
-from shotcast.overlap.products import LibraryProduct, Product, ShapedProduct, multiprocessor_of, seen_kernels, sms_of
+from shotcast.overlap.products import LibraryProduct, Product, ShapedProduct, sms_of
 
 SHAPES = "8192x8192x8192,8192x8192x8192t,4096x8192x8192,4096x8192x14336"
 LIBRARY = "library"
@@ -76,7 +77,7 @@ def contenders(chosen: str, sms: int) -> Iterator[Contender]:
             )
         yield f"ours, {left} SMs left", ShapedProduct(sms=sms - left)
         yield f"library, carve-out of {left} SMs", LibraryProduct(left)
-        yield f"library, green context beside {left} SMs", LibraryProduct(left, "green_context")
+        yield f"library, green context beside {left} SMs", GreenProduct(left)
 
 
 def operands(m: int, n: int, k: int, by_rows: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,11 +141,11 @@ def measure(shape: str, chosen: str, seconds: float) -> Iterator[dict[str, Any]]
             off = float(((out.float() - exact).abs() / allowed).max())
             if not off <= 1:
                 raise ArithmeticError(f"the error is {off:.3g} times the allowed one")
-            room = product.room(a, b)
+            room = room_beside_product(product, a, b)
             row |= {"free_sms": room.free_sms, "beside": dataclasses.asdict(room.beside)}
             if isinstance(product, ShapedProduct):
                 row |= resources(product, a, b)
-            elif product.mode == "carve_out":
+            elif not isinstance(product, GreenProduct):
                 row["seen"] = [kernel._asdict() for kernel in seen_kernels(functools.partial(product, a, b, out))]
             calls[name] = functools.partial(product, a, b, out)
         except Exception as failure:  # what does not fit or is wrong is a result too
@@ -183,7 +184,7 @@ def resources(product: ShapedProduct, a: torch.Tensor, b: torch.Tensor) -> dict[
     bound = product.bound(a, b)
     found = bound.resources()
     assert found is not None
-    blocks = resident_blocks(Kernel(*found), multiprocessor_of(a.device))
+    blocks = resident_blocks(kernel_of(bound), multiprocessor_of(a.device))
     return found._asdict() | {"blocks_per_sm": blocks, "blocks_per_sm_by_driver": bound.blocks_per_sm()}
 
 

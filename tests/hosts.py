@@ -13,18 +13,76 @@ Targets stand at the top level of a module that ranks can import. Everything end
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shotcast.bench.hosts import linux
-from shotcast.bench.hosts.network import SimulatedHosts
+from shotcast.bench.hosts import linux, network
+from shotcast.launcher.spawn import RankGroup
 
 __all__ = ["SimulatedHosts", "all_arrived", "arrive", "needs_hosts"]
 
 _LACK = linux.missing()
 needs_hosts = pytest.mark.skipif(bool(_LACK), reason=f"hosts cannot be simulated: {_LACK}")
+
+
+class SimulatedHosts(network.SimulatedHosts):
+    """Simulated hosts with commands and faults."""
+
+    _disturbed = False
+
+    def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a command on a host, with the options of :class:`subprocess.Popen`; it is killed when we end."""
+        namespaces = self._hosts[host].namespaces
+        script = str(Path(__file__).with_name("enter_host.py"))
+        enter = [sys.executable, script, ",".join(map(str, namespaces)), *command]
+        environment = {**os.environ, **self._interfaces, **(options.pop("env", None) or {})}
+        return subprocess.Popen(enter, pass_fds=namespaces, env=environment, **options)
+
+    def cut(self, host: int, *, interface: bool = True) -> None:
+        """Cut a host off: take its interface down, or let the network lose its packets while its interface stays up."""
+        self._disturbed = True
+        if interface:
+            self._switch(host, False)
+        else:
+            self.relay.set_cut(host, True)
+
+    def restore(self, host: int) -> None:
+        """Undo :meth:`cut`."""
+        self._switch(host, True)
+        self.relay.set_cut(host, False)
+
+    def _switch(self, host: int, up: bool) -> None:
+        """Take the TUN device of a host down, or up again."""
+
+        def switch() -> None:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+                linux.raise_interface(control, linux.INTERFACE, up)
+
+        self._hosts[host].run(switch)
+
+    def kill(self, host: int, group: RankGroup) -> None:
+        """Take the power of a host away: its packets are lost first, so its connections end without a word."""
+        self.cut(host, interface=False)
+        self.kill_ranks(host, group)
+
+    def kill_ranks(self, host: int, group: RankGroup) -> None:
+        """Kill the ranks of a host; its kernel closes their connections."""
+        each = len(group.pids) // self.hosts
+        for pid in group.pids[host * each : (host + 1) * each]:
+            os.kill(pid, signal.SIGKILL)
+
+    def check(self) -> None:
+        """Raise ShotcastError if a packet was lost though no host was cut off."""
+        if not self._disturbed:
+            super().check()
 
 
 def arrive(folder: str) -> None:

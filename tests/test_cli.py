@@ -273,7 +273,7 @@ class TestKeptResults:
         )
         assert result.output.splitlines()[0] == "| | 2 GPUs: shotcast | NCCL | PyTorch | our ring |"
 
-    @pytest.mark.parametrize("kind", ["latency", "speedup-over-ring", "summary"])
+    @pytest.mark.parametrize("kind", ["latency", "summary"])
     def test_plot(self, tmp_path: Path, kind: str) -> None:
         picture = tmp_path / "picture.png"
         result = CliRunner().invoke(app, ["bench", "plot", str(picture), *KEPT, "--kind", kind])

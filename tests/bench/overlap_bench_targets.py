@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from shotcast.bench.overlap import library, measure, own, progress
+from shotcast.bench.overlap import own
 from shotcast.bench.overlap.config import OverlapConfig
-from shotcast.bench.overlap.form import Candidate, Candidates, Form
-from shotcast.bench.overlap.result import Measured
 from shotcast.bench.overlap.steps import Steps
 from shotcast.collectives.communicator import Communicator
 
@@ -47,29 +41,6 @@ def out_of_order(config: OverlapConfig) -> dict[str, str]:
             last(config.steps - 1)
             found[name] = steps.wrong()
     return found
-
-
-def with_bad_peers(config: OverlapConfig, left_out: dict[str, str], file: Path) -> Measured:
-    """Measure with forms that raise, are wrong, end the process, and never end."""
-    progress.LIMIT_S = 8.0
-    forms = library.forms
-
-    def more(steps: Steps, groups: library.Groups) -> Candidates:
-        def raises() -> Form:
-            raise RuntimeError("not on this machine\nsecond line")
-
-        def form(run: Callable[[], None]) -> Callable[[], Form]:
-            return lambda: Form(run, steps)
-
-        yield Candidate("raises", raises)
-        yield Candidate("wrong", form(lambda: None))
-        yield Candidate("raises on one rank", raises if steps.comm.rank else form(lambda: None))
-        yield Candidate("dies", form(lambda: os._exit(3)))
-        yield Candidate("hangs", form(lambda: time.sleep(600)))
-        yield from forms(steps, groups)
-
-    library.forms = more
-    return measure.measure_on_rank(config, left_out, file)
 
 
 def in_one_call(config: OverlapConfig) -> list[str]:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import ring_speedup_plot
 from typer.testing import CliRunner
 
 from shotcast.bench.doc_tables import fill
@@ -15,7 +16,7 @@ from shotcast.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
-PICTURE = re.compile(r"shotcast (bench plot \S+\.png (?:[^\n`\\]|\\\n)+)")
+PICTURE = re.compile(r"(?:shotcast bench plot|python research/ring_speedup_plot\.py) \S+\.png (?:[^\n`\\]|\\\n)+")
 
 TEXT = "before\n<!-- shotcast bench table --json a.json\n     --kind 'x y' -->\nold\n<!-- end of table -->\nafter\n"
 
@@ -39,21 +40,29 @@ def pictures() -> list[list[str]]:
     return [shlex.split(command.replace("\\\n", " ")) for command in commands]
 
 
+def _place(command: list[str]) -> int:
+    """Return the place of the picture among the words of a command."""
+    return next(at for at, word in enumerate(command) if word.endswith(".png"))
+
+
 def test_pictures_are_drawn_by_the_commands_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert pictures(), "no command for a picture was found"
     for command in pictures():
-        picture = command[2]
-        assert Path(picture).is_file(), picture
-        drawn = tmp_path / Path(picture).name
-        result = CliRunner().invoke(app, [*command[:2], str(drawn), *command[3:]])
-        assert result.exit_code == 0, result.output
+        at = _place(command)
+        assert Path(command[at]).is_file(), command
+        drawn = tmp_path / Path(command[at]).name
+        if command[0] == "python":
+            ring_speedup_plot.main([str(drawn), *command[at + 1 :]])
+        else:
+            result = CliRunner().invoke(app, [*command[1:at], str(drawn), *command[at + 1 :]])
+            assert result.exit_code == 0, result.output
         assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_picture_says_whether_earlier_kernels_made_it() -> None:
     """Wherever a document shows a picture of results, a generated note on the same results is below it."""
-    made_of = {command[2]: {arg for arg in command if arg.endswith(".json")} for command in pictures()}
+    made_of = {command[_place(command)]: {arg for arg in command if arg.endswith(".json")} for command in pictures()}
     for path in DOCUMENTS:
         text = path.read_text()
         for match in re.finditer(r"^!\[[^\]]*\]\(([^)]*\.png)\)", text, flags=re.M):

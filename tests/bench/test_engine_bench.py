@@ -136,7 +136,7 @@ def test_a_planned_layout_is_for_what_is_measured(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("text", ["4", "4x", "0x1", "ax1", "1x1x1"])
 def test_layouts_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="a layout must be TxP"):
-        engine_bench.Layout.parse(text)
+        engine_bench.parse_layout(text)
 
 
 @pytest.mark.parametrize(

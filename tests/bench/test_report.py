@@ -19,12 +19,8 @@ from shotcast.errors import ConfigError
 def row(algorithm: str = "ring", nbytes: int = 1 << 20, time_us: float = 100.0, **change: object) -> Row:
     facts = {"op": "all_reduce", "device": "cpu", "world_size": 4, "dtype": "bfloat16", "errors": 0, **change}
     return Row.from_ranks(
-        algorithm=algorithm,
-        nbytes=nbytes,
-        medians_us=[time_us - 3, time_us],
-        p99s_us=[time_us * 3, time_us * 2],
-        **facts,
-    )  # type: ignore[arg-type]
+        [time_us - 3, time_us], [time_us * 3, time_us * 2], algorithm=algorithm, nbytes=nbytes, **facts
+    )
 
 
 @pytest.mark.parametrize(

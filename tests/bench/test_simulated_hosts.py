@@ -144,7 +144,7 @@ def test_commands_run_on_a_host() -> None:
 STARTS_AND_WAITS = """
 import sys, time
 import simulated_hosts_targets
-from shotcast.bench.hosts.network import SimulatedHosts
+from hosts import SimulatedHosts
 if __name__ == "__main__":
     with SimulatedHosts(2) as network:
         group = network.start(simulated_hosts_targets.sleeps, 1, sys.argv[1])

@@ -567,7 +567,7 @@ def waits(late: int) -> tuple[list[str], list[str]]:
     import logging
     import threading
 
-    from shotcast.collectives import wait_watch
+    from shotcast.collectives import call_watch
     from shotcast.memory import wait_log
 
     lines: list[str] = []
@@ -578,7 +578,7 @@ def waits(late: int) -> tuple[list[str], list[str]]:
 
     logging.getLogger("shotcast").addHandler(Lines())
     wait_log._AT_S = (0.4, 1.0)
-    wait_watch._PERIOD_S = 0.1
+    call_watch.WAITS.period_s = 0.1
     with shotcast.Communicator(device="cpu", timeout_s=30) as whole:
         comm = whole.split(0 if whole.rank else None)
         whole.barrier()

@@ -23,13 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shotcast
+from shotcast.collectives.call_watch import CallWatch
 from shotcast.collectives.registry import registered
 from shotcast.collectives.vendor import blame
 from shotcast.collectives.vendor.blame import Blame
 from shotcast.collectives.vendor.gloo import GlooGroup
 from shotcast.collectives.vendor.interface import CallError
 from shotcast.collectives.vendor.vendor import Vendor, _Begun, _Connected
-from shotcast.collectives.vendor.watch import CallWatch
 from shotcast.errors import RankFailed
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.host_group import StoreGroup
@@ -532,7 +532,7 @@ class TestCallsOnADevice:
                 self.looks += 1
                 raise RuntimeError("no more threads")
 
-        watch, failing = CallWatch(), Failing()
+        watch, failing = CallWatch("watch", 0.02), Failing()
         watch.add(failing)
         until = time.monotonic() + 5
         while failing.looks < 3 and time.monotonic() < until:
@@ -542,7 +542,7 @@ class TestCallsOnADevice:
         assert "no more threads" in caplog.text
 
     def test_the_watch_looks_until_it_is_told_to_stop(self, parts: Any) -> None:
-        watch = CallWatch()
+        watch = CallWatch("watch", 0.02)
         watch.add(parts.vendor)
         parts.device.begun = 1
         until = time.monotonic() + 5

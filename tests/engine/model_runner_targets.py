@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shotcast
-from shotcast.engine import prefill_forms, prefill_overlap
+from shotcast.engine import prefill_forms
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput
 from shotcast.engine.outputs import EngineCoreOutput
@@ -51,7 +51,7 @@ def outputs_of(
             no step does.
         overlap: as for the model runner; steps of 4 tokens or more are divided.
     """
-    prefill_overlap.LEAST_TOKENS = prefill_forms.LEAST_TOKENS = 4
+    prefill_forms.LEAST_TOKENS.update({True: 4, False: 4})
     checkpoint = open_checkpoint(folder)
     with contextlib.ExitStack() as stack:
         job = comm = stack.enter_context(shotcast.Communicator(device=device))
@@ -73,8 +73,7 @@ def outputs_of(
             runner.capture(stamped=False)
             heads.reset_mock()
             divided.reset_mock()
-            measured = len(runner._overlap.decision.median_us)
-            measured += sum(len(decision.median_us) for decision in runner.overlap.values())
+            measured = sum(len(decision.median_us) for decision in runner.overlap.values())
             found, counts = run_requests(runner, Scheduler(config), requests, sizes, static, job, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
             counts |= {"divided": divided.call_count, "measured": measured}

@@ -67,7 +67,7 @@ class Rank:
     ):
         if device == "cpu":
             prefill_forms.lanes_of = lambda comm: StreamLanes(comm, streams=OneThread())
-            prefill_forms.LEAST_TOKENS = 4
+            prefill_forms.LEAST_TOKENS[True] = 4
         self.sizes, self.limit = sizes, limit
         checkpoint = open_checkpoint(folder)
         self.comm = shotcast.Communicator(device=device, timeout_s=timeout_s)

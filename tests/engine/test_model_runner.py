@@ -32,7 +32,7 @@ from shotcast.engine.input_batch import (
 )
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.outputs import EngineCoreOutput, ModelRunnerOutput
-from shotcast.engine.prefill_forms import PrefillForms
+from shotcast.engine.prefill_forms import HALVES, PrefillForms
 from shotcast.engine.prefill_graphs import PrefillGraphs
 from shotcast.engine.prefill_overlap import PrefillOverlap
 from shotcast.engine.requests import Request
@@ -43,7 +43,6 @@ from shotcast.kernels.step_fields import FIELDS, TILE_FIELDS
 from shotcast.launcher.spawn import spawn
 from shotcast.layers.batch import Logits
 from shotcast.layers.step_timer import HostStepTimer
-from shotcast.overlap.policy import Decision
 
 VOCAB = 203
 SIZES = (5, 16, targets.TOKENS)
@@ -122,7 +121,7 @@ def test_halves_of_prompts_change_no_output(folder: Path) -> None:
 def test_only_steps_with_prompts_are_divided() -> None:
     """Decode reads all weights for each half."""
     overlap = object.__new__(PrefillOverlap)
-    overlap.decision, overlap._least = Decision("halves", "", {}, {}, {}), 64
+    overlap._forms, overlap._size, overlap._least = SimpleNamespace(form=lambda size: HALVES), 64, 64
 
     def step(*counts: int) -> InputBatch:
         tokens, rows = np.zeros(sum(counts), np.int32), np.zeros(len(counts), np.int32)

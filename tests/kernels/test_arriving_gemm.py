@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from occupancy import Kernel, fits_beside, multiprocessor
 from test_large_gemm import WithTma, compiled, needs
 
 import cross
 from shotcast.collectives.algorithms.few_sms import launch
-from shotcast.hardware.multiprocessor import multiprocessor
 from shotcast.kernels.triton import gemm
 from shotcast.kernels.triton.arriving_gemm import arriving_gemm_kernel, register_limit
 from shotcast.kernels.triton.gemm import GemmConfig
-from shotcast.overlap.occupancy import Kernel, fits_beside
 from shotcast.transport.triton import GPUS
 from shotcast.transport.triton.few_sms import ALL_GATHER, BESIDE_REGISTERS, BESIDE_WORDS
 from shotcast.wire import LaunchShape, Op

@@ -14,14 +14,13 @@ import triton.language as tl
 from gemm_targets import GemmCase, excesses, forms
 from hypothesis import given
 from hypothesis import strategies as st
+from occupancy import Kernel, fits_beside, multiprocessor, resident_blocks
 
 import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.hardware.multiprocessor import multiprocessor
 from shotcast.kernels.triton import gemm
 from shotcast.kernels.triton.gemm import GemmConfig, GemmForm, gemm_kernel
-from shotcast.overlap.occupancy import Kernel, fits_beside, resident_blocks
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SMALL = GemmConfig(32, 32, 32, 2, 4, group=2)

@@ -1,10 +1,8 @@
-"""Products that leave room, without a GPU: what they ask for, what they say, and scopes that end."""
+"""Products that leave room, without a GPU: what they ask for, and scopes that end."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +10,12 @@ import torch
 from products_targets import products
 
 from quick_interpreter import interpret
-from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.hardware.multiprocessor import multiprocessor
+from shotcast.errors import ConfigError
 from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.overlap import products as module
-from shotcast.overlap import torch_private
-from shotcast.overlap.occupancy import Kernel, Leftover, Room
-from shotcast.overlap.products import LibraryProduct, SeenKernel, ShapedProduct
+from shotcast.overlap.products import LibraryProduct, ShapedProduct
 
 GPU = torch.device("cuda", 0)
-H200 = multiprocessor((9, 0))
-
 
 PREFERRED = ["cublas"]
 """The library that PyTorch prefers; builds without CUDA have only one."""
@@ -35,7 +28,6 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
         return PREFERRED[0]
 
     monkeypatch.setattr(module, "sms_of", lambda device: 132)
-    monkeypatch.setattr(module, "multiprocessor_of", lambda device: H200)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
 
 
@@ -82,102 +74,12 @@ def test_a_scope_that_cannot_begin_changes_nothing(monkeypatch: pytest.MonkeyPat
     assert asked() == (None, "cublas")
 
 
-class GreenContexts:
-    """PyTorch's green contexts and current streams, as a log of what was asked."""
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-        self.stream = "mine"
-
-    def create(self, *, num_sms: int, device_id: int) -> GreenContexts:
-        self.log.append((num_sms, device_id))
-        return self
-
-    def set_context(self) -> None:
-        self.log.append("set")
-        self.stream = "of the context"
-
-    def pop_context(self) -> None:
-        self.log.append("pop")
-
-
-@pytest.fixture
-def green(h200: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[GreenContexts]:
-    made = GreenContexts()
-    from torch.cuda import green_contexts
-
-    monkeypatch.setattr(green_contexts, "SUPPORTED", True)
-    monkeypatch.setattr(green_contexts, "GreenContext", made)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.stream)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(made, "stream", stream))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    module._green_context.cache_clear()
-    yield made
-    module._green_context.cache_clear()
-
-
-@pytest.mark.parametrize(("left", "used"), [(8, 120), (24, 104), (28, 104), (29, 96), (124, 8)])
-def test_a_green_context_leaves_at_least_what_was_asked(green: GreenContexts, left: int, used: int) -> None:
-    product = LibraryProduct(left, "green_context")
-    for _ in range(2):
-        with contextlib.suppress(KeyError), product.scope(GPU):
-            assert green.stream == "of the context"
-            raise KeyError
-        assert green.stream == "mine", "PyTorch's pop_context leaves its own stream current"
-    assert green.log == [(used, 0), "set", "pop", "set", "pop"]
-    x = SimpleNamespace(device=GPU)
-    room = product.room(x, x)  # type: ignore[arg-type]
-    assert room == Room(H200, 132 - used, used, None)
-
-
-def test_a_green_context_is_refused_in_a_graph(green: GreenContexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnsupportedError, match="cannot be captured"), LibraryProduct(24, "green_context").scope(GPU):
-        pass
-    assert "set" not in green.log
-
-
-def test_without_green_contexts_the_reason_is_told(green: GreenContexts, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.cuda import green_contexts
-
-    def fail(**given: Any) -> None:
-        raise RuntimeError("driver too old\nmore")
-
-    monkeypatch.setattr(green, "create", fail)
-    with pytest.raises(UnsupportedError, match="cannot set 104 SMs aside as a green context: driver too old"):
-        torch_private.new_green_context(104, GPU)
-    monkeypatch.setattr(green_contexts, "SUPPORTED", False)
-    with pytest.raises(UnsupportedError, match="built without green contexts"):
-        torch_private.new_green_context(104, GPU)
-
-
-@pytest.mark.usefixtures("h200")
-def test_the_room_is_that_of_the_kernel_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a carve-out which the library does not heed leaves nothing."""
-    seen: list[SeenKernel] = []
-    monkeypatch.setattr(module, "seen_kernels", lambda call: seen)
-    monkeypatch.setattr(LibraryProduct, "__call__", lambda *args: None)
-    x = SimpleNamespace(device=GPU)
-
-    def room() -> Room:
-        return LibraryProduct(24).room(x, x)  # type: ignore[arg-type]
-
-    assert room() == Room(H200, 0, 132, None)
-    seen.append(SeenKernel("persistent", 108, 384, 168, 227 << 10))
-    assert room().free_sms == 24
-    assert room().blocks_of(Kernel(32, 512, 0)) == 24 * 4
-    seen.append(SeenKernel("a tile a block", 2048, 256, 90, 100 << 10))
-    assert room().free_sms == 0
-    assert room().beside == Leftover(30, 2048 - 512, 65536 - 512 * 96, (228 - 2 * 101 - 1) << 10)
-
-
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
         (lambda: ShapedProduct(sms=0), "takes at least one SM"),
         (lambda: ShapedProduct(GemmConfig(), sms=100), "sms is for persistent products"),
         (lambda: LibraryProduct(-1), "from 0 up"),
-        (lambda: LibraryProduct(8, "green"), "it takes carve_out or green_context"),
     ],
 )
 def test_impossible_products_are_refused(wrong: Any, text: str) -> None:
@@ -186,7 +88,9 @@ def test_impossible_products_are_refused(wrong: Any, text: str) -> None:
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("product", [LibraryProduct(132), LibraryProduct(125, "green_context")])
-def test_some_sms_must_remain(product: LibraryProduct) -> None:
-    with pytest.raises(ConfigError, match="has 132 SMs, and some must remain"), product.scope(GPU):
+def test_some_sms_must_remain() -> None:
+    with (
+        pytest.raises(ConfigError, match="has 132 SMs, and some must remain"),
+        LibraryProduct(132).scope(GPU),
+    ):
         pass

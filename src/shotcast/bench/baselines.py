@@ -144,13 +144,6 @@ def _without_result(call: BenchCall) -> BenchCall:
     return dataclasses.replace(call, values=dict)
 
 
-def in_place_all_reduce(name: str, group: dist.ProcessGroup, x: torch.Tensor, held: torch.Tensor) -> BenchCall:
-    """Return Gloo's or NCCL's all-reduce of ``held``, which is loaded from ``x``."""
-    return BenchCall(
-        name, lambda: dist.all_reduce(held, group=group), lambda: held.copy_(x), held, (held,), overwrites=True
-    )
-
-
 class SymmetricMemoryOps:
     """PyTorch's all-reduce kernels on its symmetric memory; one buffer for all sizes. Collective to construct."""
 
@@ -194,7 +187,9 @@ class NcclMemory:
         self._backend.register_mem_pool(self._pool, symm=True)
 
     def call(self, name: str, x: torch.Tensor) -> BenchCall:
-        return in_place_all_reduce(name, self._group, x, self._buffer[: x.numel()].view(x.shape))
+        held = self._buffer[: x.numel()].view(x.shape)
+        run = functools.partial(dist.all_reduce, held, group=self._group)
+        return BenchCall(name, run, lambda: held.copy_(x), held, (held,), overwrites=True)
 
     def close(self) -> None:
         self._backend.deregister_mem_pool(self._pool)

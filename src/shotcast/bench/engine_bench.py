@@ -43,6 +43,7 @@ from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import kv_bytes_per_token, weight_bytes
 from shotcast.models.source import find_model, open_checkpoint
+from shotcast.planner.step import Layout
 
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
 """Settings under which we add nothing to a call of NCCL."""
@@ -60,27 +61,6 @@ def benchmark_algorithms(hosts: bool = False) -> dict[str, str]:
     """
     library = {_GLOO: "auto"} if hosts else {"nccl": LIBRARY}
     return {name: name for name in algorithm_names() if name != LIBRARY} | library
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A parallel layout: ``pipeline_parallel`` stages of ``tensor_parallel`` ranks each."""
-
-    tensor_parallel: int
-    pipeline_parallel: int
-
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        """Parse ``TxP``, such as 4x1 or 2x2."""
-        return cls(*parse_layout(text))
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of all stages."""
-        return self.tensor_parallel * self.pipeline_parallel
-
-    def __str__(self) -> str:
-        return f"{self.tensor_parallel}x{self.pipeline_parallel}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +120,7 @@ def with_layouts(
     layouts = []
     for name in names:
         if not name.startswith("auto"):
-            layouts.append(Layout.parse(name))
+            layouts.append(Layout(*parse_layout(name)))
             continue
         if config.hosts is not None:
             raise ConfigError("simulated hosts share the cores of this machine, which plans do not describe; give TxP")
@@ -148,7 +128,7 @@ def with_layouts(
         with contextlib.closing(open_checkpoint(config.model)) as checkpoint:
             choice = choose_layout(select_device(EngineConfig(config.model, **engine)), checkpoint.config)
         say(str(choice))
-        layouts.append(Layout(choice.layout.tensor_parallel, choice.layout.pipeline_parallel))
+        layouts.append(choice.layout)
     return replace(config, layouts=tuple(layouts))
 
 
@@ -395,14 +375,10 @@ def _row(
     batch: int,
     dtype: str,
     bandwidth: float,
-    *,
-    ttft_ms: float,
-    tpot_ms: float,
     itl_ms: float,
-    tokens_per_s: float,
-    communication: float,
+    **measured: Any,
 ) -> EngineRow:
-    """Return the row of a point, with its roofline.
+    """Return the row of a point with what was measured, and its roofline.
 
     The roofline counts one read of the weights, and one of the keys and values of the sequences computed together.
     """
@@ -417,21 +393,11 @@ def _row(
     cache_bytes = concurrent * (config.prompt + config.output // 2) * a_token
     roofline_ms = (weights + cache_bytes) / layout.tensor_parallel / bandwidth / 1e6
     return EngineRow(
-        config.model,
-        config.device,
-        dtype,
-        str(layout),
-        algorithm,
-        batch,
-        config.prompt,
-        config.output,
-        ttft_ms,
-        tpot_ms,
-        itl_ms,
-        tokens_per_s,
-        communication,
-        roofline_ms,
-        roofline_ms / itl_ms,
-        bandwidth,
-        quantization,
+        *(config.model, config.device, dtype, str(layout), algorithm, batch, config.prompt, config.output),
+        itl_ms=itl_ms,
+        roofline_ms=roofline_ms,
+        roofline=roofline_ms / itl_ms,
+        bandwidth_gbps=bandwidth,
+        quantization=quantization,
+        **measured,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from shotcast.bench.report import stamped
 from shotcast.errors import ConfigError
 from shotcast.planner.picture import check_format
 
@@ -117,9 +117,8 @@ def markdown(rows: Sequence[EngineRow]) -> str:
 
 def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: str, kernels: dict[str, str]) -> str:
     """Return the rows as JSON, with where, how and by which kernels they were measured."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = {"date": now, "command": command, "environment": environment, "kernels": kernels}
-    return json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    result = stamped(environment, command, kernels) | {"rows": [asdict(row) for row in rows]}
+    return json.dumps(result, indent=1) + "\n"
 
 
 def read(path: Path) -> tuple[EngineRow, ...]:

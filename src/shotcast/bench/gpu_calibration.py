@@ -7,7 +7,6 @@ such a folder. Nothing here runs a model that predictions are held against.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -106,13 +105,7 @@ def measure(
     fp8 = spec.fp8_tflops is not None and spec.compute_capability >= _FP8_CAPABILITY
     points = Measurement.everything(fp8) if points is None else points
     file = folder / KERNELS_FILE
-    document: dict[str, Any] = {
-        "environment": detect().as_json(),
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "kernels": kernels.of_layout("cuda", 1),
-        "rows": [],
-    }
+    document: dict[str, Any] = report.stamped(detect().as_json(), command, kernels.of_layout("cuda", 1)) | {"rows": []}
     advance("compiling")
     compile_all(points)
     for name, target, *arguments in (

@@ -1,7 +1,7 @@
 """Pictures of benchmark results.
 
-``latency`` shows time against message size and, below it, the speed-up over one of the curves. ``speedup-over-ring`` is
-in :mod:`shotcast.bench.ring_speedup_plot`, ``summary`` in :mod:`shotcast.bench.summary_plot`.
+``latency`` shows time against message size and, below it, the speed-up over one of the curves. ``summary`` is in
+:mod:`shotcast.bench.summary_plot`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
 from shotcast.planner.picture import check_format
 
-KINDS = ("latency", "speedup-over-ring", "summary")
+KINDS = ("latency", "summary")
 
 COLORS = {
     "auto": "#000000",
@@ -74,10 +74,9 @@ def plot(rows: Sequence[Row], path: Path, kind: str = "latency", caption: str = 
     if not timed:
         raise ConfigError("there is nothing to plot: no point was timed")
     check_format(path)
-    from shotcast.bench import ring_speedup_plot, summary_plot
+    from shotcast.bench import summary_plot
 
-    drawers = {"latency": _figure, "speedup-over-ring": ring_speedup_plot.figure, "summary": summary_plot.figure}
-    figure = drawers[kind](timed, caption)
+    figure = (summary_plot.figure if kind == "summary" else _figure)(timed, caption)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -89,58 +89,35 @@ class Row:
     @classmethod
     def from_ranks(
         cls,
-        *,
-        op: str,
-        device: str,
-        world_size: int,
-        dtype: str,
-        algorithm: str,
-        nbytes: int,
         medians_us: Sequence[float],
         p99s_us: Sequence[float],
-        errors: int | None,
-        measure: str = "call",
-        hidden: int = 0,
-        work: str = "",
         works_us: Sequence[float] = (),
-        allocations: int | None = None,
-        nodes: int = 1,
-        predicted_us: float | None = None,
         rounds_us: Sequence[Sequence[float]] = (),
-        reduction: str = "sum",
-        chosen: str = "",
+        **facts: Any,
     ) -> Row:
         """Build a row from each rank's median and 99th percentile; both are empty for a wrong result.
 
-        ``rounds_us`` has each rank's median of each round.
+        Args:
+            medians_us, p99s_us: those of each rank.
+            works_us: each rank's median of the work alone.
+            rounds_us: each rank's median of each round.
+            facts: the fields that are neither times nor bandwidths.
         """
         time_us = max(medians_us) if medians_us else None
         of_rounds = [max(of_ranks) for of_ranks in zip(*rounds_us, strict=True)]
-        algbw_gbps = nbytes / time_us / 1e3 if time_us and measure == "call" else None
+        back_to_back = facts.get("measure", "call") == "call"
+        algbw_gbps = facts["nbytes"] / time_us / 1e3 if time_us and back_to_back else None
+        busbw = busbw_factor(facts["op"], facts["world_size"])
         return cls(
-            op=op,
-            device=device,
-            world_size=world_size,
-            dtype=dtype,
-            algorithm=algorithm,
-            nbytes=nbytes,
             time_us=time_us,
             p99_us=max(p99s_us) if p99s_us else None,
             skew_us=None if time_us is None else time_us - min(medians_us),
             algbw_gbps=algbw_gbps,
-            busbw_gbps=None if algbw_gbps is None else algbw_gbps * busbw_factor(op, world_size),
-            errors=errors,
-            measure=measure,
-            hidden=hidden,
-            work=work,
+            busbw_gbps=None if algbw_gbps is None else algbw_gbps * busbw,
             work_us=max(works_us) if works_us else None,
-            allocations=allocations,
-            nodes=nodes,
-            predicted_us=predicted_us,
             lowest_us=min(of_rounds, default=None),
             highest_us=max(of_rounds, default=None),
-            reduction=reduction,
-            chosen=chosen,
+            **facts,
         )
 
     @property
@@ -191,8 +168,7 @@ class Result:
         network: dict[str, Any] | None = None,
     ) -> Result:
         """Build a result of rows that were measured just now."""
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(environment, command, date, tuple(rows), kernels, network)
+        return cls(rows=tuple(rows), network=network, **stamped(environment, command, kernels))
 
     @property
     def machine(self) -> str:
@@ -311,6 +287,12 @@ def _cell(value: float | None) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def stamped(environment: dict[str, Any], command: str, kernels: dict[str, str]) -> dict[str, Any]:
+    """Return where, how, now and by which kernels something was measured, as files of results have it."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"environment": environment, "command": command, "date": date, "kernels": kernels}
 
 
 def write(path: Path, result: Result) -> None:

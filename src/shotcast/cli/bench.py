@@ -18,35 +18,16 @@ from shotcast.cli import bench_results
 from shotcast.cli.engine_options import Dtype as EngineDtype
 from shotcast.cli.engine_options import say
 from shotcast.cli.options import (
-    Algorithms,
-    BandwidthGbps,
-    Between,
-    Check,
-    DelayUs,
     Device,
     DeviceOption,
     Dtype,
-    Eager,
-    GemmK,
     Hidden,
-    Hosts,
-    HostTime,
-    Iters,
     JsonFile,
-    MarkdownFile,
-    MaxBytes,
     MinBytes,
     NormKind,
-    NormOption,
     PlotFile,
-    PlotKind,
-    RanksPerHost,
-    Reduction,
     Seconds,
-    StepFactor,
     Timeout,
-    Tokens,
-    Warmup,
     WorldSize,
     command_line,
     device_name,
@@ -55,6 +36,7 @@ from shotcast.cli.options import (
     numbers_in,
     ready_to_write,
     sizes_between,
+    with_groups,
     with_underscores,
     world_sizes_of,
 )
@@ -72,8 +54,22 @@ app = typer.Typer(
 app.add_typer(bench_results.app)
 
 
-def _simulated(hosts: int, ranks_per_host: int, delay_us: float, bandwidth_gbps: float) -> HostsConfig | None:
-    """Return the hosts to simulate, if there are any."""
+def simulated(
+    hosts: Annotated[
+        int,
+        typer.Option(
+            "--hosts", min=0, help="Simulate that many hosts on this machine, joined by a network. Needs root."
+        ),
+    ] = 0,
+    ranks_per_host: Annotated[int, typer.Option("--ranks-per-host", min=1, help="Ranks on each simulated host.")] = 1,
+    delay_us: Annotated[
+        float, typer.Option("--delay-us", min=0.0, help="The one-way delay between simulated hosts, in microseconds.")
+    ] = 0.0,
+    bandwidth_gbps: Annotated[
+        float, typer.Option("--bandwidth-gbps", min=0.0, help="Gbit/s of a simulated host's link. Default: no limit.")
+    ] = 0.0,
+) -> Any:
+    """Return the :class:`HostsConfig` of the hosts to simulate; None if there are none."""
     from shotcast.bench.hosts.measure import HostsConfig
 
     if hosts:
@@ -83,123 +79,52 @@ def _simulated(hosts: int, ranks_per_host: int, delay_us: float, bandwidth_gbps:
     return None
 
 
-def _plain_command(op: str) -> None:
-    """Register the benchmark of an operation whose sizes are given in bytes; all take the same options."""
-
-    def command(
-        minbytes: MinBytes = "1K",
-        maxbytes: MaxBytes = "4M",
-        stepfactor: StepFactor = 4,
-        iters: Iters = 1000,
-        warmup_iters: Warmup = 5,
-        check: Check = 1,
-        world_size: WorldSize = "",
-        device: DeviceOption = Device.AUTO,
-        dtype: Dtype = "",
-        reduction: Reduction = "sum",
-        algorithms: Algorithms = "",
-        seconds: Seconds = 0.4,
-        eager: Eager = False,
-        between: Between = "",
-        hidden: Hidden = 8192,
-        gemm_k: GemmK = 0,
-        host: HostTime = False,
-        hosts: Hosts = 0,
-        ranks_per_host: RanksPerHost = 1,
-        delay_us: DelayUs = 0.0,
-        bandwidth_gbps: BandwidthGbps = 0.0,
-        timeout: Timeout = 600.0,
-        json_file: JsonFile = None,
-        plot_file: PlotFile = None,
-        plot_kind: PlotKind = "latency",
-        markdown_file: MarkdownFile = None,
-    ) -> None:
-        sizes = sizes_between(minbytes, maxbytes, stepfactor)
-        from shotcast.bench.config import BenchConfig
-
-        config = BenchConfig(
-            op=op,
-            sizes=sizes,
-            iters=iters,
-            warmup_iters=warmup_iters,
-            check=bool(check),
-            eager=eager,
-            budget_s=seconds,
-            timeout_s=timeout,
-            between=between,
-            hidden=hidden if between else 0,
-            inner=gemm_k,
-            host=host,
-            reduction=reduction,
-            **_common_options(Device.CPU if hosts and device is Device.AUTO else device, dtype, algorithms),
-        )
-        outputs = _Outputs(json_file, plot_file, plot_kind, markdown_file)
-        _bench(config, world_size, outputs, _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps))
-
-    name = op.replace("_", "-")
-    app.command(name, help=f"Time {name} over a range of message sizes.")(command)
-
-
-for _op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
-    _plain_command(_op)
-
-
-@app.command("all-reduce-rms-norm")
-def _fused_command(
-    norm: NormOption = NormKind.RMS,
-    hidden: Hidden = 8192,
-    tokens: Tokens = "1,2,4,8,16,32,64,128,256,512",
-    iters: Iters = 1000,
-    warmup_iters: Warmup = 5,
-    check: Check = 1,
-    world_size: WorldSize = "",
+def timing(
+    iters: Annotated[int, typer.Option("-n", "--iters", help="The largest number of timed calls at one point.")] = 1000,
+    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", help="Warm-up calls before the timed ones.")] = 5,
+    check: Annotated[
+        int, typer.Option("-c", "--check", min=0, max=1, help="1 compares results with a float64 sum; 0 does not.")
+    ] = 1,
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
-    algorithms: Algorithms = "",
+    algorithms: Annotated[
+        str,
+        typer.Option(
+            "--algorithms",
+            callback=with_underscores,
+            help="Algorithms and baselines, comma-separated. Default: all legal ones.",
+        ),
+    ] = "",
     seconds: Seconds = 0.4,
-    eager: Eager = False,
-    between: Between = "",
-    gemm_k: GemmK = 0,
-    host: HostTime = False,
+    eager: Annotated[bool, typer.Option("--eager", help="CUDA: time single calls, not a captured graph.")] = False,
+    between: Annotated[
+        str,
+        typer.Option(
+            "--between", help="gemm also times calls with a matrix product between them: tokens x k by k x hidden."
+        ),
+    ] = "",
+    gemm_k: Annotated[
+        int, typer.Option("--gemm-k", min=0, help="k of the matrix product. Default: hidden / ranks.")
+    ] = 0,
+    host: Annotated[
+        bool, typer.Option("--host", help="Measure the host time of a call, not the call's own time.")
+    ] = False,
     timeout: Timeout = 600.0,
-    json_file: JsonFile = None,
-    plot_file: PlotFile = None,
-    plot_kind: PlotKind = "latency",
-    markdown_file: MarkdownFile = None,
-) -> None:
-    """Time all-reduce, residual add and norm as one call: fused, as two kernels, with NCCL, and with FP8 output."""
-    common = _common_options(device, dtype, algorithms)
-    counts = numbers_in(tokens, "--tokens")
-    if not counts or min(counts) < 1:
-        raise ConfigError(f"--tokens takes whole numbers of at least 1 such as 1,8,64, not {tokens!r}")
-    from shotcast import wire
-    from shotcast.bench.config import BenchConfig
-
-    item = wire.DTYPES.get(common["dtype"], 1)  # BenchConfig refuses an unknown dtype
-    config = BenchConfig(
-        op=f"all_reduce_{norm}_norm",
-        sizes=tuple(count * hidden * item for count in sorted(counts)),
-        iters=iters,
-        warmup_iters=warmup_iters,
-        check=bool(check),
-        eager=eager,
-        budget_s=seconds,
-        timeout_s=timeout,
-        between=between,
-        hidden=hidden,
-        inner=gemm_k,
-        host=host,
-        **common,
-    )
-    _bench(config, world_size, _Outputs(json_file, plot_file, plot_kind, markdown_file))
-
-
-def _common_options(device: Device, dtype: str, algorithms: str) -> dict[str, Any]:
-    name = device_name(device)
+) -> dict[str, Any]:
+    """Return the fields of a BenchConfig that every operation has, with the device as it was given."""
     return {
-        "device": name,
-        "dtype": dtype or ("float32" if name == "cpu" else "bfloat16"),
+        "iters": iters,
+        "warmup_iters": warmup_iters,
+        "check": bool(check),
+        "device": device,
+        "dtype": dtype,
         "algorithms": names_in(algorithms),
+        "budget_s": seconds,
+        "eager": eager,
+        "between": between,
+        "inner": gemm_k,
+        "host": host,
+        "timeout_s": timeout,
         "progress": sys.stderr.isatty(),
     }
 
@@ -212,6 +137,87 @@ class _Outputs:
     plot_file: Path | None
     plot_kind: str
     markdown_file: Path | None
+
+
+def outputs(
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    plot_kind: Annotated[str, typer.Option("--plot-kind", help="latency or summary.")] = "latency",
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")
+    ] = None,
+) -> _Outputs:
+    """Return the files to write."""
+    return _Outputs(json_file, plot_file, plot_kind, markdown_file)
+
+
+def _plain_command(op: str) -> None:
+    """Register the benchmark of an operation whose sizes are given in bytes; all take the same options."""
+
+    @with_groups(timing, simulated, outputs)
+    def command(
+        *,
+        minbytes: MinBytes = "1K",
+        maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="The largest message, such as 4M.")] = "4M",
+        stepfactor: Annotated[
+            int, typer.Option("-f", "--stepfactor", min=2, help="The factor between neighbouring sizes.")
+        ] = 4,
+        world_size: WorldSize = "",
+        reduction: Annotated[
+            str,
+            typer.Option("-o", "--op", "--reduction", help="sum, prod, min, max or avg, of operations that reduce."),
+        ] = "sum",
+        hidden: Hidden = 8192,
+        timing: dict[str, Any],
+        simulated: Any,
+        outputs: _Outputs,
+    ) -> None:
+        sizes = sizes_between(minbytes, maxbytes, stepfactor)
+        from shotcast.bench.config import BenchConfig
+
+        facts = _on_device(timing, simulated)
+        hidden = hidden if facts["between"] else 0
+        config = BenchConfig(op=op, sizes=sizes, hidden=hidden, reduction=reduction, **facts)
+        _bench(config, world_size, outputs, simulated)
+
+    name = op.replace("_", "-")
+    app.command(name, help=f"Time {name} over a range of message sizes.")(command)
+
+
+for _op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
+    _plain_command(_op)
+
+
+@app.command("all-reduce-rms-norm")
+@with_groups(timing, outputs)
+def _fused_command(
+    *,
+    norm: Annotated[NormKind, typer.Option("--norm", help="RMSNorm, or LayerNorm with a bias.")] = NormKind.RMS,
+    hidden: Hidden = 8192,
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Numbers of rows of the tensor, comma-separated.")
+    ] = "1,2,4,8,16,32,64,128,256,512",
+    world_size: WorldSize = "",
+    timing: dict[str, Any],
+    outputs: _Outputs,
+) -> None:
+    """Time all-reduce, residual add and norm as one call: fused, as two kernels, with NCCL, and with FP8 output."""
+    facts = _on_device(timing)
+    counts = numbers_in(tokens, "--tokens")
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"--tokens takes whole numbers of at least 1 such as 1,8,64, not {tokens!r}")
+    from shotcast import wire
+    from shotcast.bench.config import BenchConfig
+
+    item = wire.DTYPES.get(facts["dtype"], 1)  # BenchConfig refuses an unknown dtype
+    sizes = tuple(count * hidden * item for count in sorted(counts))
+    _bench(BenchConfig(op=f"all_reduce_{norm}_norm", sizes=sizes, hidden=hidden, **facts), world_size, outputs)
+
+
+def _on_device(facts: dict[str, Any], simulated: HostsConfig | None = None) -> dict[str, Any]:
+    """Return the facts with the name of the device, which simulated hosts decide, and its usual dtype."""
+    name = device_name(Device.CPU if simulated and facts["device"] is Device.AUTO else facts["device"])
+    return facts | {"device": name, "dtype": facts["dtype"] or ("float32" if name == "cpu" else "bfloat16")}
 
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: HostsConfig | None = None) -> None:
@@ -288,7 +294,9 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
 
 
 @app.command("engine")
+@with_groups(simulated)
 def _engine_command(
+    *,
     model: Annotated[str, typer.Option("-m", "--model", help="A model, as for shotcast generate.")] = "smollm2",
     layouts: Annotated[
         str, typer.Option("--layouts", help="Layouts TxP: tensor by pipeline parallel; or auto, as for shotcast serve.")
@@ -315,10 +323,7 @@ def _engine_command(
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
     ] = False,
-    hosts: Hosts = 0,
-    ranks_per_host: RanksPerHost = 1,
-    delay_us: DelayUs = 0.0,
-    bandwidth_gbps: BandwidthGbps = 0.0,
+    simulated: Any,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -335,11 +340,11 @@ def _engine_command(
         prompt,
         output,
         rounds,
-        "cpu" if hosts and device is Device.AUTO else device.value,
+        "cpu" if simulated and device is Device.AUTO else device.value,
         dtype,
         baseline,
         quantization,
-        _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps),
+        simulated,
         names_in(overlap),
     )
     config = engine_bench.with_layouts(config, names_in(layouts), say)
@@ -371,7 +376,9 @@ def _sides(text: str) -> tuple[int, int, int]:
 
 
 @app.command("overlap")
+@with_groups(simulated)
 def _overlap_command(
+    *,
     op: Annotated[
         str,
         typer.Option(
@@ -398,9 +405,6 @@ def _overlap_command(
     whole: Annotated[
         bool, typer.Option("--whole", help="Communicate the product's result; of all-gather, its left operand.")
     ] = False,
-    forms: Annotated[
-        str, typer.Option("--forms", help="own, library, torch, published. Default: all but the last that there are.")
-    ] = "",
     lanes: Annotated[int, typer.Option("--lanes", min=1, help="CPU: messages under way at once.")] = 1,
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU: threads of a rank.")] = 1,
     sms: Annotated[str, typer.Option("--sms", help="CUDA: numbers of SMs that messages are given.")] = "16,24,32",
@@ -409,10 +413,7 @@ def _overlap_command(
     world_size: WorldSize = "",
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
-    hosts: Hosts = 0,
-    ranks_per_host: RanksPerHost = 1,
-    delay_us: DelayUs = 0.0,
-    bandwidth_gbps: BandwidthGbps = 0.0,
+    simulated: Any,
     timeout: Timeout = 600.0,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
@@ -425,8 +426,7 @@ def _overlap_command(
     from shotcast.hardware.detect import detect
     from shotcast.planner.picture import check_format
 
-    simulated = _simulated(hosts, ranks_per_host, delay_us, bandwidth_gbps)
-    name = device_name(Device.CPU if hosts and device is Device.AUTO else device)
+    name = device_name(Device.CPU if simulated and device is Device.AUTO else device)
     products = [_sides(text) for text in names_in(gemm)] or [settings.GEMMS[name]]
     if repeat is None:
         repeat = 1 if name == "cuda" or whole else 0
@@ -451,7 +451,6 @@ def _overlap_command(
             steps=steps,
             ratio=ratio,
             whole=whole,
-            forms=names_in(forms),
             lanes=lanes,
             rounds=rounds,
             seconds=seconds,
@@ -467,7 +466,7 @@ def _overlap_command(
         if measured[-1].decision:
             screen.print(f"auto: {measured[-1].decision}")
         if json_file is not None:  # after each: it may take minutes, and the next may fail
-            behind = kernels.of_collectives(name, hosts or 1)
+            behind = kernels.of_collectives(name, simulated.hosts if simulated else 1)
             json_file.write_text(result.document(measured, environment, command, behind))
     if json_file is not None:
         screen.print(f"wrote {json_file}")

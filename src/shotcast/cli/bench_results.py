@@ -81,9 +81,7 @@ def _kernels_command(json_files: Raw) -> None:
 def _plot_command(
     picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
     json_files: Raw,
-    kind: Annotated[
-        str, typer.Option("--kind", help="latency, speedup-over-ring, summary, overlap or engine.")
-    ] = "latency",
+    kind: Annotated[str, typer.Option("--kind", help="latency, summary, overlap or engine.")] = "latency",
     world_size: OnlyWorldSize = "",
 ) -> None:
     """Draw a picture of stored results; measures nothing."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from shotcast.cli.options import Device, dtypes_named, with_underscores
+from shotcast.cli.options import Device, DeviceOption, dtypes_named, with_underscores
 
 if TYPE_CHECKING:
     from shotcast.engine.config import EngineConfig
@@ -17,56 +17,10 @@ Model = Annotated[
     str,
     typer.Argument(help="A Hugging Face folder, a GGUF file, smollm2, random:PRESET or random:PRESET:LAYERS."),
 ]
-TensorParallel = Annotated[
-    int | None, typer.Option("-t", "--tensor-parallel", help="Ranks that each layer is divided among. Default: 1.")
-]
-PipelineParallel = Annotated[
-    int | None,
-    typer.Option("-p", "--pipeline-parallel", help="Pipeline stages that the layers are divided into. Default: 1."),
-]
-Layout = Annotated[
-    str,
-    typer.Option(
-        "--layout",
-        help="Both as TxP, such as 4x2; or auto, which plans for all GPUs (auto:4 for 4 ranks) and takes the best.",
-    ),
-]
-Target = Annotated[
-    str,
-    typer.Option(
-        "--target",
-        help="What --layout auto plans for: throughput, latency, or bounds in ms such as ttft=500,tpot=20.",
-    ),
-]
-Workload = Annotated[
-    str,
-    typer.Option("--workload", help="Tokens in and out that --layout auto plans for. Default: 2048+128, or what fits."),
-]
 Dtype = Annotated[
     str,
     typer.Option(
         "-d", "--dtype", callback=dtypes_named, help="Default: float32 on the CPU, bfloat16 on CUDA. Also bf16, half."
-    ),
-]
-Quantization = Annotated[
-    str, typer.Option("--quantization", help="fp8 stores the weights of the layers as e4m3; CUDA only.")
-]
-MaxModelLen = Annotated[
-    int,
-    typer.Option(
-        "--max-model-len", help="Tokens of prompt and output together. Default: the model's limit, at most 8192."
-    ),
-]
-MaxSequences = Annotated[int, typer.Option("--max-sequences", help="Sequences in one batch.")]
-MaxBatchTokens = Annotated[int, typer.Option("--max-batch-tokens", help="Tokens in one step.")]
-KvCache = Annotated[
-    str,
-    typer.Option("--kv-cache", help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows."),
-]
-GpuMemoryUtilization = Annotated[
-    float,
-    typer.Option(
-        "--gpu-memory-utilization", help="CUDA: the part of a GPU's memory for weights, steps and KV cache together."
     ),
 ]
 GenerationConfig = Annotated[
@@ -76,50 +30,45 @@ GenerationConfig = Annotated[
         help="Where sampling defaults come from: auto (generation_config.json of the model), a folder with one, none.",
     ),
 ]
-Algorithm = Annotated[
-    str,
-    typer.Option("--algorithm", callback=with_underscores, help="The algorithm of the all-reduces: auto, or a name."),
-]
-SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps among the ranks.")
-]
-Overlap = Annotated[
-    str,
-    typer.Option(
-        "--overlap", help="Communicate under the other half of long prompts: auto, on, plain, shaped (on GPUs) or off."
-    ),
-]
-StampEvery = Annotated[
-    int, typer.Option("--stamp-every", min=0, help="CUDA: time one step in this many for /metrics; 0 times none.")
-]
-RankTimeout = Annotated[float, typer.Option("--rank-timeout", help="Seconds that a rank waits for another.")]
-MaxTokens = Annotated[int | None, typer.Option("-n", "--max-tokens", help="The most tokens that the answer may have.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", help="0 always takes the likeliest token.")]
-TopP = Annotated[
-    float | None, typer.Option("--top-p", help="Sample from the likeliest tokens whose probabilities add up to this.")
-]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Sample from this many of the likeliest tokens; 0 for all.")]
-MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Sample from tokens at least this likely relative to the likeliest.")
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="The seed, which makes sampling repeatable.")]
 
 
-def engine_options(
-    model: str,
-    device: Device,
-    tensor_parallel: int | None,
-    pipeline_parallel: int | None,
-    layout: str,
-    dtype: str,
-    quantization: str,
-    max_model_len: int,
-    gpu_memory_utilization: float,
-    **others: Any,
+def engine(
+    tensor_parallel: Annotated[
+        int | None, typer.Option("-t", "--tensor-parallel", help="Ranks that each layer is divided among. Default: 1.")
+    ] = None,
+    pipeline_parallel: Annotated[
+        int | None,
+        typer.Option("-p", "--pipeline-parallel", help="Pipeline stages that the layers are divided into. Default: 1."),
+    ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--layout",
+            help="Both as TxP, such as 4x2; or auto, which plans for all GPUs (auto:4 for 4 ranks) and takes the best.",
+        ),
+    ] = "",
+    device: DeviceOption = Device.AUTO,
+    dtype: Dtype = "",
+    quantization: Annotated[
+        str, typer.Option("--quantization", help="fp8 stores the weights of the layers as e4m3; CUDA only.")
+    ] = "",
+    max_model_len: Annotated[
+        int,
+        typer.Option(
+            "--max-model-len", help="Tokens of prompt and output together. Default: the model's limit, at most 8192."
+        ),
+    ] = 0,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-utilization",
+            help="CUDA: the part of a GPU's memory for weights, steps and KV cache together.",
+        ),
+    ] = 0.9,
 ) -> dict[str, Any]:
+    """Return the options of every engine."""
     division = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     return {
-        "model": model,
         "device": device.value,
         **{name: number for name, number in division.items() if number is not None},
         "layout": layout,
@@ -128,8 +77,54 @@ def engine_options(
         "max_model_len": max_model_len,
         "gpu_memory_utilization": gpu_memory_utilization,
         "progress": sys.stderr.isatty(),
-        **others,
     }
+
+
+def sums(
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            "--algorithm", callback=with_underscores, help="The algorithm of the all-reduces: auto, or a name."
+        ),
+    ] = "auto",
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps among the ranks.")
+    ] = False,
+    overlap: Annotated[
+        str,
+        typer.Option(
+            "--overlap",
+            help="Communicate under the other half of long prompts: auto, on, plain, shaped (on GPUs) or off.",
+        ),
+    ] = "auto",
+) -> dict[str, Any]:
+    """Return the options of an engine's sums between ranks."""
+    return {"algorithm": algorithm, "sequence_parallel": sequence_parallel, "overlap": overlap}
+
+
+def sampling(
+    max_tokens: Annotated[
+        int | None, typer.Option("-n", "--max-tokens", help="The most tokens that the answer may have.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="0 always takes the likeliest token.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", help="Sample from the likeliest tokens whose probabilities add up to this."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Sample from this many of the likeliest tokens; 0 for all.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", help="Sample from tokens at least this likely relative to the likeliest.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="The seed, which makes sampling repeatable.")] = None,
+) -> dict[str, Any]:
+    """Return those options of sampling that were given."""
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options |= {"min_p": min_p, "seed": seed}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def as_started(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:

@@ -9,29 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shotcast.cli.engine_options import (
-    Algorithm,
-    Dtype,
-    GenerationConfig,
-    GpuMemoryUtilization,
-    Layout,
-    MaxModelLen,
-    MaxTokens,
-    MinP,
-    Model,
-    Overlap,
-    PipelineParallel,
-    Quantization,
-    Seed,
-    SequenceParallel,
-    Temperature,
-    TensorParallel,
-    TopK,
-    TopP,
-    engine_options,
-    say,
-)
-from shotcast.cli.options import Device, DeviceOption
+from shotcast.cli.engine_options import GenerationConfig, Model, engine, sampling, say, sums
+from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,27 +23,15 @@ _GENERATE_DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
 _CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512}
 
 
+@with_groups(engine, sums, sampling)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to complete, or with --chat the message to answer.")],
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-    tensor_parallel: TensorParallel = None,
-    pipeline_parallel: PipelineParallel = None,
-    layout: Layout = "",
-    device: DeviceOption = Device.AUTO,
-    dtype: Dtype = "",
-    quantization: Quantization = "",
-    max_model_len: MaxModelLen = 0,
-    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
-    algorithm: Algorithm = "auto",
-    sequence_parallel: SequenceParallel = False,
-    overlap: Overlap = "auto",
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    seed: Seed = None,
+    *,
+    engine: dict[str, Any],
+    sums: dict[str, Any],
+    sampling: dict[str, Any],
 ) -> None:
     """Complete a prompt, and report how long it took.
 
@@ -73,12 +40,8 @@ def generate(
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
 
-    given = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
-    params = SamplingParams(**{**_GENERATE_DEFAULTS, **given})
-    common = model, device, tensor_parallel, pipeline_parallel, layout, dtype, quantization, max_model_len
-    modes: dict[str, Any] = {"algorithm": algorithm, "sequence_parallel": sequence_parallel, "overlap": overlap}
-    options = engine_options(*common, gpu_memory_utilization, max_sequences=1, **modes)
-    with LLM(**options) as llm:
+    params = SamplingParams(**{**_GENERATE_DEFAULTS, **sampling})
+    with LLM(model, max_sequences=1, **engine, **sums) as llm:
         _say_layout(llm)
         tokens = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if chat else prompt
         output = _print_answer(llm.stream(tokens, params))
@@ -87,24 +50,14 @@ def generate(
         say(_summary(llm, output))
 
 
+@with_groups(engine, sampling)
 def chat(
     model: Model,
     system: Annotated[str, typer.Option("--system", help="The system message.")] = "",
-    tensor_parallel: TensorParallel = None,
-    pipeline_parallel: PipelineParallel = None,
-    layout: Layout = "",
-    device: DeviceOption = Device.AUTO,
-    dtype: Dtype = "",
-    quantization: Quantization = "",
-    max_model_len: MaxModelLen = 0,
-    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
+    *,
+    engine: dict[str, Any],
     generation_config: GenerationConfig = "auto",
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    seed: Seed = None,
+    sampling: dict[str, Any],
 ) -> None:
     """Chat with a model. An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer.
 
@@ -114,22 +67,14 @@ def chat(
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
 
-    given = _given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
-    SamplingParams(**given)  # refused before the model is loaded
-    common = model, device, tensor_parallel, pipeline_parallel, layout, dtype, quantization, max_model_len
-    options = engine_options(*common, gpu_memory_utilization, max_sequences=1, generation_config=generation_config)
+    SamplingParams(**sampling)  # refused before the model is loaded
     messages = [{"role": "system", "content": system}] if system else []
-    with LLM(**options) as llm:
+    with LLM(model, max_sequences=1, generation_config=generation_config, **engine) as llm:
         _say_layout(llm)
-        params = SamplingParams(**{**_CHAT_DEFAULTS, **llm.sampling_defaults, **given})
+        params = SamplingParams(**{**_CHAT_DEFAULTS, **llm.sampling_defaults, **sampling})
         while (line := _read_line()) != "":
             messages.append({"role": "user", "content": line})
             _answer(llm, messages, params)
-
-
-def _given(**options: float | None) -> dict[str, Any]:
-    """Return the options that were given."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -50,18 +52,8 @@ def with_underscores(text: str) -> str:
     return ",".join(name.replace("-", "_") for name in names_in(text))
 
 
-Reduction = Annotated[
-    str, typer.Option("-o", "--op", "--reduction", help="sum, prod, min, max or avg, of operations that reduce.")
-]
 Force = Annotated[bool, typer.Option("--force", help="Measure although other processes use the cores, too.")]
 MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="The smallest message, such as 8 or 1K.")]
-MaxBytes = Annotated[str, typer.Option("-e", "--maxbytes", help="The largest message, such as 4M.")]
-StepFactor = Annotated[int, typer.Option("-f", "--stepfactor", min=2, help="The factor between neighbouring sizes.")]
-Iters = Annotated[int, typer.Option("-n", "--iters", help="The largest number of timed calls at one point.")]
-Warmup = Annotated[int, typer.Option("-w", "--warmup_iters", help="Warm-up calls before the timed ones.")]
-Check = Annotated[
-    int, typer.Option("-c", "--check", min=0, max=1, help="1 compares results with a float64 sum; 0 does not.")
-]
 WorldSize = Annotated[
     str,
     typer.Option(
@@ -75,43 +67,38 @@ Dtype = Annotated[
     str,
     typer.Option("-d", "--dtype", callback=dtypes_named, help="float32, bfloat16, int32, ...; also float, half, bf16."),
 ]
-Algorithms = Annotated[
-    str,
-    typer.Option(
-        "--algorithms",
-        callback=with_underscores,
-        help="Algorithms and baselines, comma-separated. Default: all legal ones.",
-    ),
-]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="Seconds for the timed calls at one point.")]
-Eager = Annotated[bool, typer.Option("--eager", help="CUDA: time single calls, not a captured graph.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for one world size; then the ranks are ended.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the rows and the environment to this file.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file (png, svg, pdf).")]
-PlotKind = Annotated[str, typer.Option("--plot-kind", help="latency, speedup-over-ring or summary.")]
-MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")]
-NormOption = Annotated[NormKind, typer.Option("--norm", help="RMSNorm, or LayerNorm with a bias.")]
 Hidden = Annotated[int, typer.Option("--hidden", min=1, help="Elements of a row: the model's hidden size.")]
-Between = Annotated[
-    str,
-    typer.Option(
-        "--between", help="gemm also times calls with a matrix product between them: tokens x k by k x hidden."
-    ),
-]
-GemmK = Annotated[int, typer.Option("--gemm-k", min=0, help="k of the matrix product. Default: hidden / ranks.")]
-HostTime = Annotated[bool, typer.Option("--host", help="Measure the host time of a call, not the call's own time.")]
-Hosts = Annotated[
-    int,
-    typer.Option("--hosts", min=0, help="Simulate that many hosts on this machine, joined by a network. Needs root."),
-]
-RanksPerHost = Annotated[int, typer.Option("--ranks-per-host", min=1, help="Ranks on each simulated host.")]
-DelayUs = Annotated[
-    float, typer.Option("--delay-us", min=0.0, help="The one-way delay between simulated hosts, in microseconds.")
-]
-BandwidthGbps = Annotated[
-    float, typer.Option("--bandwidth-gbps", min=0.0, help="Gbit/s of a simulated host's link. Default: no limit.")
-]
-Tokens = Annotated[str, typer.Option("--tokens", help="Numbers of rows of the tensor, comma-separated.")]
+
+
+def with_groups(*groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of functions, which several commands share, in the place of arguments of their names.
+
+    Such an argument of the command gets what the function returns.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = {group.__name__: inspect.signature(group, eval_str=True).parameters for group in groups}
+        signature = inspect.signature(command, eval_str=True)
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            made = {
+                group.__name__: group(**{name: given.pop(name) for name in shared[group.__name__]}) for group in groups
+            }
+            command(**given, **made)
+
+        placed = [
+            one for own in signature.parameters.values() for one in shared.get(own.name, {own.name: own}).values()
+        ]
+        options = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in placed]
+        run.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def names_in(text: str) -> tuple[str, ...]:

@@ -4,40 +4,26 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shotcast.cli.engine_options import (
-    Algorithm,
-    Dtype,
     GenerationConfig,
-    GpuMemoryUtilization,
-    KvCache,
-    Layout,
-    MaxBatchTokens,
-    MaxModelLen,
-    MaxSequences,
     Model,
-    Overlap,
-    PipelineParallel,
-    Quantization,
-    RankTimeout,
-    SequenceParallel,
-    StampEvery,
-    Target,
-    TensorParallel,
-    Workload,
     as_started,
-    engine_options,
+    engine,
     say,
+    sums,
 )
-from shotcast.cli.options import Device, DeviceOption
+from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
 
 
+@with_groups(engine, sums)
 def serve(
     model: Model,
+    *,
     host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -47,25 +33,36 @@ def serve(
     served_model_name: Annotated[
         str, typer.Option("--served-model-name", help="The name in the API. Default: the model's name.")
     ] = "",
-    tensor_parallel: TensorParallel = None,
-    pipeline_parallel: PipelineParallel = None,
-    layout: Layout = "",
-    target: Target = "throughput",
-    workload: Workload = "",
-    device: DeviceOption = Device.AUTO,
-    dtype: Dtype = "",
-    quantization: Quantization = "",
-    max_model_len: MaxModelLen = 0,
-    max_sequences: MaxSequences = 64,
-    max_batch_tokens: MaxBatchTokens = 2048,
-    kv_cache: KvCache = "0",
-    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
+    engine: dict[str, Any],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            help="What --layout auto plans for: throughput, latency, or bounds in ms such as ttft=500,tpot=20.",
+        ),
+    ] = "throughput",
+    workload: Annotated[
+        str,
+        typer.Option(
+            "--workload", help="Tokens in and out that --layout auto plans for. Default: 2048+128, or what fits."
+        ),
+    ] = "",
+    max_sequences: Annotated[int, typer.Option("--max-sequences", help="Sequences in one batch.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option("--max-batch-tokens", help="Tokens in one step.")] = 2048,
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            "--kv-cache", help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows."
+        ),
+    ] = "0",
     generation_config: GenerationConfig = "auto",
-    algorithm: Algorithm = "auto",
-    sequence_parallel: SequenceParallel = False,
-    overlap: Overlap = "auto",
-    rank_timeout: RankTimeout = 60.0,
-    stamp_every: StampEvery = 128,
+    sums: dict[str, Any],
+    rank_timeout: Annotated[
+        float, typer.Option("--rank-timeout", help="Seconds that a rank waits for another.")
+    ] = 60.0,
+    stamp_every: Annotated[
+        int, typer.Option("--stamp-every", min=0, help="CUDA: time one step in this many for /metrics; 0 times none.")
+    ] = 128,
     max_queue: Annotated[
         int, typer.Option("--max-queue", help="Concurrent requests; further ones get status 429.")
     ] = 256,
@@ -91,22 +88,19 @@ def serve(
     from shotcast.server.startup import refuse_requests
     from shotcast.units import parse_size
 
-    common = model, device, tensor_parallel, pipeline_parallel, layout, dtype, quantization, max_model_len
-    options = engine_options(
-        *common,
-        gpu_memory_utilization,
-        target=target,
-        workload=workload,
-        max_sequences=max_sequences,
-        max_batch_tokens=max_batch_tokens,
-        kv_cache_bytes=parse_size(kv_cache),
-        generation_config=generation_config,
-        algorithm=algorithm,
-        sequence_parallel=sequence_parallel,
-        overlap=overlap,
-        timeout_s=rank_timeout,
-        stamp_every=stamp_every,
-    )
+    options: dict[str, Any] = {
+        "model": model,
+        "target": target,
+        "workload": workload,
+        "max_sequences": max_sequences,
+        "max_batch_tokens": max_batch_tokens,
+        "kv_cache_bytes": parse_size(kv_cache),
+        "generation_config": generation_config,
+        "timeout_s": rank_timeout,
+        "stamp_every": stamp_every,
+        **engine,
+        **sums,
+    }
     config = ServerConfig(
         host=host,
         port=port,

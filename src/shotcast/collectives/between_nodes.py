@@ -1,4 +1,4 @@
-"""Common parts of the all-reduces between nodes: the work inside nodes, and the folding of nodes.
+"""Common parts of the all-reduces between nodes: the work inside nodes, the folding of nodes, and the forms.
 
 For H nodes of L ranks and a message of M bytes, ranks of a node first add up a slice of M/L each, by a reduce-scatter.
 Then ranks of equal local rank, the peers, exchange their slices over the network: S bytes, since sums of nodes are
@@ -8,16 +8,17 @@ and the ranks of the node gather the slices.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from shotcast import wire
-from shotcast.collectives.algorithm import CollectiveProblem, Workspace
-from shotcast.collectives.fused_rows import tile_launch, tiles_of_rows
+from shotcast.collectives.algorithm import CollectiveProblem, Form, Workspace, slice_in_node
+from shotcast.collectives.fused_rows import rows_obstacle, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.hardware.nodes import folded
 from shotcast.transport.triton.layout import Layout
 from shotcast.units import align_up
-from shotcast.wire import LaunchShape, NodeShape
+from shotcast.wire import LaunchShape, NodeShape, Op
 
 
 class Slice(NamedTuple):
@@ -89,3 +90,29 @@ def order_obstacle(problem: CollectiveProblem) -> str:
     if reduction in ("max", "min") or dtype in (*wire.INTEGERS, "bool"):
         return ""
     return f"nodes are reduced one with another, and {reduction} of {dtype} is in the order of ranks"
+
+
+def forms_of(
+    work: Callable[[int, NodeShape, int], Work],
+    hosts: str,
+    normed_hosts: str,
+    triton: str = "",
+    normed_triton: str = "",
+    **others: Any,
+) -> dict[Op, Form]:
+    """Return the forms of an all-reduce whose sums are those of a tree of nodes, and of those with residual and norm.
+
+    Args:
+        work: of a rank.
+        hosts, triton: the kernels of sums.
+        normed_hosts, normed_triton: the kernels of sums with residual and norm.
+        others: further fields of the form of sums.
+    """
+    rows: dict[str, Any] = {"launch": rows_launch, "workspace": rows_workspace} if normed_triton else {}
+    tree = "shotcast.collectives.reference:tree_all_reduce"
+    sums: dict[str, Any] = {"reference": tree, "share": slice_in_node, "divides": True, **others}
+    normed = Form(
+        work=work, triton=normed_triton, hosts=normed_hosts, obstacle=rows_obstacle, between_nodes=True, **rows
+    )
+    plain = Form(work=work, triton=triton, hosts=hosts, between_nodes=True, **sums)
+    return {Op.ALL_REDUCE: plain, **dict.fromkeys(wire.ALL_REDUCE_NORMS, normed)}

@@ -137,9 +137,10 @@ class ModelRunner:
             values = torch.empty(max_sequences, model.config.vocab, device=device)
             logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
         self._state = DeviceState(model, caches, block_tables, last_tokens, logits)
-        eager_overlap = "off" if prefill_sizes else overlap
-        self._overlap = PrefillOverlap(self._state, eager_overlap, self._host_tables, max_batch_tokens)
-        self._forms = PrefillForms(model, overlap if prefill_sizes else "off", {} if decisions is None else decisions)
+        self._forms = PrefillForms(model, overlap, {} if decisions is None else decisions, bool(prefill_sizes))
+        self._overlap = None
+        if not prefill_sizes:
+            self._overlap = PrefillOverlap(self._state, self._forms, self._host_tables, max_batch_tokens)
         self._decode_graphs = self._prefill_graphs = self._feedback = None
         if static and model.parallel.can_send_back(last_tokens):
             self._feedback = TokenFeedback(model.parallel, last_tokens)
@@ -161,7 +162,7 @@ class ModelRunner:
 
     @property
     def overlap(self) -> Mapping[int, Decision]:
-        """The decisions about overlap, by number of tokens of steps on static memory."""
+        """The decisions about overlap, by number of tokens of steps on static memory, or for all other steps."""
         return self._forms.decisions
 
     @property
@@ -181,7 +182,8 @@ class ModelRunner:
         Args:
             stamped: also capture the graphs of stamped steps.
         """
-        self._overlap.measure(lambda step: self._eager_batch(step, np.empty((0, 2), np.int32)))
+        if self._overlap is not None:
+            self._overlap.measure(lambda step: self._eager_batch(step, np.empty((0, 2), np.int32)))
         if self._decode_graphs is None:
             return
         started = time.perf_counter()
@@ -198,7 +200,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the graphs. Call this before the communicators are closed."""
-        self._overlap.close()
         self._forms.close()
         if self._decode_graphs is not None:
             self._graphs.close()
@@ -226,7 +227,7 @@ class ModelRunner:
             logits = self._prefill_graphs.run(inputs, block_updates)
             return None if self._sampler is None else self._sample(plan, logits, True)
         with self._state.model.parallel.timer.step():
-            if self._overlap.serves(inputs):
+            if self._overlap is not None and self._overlap.serves(inputs):
                 first, second = inputs.halves()
                 halves = self._eager_batch(first, block_updates), self._eager_batch(second, block_updates[:0])
                 logits = self._overlap.run(halves)

@@ -1,4 +1,4 @@
-"""The forms in which steps with prompts on static memory are computed, and which of them serves steps of each size.
+"""The forms in which steps with prompts are computed, and which of them serves steps of each size.
 
 A step is computed as a whole, or in halves, of which one communicates while the other computes. On GPUs the sum of a
 half may be kept to some SMs, which products leave alone; the sum is not fused with the norm then. Halves can lose:
@@ -18,7 +18,7 @@ import torch
 
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.rank_device import gpus_are_shared
-from shotcast.engine.prefill_overlap import overlap_obstacle
+from shotcast.layers.parallel import Parallel
 from shotcast.layers.shaping import UNSHAPED, Shaping
 from shotcast.models.causal_lm import CausalLM
 from shotcast.overlap.controller import Controller
@@ -27,8 +27,9 @@ from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agreed, de
 
 logger = logging.getLogger(__name__)
 
-LEAST_TOKENS = 512
-"""Steps of fewer tokens are not divided: up to some hundred rows, a product takes as long as reading its weights."""
+LEAST_TOKENS = {True: 512, False: 64}
+"""Steps of fewer tokens are not divided, by whether memory is static: products of few rows take nearly as long as those
+of twice as many, on GPUs up to some hundred rows, where a product takes as long as reading its weights."""
 SMS = (16, 24, 32)
 """The numbers of SMs that sums of halves are tried on."""
 _BESIDE_OWN = 32
@@ -59,6 +60,20 @@ BESIDE_OWN = Form(f"{_BESIDE_OWN} SMs beside own products", 2, Shaping(_BESIDE_O
 FORMS = {form.name: form for form in (WHOLE, HALVES, *ON_SMS, BESIDE_OWN)}
 
 
+def overlap_obstacle(parallel: Parallel, overlap: str, static: bool) -> str:
+    """Return why no step is divided; empty if steps may be."""
+    if overlap == "off":
+        return "overlap is off"
+    if parallel.size == 1 or parallel.stages > 1:
+        return "one stage of several ranks has sums to hide"
+    if parallel.divides_residual(parallel.size * LEAST_TOKENS[False]):
+        return "sequence_parallel divides the residual instead"
+    comm = parallel.comm
+    if not static and overlap == "auto" and comm.device.type == "cpu" and not comm.topology.network.name:
+        return "CPU ranks of one node wait for no network"
+    return ""
+
+
 def _share_gpus(comm: Communicator) -> bool:
     """Return whether ranks of any machine share a GPU. Collective."""
     if comm.device.type != "cuda":
@@ -73,15 +88,16 @@ class PrefillForms:
         model: this rank's part of the model.
         overlap: as in ``EngineConfig``.
         decisions: what was decided before, by number of tokens; later decisions are added.
+        static: steps have static memory; others are tried in halves alone, without a number of SMs.
 
     Attributes:
         controller: runs the parts of steps; None where no step is divided.
-        decisions: as above. They are the same on all ranks.
+        overlap, decisions: as above. They are the same on all ranks.
     """
 
-    def __init__(self, model: CausalLM, overlap: str, decisions: dict[int, Decision]):
-        self._model, self._overlap, self.decisions = model, overlap, decisions
-        self._obstacle = overlap_obstacle(model.parallel, overlap)
+    def __init__(self, model: CausalLM, overlap: str, decisions: dict[int, Decision], static: bool = True):
+        self._model, self.overlap, self.decisions, self._static = model, overlap, decisions, static
+        self._obstacle = overlap_obstacle(model.parallel, overlap, static)
         self.controller = None if self._obstacle else Controller(lanes_of(model.parallel.comm))
 
     def form(self, size: int) -> Form:
@@ -94,13 +110,14 @@ class PrefillForms:
         if size in self.decisions:
             return False
         why = self._obstacle
-        if not why and size < LEAST_TOKENS:
-            why = f"steps of fewer than {LEAST_TOKENS} tokens are not divided"
-        if not why and self._overlap == "auto" and _share_gpus(self._model.parallel.comm):
+        least = LEAST_TOKENS[self._static]
+        if not why and size < least:
+            why = f"steps of fewer than {least} tokens are not divided"
+        if not why and self.overlap == "auto" and _share_gpus(self._model.parallel.comm):
             why = "ranks take turns on a GPU, so nothing runs at once"
         if why:
             self.decisions[size] = Decision(SEQUENTIAL, why, {}, {}, {})
-        elif self._overlap == PLAIN:
+        elif self.overlap == PLAIN:
             self.decisions[size] = Decision(PLAIN, "overlap is plain", {}, {}, {})
         return size not in self.decisions
 
@@ -112,16 +129,16 @@ class PrefillForms:
             run_of: returns a function that computes a step of that many tokens in a form; called once for each form.
         """
         forms, left_out = self._forms(size)
-        if self._overlap == "shaped":
+        if self.overlap == "shaped":
             forms = [form for form in forms if form.shaping != UNSHAPED]
         comm = self._model.parallel.comm
         ways = [Way(form.name, run_of(form)) for form in forms]
-        if self._overlap == "auto":
+        if self.overlap == "auto":
             found = decide(comm, [Way(SEQUENTIAL, run_of(WHOLE)), *ways])
         elif ways:
-            times = measure(comm, ways)
-            best = min(times, key=lambda name: times[name])
-            found = Decision(best, f"overlap is {self._overlap}", times, {}, {})
+            times = measure(comm, ways) if len(ways) > 1 else {}
+            best = min(times, key=lambda name: times[name], default=ways[0].name)
+            found = Decision(best, f"overlap is {self.overlap}", times, {}, {})
         else:
             found = Decision(SEQUENTIAL, "no sum can be kept to a number of SMs", {}, {}, {})
         why = found.why + self._other_algorithm(size)
@@ -135,8 +152,10 @@ class PrefillForms:
 
     def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
         """Return the forms that compute a step in halves, and why others are left out."""
-        parallel, left_out = self._model.parallel, {}
-        forms, shaped = [HALVES], list(ON_SMS)
+        parallel, forms, shaped = self._model.parallel, [HALVES], list(ON_SMS)
+        left_out: dict[str, str] = {}
+        if not self._static:
+            return forms, left_out
         if parallel.comm.device.type == "cuda":
             if self._model.dtype == torch.float32 or self._model.blocks[0].qkv.takes_float8(size):
                 left_out[BESIDE_OWN.name] = "own products take 16 bits"

@@ -15,17 +15,21 @@ MAX_COUNT = (1 << 31) - 1
 """The largest number of anything in a model."""
 
 
+def _given(config: Fields, key: str, default: Any) -> Any:
+    value = config.get(key, default)
+    value = default if value is None else value
+    if value is None:
+        raise ConfigError(f"config.json has no {key}")
+    return value
+
+
 def count(config: Fields, key: str, default: int | None = None, least: int = 1) -> int:
     """Return a whole number of at least ``least``.
 
     Raises:
         ConfigError: the value is something else, or is missing and there is no default.
     """
-    value = config.get(key)
-    if value is None:
-        if default is None:
-            raise ConfigError(f"config.json has no {key}")
-        return default
+    value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
         raise ConfigError(
             f"{key} in config.json must be a whole number from {least} to {MAX_COUNT}, not {shorten(value)}"
@@ -39,11 +43,7 @@ def number(config: Fields, key: str, default: float | None = None) -> float:
     Raises:
         ConfigError: the value is something else, or is missing and there is no default.
     """
-    value = config.get(key)
-    if value is None:
-        if default is None:
-            raise ConfigError(f"config.json has no {key}")
-        return default
+    value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ConfigError(f"{key} in config.json must be a number above 0, not {shorten(value)}")
     return float(value)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.started import in_this_state
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.overlap.schedule import COMPUTE_LANE
 
@@ -326,18 +327,12 @@ class ThreadLanes(Lanes):
                 raise run.error
             work()
             return
-        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        alike = in_this_state(work)
 
         def guarded() -> None:
             if run.error is None:
                 try:
-                    with (
-                        torch.inference_mode(inference),
-                        torch.set_grad_enabled(gradients),
-                        torch.autocast("cpu", dtype, enabled=cast),
-                    ):
-                        work()
+                    alike()
                 except BaseException as error:
                     run.fail(error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,6 @@ from shotcast.collectives.reductions import OF_TORCH, reduction_name
 from shotcast.collectives.torch_ops.versions import Unseen
 from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
-from shotcast.process_group.device_calls import Make
 from shotcast.process_group.modes import visible
 from shotcast.process_group.operands import Operands, flat, is_dense, joined, movable
 from shotcast.process_group.served import is_scaled, way_of
@@ -44,36 +42,18 @@ class Calls:
     _rank: int
     _world_size: int
 
-    @abstractmethod
-    def _own(
-        self, op: str, make: Make, result: Any, operands: Sequence[torch.Tensor], opts: Any, device: torch.device
-    ) -> DoneWork:
-        """Make a call on the communicator of a device."""
-
-    @abstractmethod
-    def _again(
-        self, op: str, opts: Any, key: tuple[Any, ...] | None, x: torch.Tensor | None, out: torch.Tensor | None
-    ) -> DoneWork | None:
-        """Make a call like one before; None, with nothing done, if there was none.
-
-        ``key`` is what the communicator's method finds it by, beside the tensors.
-        """
-
-    @abstractmethod
-    def _inner(self, op: str, begin: Begin, result: Any, device: torch.device) -> DoneWork:
-        """Make a call on the inner group of a device."""
-
-    @abstractmethod
-    def _message(self, op: str, x: torch.Tensor, peer: int, tag: int) -> DoneWork:
-        """Make a message to or from ``peer`` on an inner group."""
-
-    @abstractmethod
-    def _ends_on_gpus(self) -> list[Callable[[], None]]:
-        """Return, for each GPU with calls, what makes the host wait for those so far."""
-
-    @abstractmethod
-    def _check_gpus(self) -> None:
-        """Raise the fault of a call on a GPU, if one is known."""
+    _own: Callable[..., DoneWork]
+    """Makes a call on the communicator of a device."""
+    _again: Callable[..., DoneWork | None]
+    """Makes a call like one before; returns None, with nothing done, if there was none."""
+    _inner: Callable[..., DoneWork]
+    """Makes a call on the inner group of a device."""
+    _message: Callable[..., DoneWork]
+    """Makes a message to or from another rank on an inner group."""
+    _ends_on_gpus: Callable[[], list[Callable[[], None]]]
+    """Returns, for each GPU with calls, what makes the host wait for those so far."""
+    _check_gpus: Callable[[], None]
+    """Raises the fault of a call on a GPU, if one is known."""
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 

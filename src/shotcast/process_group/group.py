@@ -181,6 +181,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def _again(
         self, op: str, opts: Any, key: tuple[Any, ...] | None, x: torch.Tensor | None, out: torch.Tensor | None
     ) -> DoneWork | None:
+        """Make a call like one before, which the communicator finds by ``key`` and tensors; None if there was none."""
         if opts is None or key is None or is_profiled() or dispatch_modes():
             return None
         if self._thread.works is not None or opts.timeout > _NO_TIMEOUT:

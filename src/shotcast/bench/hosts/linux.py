@@ -136,13 +136,13 @@ def _create_host(name: str, address: str, netmask: str, names: str) -> HostDescr
         with contextlib.suppress(OSError):  # the kernel may have no IPv6
             Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-            _raise(control, "lo", True)
+            raise_interface(control, "lo")
             for request, value in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, netmask)):
                 inet = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(value))
                 fcntl.ioctl(control, request, struct.pack("16s16s8x", INTERFACE.encode(), inet))
             for request, number in ((_SIOCSIFMTU, MTU), (_SIOCSIFTXQLEN, _QUEUE_PACKETS)):
                 fcntl.ioctl(control, request, struct.pack("16si20x", INTERFACE.encode(), number))
-            _raise(control, INTERFACE, True)
+            raise_interface(control, INTERFACE)
         for kind_of_namespace in ("net", "uts", "mnt"):
             opened.append(os.open(f"/proc/thread-self/ns/{kind_of_namespace}", os.O_RDONLY | os.O_CLOEXEC))
         return HostDescriptors(tuple(opened[1:]), tun)
@@ -162,16 +162,6 @@ def _own_mounts(names: str) -> None:
         source.write_text(text)
         _mount(str(source), target, "", _MS_BIND)
         source.unlink()  # the mount keeps the file
-
-
-def set_interface(host: HostDescriptors, up: bool) -> None:
-    """Take the TUN device of a host down, or up again."""
-
-    def switch() -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-            _raise(control, INTERFACE, up)
-
-    host.run(switch)
 
 
 def interface_drops(host: HostDescriptors) -> int:
@@ -196,7 +186,8 @@ def retransmitted(host: HostDescriptors) -> int:
     return host.run(read)
 
 
-def _raise(control: socket.socket, interface: str, up: bool) -> None:
+def raise_interface(control: socket.socket, interface: str, up: bool = True) -> None:
+    """Take an interface of the current network up, or down."""
     answer = fcntl.ioctl(control, _SIOCGIFFLAGS, struct.pack("16sH22x", interface.encode(), 0))
     flags = struct.unpack("16sH22x", answer)[1]
     flags = flags | _IFF_UP if up else flags & ~_IFF_UP

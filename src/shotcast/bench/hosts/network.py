@@ -1,4 +1,4 @@
-"""Simulated hosts: their namespaces, the relay between them, their faults, and the ranks and commands that run on them.
+"""Simulated hosts: their namespaces, the relay between them, and the ranks that run on them.
 
 Each host has its own network, host name, boot id and ``/dev/shm``; all share the cores of this machine.
 """
@@ -6,12 +6,8 @@ Each host has its own network, host name, boot id and ``/dev/shm``; all share th
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -51,7 +47,7 @@ class SimulatedHosts:
     """Hosts on this machine, each in namespaces of its own, joined by a network that delays every packet.
 
     Nothing is left behind when the process ends, however it ends: namespaces and devices have no names, and the ranks
-    and commands on the hosts end with the process that started them.
+    on the hosts end with the process that started them.
 
     Args:
         hosts: how many, 2 or more.
@@ -71,7 +67,6 @@ class SimulatedHosts:
         self.hosts, self.delay_us, self.bandwidth_gbps = hosts, delay_us, bandwidth_gbps
         self._hosts: list[linux.HostDescriptors] = []
         self._relay: Relay | None = None
-        self._disturbed = False
         try:
             names = _names(hosts)
             for host in range(hosts):
@@ -88,7 +83,7 @@ class SimulatedHosts:
         self.close()
 
     def close(self) -> None:
-        """Remove the network. End ranks and commands on the hosts first."""
+        """Remove the network. End the ranks on the hosts first."""
         if self._relay is not None:
             self._relay.close()
             self._relay = None
@@ -102,7 +97,7 @@ class SimulatedHosts:
             raise ShotcastError("the simulated network was closed")
         return self._relay
 
-    # --- ranks and commands -------------------------------------------------------------------------------------------
+    # --- ranks --------------------------------------------------------------------------------------------------------
 
     def start(
         self, fn: Callable[..., Any], ranks_per_host: int, *args: Any, env: Mapping[str, str] | None = None
@@ -131,13 +126,6 @@ class SimulatedHosts:
         group = self.start(fn, ranks_per_host, *args, env=env)
         return group.results(timeout_s, return_exceptions=return_exceptions)
 
-    def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command on a host, with the options of :class:`subprocess.Popen`; it is killed when we end."""
-        namespaces = self._hosts[host].namespaces
-        enter = [sys.executable, "-m", "shotcast.bench.hosts.enter", ",".join(map(str, namespaces)), *command]
-        environment = {**os.environ, **self._interfaces, **(options.pop("env", None) or {})}
-        return subprocess.Popen(enter, pass_fds=namespaces, env=environment, **options)
-
     def socket(self, host: int, kind: socket.SocketKind) -> socket.socket:
         """Return a socket of this process on a host, bound to the host's address and a free port."""
 
@@ -152,32 +140,6 @@ class SimulatedHosts:
     def _interfaces(self) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": INTERFACE, "SHOTCAST_SOCKET_IFNAME": INTERFACE}
 
-    # --- faults -------------------------------------------------------------------------------------------------------
-
-    def cut(self, host: int, *, interface: bool = True) -> None:
-        """Cut a host off: take its interface down, or let the network lose its packets while its interface stays up."""
-        self._disturbed = True
-        if interface:
-            linux.set_interface(self._hosts[host], False)
-        else:
-            self.relay.set_cut(host, True)
-
-    def restore(self, host: int) -> None:
-        """Undo :meth:`cut`."""
-        linux.set_interface(self._hosts[host], True)
-        self.relay.set_cut(host, False)
-
-    def kill(self, host: int, group: RankGroup) -> None:
-        """Take the power of a host away: its packets are lost first, so its connections end without a word."""
-        self.cut(host, interface=False)
-        self.kill_ranks(host, group)
-
-    def kill_ranks(self, host: int, group: RankGroup) -> None:
-        """Kill the ranks of a host; its kernel closes their connections."""
-        each = len(group.pids) // self.hosts
-        for pid in group.pids[host * each : (host + 1) * each]:
-            os.kill(pid, signal.SIGKILL)
-
     # --- what happened ------------------------------------------------------------------------------------------------
 
     def retransmitted(self) -> int:
@@ -185,9 +147,7 @@ class SimulatedHosts:
         return sum(linux.retransmitted(host) for host in self._hosts)
 
     def check(self) -> None:
-        """Raise ShotcastError if a packet was lost though no host was cut off: times would mean nothing."""
-        if self._disturbed:
-            return
+        """Raise ShotcastError if a packet was lost: times would mean nothing."""
         counters = self.relay.counters()
         dropped = sum(linux.interface_drops(host) for host in self._hosts)
         if dropped or counters.failed or sum(counters.lost):

@@ -13,9 +13,7 @@ OPS = ("all_reduce", "reduce_scatter", REDUCE_SCATTER_ALL_GATHER, "all_gather", 
 WHOLE_OPS = ("all_reduce", "reduce_scatter", "all_gather")
 COMPUTE, COMMUNICATION, LIBRARY_COMMUNICATION = "compute", "communication", "library communication"
 LIBRARY, LIBRARY_PLAIN, LIBRARY_PRIORITY = "library", "library plain", "library priority"
-OWN, PUBLISHED, TORCH = "own", "published", "torch"
-FORMS = {"cpu": (OWN, LIBRARY), "cuda": (OWN, LIBRARY, TORCH)}
-"""The sets of forms that are measured by default."""
+ALONE, OWN = "alone", "own"
 GEMMS = {"cuda": (8192, 8192, 8192), "cpu": (256, 256, 256)}
 
 
@@ -33,7 +31,6 @@ class OverlapConfig:
         steps: products and messages.
         ratio: the time of a message over that of the products of a step, where its size is chosen by the time.
         whole: the message is a matrix of the product: its result, or the left operand where the message is gathered.
-        forms: the sets of forms: ``own``, ``library``, ``torch`` and ``published``.
         lanes: messages that may be under way at once, on CPU ranks.
         rounds: measurements of each form.
         seconds: the least time of a measurement, for which a form is repeated.
@@ -53,7 +50,6 @@ class OverlapConfig:
     steps: int = 8
     ratio: float = 1.0
     whole: bool = False
-    forms: tuple[str, ...] = ()
     lanes: int = 1
     rounds: int = ROUNDS
     seconds: float = 0.2
@@ -63,7 +59,6 @@ class OverlapConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        known = (OWN, LIBRARY, TORCH, PUBLISHED) if self.device == "cuda" else FORMS["cpu"]
         if self.op not in OPS:
             raise ConfigError(f"overlap is measured with {', '.join(OPS)}, not {self.op!r}")
         if self.nbytes == 0 and self.repeat == 0 and not self.whole:
@@ -74,8 +69,6 @@ class OverlapConfig:
             raise ConfigError(f"the time of a message over that of products is above 0, not {self.ratio}")
         if self.device == "cuda" and (self.lanes > 1 or self.hosts is not None):
             raise ConfigError("on GPUs there is one lane of communication, and hosts are not simulated")
-        if others := [name for name in self.forms if name not in known]:
-            raise ConfigError(f"forms on {self.device} are {', '.join(known)}, not {', '.join(others)}")
         if self.whole and (self.op not in WHOLE_OPS or self.nbytes or self.repeat != 1):
             raise ConfigError(f"a whole matrix of one product is the message of {', '.join(WHOLE_OPS)}; with its size")
         if self.whole and self.gemm[0] % self.world_size:
@@ -85,8 +78,3 @@ class OverlapConfig:
     def gathers_first(self) -> bool:
         """True if a product reads its message, instead of writing it."""
         return self.whole and self.op == "all_gather"
-
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """The sets of forms that are measured."""
-        return self.forms or FORMS[self.device]

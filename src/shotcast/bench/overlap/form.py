@@ -27,7 +27,6 @@ class Form:
         fused: product and message are one call, which need not leave the memory between them as it would be.
         average: reductions are divided by the number of ranks, so values stay as large when they are repeated.
         timeline: does it once, and returns when each step ran; None where that is not known.
-        evidence: what was seen of how it runs.
     """
 
     run: Callable[[], Any]
@@ -37,7 +36,6 @@ class Form:
     fused: bool = False
     average: bool = False
     timeline: Callable[[], Timeline] | None = None
-    evidence: str = ""
 
     def wrong(self) -> str:
         """Return what is wrong with the last results; empty if they are right. Collective."""

@@ -1,11 +1,10 @@
-"""Forms by NCCL and Gloo, as ``torch.distributed`` calls them: as they are, and with each option that may help."""
+"""Forms by NCCL and Gloo, as ``torch.distributed`` calls them."""
 
 from __future__ import annotations
 
 import datetime
-import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -14,25 +13,12 @@ from shotcast.bench.overlap.config import (
     LIBRARY_COMMUNICATION,
     LIBRARY_PLAIN,
     LIBRARY_PRIORITY,
-    PUBLISHED,
     OverlapConfig,
 )
 from shotcast.bench.overlap.form import Candidate, Candidates, Form, run_steps
-from shotcast.bench.overlap.own import as_published
 from shotcast.bench.overlap.steps import Steps, library_product
-from shotcast.hardware.multiprocessor import Multiprocessor
-from shotcast.overlap.products import LibraryProduct, ShapedProduct, multiprocessor_of, own_gemm, sms_of
 
-if TYPE_CHECKING:
-    from shotcast.kernels.triton.gemm import GemmConfig
-
-CTAS = (4, 8, 16)
 GROUP_TIMEOUT_S = 90
-_PUBLISHED_TILES = (32, 64)
-_PUBLISHED_BLOCKS = (1, 2, 4, 0)
-"""Blocks that an SM holds; 0 for as many as fit."""
-_BARRIER_BYTES = 256
-"""Shared memory that the compiler takes for barriers, 24 bytes in 2026, and more."""
 
 
 class Messages:
@@ -75,7 +61,7 @@ class Messages:
     def _wait(self, work: Any) -> Callable[[], Any]:
         return cast(Callable[[], Any], work.wait)
 
-    def form(self, overlap: bool, product: Callable[..., object] = library_product, evidence: str = "") -> Form:
+    def form(self, overlap: bool, product: Callable[..., object] = library_product) -> Form:
         """Return the form with these messages; the first one is made now, so that a group that fails is known."""
         self.begin(0)()
         return Form(
@@ -83,7 +69,6 @@ class Messages:
             self.steps,
             in_place=self.in_place,
             average=self.average,
-            evidence=evidence,
         )
 
     def alone(self) -> Form:
@@ -133,68 +118,19 @@ def alone(steps: Steps, groups: Groups) -> Candidate:
 
 
 def forms(steps: Steps, groups: Groups) -> Candidates:
-    """Yield the forms of the library as it is."""
-    yield Candidate(LIBRARY, _form(steps, groups, overlap=False))
-    yield Candidate(LIBRARY_PLAIN, _form(steps, groups))
+    """Yield the forms of the library."""
+    yield Candidate(LIBRARY, form_of(steps, groups, overlap=False))
+    yield Candidate(LIBRARY_PLAIN, form_of(steps, groups))
     if steps.config.device == "cuda":
-        yield Candidate(LIBRARY_PRIORITY, _form(steps, groups, priority=True))
+        yield Candidate(LIBRARY_PRIORITY, form_of(steps, groups, priority=True))
 
 
-def options(steps: Steps, groups: Groups) -> Candidates:
-    """Yield the forms of NCCL beside products that leave room, and with fewer thread blocks."""
-    yield Candidate("library shaped", _form(steps, groups, ShapedProduct()))
-    yield Candidate("library shaped, priority", _form(steps, groups, ShapedProduct(), priority=True))
-    published = as_published()
-    yield Candidate("library shaped as published", _form(steps, groups, published))
-    yield Candidate("library shaped as published, priority", _form(steps, groups, published, priority=True))
-    for sms in steps.config.sms:
-        yield Candidate(f"library, {sms} SMs left", _form(steps, groups, LibraryProduct(sms), priority=True))
-        on = ShapedProduct(sms=sms_of(steps.comm.device) - sms)
-        yield Candidate(f"library shaped, {sms} SMs left", _form(steps, groups, on, priority=True))
-    for ctas in CTAS:
-        yield Candidate(f"library, at most {ctas} CTAs", _form(steps, groups, max_ctas=ctas))
-
-
-def _form(
+def form_of(
     steps: Steps,
     groups: Groups,
     product: Callable[..., object] = library_product,
     overlap: bool = True,
     **settings: Any,
 ) -> Callable[[], Form]:
+    """Return what builds the form of messages on a group with these settings."""
     return lambda: Messages(steps, groups.of(**settings)).form(overlap, product)
-
-
-# -- the published grid -----------------------------------------------------------------------------------------------
-
-
-def published_tiles(sm: Multiprocessor) -> Iterator[tuple[str, GemmConfig]]:
-    """Yield the tiles of the publication (arXiv 2606.09200), padded until an SM holds a chosen number of blocks."""
-    gemm = own_gemm()
-    for depth in _PUBLISHED_TILES:
-        config = gemm.GemmConfig(64, 64, depth, 3, 4)
-        for blocks in _PUBLISHED_BLOCKS:
-            name = f"64x64x{depth}, {blocks or 'all'} blocks an SM"
-            padding = 0
-            if blocks:
-                room = min(sm.shared_bytes // blocks - sm.reserved_shared_bytes, sm.max_block_shared_bytes)
-                padding = (room - _BARRIER_BYTES - gemm.shared_bytes(config)) // sm.shared_unit * sm.shared_unit
-            if padding >= 0:
-                yield name, gemm.GemmConfig(64, 64, depth, 3, 4, padding_bytes=padding)
-
-
-def published(steps: Steps, groups: Groups) -> Candidates:
-    """Yield the published experiment: small tiles, few blocks an SM, priorities, and NCCL as it is."""
-    for name, config in published_tiles(multiprocessor_of(steps.comm.device)):
-        product = ShapedProduct(config)
-
-        def products(product: ShapedProduct = product) -> Form:
-            return Form(lambda: steps.multiply_all(product), steps, whole=False)
-
-        def form(overlap: bool, priority: bool, product: ShapedProduct = product) -> Form:
-            return Messages(steps, groups.of(priority=priority)).form(overlap, product)
-
-        yield Candidate(f"{PUBLISHED} {name}, products alone", products)
-        yield Candidate(f"{PUBLISHED} {name}, sequential", functools.partial(form, False, False))
-        yield Candidate(f"{PUBLISHED} {name}", functools.partial(form, True, False))
-        yield Candidate(f"{PUBLISHED} {name}, priority", functools.partial(form, True, True))

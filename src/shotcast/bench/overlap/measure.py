@@ -1,4 +1,4 @@
-"""Measure a chain of products and messages, one after the other and at once, beside other libraries.
+"""Measure a chain of products and messages, one after the other and at once, beside the vendor's library.
 
 Each step multiplies matrices and communicates what the product wrote; the next product does not need that. (Where a
 whole left operand is gathered, the product reads the message instead.) Every form is checked before it is timed. Then
@@ -11,56 +11,49 @@ communication that a form hides:
 and the ideal is the longer of products and messages alone, by the vendor's product on all SMs and the faster of the
 library's and our messages.
 
-A form that cannot run gives a row with the reason. One that ends the ranks is left out, and the ranks start again.
+A form that cannot run gives a row with the reason. ``research/overlap_forms.py`` adds forms of other libraries.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import subprocess
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from shotcast.bench.hosts.measure import HostsConfig
 from shotcast.bench.hosts.network import SimulatedHosts
-from shotcast.bench.overlap import library, own, torch_forms, zero_ctas
+from shotcast.bench.overlap import library, own
 from shotcast.bench.overlap.config import (
+    ALONE,
     COMMUNICATION,
     COMPUTE,
     LIBRARY,
     LIBRARY_COMMUNICATION,
     LIBRARY_PLAIN,
     OWN,
-    PUBLISHED,
-    TORCH,
     OverlapConfig,
 )
 from shotcast.bench.overlap.form import Candidate, Form
 from shotcast.bench.overlap.library import Groups, Messages
-from shotcast.bench.overlap.progress import Progress, new_file, other_form
 from shotcast.bench.overlap.result import Measured, OverlapRow
 from shotcast.bench.overlap.steps import Steps
 from shotcast.bench.overlap.times import times_of
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
-from shotcast.errors import ConfigError, RankFailed, ShotcastError, UnsupportedError
+from shotcast.errors import ConfigError, ShotcastError, UnsupportedError
 from shotcast.launcher.spawn import spawn
 from shotcast.overlap.chains import Chain
 from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Way, agreed, measure
 
-logger = logging.getLogger(__name__)
-
+Found = Iterator[tuple[str, Candidate]]
+"""Forms, and whose they are."""
+Finder = Callable[[Steps, Chain | None, Groups], Found]
+Note = Callable[[str, bool], None]
 _CLOSE = 0.05
 """The distance from the wanted time at which a size is good enough."""
 _SMALLEST, _LARGEST = 64 << 10, 2 << 30
-_LEAST_S = 30.0
-"""The time in which ranks could start and measure."""
-ALONE = "alone"
 
 
 def run(config: OverlapConfig) -> Measured:
@@ -70,60 +63,46 @@ def run(config: OverlapConfig) -> Measured:
         ConfigError: hosts cannot be simulated here.
         ShotcastError: a result of ours was wrong, or the simulated network lost packets.
     """
-    if config.hosts is not None:
-        hosts = config.hosts
-        with SimulatedHosts(hosts.hosts, delay_us=hosts.delay_us, bandwidth_gbps=hosts.bandwidth_gbps) as network:
-            limit_s = config.timeout_s
-            found = network.run(measure_on_rank, hosts.ranks_per_host, config, {}, None, timeout_s=limit_s)
-            network.check()
-        return found[0]
-    until = time.monotonic() + config.timeout_s
-    measured = _beside_failures(config, until)
-    if config.device == "cuda" and LIBRARY in config.sets and config.op in zero_ctas.OPS:
-        measured = zero_ctas.with_zero_ctas(measured, config, max(1.0, until - time.monotonic()))
-    return measured
+    if config.hosts is None:
+        return spawn(measure_on_rank, config.world_size, config, timeout_s=config.timeout_s)[0]
+    hosts = config.hosts
+    with SimulatedHosts(hosts.hosts, delay_us=hosts.delay_us, bandwidth_gbps=hosts.bandwidth_gbps) as network:
+        found = network.run(measure_on_rank, hosts.ranks_per_host, config, timeout_s=config.timeout_s)
+        network.check()
+    return found[0]
 
 
-def _beside_failures(config: OverlapConfig, until: float) -> Measured:
-    """Start the ranks, and start them again without a form of another library that ended them."""
-    left_out: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        while True:
-            file = new_file(Path(folder))
-            left_s = max(1.0, until - time.monotonic())
-            try:
-                arguments = (config, left_out, file)
-                return spawn(measure_on_rank, config.world_size, *arguments, timeout_s=left_s)[0]
-            except RankFailed as error:
-                name = other_form(file)
-                if not name or name in left_out or until - time.monotonic() < _LEAST_S:
-                    raise
-                left_out[name] = f"it ended the ranks: {error.detail.strip().splitlines()[-1]}"[:300]
-                logger.warning("%s is left out: %s", name, left_out[name])
+def candidates(steps: Steps, chain: Chain | None, groups: Groups) -> Found:
+    """Yield the forms that may run here, and whose they are."""
+    yield from ((ALONE, one) for one in own.alone(steps))
+    first = own.gathered_first(steps) if chain is None else own.of_chain(steps, chain)
+    yield from ((OWN, one) for one in first)
+    if steps.config.device == "cuda":
+        yield from ((OWN, one) for one in own.fused(steps))
+    yield ALONE, library.alone(steps, groups)
+    yield from ((LIBRARY, one) for one in library.forms(steps, groups))
 
 
-def measure_on_rank(config: OverlapConfig, left_out: dict[str, str], file: Path | None) -> Measured:
+def measure_on_rank(config: OverlapConfig, found: Finder = candidates, at: Note = lambda name, own: None) -> Measured:
     """Measure as one rank of several.
 
     Args:
         config: the setting.
-        left_out: forms that are not tried, and why.
-        file: where rank 0 notes the form that it is at.
+        found: yields the forms.
+        at: is told of what begins, and whether it is ours.
     """
     if config.device == "cpu":
         torch.set_num_threads(config.threads)
     room = MAX_WORKSPACE_MESSAGE if config.device == "cuda" else None
     with Communicator(device=config.device, max_bytes=room, exclusive=True) as comm, torch.no_grad():
-        progress = Progress(file if comm.rank == 0 else None)
-        with progress.watch():
-            return _measure(config, comm, progress, left_out)
+        return _measure(config, comm, found, at)
 
 
-def _measure(config: OverlapConfig, comm: Communicator, progress: Progress, left_out: dict[str, str]) -> Measured:
+def _measure(config: OverlapConfig, comm: Communicator, found: Finder, at: Note) -> Measured:
     others = [comm.split(0) for _ in range(config.lanes - 1)]
     communicators = [comm, *(other for other in others if other is not None)]
     groups = Groups(config)
-    progress.at("the size of a message", own=True)
+    at("the size of a message", True)
     nbytes, repeat = _balanced(config, comm, groups)
     steps = Steps(config, comm, nbytes, repeat)
     chain = None if config.gathers_first else own.chain_of(steps, communicators)
@@ -131,27 +110,31 @@ def _measure(config: OverlapConfig, comm: Communicator, progress: Progress, left
     owners: dict[str, str] = {}
     reasons: dict[str, str] = {}
     clocks = [_clocks(config.device)]
-    for by, candidate in _candidates(steps, chain, groups):
+    for by, candidate in found(steps, chain, groups):
         owners[candidate.name] = by
-        form, reason = None, left_out.get(candidate.name, "")
-        if not reason:
-            progress.at(candidate.name, candidate.own)
-            form, reason = _tried(comm, candidate)
+        at(candidate.name, candidate.own)
+        form, reason = _tried(comm, candidate)
         if form is None:
             reasons[candidate.name] = reason
         else:
             forms[candidate.name] = form
     if chain is not None:
-        progress.at("auto", own=True)
+        at("auto", True)
         chain()
-    mine = {name for name, by in owners.items() if by in (OWN, ALONE)}
-    ways = [Way(name, progress.watched(name, name in mine, form.run)) for name, form in forms.items()]
-    times = times_of(comm, ways, config)
+
+    def noted(name: str, form: Form) -> Callable[[], None]:
+        def run() -> None:
+            at(name, owners[name] in (OWN, ALONE))
+            form.run()
+
+        return run
+
+    times = times_of(comm, [Way(name, noted(name, form)) for name, form in forms.items()], config)
     clocks.append(_clocks(config.device))
     timelines = {}
     for name, form in forms.items():
         if form.timeline is not None:
-            progress.at(name, own=True)
+            at(name, True)
             comm.barrier()
             timelines[name] = form.timeline()
     hosts = config.hosts or HostsConfig(1)
@@ -180,7 +163,6 @@ def _measure(config: OverlapConfig, comm: Communicator, progress: Progress, left
             library_plain_us=times.get(LIBRARY_PLAIN),
             by=by,
             reason=reasons.get(name, ""),
-            evidence=forms[name].evidence if name in forms else "",
         )
         for name, by in owners.items()
     )
@@ -190,26 +172,6 @@ def _measure(config: OverlapConfig, comm: Communicator, progress: Progress, left
     for other in communicators[1:]:
         other.close()
     return Measured(rows, decision, tuple(clock for clock in clocks if clock))
-
-
-def _candidates(steps: Steps, chain: Chain | None, groups: Groups) -> Iterator[tuple[str, Candidate]]:
-    """Yield the forms that may run here, and whose they are."""
-    config = steps.config
-    cuda = config.device == "cuda"
-    yield from ((ALONE, one) for one in own.alone(steps))
-    first = own.gathered_first(steps) if chain is None else own.of_chain(steps, chain)
-    yield from ((OWN, one) for one in first)
-    if cuda and OWN in config.sets:
-        yield from ((OWN, one) for one in (*own.shaped(steps), *own.fused(steps)))
-    if LIBRARY in config.sets or PUBLISHED in config.sets:
-        yield ALONE, library.alone(steps, groups)
-        yield from ((LIBRARY, one) for one in library.forms(steps, groups))
-    if cuda and LIBRARY in config.sets:
-        yield from ((LIBRARY, one) for one in library.options(steps, groups))
-    if TORCH in config.sets:
-        yield from ((TORCH, one) for one in torch_forms.forms(steps, groups))
-    if PUBLISHED in config.sets:
-        yield from ((PUBLISHED, one) for one in library.published(steps, groups))
 
 
 def _tried(comm: Communicator, candidate: Candidate) -> tuple[Form | None, str]:

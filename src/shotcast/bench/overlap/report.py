@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from shotcast.bench.overlap.config import COMMUNICATION, COMPUTE, LIBRARY, LIBRARY_COMMUNICATION
-from shotcast.bench.overlap.result import Measured, OverlapRow, verdicts
+from shotcast.bench.overlap.result import Measured, OverlapRow
 from shotcast.errors import ConfigError
 from shotcast.overlap.policy import SEQUENTIAL
 from shotcast.overlap.schedule import COMPUTE_LANE
@@ -52,11 +52,10 @@ def table(measured: Measured) -> Table:
 
 
 def sentences(measured: Measured) -> list[str]:
-    """Return what is to be said of one configuration: what was not measured, what was seen, and what holds."""
+    """Return what is to be said of one configuration: what was not measured, and what was seen."""
     rows = measured.rows
     found = [f"{row.way}: not available: {row.reason}" for row in rows if row.time_us is None]
-    found += [f"{row.way}: {row.evidence}" for row in rows if row.evidence]
-    return [*found, *verdicts(measured)]
+    return [*found, *(f"{row.way}: {row.evidence}" for row in rows if row.evidence)]
 
 
 def markdown(measured: Sequence[Measured]) -> str:

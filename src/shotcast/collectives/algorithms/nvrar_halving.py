@@ -8,12 +8,10 @@ what both still have, and each adds up its half; then the sums, rounded, go back
 
 from __future__ import annotations
 
-from shotcast import wire
-from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import doublings, in_pairs, rows_launch, rows_workspace, slice_of
-from shotcast.collectives.fused_rows import rows_obstacle
+from shotcast.collectives.algorithm import Algorithm
+from shotcast.collectives.between_nodes import doublings, forms_of, in_pairs, slice_of
 from shotcast.cost.collective import Work
-from shotcast.wire import NodeShape, Op
+from shotcast.wire import NodeShape
 
 
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -29,27 +27,11 @@ ALGORITHM = Algorithm(
     summary="sums of nodes by recursive halving, then the rounded parts by doubling",
     in_contract=lambda shape: True,
     color="#a67c00",
-    forms={
-        Op.ALL_REDUCE: Form(
-            work=work,
-            triton="shotcast.transport.triton.nvrar:bind_halving",
-            hosts="shotcast.transport.network.nvrar_halving:ALL_REDUCE",
-            reference="shotcast.collectives.reference:tree_all_reduce",
-            share=slice_in_node,
-            between_nodes=True,
-            divides=True,
-        ),
-        **dict.fromkeys(
-            wire.ALL_REDUCE_NORMS,
-            Form(
-                work=work,
-                triton="shotcast.transport.triton.fused_nvrar:bind_halving",
-                hosts="shotcast.transport.network.fused:HALVING",
-                launch=rows_launch,
-                workspace=rows_workspace,
-                obstacle=rows_obstacle,
-                between_nodes=True,
-            ),
-        ),
-    },
+    forms=forms_of(
+        work,
+        hosts="shotcast.transport.network.nvrar_halving:ALL_REDUCE",
+        normed_hosts="shotcast.transport.network.fused:HALVING",
+        triton="shotcast.transport.triton.nvrar:bind_halving",
+        normed_triton="shotcast.transport.triton.fused_nvrar:bind_halving",
+    ),
 )

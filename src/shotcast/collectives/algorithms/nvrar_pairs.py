@@ -9,10 +9,8 @@ up the whole tree.
 
 from __future__ import annotations
 
-from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import order_obstacle, rows_launch, rows_workspace, slice_of, to_all
-from shotcast.collectives.fused_rows import rows_obstacle
+from shotcast.collectives.between_nodes import forms_of, order_obstacle, slice_of, to_all
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
 
@@ -30,14 +28,12 @@ ALGORITHM = Algorithm(
     in_contract=lambda shape: True,
     color="#1b9aaa",
     forms={
-        Op.ALL_REDUCE: Form(
-            work=work,
-            triton="shotcast.transport.triton.nvrar:bind_pairs",
+        **forms_of(
+            work,
             hosts="shotcast.transport.network.nvrar_pairs:ALL_REDUCE",
-            reference="shotcast.collectives.reference:tree_all_reduce",
-            share=slice_in_node,
-            between_nodes=True,
-            divides=True,
+            normed_hosts="shotcast.transport.network.fused:PAIRS",
+            triton="shotcast.transport.triton.nvrar:bind_pairs",
+            normed_triton="shotcast.transport.triton.fused_nvrar:bind_pairs",
             any_reduction=True,
             obstacle=order_obstacle,
         ),
@@ -49,18 +45,6 @@ ALGORITHM = Algorithm(
             between_nodes=True,
             any_reduction=True,
             obstacle=order_obstacle,
-        ),
-        **dict.fromkeys(
-            wire.ALL_REDUCE_NORMS,
-            Form(
-                work=work,
-                triton="shotcast.transport.triton.fused_nvrar:bind_pairs",
-                hosts="shotcast.transport.network.fused:PAIRS",
-                launch=rows_launch,
-                workspace=rows_workspace,
-                obstacle=rows_obstacle,
-                between_nodes=True,
-            ),
         ),
     },
 )

@@ -9,12 +9,10 @@ call.
 
 from __future__ import annotations
 
-from shotcast import wire
-from shotcast.collectives.algorithm import Algorithm, Form, slice_in_node
-from shotcast.collectives.between_nodes import slice_of, to_all
-from shotcast.collectives.fused_rows import rows_obstacle
+from shotcast.collectives.algorithm import Algorithm
+from shotcast.collectives.between_nodes import forms_of, slice_of, to_all
 from shotcast.cost.collective import Work
-from shotcast.wire import NodeShape, Op
+from shotcast.wire import NodeShape
 
 
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -30,23 +28,9 @@ ALGORITHM = Algorithm(
     summary="a part of the sum of each node to each other node, which adds up, then the rounded parts to all",
     in_contract=lambda shape: True,
     color="#6a3d9a",
-    forms={
-        Op.ALL_REDUCE: Form(
-            work=work,
-            hosts="shotcast.transport.network.nvrar_two_shot:ALL_REDUCE",
-            reference="shotcast.collectives.reference:tree_all_reduce",
-            share=slice_in_node,
-            between_nodes=True,
-            divides=True,
-        ),
-        **dict.fromkeys(
-            wire.ALL_REDUCE_NORMS,
-            Form(
-                work=work,
-                hosts="shotcast.transport.network.fused:TWO_SHOT",
-                obstacle=rows_obstacle,
-                between_nodes=True,
-            ),
-        ),
-    },
+    forms=forms_of(
+        work,
+        hosts="shotcast.transport.network.nvrar_two_shot:ALL_REDUCE",
+        normed_hosts="shotcast.transport.network.fused:TWO_SHOT",
+    ),
 )

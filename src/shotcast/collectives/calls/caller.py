@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from shotcast.collectives.ops import OpSpec
 from shotcast.collectives.prepared import Given, PreparedCalls
 from shotcast.collectives.torch_ops import autograd, operators
 from shotcast.errors import ConfigError
-from shotcast.memory.operands import NormTensors
-from shotcast.wire import Norm, Op
 
 
 class Caller(Collectives):
@@ -27,6 +26,9 @@ class Caller(Collectives):
     _executor: Executor | None
     _closed: bool
     _prepared: PreparedCalls
+    _run: Callable[..., Call]
+    """Makes a call on tensors that have been checked: :meth:`Communicator._run`."""
+    explain: Callable[..., Explanation]
 
     @property
     @abstractmethod
@@ -65,37 +67,3 @@ class Caller(Collectives):
         source, sms = None if own_at is None else x, operands.get("sms")
         self._run(spec.op, source, out, algorithm, reduction, root, elements, sms=sms, count=count, given=given)
         return out
-
-    @abstractmethod
-    def _run(
-        self,
-        op: Op,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        algorithm: str = "auto",
-        reduction: str = "sum",
-        root: int = 0,
-        sizes: tuple[int, ...] = (),
-        norm: Norm | None = None,
-        tensors: NormTensors | None = None,
-        *,
-        sms: int | None = None,
-        count: int | None = None,
-        given: Given | None = None,
-    ) -> Call:
-        """Make a call on tensors that have been checked; ``count`` elements define it, if not those of a tensor.
-
-        It is prepared for the arguments that the method was ``given``.
-        """
-
-    @abstractmethod
-    def explain(
-        self,
-        x: torch.Tensor,
-        op: str = "all_reduce",
-        algorithm: str = "auto",
-        reduction: str = "sum",
-        mode: str | None = None,
-        sms: int | None = None,
-    ) -> Explanation:
-        """Return which algorithm a call would take."""

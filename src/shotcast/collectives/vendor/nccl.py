@@ -192,21 +192,16 @@ class NcclGroup:
             self._check(nccl.ncclRecv(target, nbytes, _BYTES, plan.root, comm, stream))
         elif plan.op is Op.BROADCAST:
             self._check(nccl.ncclBroadcast(source, target, nbytes, _BYTES, plan.root, comm, stream))
-        elif plan.op is Op.ALL_TO_ALL:
-            part = nbytes // self._world_size
+        elif plan.op in (Op.ALL_TO_ALL, Op.ALL_TO_ALL_UNEVEN):
+            equal = [nbytes // self._world_size] * (2 * self._world_size)
+            sizes = equal if plan.op is Op.ALL_TO_ALL else [size * wire.DTYPES[plan.dtype] for size in plan.sizes]
+            sent_at, received_at = source, target
             with _Grouped(self._check):
                 for peer in range(self._world_size):
-                    self._check(nccl.ncclSend(source + peer * part, part, _BYTES, peer, comm, stream))
-                    self._check(nccl.ncclRecv(target + peer * part, part, _BYTES, peer, comm, stream))
-        elif plan.op is Op.ALL_TO_ALL_UNEVEN:
-            sizes = [size * wire.DTYPES[plan.dtype] for size in plan.sizes]
-            parts = sizes[: self._world_size], sizes[self._world_size :]
-            with _Grouped(self._check):
-                for peer in range(self._world_size):
-                    sent, received = (each[peer] for each in parts)
-                    sent_at, received_at = source + sum(parts[0][:peer]), target + sum(parts[1][:peer])
+                    sent, received = sizes[peer], sizes[self._world_size + peer]
                     self._check(nccl.ncclSend(sent_at, sent, _BYTES, peer, comm, stream))
                     self._check(nccl.ncclRecv(received_at, received, _BYTES, peer, comm, stream))
+                    sent_at, received_at = sent_at + sent, received_at + received
         elif plan.op is Op.GATHER:
             part = nbytes // self._world_size
             with _Grouped(self._check):

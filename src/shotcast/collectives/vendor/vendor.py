@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithms
+from shotcast.collectives.call_watch import LIBRARY_CALLS
 from shotcast.collectives.faults import mismatch_of
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.vendor.blame import Blame
 from shotcast.collectives.vendor.gloo import GlooGroup
 from shotcast.collectives.vendor.interface import CallError, RefusedError, VendorGroup
-from shotcast.collectives.vendor.watch import WATCH
 from shotcast.errors import CollectiveTimeout, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.wait_log import WaitLog, wait_text
@@ -131,7 +131,7 @@ class Vendor:
         self.served = 0
         self._begin(0)
         if library == "nccl":
-            WATCH.add(self)
+            LIBRARY_CALLS.add(self)
 
     def _begin(self, generation: int) -> None:
         """Begin without connections; ``generation`` tells them from those before a reset."""
@@ -457,7 +457,7 @@ class Vendor:
 
     def close(self) -> None:
         """Let go of all connections, with no call under way. Needs no other rank."""
-        WATCH.remove(self)
+        LIBRARY_CALLS.remove(self)
         for known in self._connected.values():
             known.group.close()
         self._connected = {}

@@ -4,7 +4,7 @@
 
 A program computes tiles of the output, one after another, and there may be fewer programs than tiles: so a product can
 stay on a chosen number of SMs. Tiles, stages and warps say what a block takes of an SM; padding adds shared memory that
-nothing uses. Blocks of other kernels run in what is left (``shotcast.overlap.occupancy``).
+nothing uses. Blocks of other kernels run in what is left (``research/occupancy.py``).
 
 On compute capability 9 and later, the copy engine of the SM (TMA) loads and stores tiles, and tensor cores read them
 from shared memory (wgmma). It takes rows that are whole units of 16 bytes. Other matrices are loaded by threads.

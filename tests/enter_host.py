@@ -1,4 +1,4 @@
-"""Run a command in namespaces: ``python -m shotcast.bench.hosts.enter FD,FD COMMAND...``, for SimulatedHosts."""
+"""Run a command in namespaces: ``python enter_host.py FD,FD COMMAND...``, for tests on simulated hosts."""
 
 from __future__ import annotations
 

@@ -16,9 +16,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch_symmetric
+from product_room import seen_kernels
 
 from shotcast import env
-from shotcast.bench.overlap import torch_private
 from shotcast.bench.overlap.config import LIBRARY, LIBRARY_PLAIN, OverlapConfig
 from shotcast.bench.overlap.library import GROUP_TIMEOUT_S, Messages
 from shotcast.bench.overlap.result import Measured
@@ -29,7 +30,6 @@ from shotcast.collectives.rank_device import device_of
 from shotcast.errors import RankFailed, ShotcastError
 from shotcast.launcher.spawn import spawn
 from shotcast.overlap.policy import Way
-from shotcast.overlap.products import seen_kernels
 
 NAME = "library, zero CTAs"
 OPS = ("all_gather", "all_to_all")
@@ -110,13 +110,13 @@ def measure_on_rank(config: OverlapConfig) -> Seen:
     """Measure as one rank of several."""
     with torch.no_grad():
         ranks = _Ranks()
-        torch_private.use_memory_of_nccl()
+        torch_symmetric.use_memory_of_nccl()
         world = dist.group.WORLD
         assert world is not None
         dist.all_reduce(torch.ones(1, device=ranks.device))  # NCCL's communicator has to exist before windows
         comm = cast(Communicator, ranks)
         plain = Steps(config, comm, config.nbytes, config.repeat)
-        windows = Messages(plain.elsewhere(torch_private.allocator(world, ranks.device)), world)
+        windows = Messages(plain.elsewhere(torch_symmetric.allocator(world, ranks.device)), world)
         forms = {LIBRARY_PLAIN: Messages(plain, ranks.plain).form(True), NAME: windows.form(True)}
         for name, form in forms.items():
             form.steps.load()

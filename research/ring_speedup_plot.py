@@ -1,4 +1,6 @@
-"""The MultiShot claim as a picture: the speed-up of all-reduce in one or two steps over a ring, by message size.
+"""The MultiShot claim as a picture: the speed-up of all-reduce in one or two steps over a ring, by message size::
+
+    python research/ring_speedup_plot.py PICTURE --json FILE [--json FILE]
 
     speed-up = time(ring) / time(MultiShot)
 
@@ -8,7 +10,9 @@ There is one panel for each world size; sizes run from 4 KB to 1 MB, those of de
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
@@ -16,7 +20,7 @@ import matplotlib.patheffects
 import matplotlib.ticker
 
 from shotcast.bench.markdown import fastest, require_same, size_name
-from shotcast.bench.report import Row
+from shotcast.bench.report import Row, read
 from shotcast.errors import ConfigError
 
 SMALLEST, LARGEST = 4 << 10, 1 << 20
@@ -129,3 +133,22 @@ def _line(
     else:
         at = (x[0], max(start) if above else min(start))
         axes.annotate(text, at, xytext=(-10, 19 * sign), ha="left", fontweight="bold", fontsize=10, **side)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", type=Path, help="the file to write (png, svg, pdf)")
+    parser.add_argument("--json", type=Path, action="append", required=True, help="results; repeat it for several")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    asked = options().parse_args(arguments)
+    results = [read(file) for file in asked.json]
+    timed = [row for result in results for row in result.rows if row.time_us is not None]
+    machines = "; ".join(dict.fromkeys(result.machine for result in results))
+    figure(timed, machines).savefig(asked.picture, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

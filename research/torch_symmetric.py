@@ -1,4 +1,4 @@
-"""PyTorch's own overlap, which is not public or may change: the only file of the benchmark that calls it.
+"""PyTorch's own overlap, which is not public or may change: the only file here that calls it.
 
 PyTorch 2.11 to 2.13 have these operators. On GPUs that share no memory they raise.
 """

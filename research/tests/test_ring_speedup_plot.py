@@ -1,16 +1,24 @@
-"""The picture of the speed-up of MultiShot over a ring."""
+"""research/ring_speedup_plot.py: the picture of the speed-up of MultiShot over a ring."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from test_report import row
+import ring_speedup_plot
 
-from shotcast.bench import plot, ring_speedup_plot
+from shotcast.bench import report
+from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
 
 KB = 1 << 10
+
+
+def row(algorithm: str = "ring", nbytes: int = 1 << 20, time_us: float = 100.0, **change: object) -> Row:
+    facts = {"op": "all_reduce", "device": "cpu", "world_size": 4, "dtype": "bfloat16", "errors": 0, **change}
+    return Row.from_ranks(
+        [time_us - 3, time_us], [time_us * 3, time_us * 2], algorithm=algorithm, nbytes=nbytes, **facts
+    )
 
 
 def rows(**change: object) -> list:
@@ -75,8 +83,9 @@ def test_everything_a_reader_needs_is_on_it() -> None:
 
 
 def test_writes_a_picture(tmp_path: Path) -> None:
-    plot.plot(rows(), tmp_path / "new" / "picture.png", "speedup-over-ring")
-    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
+    report.write(tmp_path / "a.json", report.Result.now(rows(), environment={}, command="", kernels={}))
+    ring_speedup_plot.main([str(tmp_path / "picture.png"), "--json", str(tmp_path / "a.json")])
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_lines_are_inside_the_axes() -> None:
@@ -99,8 +108,3 @@ def test_lines_are_inside_the_axes() -> None:
 def test_rows_that_make_no_such_picture(drawn: list, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         ring_speedup_plot.figure(drawn)
-
-
-def test_unknown_kind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no picture 'pie'; choose from latency, speedup-over-ring, summary"):
-        plot.plot(rows(), tmp_path / "a.png", "pie")

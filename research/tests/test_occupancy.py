@@ -12,10 +12,19 @@ import pytest
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
+from occupancy import (
+    MULTIPROCESSORS,
+    Kernel,
+    Leftover,
+    Multiprocessor,
+    Room,
+    fits_beside,
+    multiprocessor,
+    resident_blocks,
+    room_beside,
+)
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.hardware.multiprocessor import MULTIPROCESSORS, Multiprocessor, multiprocessor
-from shotcast.overlap.occupancy import Kernel, Leftover, Room, fits_beside, resident_blocks, room_beside
 
 H200, A100 = multiprocessor((9, 0)), multiprocessor((8, 0))
 KERNELS = st.builds(

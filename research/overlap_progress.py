@@ -12,9 +12,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from shotcast import env
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +29,14 @@ class Progress:
     """The form that this rank is at.
 
     Args:
-        file: where it is noted; None for nowhere.
+        file: where rank 0 notes it.
     """
 
-    def __init__(self, file: Path | None):
+    def __init__(self, file: Path):
         self._name, self._since = "", time.monotonic()
         self._noted: mmap.mmap | None = None
-        if file is not None:
+        job = env.job()
+        if job is not None and job.rank == 0:
             with file.open("r+b") as opened:
                 self._noted = mmap.mmap(opened.fileno(), _BYTES)
 
@@ -43,15 +45,6 @@ class Progress:
         self._name, self._since = name, time.monotonic()
         if self._noted is not None:
             self._noted[:] = f"{_OWN if own else _OTHER} {name}".encode().ljust(_BYTES, b"\0")[:_BYTES]
-
-    def watched(self, name: str, own: bool, run: Callable[[], Any]) -> Callable[[], None]:
-        """Return ``run`` with a note at its beginning."""
-
-        def noted() -> None:
-            self.at(name, own)
-            run()
-
-        return noted
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -65,7 +58,7 @@ class Progress:
                     logger.error("%s did not end within %g s; this rank ends", self._name, LIMIT_S)
                     os._exit(1)
 
-        threading.Thread(target=look, name="shotcast bench progress", daemon=True).start()
+        threading.Thread(target=look, name="overlap progress", daemon=True).start()
         try:
             yield
         finally:
