@@ -555,5 +555,10 @@ class TestCallsOnADevice:
         assert watch._thread is None
 
 
+def test_two_threads_connect_two_groups_in_any_order() -> None:
+    """A wait for the keys of one group must not keep the process from setting those of the other."""
+    assert shotcast.spawn(targets.connect_crosswise, 2, timeout_s=60) == [[], []]
+
+
 def test_ranks_tell_each_other_of_calls_that_fail() -> None:
     assert shotcast.spawn(targets.hear_of_a_failure, 2, timeout_s=60) == [(-1, -1), (-1, 3)]

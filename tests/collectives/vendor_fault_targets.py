@@ -14,10 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fault_matrix_targets import before_library
 
 import shotcast
 from shotcast import Communicator
+from shotcast.collectives.vendor.gloo import GlooGroup
+from shotcast.collectives.vendor.interface import CallError
 from shotcast.launcher.process_watch import ProcessId
 from shotcast.transport.triton import layout
 from shotcast.wire import INTERRUPTED, TIMEOUT, Fault, Op, encode_fault
@@ -262,6 +265,29 @@ def absent_at_the_connection(victim: int) -> Outcome | None:
             return None
         return _outcome(lambda: comm.all_reduce(torch.ones(3), algorithm="vendor"))
     return None
+
+
+def connect_crosswise() -> list[str]:
+    """Connect two groups by Gloo on two threads, in another order on each rank. Return what went wrong."""
+    wrong = []
+    with Communicator(device="cpu", timeout_s=30) as comm:
+        store = comm._host.store("crosswise")
+        names = ["first", "second"] if comm.rank == 0 else ["second", "first"]
+
+        def connect(name: str) -> None:
+            try:
+                GlooGroup(dist.PrefixStore(name, store), comm.rank, 2, 1.0, 5.0, lambda: None).close()
+            except CallError as error:
+                wrong.append(f"{name}: {error}")
+
+        threads = [threading.Thread(target=connect, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)  # so that each waits for the rank that has begun with the other
+        for thread in threads:
+            thread.join()
+        comm._host.barrier()
+    return wrong
 
 
 def hear_of_a_failure() -> tuple[int, int]:

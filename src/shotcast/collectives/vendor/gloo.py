@@ -36,6 +36,37 @@ _LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken 
 _LATE = ("Timed out", "timeout")
 
 
+class _PatientStore(dist.Store):
+    """A store that waits by looking again and again.
+
+    A wait of PyTorch's own keeps the connection of the process to itself. Where two threads connect two groups, each
+    rank would wait for the other's keys of one group, while nobody could set or look for those of the other.
+    """
+
+    def __init__(self, store: dist.Store, interrupted: Callable[[], None]):
+        super().__init__()
+        self._store, self._interrupted = store, interrupted
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(minutes=5)) -> None:
+        until, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+        while not self._store.check(keys):
+            self._interrupted()
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"wait timeout: keys {', '.join(keys)} were not set")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+
 class GlooGroup:
     """Ranks connected by Gloo. Construction is collective. Satisfies ``VendorGroup``.
 
@@ -64,7 +95,8 @@ class GlooGroup:
         self._work: Any = None
         self._interrupted = interrupted
         try:
-            self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=connect_s))
+            self._store = _PatientStore(store, interrupted)
+            self._group: Any = dist.ProcessGroupGloo(self._store, rank, world_size, timedelta(seconds=connect_s))
         except RuntimeError as error:
             raise CallError(f"gloo did not connect: {error}") from error
         self.set_timeout(timeout_s)
