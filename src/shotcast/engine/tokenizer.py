@@ -79,6 +79,18 @@ class Tokenizer:
         """The number of tokens of the tokenizer; the vocabulary of a model may be larger."""
         return len(self._tokenizer)
 
+    def to_json(self) -> str:
+        """Return the tokenizer in the JSON of Hugging Face's library of tokenizers.
+
+        Raises:
+            ConfigError: it is of another kind.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(f"{type(self._tokenizer).__name__} is no tokenizer of Hugging Face's fast kind")
+        text: str = backend.to_str()
+        return text
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the tokens of a text, with the token that begins a text if this tokenizer adds one.
 
