@@ -66,7 +66,7 @@ def outputs_of(
         sizes = decode_capture_sizes(sequences) if static else ()
         runner = ModelRunner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static, overlap=overlap)
         assert runner.lookahead >= lookahead
-        assert runner.execute(StepPlan(-1, (), vocabulary=vocabulary)) is None
+        assert runner.execute(StepPlan(-1, (), prepares=vocabulary)) is None
         eos = checkpoint.config.eos
         config = SchedulerConfig(sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, pipeline=stages, eos=eos)
         with (

@@ -23,7 +23,8 @@ from shotcast import env, extras
 from shotcast.engine import worker
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.device_selection import select_device
-from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary
+from shotcast.engine.grammar import Grammar, Vocabulary
+from shotcast.engine.grammar_check import GrammarChecker
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
@@ -63,7 +64,7 @@ class RequestUpdate(NamedTuple):
     arrived: float
 
 
-_Outgoing = Request | AbortRequest | AddEndTokens | SetStampEvery | Vocabulary | None
+_Outgoing = Request | AbortRequest | AddEndTokens | SetStampEvery | Vocabulary | Grammar | None
 """Messages to rank 0; None is the last one."""
 
 UpdateCallback = Callable[[list[RequestUpdate]], None]
@@ -100,9 +101,7 @@ class EngineClient:
     def _start(self, config: EngineConfig, leader: JobLeader | None) -> None:
         self.config = config = select_device(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
-        self._vocabulary: Vocabulary | ConfigError = ConfigError("the model has no tokenizer, which grammars need")
-        self._compiler: GrammarCompiler | None = None
-        self._compiler_lock = threading.Lock()
+        self._checker: GrammarChecker | ConfigError = ConfigError("the model has no tokenizer, which grammars need")
         with contextlib.closing(open_checkpoint(config.model)) as checkpoint:  # before processes are started
             model = checkpoint.config
         if not config.plans_layout:
@@ -203,10 +202,11 @@ class EngineClient:
         try:
             extras.require("engine", "a grammar")
             ends = tuple(token for token in dict.fromkeys((*model.eos, *self._tokenizer.eos)) if token < model.vocab)
-            self._vocabulary = Vocabulary(self._tokenizer.to_json(), model.vocab, ends)
-            self._outgoing.put(self._vocabulary)
+            vocabulary = Vocabulary(self._tokenizer.to_json(), model.vocab, ends)
+            self._checker = GrammarChecker(vocabulary)
+            self._outgoing.put(vocabulary)
         except ConfigError as error:
-            self._vocabulary = error
+            self._checker = error
 
     @property
     def has_tokenizer(self) -> bool:
@@ -256,17 +256,16 @@ class EngineClient:
             self.check_grammar(params.grammar)
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar. Any thread may call this.
+        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
 
         Raises:
             ConfigError: the grammar cannot be compiled, or the model's tokenizer supports none.
         """
-        with self._compiler_lock:
-            if self._compiler is None:
-                if isinstance(self._vocabulary, ConfigError):
-                    raise self._vocabulary
-                self._compiler = GrammarCompiler(self._vocabulary)
-        self._compiler.compile(grammar)
+        if isinstance(self._checker, ConfigError):
+            raise self._checker
+        if seconds := self._checker.check(grammar):
+            self._outgoing.put(grammar)
+            time.sleep(seconds)  # the ranks take about as long, and a step that samples by the grammar would wait
 
     def new_id(self) -> str:
         """Return a new request id."""
@@ -417,6 +416,8 @@ class EngineClient:
                 self._outgoing.put(None)
         if not first:
             return
+        if isinstance(self._checker, GrammarChecker):
+            self._checker.close()
         watch, read = self._threads
         watch.join(_STOP_GRACE_S if self._info is not None else 0)
         if watch.is_alive():

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.grammar import Vocabulary
+from shotcast.engine.grammar import Grammar, Vocabulary
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
@@ -201,8 +201,8 @@ class EngineCore:
                         self._client.send(EngineCoreOutputs.pack([aborted], self._stats()))
                 elif isinstance(message, AddEndTokens):
                     self._scheduler.add_end_tokens(message.tokens)
-                elif isinstance(message, Vocabulary):
-                    plan = StepPlan(-1, (), vocabulary=message)
+                elif isinstance(message, Vocabulary | Grammar):
+                    plan = StepPlan(-1, (), prepares=message)
                     self._channel.send_plan(plan)
                     self._runner.execute(plan)
                 elif isinstance(message, SetStampEvery):

@@ -1,6 +1,7 @@
 """Grammars that outputs must belong to, and their compilation by the library llguidance.
 
-Compilation and masks are bounded by the library's own counts of work rather than by time, so all ranks agree on them.
+Masks are bounded by the library's counts of work rather than by time, so all ranks agree on them. The time of a
+compilation is bounded by ``engine/grammar_check.py``, before any rank sees the grammar.
 """
 
 from __future__ import annotations

@@ -210,8 +210,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> AsyncModelRunnerOutput | None:
         """Compute a step. Return its output on ranks that sample, None on others, and for a plan without sequences."""
         if not plan.sequences:
-            if self._sampler is not None and plan.vocabulary is not None:
-                self._sampler.constraints.set_vocabulary(plan.vocabulary)
+            if self._sampler is not None and plan.prepares is not None:
+                self._sampler.constraints.prepare(plan.prepares)
             return None
         if self._sampler is not None:  # before the step, so that grammars are compiled beside it
             self._assign_new(plan, self._sampler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shotcast.engine.grammar import Vocabulary
+from shotcast.engine.grammar import Grammar, Vocabulary
 from shotcast.engine.sampling_params import SamplingParams
 
 PENDING_TOKEN = -1
@@ -61,13 +61,14 @@ class StepPlan(NamedTuple):
 
     Attributes:
         stamped: on CUDA, if all sequences decode, the step's time and that of its communication are measured.
-        vocabulary: in a plan without sequences, what ranks that sample need for grammars.
+        prepares: in a plan without sequences, what ranks that sample need for grammars: first the vocabulary, then each
+            grammar before its first request.
     """
 
     number: int
     sequences: tuple[ScheduledSequence, ...]
     stamped: bool = False
-    vocabulary: Vocabulary | None = None
+    prepares: Vocabulary | Grammar | None = None
 
     @property
     def tokens(self) -> int:

@@ -7,6 +7,7 @@ the same on all of these ranks; so are the masks, since the library bounds its w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,15 +89,21 @@ class TokenConstraints:
         self._table = np.zeros((slots, len(self._every_token)), np.int32)
         self._compiler: GrammarCompiler | ConfigError = ConfigError("the model's tokenizer supports no grammars")
         self._end_tokens: tuple[int, ...] = ()
-        self._thread = ThreadPoolExecutor(1, "shotcast-grammar")
+        # Two threads, so that the outputs of other grammars go on while one is compiled.
+        self._compiling = ThreadPoolExecutor(1, "shotcast-compile")
+        self._masking = ThreadPoolExecutor(1, "shotcast-masks")
 
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Prepare for grammars."""
-        self._thread.submit(self._make_compiler, vocabulary)
+    def prepare(self, preparation: Vocabulary | Grammar) -> None:
+        """Prepare for grammars over a vocabulary, or for requests with a grammar."""
+        if isinstance(preparation, Vocabulary):
+            self._compiling.submit(self._make_compiler, preparation)
+        else:
+            self._compiling.submit(self._compile, preparation)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the threads."""
+        self._compiling.shutdown()
+        self._masking.shutdown()
 
     def assign(self, slot: int, params: SamplingParams, output: Sequence[int], end_tokens: Sequence[int]) -> None:
         """Assign a slot to a request, of which ``output`` is known, and which ``end_tokens`` would end."""
@@ -114,7 +121,7 @@ class TokenConstraints:
             params.grammar,
         )
         if state.grammar is not None:
-            state.ready = self._thread.submit(self._start, state, list(output))
+            state.ready = self._compiling.submit(self._start, state, list(output))
 
     def next(self, slots: Sequence[int], positions: Sequence[int]) -> Constraints | None:
         """Return the constraints of the rows of a step; None if there are none. This waits for grammars.
@@ -151,7 +158,7 @@ class TokenConstraints:
         found = ((row, self._states.get(slot)) for row, slot in enumerate(slots))
         states = [(row, state) for row, state in found if state is not None and state.grammar is not None]
         if states:
-            ready = self._thread.submit(self._follow, states, HostCopy([tokens]))
+            ready = self._masking.submit(self._follow, states, HostCopy([tokens]))
             for _, state in states:
                 state.ready = ready
 
@@ -169,7 +176,7 @@ class TokenConstraints:
             mask &= ~state.banned
         return "" if mask.any() else NO_TOKEN_LEFT
 
-    # -- on the thread ------------------------------------------------------------------------------------------------
+    # -- on the threads -----------------------------------------------------------------------------------------------
 
     def _make_compiler(self, vocabulary: Vocabulary) -> None:
         try:
@@ -177,6 +184,11 @@ class TokenConstraints:
             self._end_tokens = vocabulary.end_tokens
         except ConfigError as error:
             self._compiler = error
+
+    def _compile(self, grammar: Grammar) -> None:
+        if isinstance(self._compiler, GrammarCompiler):
+            with contextlib.suppress(ConfigError):  # the requests with this grammar get the error
+                self._compiler.compile(grammar)
 
     def _start(self, state: _SlotState, output: list[int]) -> None:
         assert state.grammar is not None
