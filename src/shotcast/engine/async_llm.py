@@ -41,6 +41,11 @@ class AsyncLLM(BaseLLM):
         return self.config.model
 
     @property
+    def vocab(self) -> int:
+        """The number of tokens that the model may sample."""
+        return self._client.info.model.vocab
+
+    @property
     def dead(self) -> EngineDead | None:
         """Why the engine has died; None while it is alive, and after :meth:`close`."""
         return self._client.dead

@@ -82,7 +82,7 @@ class Grammar:
         Raises:
             ConfigError: the library is missing.
         """
-        return cls(str(_library().LLMatcher.grammar_from_regex(pattern)))
+        return cls(str(_library().LLMatcher.grammar_from_regex(cls(pattern).text)))
 
     @classmethod
     def context_free(cls, text: str) -> Grammar:

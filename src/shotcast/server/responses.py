@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from shotcast.engine.outputs import RequestOutput, TokenLogprob
 from shotcast.server.engine_protocol import Tokenizer
 from shotcast.server.request_body import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from shotcast.server.tool_calls import ToolCall, ToolParser
 
 MIN_LOGPROB = -9999.0
 """OpenAI's log-probability of an impossible token: JSON has no minus infinity."""
@@ -64,7 +65,9 @@ class ApiResponse(ABC, Generic[B]):
             return []
         choices = self._opening(number) if number not in self._sent else []
         self._sent[number] = sent
-        choices.append(self._chunk_choice(number, output, text, logprobs, sent))
+        choice = self._chunk_choice(number, output, text, logprobs, sent)
+        if choice.get("delta") != {} or logprobs or output.finished:
+            choices.append(choice)
         sent.text += len(text)
         sent.tokens += len(logprobs)
         usage = {"usage": None} if self._body.include_usage else {}
@@ -214,27 +217,57 @@ class CompletionResponse(ApiResponse[CompletionBody]):
 
 
 class ChatCompletionResponse(ApiResponse[ChatBody]):
-    """The response of ``/v1/chat/completions``."""
+    """The response of ``/v1/chat/completions``.
+
+    Raises:
+        ApiError: status 400, if the model cannot call the tools of the request.
+    """
 
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, model: str, tokenizer: Tokenizer):
+        super().__init__(body, model, tokenizer)
+        self._tool_format = body.tool_format(tokenizer)
+        self._names = frozenset(function.name for function in body.functions)
+        self._parsers: dict[int, ToolParser] = {}
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def _complete_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        finish = _finish_fields(output)
+        if (parser := self._new_parser()) is not None:
+            parser.push(output.text, last=True)
+            message["content"] = parser.content or (None if parser.calls else "")
+            if parser.calls:
+                message["tool_calls"] = [_call(call) for call in parser.calls]
+                finish |= _called(output)
         return {
             "index": number,
             "message": message,
             "logprobs": self._logprobs(_text_logprobs(output)),
-        } | _finish_fields(output)
+        } | finish
 
     def _chunk_choice(
         self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], sent: _Sent
     ) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
-        return {"index": number, "delta": delta, "logprobs": self._logprobs(logprobs)} | _finish_fields(output)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        finish = _finish_fields(output)
+        if number not in self._parsers and (made := self._new_parser()) is not None:
+            self._parsers[number] = made
+        if (parser := self._parsers.get(number)) is not None:
+            delta = _tool_delta(parser, text, output.finished)
+            if parser.calls:
+                finish |= _called(output)
+        return {"index": number, "delta": delta, "logprobs": self._logprobs(logprobs)} | finish
+
+    def _new_parser(self) -> ToolParser | None:
+        """Return the parser of a choice; None where no tool may be called."""
+        if self._tool_format is None:
+            return None
+        return ToolParser(self._tool_format, self._names, self._body.parallel_tool_calls is not False)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -254,6 +287,31 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
             "logprob": _json_logprob(logprob),
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
+
+
+def _tool_delta(parser: ToolParser, text: str, last: bool) -> dict[str, Any]:
+    """Return what the next piece of an output adds to content and calls."""
+    content, calls = len(parser.content), [len(call.arguments) for call in parser.calls]
+    parser.push(text, last)
+    delta: dict[str, Any] = {}
+    if len(parser.content) > content:
+        delta["content"] = parser.content[content:]
+    grown = []
+    for index, call in enumerate(parser.calls):
+        if index >= len(calls):
+            grown.append({"index": index} | _call(call))
+        elif len(call.arguments) > calls[index]:
+            grown.append({"index": index, "function": {"arguments": call.arguments[calls[index] :]}})
+    return delta | ({"tool_calls": grown} if grown else {})
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _called(output: RequestOutput) -> dict[str, Any]:
+    """Return the finish reason of an output with calls, unless it has another than its end."""
+    return {"finish_reason": "tool_calls"} if output.finish_reason == "stop" else {}
 
 
 def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> bytes:
