@@ -716,9 +716,9 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise bad_request("messages", f"{name}.role must be one of {', '.join(ROLES)}, not {shown(role)}")
-    known = {"assistant": "tool_calls", "tool": "tool_call_id"}.get(role)
+    known = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}.get(role, ())
     for field, value in message.items():
-        if field not in ("role", "content", known) and value not in (None, []):
+        if field not in ("role", "content", *known) and value not in (None, []):
             raise bad_request("messages", f"{name}.{field[:_MAX_SHOWN]} is not supported")
     rest: dict[str, Any] = {}
     if role == "developer":
@@ -728,9 +728,12 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(rest["tool_call_id"], str):
             accepted = "the id of a call, a string"
             raise bad_request("messages", f"{name}.tool_call_id must be {accepted}, not {shown(rest['tool_call_id'])}")
-    elif role == "assistant" and message.get("tool_calls"):
-        rest["tool_calls"] = _past_calls(f"{name}.tool_calls", message["tool_calls"])
-        content = "" if content is None else content
+    elif role == "assistant":
+        if message.get("tool_calls"):
+            rest["tool_calls"] = _past_calls(f"{name}.tool_calls", message["tool_calls"])
+            content = "" if content is None else content
+        if (thoughts := message.get("reasoning_content")) is not None:
+            rest["reasoning_content"] = _content(name, thoughts, "reasoning_content")
     return {"role": role, "content": _content(name, content), **rest}
 
 
@@ -750,17 +753,17 @@ def _past_calls(name: str, calls: object) -> list[dict[str, Any]]:
     return found
 
 
-def _content(name: str, content: object) -> str:
+def _content(name: str, content: object, field: str = "content") -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_request("messages", f"{name}.content must be a string or a list of text parts, not {shown(content)}")
+        raise bad_request("messages", f"{name}.{field} must be a string or a list of text parts, not {shown(content)}")
     texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             accepted = '{"type": "text", "text": ...}'
-            raise bad_request("messages", f"{name}.content[{number}] must be {accepted}, not {shown(part)}")
+            raise bad_request("messages", f"{name}.{field}[{number}] must be {accepted}, not {shown(part)}")
         texts.append(text)
     return "".join(texts)
 

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from shotcast.engine.outputs import RequestOutput, TokenLogprob
+from shotcast.server.answers import BEGIN, END, Answer, Thoughts
 from shotcast.server.engine_protocol import Tokenizer
 from shotcast.server.request_body import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from shotcast.server.tool_calls import ToolCall, ToolParser
 
 MIN_LOGPROB = -9999.0
 """OpenAI's log-probability of an impossible token: JSON has no minus infinity."""
+
+_PROMPT_END = 8
+"""Tokens at the end of a prompt among which the mark that begins thoughts may be."""
 
 _PIECE = 512
 """Items of a list that are encoded at a time."""
@@ -229,7 +233,15 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
         super().__init__(body, model, tokenizer)
         self._tool_format = body.tool_format(tokenizer)
         self._names = frozenset(function.name for function in body.functions)
-        self._parsers: dict[int, ToolParser] = {}
+        # an output by a grammar has no thoughts
+        self._thinks = END in tokenizer.chat_template and body.grammar_source is None
+        self._begun = False  # the prompt ends with the mark that begins thoughts
+        self._answers: dict[int, Answer] = {}
+
+    def prepare(self, prompts: Sequence[Sequence[int]]) -> None:
+        if self._thinks:
+            end = self._tokenizer.decode(prompts[0][-_PROMPT_END:], skip_special=False)
+            self._begun = end.rstrip().endswith(BEGIN)
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -238,11 +250,13 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
     def _complete_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         finish = _finish_fields(output)
-        if (parser := self._new_parser()) is not None:
-            parser.push(output.text, last=True)
-            message["content"] = parser.content or (None if parser.calls else "")
-            if parser.calls:
-                message["tool_calls"] = [_call(call) for call in parser.calls]
+        if (answer := self._new_answer()) is not None:
+            answer.push(output.text, last=True)
+            message["content"] = answer.content or (None if answer.calls else "")
+            if answer.reasoning:
+                message["reasoning_content"] = answer.reasoning
+            if answer.calls:
+                message["tool_calls"] = [_call(call) for call in answer.calls]
                 finish |= _called(output)
         return {
             "index": number,
@@ -255,19 +269,23 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
     ) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": text} if text else {}
         finish = _finish_fields(output)
-        if number not in self._parsers and (made := self._new_parser()) is not None:
-            self._parsers[number] = made
-        if (parser := self._parsers.get(number)) is not None:
-            delta = _tool_delta(parser, text, output.finished)
-            if parser.calls:
+        if number not in self._answers and (made := self._new_answer()) is not None:
+            self._answers[number] = made
+        if (answer := self._answers.get(number)) is not None:
+            delta = _delta(answer, text, output.finished)
+            if answer.calls:
                 finish |= _called(output)
         return {"index": number, "delta": delta, "logprobs": self._logprobs(logprobs)} | finish
 
-    def _new_parser(self) -> ToolParser | None:
-        """Return the parser of a choice; None where no tool may be called."""
-        if self._tool_format is None:
+    def _new_answer(self) -> Answer | None:
+        """Return what divides an output into its parts; None where all of it is content."""
+        if self._tool_format is None and not self._thinks:
             return None
-        return ToolParser(self._tool_format, self._names, self._body.parallel_tool_calls is not False)
+        thoughts = Thoughts(self._begun) if self._thinks else None
+        if self._tool_format is None:
+            return Answer(thoughts, None)
+        several = self._body.parallel_tool_calls is not False
+        return Answer(thoughts, ToolParser(self._tool_format, self._names, several))
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -289,15 +307,18 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
         }
 
 
-def _tool_delta(parser: ToolParser, text: str, last: bool) -> dict[str, Any]:
-    """Return what the next piece of an output adds to content and calls."""
-    content, calls = len(parser.content), [len(call.arguments) for call in parser.calls]
-    parser.push(text, last)
+def _delta(answer: Answer, text: str, last: bool) -> dict[str, Any]:
+    """Return what the next piece of an output adds to thoughts, content and calls."""
+    reasoning, content = len(answer.reasoning), len(answer.content)
+    calls = [len(call.arguments) for call in answer.calls]
+    answer.push(text, last)
     delta: dict[str, Any] = {}
-    if len(parser.content) > content:
-        delta["content"] = parser.content[content:]
+    if len(answer.reasoning) > reasoning:
+        delta["reasoning_content"] = answer.reasoning[reasoning:]
+    if len(answer.content) > content:
+        delta["content"] = answer.content[content:]
     grown = []
-    for index, call in enumerate(parser.calls):
+    for index, call in enumerate(answer.calls):
         if index >= len(calls):
             grown.append({"index": index} | _call(call))
         elif len(call.arguments) > calls[index]:

@@ -247,7 +247,7 @@ class ToolParser:
         marker = self.tool_format.begin or self.tool_format.tag
         place = self._buffer.find(marker)
         if place < 0:
-            held = 0 if last else _partial(self._buffer, marker)
+            held = 0 if last else partial(self._buffer, marker)
             self._add_content(self._buffer[: len(self._buffer) - held])
             self._buffer = self._buffer[len(self._buffer) - held :]
             return False
@@ -373,7 +373,7 @@ class ToolParser:
         return bool(self._buffer)
 
 
-def _partial(text: str, marker: str) -> int:
+def partial(text: str, marker: str) -> int:
     """Return the length of the longest end of ``text`` that begins ``marker``."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
