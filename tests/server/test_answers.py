@@ -1,4 +1,4 @@
-"""What a model thinks first, apart from its answer; and web pages of other origins."""
+"""A model's thoughts apart from its answer; and web pages of other origins."""
 
 from __future__ import annotations
 

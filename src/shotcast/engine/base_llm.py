@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from shotcast.engine.client import EngineClient, UpdateCallback
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.grammar import Grammar
 from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import EngineStats
 from shotcast.engine.requests import CheckedPrompt
@@ -62,14 +61,6 @@ class BaseLLM:
     def pids(self) -> list[int]:
         """Process ids of the ranks."""
         return self._client.pids
-
-    def check_grammar(self, grammar: Grammar) -> None:
-        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
-
-        Raises:
-            ConfigError: it cannot be compiled, or the model's tokenizer supports none.
-        """
-        self._client.check_grammar(grammar)
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine as of the last step."""

@@ -31,7 +31,7 @@ _MAX_REASON = 300
 """Characters of the library's error messages that are shown."""
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""How JSON is written: on one line, since a model that may write spaces may never stop."""
+"""The style of JSON: on one line, since a model that may write spaces may never stop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """What is added to the logit of each token of ``logit_bias``."""
+        """The tokens of ``logit_bias``, each with what is added to its logit."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 

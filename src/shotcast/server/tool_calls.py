@@ -26,7 +26,7 @@ _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models calls tools.
+    """The format in which a family of models calls tools.
 
     Attributes:
         name: the family.
@@ -261,7 +261,7 @@ class ToolParser:
         return True
 
     def _in_calls(self, last: bool) -> bool:
-        """Between calls, after a marker."""
+        """Text between calls, after a marker."""
         text = self._buffer.lstrip(" \t\r\n" if self.tool_format.end else " \t\r\n,;]")
         for marker in filter(None, (self.tool_format.end, self.tool_format.begin, self.tool_format.tag)):
             if text.startswith(marker):
@@ -294,7 +294,7 @@ class ToolParser:
         return self._no_call(self._opening + self._buffer if self._opening else text)
 
     def _in_object(self, last: bool) -> bool:
-        """In a JSON object whose name and arguments are not known to follow each other."""
+        """A JSON object whose name and arguments are not known to follow each other."""
         if (header := _HEADER.match(self._buffer)) and (name := _loads(header[1])) is not None:
             if not self._is_call(name):
                 return self._no_call(self._opening + self._buffer)
@@ -331,7 +331,7 @@ class ToolParser:
         self._opening = self._spaces = ""
 
     def _in_arguments(self, last: bool) -> bool:
-        """In the JSON of arguments."""
+        """The JSON of arguments."""
         if not self._buffer:
             return False
         quoted = not self._call.arguments and self._buffer[0] == '"'
@@ -353,7 +353,7 @@ class ToolParser:
         return True
 
     def _in_tail(self, last: bool) -> bool:
-        """Behind the arguments, in their object."""
+        """The rest of a call's object, behind the arguments."""
         assert self._outer is not None
         end = self._outer.feed(self._buffer)
         if end is None:
