@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grammar_vocabulary import FIRST, characters, text_of, vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grammar_vocabulary import FIRST, characters, text_of, vocabulary
 from shotcast.engine import token_constraints
 from shotcast.engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarCompiler, Vocabulary
 from shotcast.engine.grammar_check import GrammarChecker
@@ -109,6 +109,49 @@ def test_a_grammar_without_a_vocabulary_is_reported() -> None:
     alone.close()
     assert found is not None
     assert found.failures == ((0, "the model's tokenizer supports no grammars"),)
+
+
+def test_a_fault_of_the_library_ends_only_its_requests(constraints: TokenConstraints) -> None:
+    class Faulty:
+        def consume_token(self, token: int) -> None:
+            raise SystemError("a panic")
+
+    for slot in (0, 1):
+        constraints.assign(slot, SamplingParams(grammar=Grammar.regex("a+")), (), ENDS)
+    assert constraints.next([0, 1], [0, 0]) is not None
+    constraints._states[1].matcher = Faulty()
+    constraints.follow([1], torch.tensor([[tokens_of("a")[0], 1]]))
+    constraints.follow([0], torch.tensor([[tokens_of("a")[0], 1]]))
+    found = constraints.next([0, 1], [1, 1])
+    assert found is not None
+    assert found.failures == ((1, "a panic"),)
+    assert set(np.flatnonzero(unpack(found.masks, VOCAB)[0]).tolist()) == {*ENDS, *tokens_of("a")}
+
+
+def test_a_new_request_waits_for_the_last_mask_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the row of their slot in one table."""
+    arrived = threading.Event()
+
+    class LateCopy:
+        def __init__(self, tensors: list[torch.Tensor]):
+            self._tensors = tensors
+
+        def wait(self) -> list[torch.Tensor]:
+            assert arrived.wait(20)
+            return self._tensors
+
+    monkeypatch.setattr(token_constraints, "HostCopy", LateCopy)
+    made = TokenConstraints(1, VOCAB)
+    made.prepare(vocabulary(VOCAB, ENDS))
+    made.assign(0, SamplingParams(grammar=Grammar.choice(["ab"])), (), ENDS)
+    made.next([0], [0])
+    made.follow([0], torch.tensor([[tokens_of("a")[0], 1]]))
+    made.assign(0, SamplingParams(grammar=Grammar.choice(["xy"])), (), ENDS)
+    threading.Timer(0.1, arrived.set).start()
+    assert allowed(made.next([0], [0])) == set(tokens_of("x"))
+    time.sleep(0.1)
+    assert allowed(made.next([0], [0])) == set(tokens_of("x"))
+    made.close()
 
 
 def test_masks_are_computed_beside_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +288,27 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_compiled(check
             checker.check(Grammar.json_schema(EXPLODING["patterns"]))
     assert checker.check(Grammar.regex("abc")) > 0
     assert checker.check(Grammar.regex("abc")) == 0
+
+
+@pytest.mark.timing
+def test_a_known_grammar_does_not_wait_for_another(checker: GrammarChecker) -> None:
+    checker.check(Grammar.regex("known"))
+    schema = EXPLODING["patterns"] | {"title": "another"}
+
+    def check() -> None:
+        with contextlib.suppress(ConfigError):
+            checker.check(Grammar.json_schema(schema))
+
+    other = threading.Thread(target=check)
+    other.start()
+    times = []
+    while other.is_alive():
+        started = time.perf_counter()
+        assert checker.check(Grammar.regex("known")) == 0
+        times.append(time.perf_counter() - started)
+        time.sleep(0.01)
+    assert len(times) > 20
+    assert max(times) < 0.3
 
 
 def test_the_checking_process_ends_with_its_client(checker: GrammarChecker) -> None:

@@ -180,6 +180,11 @@ class GrammarCompiler:
         return matcher
 
 
+def mask_executor(threads: int) -> Any:
+    """Return the library's threads, one at least, that compute the masks of several matchers at once."""
+    return _library().LLExecutor(num_threads=max(1, threads))
+
+
 def reason_of(matcher: Any) -> str:
     """Return why a matcher has failed, in one line."""
     reason = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())

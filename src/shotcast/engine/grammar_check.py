@@ -39,8 +39,8 @@ class GrammarChecker:
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._lock = threading.Lock()  # of the process
+        self._known: OrderedDict[str, str] = OrderedDict()
 
     def check(self, grammar: Grammar) -> float:
         """Return the seconds that a grammar took to compile; 0 if it was checked before.
@@ -48,16 +48,18 @@ class GrammarChecker:
         Raises:
             ConfigError: it cannot be compiled, or takes more than COMPILE_S.
         """
-        with self._lock:
-            known = self._known.get(grammar.text)
-            reason, seconds = known or self._compile(grammar)
-            self._known[grammar.text] = reason, seconds
-            self._known.move_to_end(grammar.text)
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
+        seconds = 0.0
+        reason = self._known.get(grammar.text)  # without the lock, so an event loop may ask for a known grammar
+        if reason is None:
+            with self._lock:
+                if (reason := self._known.get(grammar.text)) is None:
+                    reason, seconds = self._compile(grammar)
+                    self._known[grammar.text] = reason
+                    if len(self._known) > _MAX_KNOWN:
+                        self._known.popitem(last=False)
         if reason:
             raise ConfigError(reason)
-        return 0.0 if known else seconds
+        return seconds
 
     def close(self) -> None:
         """End the process."""

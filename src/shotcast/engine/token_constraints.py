@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,12 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary, reason_of
+from shotcast.collectives.rank_device import local_world_size
+from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary, mask_executor, reason_of
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.transfer import HostCopy
 from shotcast.errors import ConfigError
+from shotcast.hardware.detect import available_cores
 
 Words = npt.NDArray[np.int32]
+
+MAX_MASK_THREADS = 8
+"""Threads of a rank that compute masks; a mask takes about 0.1 ms."""
 
 NO_TOKEN_LEFT = "no token may follow: grammar, allowed_token_ids and min_tokens together leave none"
 
@@ -88,6 +93,7 @@ class TokenConstraints:
         self._states: dict[int, _SlotState] = {}
         self._table = np.zeros((slots, len(self._every_token)), np.int32)
         self._compiler: GrammarCompiler | ConfigError = ConfigError("the model's tokenizer supports no grammars")
+        self._executor: Any = None
         self._end_tokens: tuple[int, ...] = ()
         # Two threads, so that the outputs of other grammars go on while one is compiled.
         self._compiling = ThreadPoolExecutor(1, "shotcast-compile")
@@ -107,7 +113,7 @@ class TokenConstraints:
 
     def assign(self, slot: int, params: SamplingParams, output: Sequence[int], end_tokens: Sequence[int]) -> None:
         """Assign a slot to a request, of which ``output`` is known, and which ``end_tokens`` would end."""
-        self._states.pop(slot, None)
+        before = self._states.pop(slot, None)
         if not params.is_constrained:
             return
         allowed = None if params.allowed_token_ids is None else pack(params.allowed_token_ids, self.vocab)
@@ -121,7 +127,9 @@ class TokenConstraints:
             params.grammar,
         )
         if state.grammar is not None:
-            state.ready = self._compiling.submit(self._start, state, list(output))
+            state.ready = self._compiling.submit(
+                self._start, state, list(output), None if before is None else before.ready
+            )
 
     def next(self, slots: Sequence[int], positions: Sequence[int]) -> Constraints | None:
         """Return the constraints of the rows of a step; None if there are none. This waits for grammars.
@@ -136,11 +144,21 @@ class TokenConstraints:
         states = [(row, s) for row, s in found if s is not None and s.applies(positions[s.slot])]
         if not states:
             return None
-        masks = np.empty((len(states), self._table.shape[1]), np.int32)
+        for _, state in states:
+            if state.ready is not None:
+                state.ready.result()
+        masks = self._table[[state.slot for _, state in states]]
+        for mask, (_, state) in zip(masks, states, strict=True):
+            if state.grammar is None:
+                mask[:] = self._every_token
+            if state.allowed is not None:
+                mask &= state.allowed
+            if positions[state.slot] < state.min_tokens:
+                mask &= ~state.banned
         failures = []
         for mask, (row, state) in zip(masks, states, strict=True):
-            if reason := self._fill(mask, state, positions[state.slot]):
-                failures.append((row, reason))
+            if state.failure or not mask.any():
+                failures.append((row, state.failure or NO_TOKEN_LEFT))
                 mask[:] = self._every_token
         biased = [row * self.vocab + state.bias[0] for row, state in states]
         values = [state.bias[1] for _, state in states]
@@ -162,25 +180,12 @@ class TokenConstraints:
             for _, state in states:
                 state.ready = ready
 
-    def _fill(self, mask: Words, state: _SlotState, position: int) -> str:
-        """Write the mask of a slot's next token, and return why there is none."""
-        mask[:] = self._every_token
-        if state.ready is not None:
-            state.ready.result()
-            if state.failure:
-                return state.failure
-            mask &= self._table[state.slot]
-        if state.allowed is not None:
-            mask &= state.allowed
-        if position < state.min_tokens:
-            mask &= ~state.banned
-        return "" if mask.any() else NO_TOKEN_LEFT
-
     # -- on the threads -----------------------------------------------------------------------------------------------
 
     def _make_compiler(self, vocabulary: Vocabulary) -> None:
         try:
             self._compiler = GrammarCompiler(vocabulary)
+            self._executor = mask_executor(min(MAX_MASK_THREADS, available_cores() // local_world_size()))
             self._end_tokens = vocabulary.end_tokens
         except ConfigError as error:
             self._compiler = error
@@ -190,33 +195,45 @@ class TokenConstraints:
             with contextlib.suppress(ConfigError):  # the requests with this grammar get the error
                 self._compiler.compile(grammar)
 
-    def _start(self, state: _SlotState, output: list[int]) -> None:
+    def _start(self, state: _SlotState, output: list[int], before: Future[None] | None) -> None:
+        """Find the first mask of a request, once the slot's row of the table is no longer written ``before`` it."""
         assert state.grammar is not None
+        if before is not None:
+            wait([before])
         try:
             if isinstance(self._compiler, ConfigError):
                 raise self._compiler
             state.matcher = self._compiler.matcher(state.grammar)
-        except ConfigError as error:
+            state.matcher.consume_tokens(output)
+            self._compute([state])
+        except BaseException as error:  # a panic of the library, too, ends only its request
             state.failure = str(error)
-            return
-        state.matcher.consume_tokens(output)
-        self._compute(state)
 
     def _follow(self, states: Sequence[tuple[int, _SlotState]], copy: HostCopy) -> None:
         tokens = copy.wait()[0][:, 0].tolist()
-        for row, state in states:
-            if not state.failure and tokens[row] not in self._end_tokens:
+        going = [(row, state) for row, state in states if not state.failure and tokens[row] not in self._end_tokens]
+        try:
+            for row, state in going:
                 state.matcher.consume_token(tokens[row])
-                self._compute(state)
+            self._compute([state for _, state in going])
+        except BaseException as error:
+            for _, state in going:
+                state.failure = str(error)
 
-    def _compute(self, state: _SlotState) -> None:
-        mask = self._table[state.slot]
-        state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    def _compute(self, states: Sequence[_SlotState]) -> None:
+        if not states:
+            return
+        matchers = [(state.matcher, state.slot) for state in states]
+        self._executor.unsafe_compute_mask_ptr(
+            matchers, self._table.ctypes.data, self._table[0].nbytes, len(self._table)
+        )
         first = self._end_tokens[0]  # the one that matchers know
-        if mask[first // 32] >> first % 32 & 1:
-            mask |= pack(self._end_tokens, self.vocab)
-        if state.matcher.is_error():
-            state.failure = f"the output's grammar cannot be followed further: {reason_of(state.matcher)}"
+        for state in states:
+            mask = self._table[state.slot]
+            if mask[first // 32] >> first % 32 & 1:
+                mask |= pack(self._end_tokens, self.vocab)
+            if state.matcher.is_error():
+                state.failure = f"the output's grammar cannot be followed further: {reason_of(state.matcher)}"
 
 
 def pack(tokens: Sequence[int] | range, vocab: int) -> Words:
