@@ -21,6 +21,9 @@ MAX_CALLS = 16
 _HEADER = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?\s*\[ARGS\]\s*(?=\S)")
 _MAYBE_NAMED = re.compile(r"\s*[\w.-]*(?:\[[A-Z_]*\]?\w*)?\s*(?:\[[ARGS]*)?\]?\s*")
+_OTHER_CALLS = "<function=", "<arg_key>"
+"""Marks of calls within ``<tool_call>`` that are no JSON, as of Qwen3-Coder and GLM."""
+
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 
@@ -37,6 +40,7 @@ class ToolFormat:
         in_list: the calls form a JSON list.
         arguments: the text between the name of a function and its arguments, where calls are no JSON objects.
         tag: a text that may precede a call at the beginning of an output.
+        single: the template takes one call in a message, so no grammar allows more.
         short_ids: the template wants ids of nine letters and digits.
     """
 
@@ -48,6 +52,7 @@ class ToolFormat:
     in_list: bool = False
     arguments: str = ""
     tag: str = ""
+    single: bool = False
     short_ids: bool = False
 
     def new_id(self) -> str:
@@ -58,7 +63,7 @@ class ToolFormat:
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", separator="\n")
-LLAMA = ToolFormat("llama", "", key="parameters", separator="; ", tag="<|python_tag|>")
+LLAMA = ToolFormat("llama", "", key="parameters", tag="<|python_tag|>", single=True)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", separator=", ", in_list=True, short_ids=True)
 MISTRAL_ARGUMENTS = ToolFormat("mistral", "[TOOL_CALLS]", arguments="[ARGS]", short_ids=True)
 
@@ -70,8 +75,8 @@ def find_format(template: str) -> ToolFormat | None:
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ARGUMENTS if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template:
-        return HERMES
-    return LLAMA if '"parameters"' in template or "<|python_tag|>" in template else None
+        return None if any(mark in template for mark in _OTHER_CALLS) else HERMES
+    return LLAMA if "ipython" in template and '"parameters"' in template else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ def calls_grammar(
     else:
         rules.append(f"one: {call}")
     separator = f"{lark_text(tool_format.separator)} " if tool_format.separator else ""
-    more = f" ({separator}one){{0,{MAX_CALLS - 1}}}" if several else ""
+    more = f" ({separator}one){{0,{MAX_CALLS - 1}}}" if several and not tool_format.single else ""
     calls = f"one{more}"
     if tool_format.in_list:
         calls = f'{marker(tool_format.begin)} " "? "[" {calls} "]"'
