@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shotcast.collectives.registry import register_algorithm, registered
     from shotcast.cost.collective import Work
     from shotcast.engine.async_llm import AsyncLLM
+    from shotcast.engine.grammar import Grammar
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
     from shotcast.launcher.spawn import spawn
@@ -41,6 +42,7 @@ __all__ = [
     "Communicator",
     "ConfigError",
     "Form",
+    "Grammar",
     "NodeShape",
     "RankFailed",
     "SamplingParams",
@@ -61,6 +63,7 @@ _LAZY = {
     "CollectiveProblem": "shotcast.collectives.algorithm",
     "Communicator": "shotcast.collectives.communicator",
     "Form": "shotcast.collectives.algorithm",
+    "Grammar": "shotcast.engine.grammar",
     "LLM": "shotcast.engine.llm",
     "NodeShape": "shotcast.wire",
     "SamplingParams": "shotcast.engine.sampling_params",

@@ -7,7 +7,7 @@ import importlib.util
 from shotcast.errors import ConfigError
 
 _PACKAGES = (
-    ("engine", ("gguf", "safetensors", "transformers")),
+    ("engine", ("gguf", "llguidance", "safetensors", "transformers")),
     ("server", ("fastapi", "prometheus_client", "uvicorn")),
     ("plots", ("matplotlib",)),
     ("ray", ("ray",)),

@@ -13,12 +13,13 @@ import torch.distributed as dist
 import shotcast
 from shotcast.engine import prefill_forms
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
+from shotcast.engine.grammar import Vocabulary
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput
 from shotcast.engine.outputs import EngineCoreOutput
 from shotcast.engine.prefill_graphs import PrefillGraphs
 from shotcast.engine.requests import Request
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
-from shotcast.engine.step_plan import PENDING_TOKEN
+from shotcast.engine.step_plan import PENDING_TOKEN, StepPlan
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer, StepTimer
 from shotcast.layers.weights import Weights
@@ -41,6 +42,7 @@ def outputs_of(
     stages: int = 1,
     device: str = "cpu",
     overlap: str = "off",
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
     """Return the step outputs of each request, and the number of steps of each kind.
 
@@ -50,6 +52,7 @@ def outputs_of(
         static: numbers of tokens for which steps with prompts run on static memory; then all other steps do too. Empty:
             no step does.
         overlap: as for the model runner; steps of 4 tokens or more are divided.
+        vocabulary: the tokens, for requests with grammars.
     """
     prefill_forms.LEAST_TOKENS.update({True: 4, False: 4})
     checkpoint = open_checkpoint(folder)
@@ -63,6 +66,7 @@ def outputs_of(
         sizes = decode_capture_sizes(sequences) if static else ()
         runner = ModelRunner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static, overlap=overlap)
         assert runner.lookahead >= lookahead
+        assert runner.execute(StepPlan(-1, (), prepares=vocabulary)) is None
         eos = checkpoint.config.eos
         config = SchedulerConfig(sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, pipeline=stages, eos=eos)
         with (
@@ -151,7 +155,8 @@ def run_requests(
             outstanding.append(async_output)
         output = output_of_last_rank(outstanding.popleft(), comm)
         comm.check()
-        for step_output in scheduler.update(output.number, output.tokens, output.logprobs, output.prompt_logprobs):
+        results = output.tokens, output.logprobs, output.prompt_logprobs, output.failures
+        for step_output in scheduler.update(output.number, *results):
             found[step_output.request_id].append(step_output)
     counts["preemptions"] = scheduler.stats().preemptions
     return found, counts

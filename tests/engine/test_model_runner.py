@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import model_runner_targets as targets
 import numpy as np
 import prefill_overlap_targets
 import pytest
 import torch
 import transformers
+from grammar_vocabulary import text_of, vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +25,7 @@ from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.cuda_graphs import CudaGraphs
 from shotcast.engine.device_state import DeviceState
+from shotcast.engine.grammar import Grammar
 from shotcast.engine.input_batch import (
     InputBatch,
     build_input_batch,
@@ -87,6 +92,36 @@ def requests() -> list[Request]:
     for number in range(14):
         prompt = (draw.randrange(40, 43),) * draw.choice([0, 4, 9]) + (draw.randrange(24, BAD), number + 24)
         made.append(Request(f"request {number}", prompt, kinds[number % len(kinds)]))
+    return made
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "names": {"type": "array", "items": {"enum": ["ab", "c", "x y"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["count", "names"],
+    "additionalProperties": False,
+}
+
+
+def constrained_requests() -> list[Request]:
+    """Return requests with every kind of constraint, between others."""
+    kinds = {
+        "schema": {"grammar": Grammar.json_schema(SCHEMA), "max_tokens": 60},
+        "greedy schema": {"grammar": Grammar.json_schema(SCHEMA), "max_tokens": 60, "temperature": 0},
+        "regex": {"grammar": Grammar.regex("(ab|[0-9]){3,6}!"), "max_tokens": 30, "logprobs": 1},
+        "choice": {"grammar": Grammar.choice(["yes", "no", "yesterday"]), "max_tokens": 12, "frequency_penalty": 1.0},
+        "allowed": {"allowed_token_ids": [30, 40, 50], "max_tokens": 9, "top_k": 2},
+        "bias": {"logit_bias": {77: 100.0, 78: 100.0}, "max_tokens": 9, "temperature": 0},
+        "long enough": {"min_tokens": 15, "max_tokens": 20, "logit_bias": {3: 60.0}, "stop_token_ids": [33]},
+        "dead end": {"grammar": Grammar.regex("abc"), "allowed_token_ids": [24 + 97 - 32], "max_tokens": 9},
+    }
+    made = requests()[:5]
+    for number, (name, changes) in enumerate(kinds.items()):
+        params = SamplingParams(**{"temperature": 1.0, "seed": number} | changes)  # type: ignore[arg-type]
+        made += [Request(name, (30 + number,) * (3 + 7 * number), params), *requests()[5 + number : 6 + number]]
     return made
 
 
@@ -268,6 +303,35 @@ def test_prompt_logprobs_on_static_memory(folder: Path, tensor: int, stages: int
         for entry, row, token in zip(first.prompt_logprobs, expected, request.prompt[1:], strict=False):
             assert (entry.token, len(entry.top)) == (token, request.params.prompt_logprobs)
             assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])
+def test_constraints_hold_on_all_ranks_and_in_steps_planned_ahead(folder: Path, tensor: int, stages: int) -> None:
+    wanted, ends = constrained_requests(), tuple(range(0, 24, 3))
+
+    def run(static: tuple[int, ...], lookahead: int, blocks: int) -> tuple[dict[str, Any], dict[str, int]]:
+        options = str(folder), wanted, 7, blocks, static, lookahead, stages, "cpu", "off", vocabulary(VOCAB, ends)
+        ranks = interpret(targets.outputs_of, tensor * stages, *options)
+        assert all(found == ranks[-1][0] for found, _ in ranks)
+        return outputs(ranks[-1][0]), ranks[-1][1]
+
+    found, _ = run((), 0, 64)
+    for name in ("schema", "greedy schema"):
+        tokens, finish = found[name]
+        assert finish == "stop"
+        jsonschema.validate(json.loads(text_of(tokens)), SCHEMA)
+    assert re.fullmatch("(ab|[0-9]){3,6}!", text_of(found["regex"][0]))
+    assert text_of(found["choice"][0]) in ("yes", "no", "yesterday")
+    assert set(found["allowed"][0]) <= {30, 40, 50}
+    assert len(set(found["allowed"][0])) == 2
+    assert set(found["bias"][0]) <= {77, 78}
+    assert found["long enough"][0][15:] == [3]
+    assert not {*ends, 33} & set(found["long enough"][0][:15])
+    assert found["dead end"] == ([24 + 97 - 32], "error")
+    ahead, counts = run(SIZES, 1, 24)
+    assert ahead == found
+    assert min(counts["static"], counts["pending"], counts["pending mixed"]) > 3
+    assert counts["preemptions"] > 0
 
 
 @pytest.mark.parametrize("overlap", ["plain", pytest.param("auto", marks=pytest.mark.full)])

@@ -35,10 +35,13 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in ids if token != SPECIAL or not skip_special)
 
 
-def process(at_end: bool, tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[Any, list[str], int]:
+def process(
+    at_end: bool, tokens: list[int], stop: tuple[str, ...], ends: bool, least: int = 0
+) -> tuple[Any, list[str], int]:
     """Return the output, its text after each token, and the tokenizer's calls before the last token."""
     letters = Letters()
-    processor = OutputProcessor("a", (1,), SamplingParams(stop=stop), letters, (END,), at_end)  # type: ignore[arg-type]
+    params = SamplingParams(stop=stop, min_tokens=least)
+    processor = OutputProcessor("a", (1,), params, letters, (END,), at_end)  # type: ignore[arg-type]
     grown, read = [], 0
     for number, token in enumerate(tokens):
         last = number == len(tokens) - 1
@@ -92,3 +95,11 @@ def test_a_copy_does_not_grow(at_end: bool) -> None:
     before = processor.copy()
     processor.update(EngineCoreOutput("a", (4,), ()), 1.0)
     assert (before.tokens, processor.copy().tokens) == ([3], [3, 4])
+
+
+def test_no_stop_string_is_looked_for_in_the_first_tokens() -> None:
+    tokens = [1, 2, 3, 1, 2, 3, 1, 2, 3]
+    assert process(False, tokens, ("bc",), False)[0].text == ""
+    assert process(False, tokens, ("bc",), False, 2)[0].text == "bcd"
+    assert process(False, tokens, ("bc",), False, 4)[0].text == "bcdbcd", "the string begins in the first tokens"
+    assert process(False, tokens, ("bc",), False, 9)[0].text == "bcdbcdbcd"

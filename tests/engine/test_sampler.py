@@ -532,6 +532,8 @@ GPU_VOCAB = 128_256
 
 def everything(count: int) -> list[SamplingParams]:
     kinds = [p for p in SETTINGS if p.top_k < VOCAB] + [params(temperature=0, top_k=4), params(top_k=50, top_p=0.95)]
+    kinds += [params(allowed_token_ids=range(0, GPU_VOCAB, 3), top_p=0.9), params(logit_bias={7: 9.0, 8: -3.0})]
+    kinds += [params(temperature=0, allowed_token_ids=[5, GPU_VOCAB - 1], logit_bias={5: 2.5}, presence_penalty=0.5)]
     kinds += [params(temperature=0.6, top_k=40), params(top_k=GPU_VOCAB // 2), params(temperature=1e4, top_p=0.5)]
     return [kinds[number % len(kinds)] for number in range(count)]
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.engine.config import EngineConfig
+from shotcast.engine.grammar import Grammar
 from shotcast.engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams, checked_token_ids
 from shotcast.errors import ConfigError
 
@@ -45,6 +46,14 @@ def test_stop_token_ids_are_bounded() -> None:
     assert len(SamplingParams(stop_token_ids=range(MAX_STOP_TOKEN_IDS)).stop_token_ids) == MAX_STOP_TOKEN_IDS
     with pytest.raises(ConfigError, match=f"at most {MAX_STOP_TOKEN_IDS} token ids"):
         SamplingParams(stop_token_ids=itertools.count())  # type: ignore[arg-type]
+
+
+def test_the_bias_of_a_token_is_kept_by_token() -> None:
+    params = SamplingParams(logit_bias={7: 1, np.int64(3): -0.5})
+    assert params.logit_bias == ((3, -0.5), (7, 1.0))
+    assert dataclasses.replace(params, seed=1).logit_bias == params.logit_bias
+    assert params.is_constrained
+    assert not SamplingParams().is_constrained
 
 
 def test_the_choices_of_a_request_differ_in_limit_and_seed_alone() -> None:
@@ -91,6 +100,16 @@ def test_invalid_token_ids_are_refused(given: Any, message: str) -> None:
         ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
         ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False, not 1"),
         ({"logprobs": 21}, "logprobs must be None or a whole number from 0 to 20"),
+        ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1: 101}}, "logit_bias must hold numbers from -100 to 100, not 101"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias must hold numbers from -100 to 100, not nan"),
+        ({"logit_bias": {-1: 1}}, "logit_bias holds -1"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias must hold at most 1024 tokens, not 1025"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must hold at least one token id"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids holds 1.5"),
+        ({"min_tokens": -1}, "min_tokens must be a whole number of at least 0"),
+        ({"grammar": "start: 1"}, "grammar must be a Grammar"),
+        ({"grammar": Grammar("start: 1"), "ignore_eos": True}, "ignore_eos cannot be combined with a grammar"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be None or a whole number from 0 to 20"),
     ],
 )

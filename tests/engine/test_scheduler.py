@@ -769,6 +769,32 @@ def test_invalid_logits_end_only_their_request(lookahead: int) -> None:
     engine.check()
 
 
+def test_a_request_that_cannot_go_on_ends_with_the_reason() -> None:
+    engine = Engine(config(max_batch_tokens=32))
+    for name in "ab":
+        engine.add(request(name, tuple(range(9)), max_tokens=6))
+    engine.schedule()
+    plan = engine.plans.popleft()
+    sampled, _, _ = engine.ranks.step(plan, engine.prompts.popleft())
+    failed, good = engine.scheduler.update(plan.number, sampled, failures=((0, "no token may follow"),))
+    assert (failed.request_id, failed.tokens, failed.finish_reason) == ("a", (), "error")
+    assert failed.error == "no token may follow"
+    assert (good.request_id, good.tokens) == ("b", (sampled[1],))
+
+
+def test_a_plan_says_which_tokens_would_end_an_output_too_early() -> None:
+    engine = Engine(config(eos=(7,), max_batch_tokens=64))
+    engine.scheduler.add_end_tokens([8])
+    engine.add(request("none", (1, 2), stop_token_ids=[9]))
+    engine.add(request("some", (1, 2), stop_token_ids=[9], min_tokens=2))
+    engine.add(request("own", (1, 2), stop_token_ids=[9], min_tokens=2, ignore_eos=True))
+    engine.schedule()
+    none, some, own = engine.plans.popleft().sequences
+    assert none.end_tokens == ()
+    assert set(some.end_tokens) == {7, 8, 9}
+    assert own.end_tokens == (9,)
+
+
 def test_cached_blocks_of_a_failed_request_are_not_found() -> None:
     engine = Engine(config())
     engine.add(request("a", tuple(range(9)), max_tokens=6))

@@ -264,3 +264,28 @@ def test_models_without_a_tokenizer(tmp_path: Path) -> None:
 def test_negative_tokens_are_refused(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(ConfigError, match="-1"):
         tokenizers["byte level"].decode([5, -1])
+
+
+def test_tools_of_a_chat_template(tmp_path: Path) -> None:
+    template = "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}{{ messages[0].content }}"
+    tokenizer = Tokenizer.load(str(save(tmp_path, byte_level(), chat_template=template)))
+    assert tokenizer.chat_template == template
+    messages = [{"role": "user", "content": "ab"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert tokenizer.decode(tokenizer.apply_chat_template(messages, tools=tools)) == "(f)ab"
+    assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == "ab"
+
+
+def test_special_tokens_by_name(tokenizers: dict[str, Tokenizer]) -> None:
+    assert tokenizers["byte level"].special_tokens == {name: number for number, name in enumerate(SPECIAL)}
+    assert tokenizers["sentencepiece"].chat_template == ""
+
+
+def test_a_tokenizer_as_json(tokenizers: dict[str, Tokenizer]) -> None:
+    for tokenizer in tokenizers.values():
+        copied = Backend.from_str(tokenizer.to_json())
+        assert copied.encode("ab a").ids == tokenizer.encode("ab a")
+    slow = object.__new__(Tokenizer)
+    slow._tokenizer = object()
+    with pytest.raises(ConfigError, match="object is no tokenizer of Hugging Face's fast kind"):
+        slow.to_json()

@@ -53,6 +53,7 @@ class Row:
     params: SamplingParams
     output: tuple[int, ...]
     prompt: tuple[int, ...] = ()
+    end_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ KINDS = ("flat", "steep", "equal", "few", "masked", "large", "bfloat16")
 def rows(draw: st.DrawFn, vocab: int) -> Row:
     greedy = draw(st.integers(0, 4)) == 0
     penalised = draw(st.integers(0, 2)) == 0
+    constrained = draw(st.integers(0, 2)) == 0
+    tokens = st.lists(st.integers(0, vocab - 1), max_size=6)
+    some = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=40)
+    ends = tuple(draw(tokens)) if constrained and vocab > 6 else ()
     params = SamplingParams(
         temperature=0 if greedy else draw(st.sampled_from([1.0, 0.7, 0.05, 2.5, 1e4, 1e-30])),
         top_k=draw(st.sampled_from([0, 0, 1, 3, vocab // 2, vocab - 1, vocab, 2**40])),
@@ -104,10 +109,14 @@ def rows(draw: st.DrawFn, vocab: int) -> Row:
         presence_penalty=draw(st.sampled_from([0.0, 1.5, -0.7])) if penalised else 0.0,
         frequency_penalty=draw(st.sampled_from([0.3, 2.0, -1.1])) if penalised else 0.0,
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3, 0.7, 10.0])) if penalised else 1.0,
+        allowed_token_ids=draw(st.none() | some) if constrained and not ends else None,
+        logit_bias=draw(st.dictionaries(st.integers(0, vocab - 1), st.floats(-9, 9), max_size=5))
+        if constrained
+        else {},
+        min_tokens=draw(st.integers(0, 7)) if ends else 0,
         seed=draw(st.none() | st.integers(0, 9)),
     )
-    tokens = st.lists(st.integers(0, vocab - 1), max_size=6)
-    return Row(params, tuple(draw(tokens)), tuple(draw(tokens)))
+    return Row(params, tuple(draw(tokens)), tuple(draw(tokens)), ends)
 
 
 @st.composite
@@ -126,7 +135,8 @@ def samplers(case: Case, nudge: float = 0.0) -> tuple[Sampler, Sampler]:
     for sampler in made:
         for place, row in enumerate(case.rows):
             top_p = min(1.0, row.params.top_p * (1 + nudge)) if row.params.top_p < 1 else 1.0
-            sampler.assign(slot_of(place), replace(row.params, top_p=top_p), f"{place}", row.output, row.prompt)
+            request = f"{place}", row.output, row.prompt, row.end_tokens
+            sampler.assign(slot_of(place), replace(row.params, top_p=top_p), *request)
     return made[0], made[1]
 
 
@@ -145,7 +155,14 @@ def as_good(case: Case, row: Row, place: int, logits: torch.Tensor, tokens: tupl
     penalty = (counts > 0) * torch.tensor(params.presence_penalty) + counts * torch.tensor(params.frequency_penalty)
     seen = torch.tensor([token in (*row.output, *row.prompt) for token in range(case.vocab)])
     repetition = torch.where(seen, torch.tensor(params.repetition_penalty), 1.0)
+    logits = logits.clone()
+    for token, bias in params.logit_bias:
+        logits[token] += bias
     x = torch.where(logits > 0, logits / repetition, logits * repetition) - penalty
+    for token in range(case.vocab):
+        banned = token in row.end_tokens and len(row.output) < params.min_tokens
+        if banned or (params.allowed_token_ids and token not in params.allowed_token_ids):
+            x[token] = -math.inf
     x = (x - x.max()) * inverse_temperature(params)
     key = torch.frombuffer(bytearray(noise_key(seed, len(row.output))), dtype=torch.int32)[None]
     noise = scramble(torch.arange(case.vocab, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
@@ -178,7 +195,8 @@ def compare(case: Case) -> tuple[int, int]:
             excused += 1
         outputs = [(*output, token) for output, token in zip(outputs, found, strict=True)]
         for place, output in enumerate(outputs):  # where they differ, the CPU continues from the kernels' token
-            plain.assign(slots[place], case.rows[place].params, f"{place}", output, case.rows[place].prompt)
+            row = case.rows[place]
+            plain.assign(slots[place], row.params, f"{place}", output, row.prompt, row.end_tokens)
     return total, excused
 
 

@@ -77,7 +77,7 @@ def test_zeros_of_either_sign_are_equal() -> None:
 
 KINDS = {
     **dict.fromkeys(("logits", "reals"), "*fp32"),
-    **dict.fromkeys(("counts", "integers"), "*i32"),
+    **dict.fromkeys(("counts", "masks", "integers"), "*i32"),
     **dict.fromkeys(("best", "state", "bins", "lists", "out", "last_tokens"), "*i64"),
     "top_p": "*fp64",
 }

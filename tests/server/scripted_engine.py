@@ -7,13 +7,22 @@ alphabet from the seed's letter on ("abc...", with seed 1 "bcd..."), and ends af
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import random
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary
+from shotcast.engine.grammar_check import GrammarChecker
 from shotcast.engine.outputs import EngineStats, FinishReason, OutputCallback, RequestOutput, TokenLogprob
 from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
+from shotcast.engine.token_constraints import unpack
 from shotcast.errors import ConfigError, EngineDead
 
 END = 0
@@ -30,14 +39,23 @@ NEVER = 3
 """An impossible token: its probability is 0."""
 
 
+def is_character(token: int) -> bool:
+    return token <= 0x10FFFF and not 0xD800 <= token < 0xE000
+
+
 class ScriptedTokenizer:
+    special_tokens: Mapping[str, int] = {"<begin>": BEGIN}
+
+    def __init__(self) -> None:
+        self.chat_template = ""
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         tokens = [ord(character) for character in text if character != NOTHING]
         return [BEGIN, *tokens] if add_special and text.startswith("begin") else tokens
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         texts = {HALF: "\ufffd", OTHER_HALF: "\ufffd", BEGIN: "" if skip_special else "<begin>"}
-        return "".join(texts[token] if token in texts else chr(token) for token in ids if token <= 0x10FFFF)
+        return "".join(texts[token] if token in texts else chr(token) for token in ids if is_character(token))
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
         return self.decode([token], skip_special)
@@ -51,12 +69,33 @@ class ScriptedTokenizer:
         messages: Sequence[dict[str, str]],
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        if messages[-1]["role"] != "user":
+        if messages[-1]["role"] not in ("user", "tool"):
             raise ConfigError("the template wants the user's word last")
         texts = [f"[{name}={value}]" for name, value in (variables or {}).items()]
-        texts += [f"<{message['role']}>{message['content']}" for message in messages]
+        texts += [f"({tool['function']['name']})" for tool in tools or ()]
+        for message in messages:
+            rest = "".join(f"{{{message[name]}}}" for name in ("tool_calls", "tool_call_id") if name in message)
+            texts.append(f"<{message['role']}>{message['content']}{rest}")
         return self.encode("".join(texts if add_generation_prompt else [*texts, "."]))
+
+
+@functools.cache
+def vocabulary() -> Vocabulary:
+    """Return the printable characters of ASCII and the end of a line, as tokens of grammars."""
+    letters = {chr(code): code for code in range(33, 127)} | {"\u0120": 32, "\u010a": 10}
+    names = {f"<{token}>": token for token in range(128) if token not in letters.values()}
+    backend = Backend(models.BPE(letters | names, []))
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Vocabulary(backend.to_str(), 128, (END,))
+
+
+@functools.cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(vocabulary())
 
 
 class ScriptedEngine:
@@ -70,10 +109,12 @@ class ScriptedEngine:
         dies_at: the engine dies when an output reaches this many tokens.
         fault: the error that every request raises at ``fault_at`` tokens.
         end_reason, end_error: the finish reason and the error of an output that ends by itself.
+        answer: the text of all outputs, instead of letters, with ``piece`` characters a token.
         started, aborted, finished: ids of requests.
     """
 
     model_name = "letters"
+    vocab = 0x110000
     sampling_defaults: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
@@ -88,6 +129,9 @@ class ScriptedEngine:
         self.fault_at = 0
         self.end_reason: FinishReason = "stop"
         self.end_error = ""
+        self.answer: str | None = None
+        self.piece = 1
+        self._checker = GrammarChecker(vocabulary())
         self.params: list[SamplingParams] = []
         self._prompts: list[tuple[int, ...]] = []
         self.started: list[str] = []
@@ -115,9 +159,12 @@ class ScriptedEngine:
 
     def check_prompt(self, prompt: Sequence[int]) -> CheckedPrompt:
         tokens = checked_token_ids(prompt, "the prompt")
-        if any(token > 0x10FFFF or 0xD800 <= token < 0xE000 for token in tokens):
+        if not all(map(is_character, tokens)):
             raise ConfigError("the prompt holds a token that is no character")
         return CheckedPrompt(tokens)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        self._checker.check(grammar)
 
     def start(self, prompt: CheckedPrompt, params: SamplingParams, request_id: str, on_output: OutputCallback) -> None:
         self.started.append(request_id)
@@ -160,6 +207,12 @@ class ScriptedEngine:
             top = ((HALF, -0.25), (NEVER, -math.inf), (OTHER_HALF, -math.inf), *capitals)[: params.prompt_logprobs]
             entries = (TokenLogprob(token, -float(place), 2, top) for place, token in enumerate(prompt) if place)
             output.prompt_logprobs = (None, *entries)
+        if params.grammar is not None or self.answer is not None:
+            text = self.answer if params.grammar is None else await asyncio.to_thread(self._sentence, params)
+            for spoken in self._spoken(output, text or "", params):
+                await asyncio.sleep(self.delay_s)
+                yield spoken
+            return
         if not params.max_tokens:
             output.finish_reason = "length"
             yield output
@@ -196,6 +249,43 @@ class ScriptedEngine:
                     output.finish_reason = "length"
             yield output
 
+    def _sentence(self, params: SamplingParams, closing_after: int = 40) -> str:
+        """Return a text of the grammar: random, but as short as brackets let it be after some characters."""
+        assert params.grammar is not None
+        chance, matcher = random.Random(params.seed), compiler().matcher(params.grammar)
+        text = ""
+        while True:
+            mask = np.zeros(4, np.int32)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            allowed = np.flatnonzero(unpack(mask[None], 128)[0]).tolist()
+            if not allowed or len(text) > 1000:
+                return text
+            closing = [token for token in allowed if token == END or chr(token) in '"}]']
+            token = chance.choice(closing if closing and len(text) > closing_after else allowed)
+            if token == END:
+                return text
+            assert matcher.consume_token(token)
+            text += chr(token)
+
+    def _spoken(self, output: RequestOutput, text: str, params: SamplingParams) -> Iterator[RequestOutput]:
+        pieces = [text[start : start + self.piece] for start in range(0, len(text), self.piece)]
+        for number, piece in enumerate(pieces[: params.max_tokens]):
+            output.text += piece
+            output.tokens.append(ord(piece[0]))
+            if output.logprobs is not None:
+                output.logprobs.append(TokenLogprob(output.tokens[-1], -0.5, 1, ()))
+            output.times_s.append(0.25 * number)
+            if number + 1 == params.max_tokens:
+                output.finish_reason = "length"
+            yield output
+        if not output.finished:
+            output.tokens.append(END)
+            if output.logprobs is not None:
+                output.logprobs.append(TokenLogprob(END, -0.5, 1, ()))
+            output.times_s.append(0.25)
+            output.finish_reason = "stop"
+            yield output
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=self.running,
@@ -217,4 +307,5 @@ class ScriptedEngine:
         return self.dead
 
     async def close(self) -> None:
+        self._checker.close()
         self.closed = True

@@ -36,12 +36,18 @@ PATHS = {
 
 MAX_BODY_BYTES = ServerConfig().max_body_bytes
 
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+CALLED = {"name": "add", "arguments": '{"a": 1}'}
+
 VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"model": "letters", "prompt": "hello"},
         {"model": "letters", "prompt": ["a", "b"], "n": 2, "echo": True, "stream": True},
         {"model": "letters", "prompt": [104, 105], "logprobs": 3, "seed": -5, "stop": ["c", "de"], "max_tokens": 7},
         {"model": "letters", "prompt": ["ab", "c"], "echo": True, "logprobs": 1, "max_tokens": 0, "prompt_logprobs": 2},
+        {"model": "letters", "prompt": "a", "structured_outputs": {"choice": ["x", "yz"]}, "logit_bias": {"97": -5.5}},
+        {"model": "letters", "prompt": "a", "structured_outputs": {"json": NUMBERS}, "min_tokens": 1, "max_tokens": 9},
+        {"model": "letters", "prompt": "a", "structured_outputs": {"regex": "a[bc]{2,5}"}, "allowed_token_ids": [97]},
         {"model": "letters", "prompt": [[1, 2], [3]], "stop_token_ids": [99], "best_of": 1, "top_k": 5, "min_p": 0.5},
     ],
     "/v1/chat/completions": [
@@ -72,6 +78,25 @@ VALID: dict[str, list[dict[str, Any]]] = {
             "tools": [],
             "response_format": {"type": "text"},
             "user": "me",
+        },
+        {
+            "model": "letters",
+            "messages": [
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": CALLED}]},
+                {"role": "tool", "tool_call_id": "a", "content": "5"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "add", "parameters": NUMBERS, "strict": True}}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "stream": True,
+        },
+        {
+            "model": "letters",
+            "messages": [{"role": "user", "content": "hello"}],
+            "tools": [{"type": "function", "function": {"name": "add", "description": "adds"}}],
+            "tool_choice": {"type": "function", "function": {"name": "add"}},
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBERS, "strict": True}},
         },
     ],
     "/tokenize": [
@@ -247,6 +272,7 @@ def refuse(constant: str) -> None:
 def fuzzed(request: pytest.FixtureRequest) -> Iterator[Fuzzed]:
     engine = ScriptedEngine()
     engine.length = 3
+    engine.tokenizer.chat_template = "tools <tool_call>"
     with live(engine, max_queue=64) as server:
         fuzzed = Fuzzed(server)
         yield fuzzed

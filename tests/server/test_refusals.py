@@ -142,7 +142,7 @@ def test_bad_completions(server: Live, wrong: dict[str, object], param: str, say
         ({"messages": []}, "messages", "list of objects"),
         ({"messages": "hello"}, "messages", "list of objects"),
         (
-            {"messages": [{"role": "tool", "content": "x"}]},
+            {"messages": [{"role": "critic", "content": "x"}]},
             "messages",
             "messages[0].role must be one of system, developer, user, assistant",
         ),
@@ -196,8 +196,11 @@ def test_bad_tokens(server: Live, tokens: object) -> None:
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_parameters_are_named(server: Live, name: str) -> None:
-    body = {"model": "letters", "messages": HELLO, name: {"something": 1}}
-    message = refused(server.post("/v1/chat/completions", body), 400, name, "unsupported_parameter")
+    path, prompt = "/v1/chat/completions", {"messages": HELLO}
+    if name in ChatBody.model_fields:  # tools are for chats
+        path, prompt = "/v1/completions", {"prompt": "x"}
+    body = {"model": "letters", name: {"something": 1}, **prompt}
+    message = refused(server.post(path, body), 400, name, "unsupported_parameter")
     assert message == f"{name} is not supported"
 
 

@@ -20,6 +20,8 @@ from shotcast.server.config import ServerConfig
         ({"api_key": "two\nlines"}, "api_key"),
         ({"served_model_name": ""}, "served_model_name"),
         ({"ping_s": 0}, "ping_s"),
+        ({"allowed_origins": ("example.org",)}, "allowed_origins"),
+        ({"allowed_origins": ("https://example.org/",)}, "allowed_origins"),
         ({"ping_s": float("nan")}, "ping_s"),
         ({"drain_s": -1}, "drain_s"),
         ({"drain_s": float("nan")}, "drain_s"),

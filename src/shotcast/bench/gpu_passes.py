@@ -178,9 +178,10 @@ class PassShape(NamedTuple):
 
         logits = torch.randn(max(2, copies // 2), rows, self.width, device=device)
         best = torch.stack((logits[0].argmax(1), torch.ones(rows, dtype=torch.int64, device=device)), 1)
-        integers = torch.zeros(rows, 4, dtype=torch.int32, device=device)  # slot, top_k, and the key of the noise
+        integers = torch.full((rows, 5), -1, dtype=torch.int32, device=device)  # no row is constrained
         integers[:, 0] = torch.arange(rows)
-        integers[:, 2:] = torch.randint(1 << 30, (rows, 2))
+        integers[:, 1] = 0  # top_k
+        integers[:, 2:4] = torch.randint(1 << 30, (rows, 2))
         reals = torch.tensor([[1.0, math.inf, 0.0, 0.0, math.inf, 1.0]] * rows, device=device)
         state = torch.tensor([sampling.INITIAL_STATE] * rows, device=device)
         top_p = torch.ones(rows, dtype=torch.float64, device=device)
@@ -188,7 +189,7 @@ class PassShape(NamedTuple):
         last = torch.zeros(rows, dtype=torch.int64, device=device)
 
         def call(turn: int) -> torch.Tensor:
-            return sampling.sample(logits[turn % len(logits)], best, metadata, None, last, False)
+            return sampling.sample(logits[turn % len(logits)], best, metadata, None, None, last, False)
 
         def check() -> None:
             tokens = call(0)[:, 0]

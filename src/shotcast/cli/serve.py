@@ -77,6 +77,10 @@ def serve(
         float,
         typer.Option("--ping", help="Seconds after which a quiet stream sends a comment."),
     ] = 15.0,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option("--allowed-origin", help="An origin of web pages that may use the server, or *. Repeatable."),
+    ] = None,
     drain: Annotated[
         float, typer.Option("--drain", help="Seconds that running requests have to finish at shutdown.")
     ] = 10.0,
@@ -111,6 +115,7 @@ def serve(
         max_output_tokens=max_output_tokens or None,
         max_body_bytes=parse_size(max_body),
         ping_s=ping,
+        allowed_origins=tuple(allowed_origin or ()),
         drain_s=drain,
     )
     import logging

@@ -11,6 +11,7 @@ from typing import Any
 
 from shotcast.engine.base_llm import BaseLLM
 from shotcast.engine.client import RequestUpdate
+from shotcast.engine.grammar import Grammar
 from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import OutputCallback, RequestOutput
 from shotcast.engine.requests import CheckedPrompt
@@ -39,6 +40,19 @@ class AsyncLLM(BaseLLM):
     def model_name(self) -> str:
         """The model, as it was given."""
         return self.config.model
+
+    @property
+    def vocab(self) -> int:
+        """The number of tokens that the model may sample."""
+        return self._client.info.model.vocab
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
+
+        Raises:
+            ConfigError: it cannot be compiled, or the model's tokenizer supports none.
+        """
+        self._client.check_grammar(grammar)
 
     @property
     def dead(self) -> EngineDead | None:

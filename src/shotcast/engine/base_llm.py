@@ -92,6 +92,8 @@ class BaseLLM:
             The processor that turns the updates into the output.
         """
         client = self._client
+        if params.is_constrained:
+            client.check_params(params)
         tokens = (prompt if isinstance(prompt, CheckedPrompt) else client.check_prompt(prompt)).tokens
         tokenizer = client.tokenizer if isinstance(prompt, str) or params.stop or client.has_tokenizer else None
         processor = OutputProcessor(request_id, tokens, params, tokenizer, client.end_tokens, detokenize_at_end)

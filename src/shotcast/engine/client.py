@@ -19,10 +19,12 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from shotcast import env
+from shotcast import env, extras
 from shotcast.engine import worker
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.device_selection import select_device
+from shotcast.engine.grammar import Grammar, Vocabulary
+from shotcast.engine.grammar_check import GrammarChecker
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
@@ -40,6 +42,7 @@ from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.launcher.job import JobLeader, JobMember
 from shotcast.launcher.spawn import RankGroup
+from shotcast.models.config import ModelConfig
 from shotcast.models.generation_config import FILE, read_sampling_defaults
 from shotcast.models.memory_estimate import require_division
 from shotcast.models.source import RANDOM, open_checkpoint
@@ -61,7 +64,7 @@ class RequestUpdate(NamedTuple):
     arrived: float
 
 
-_Outgoing = Request | AbortRequest | AddEndTokens | SetStampEvery | None
+_Outgoing = Request | AbortRequest | AddEndTokens | SetStampEvery | Vocabulary | Grammar | None
 """Messages to rank 0; None is the last one."""
 
 UpdateCallback = Callable[[list[RequestUpdate]], None]
@@ -98,6 +101,7 @@ class EngineClient:
     def _start(self, config: EngineConfig, leader: JobLeader | None) -> None:
         self.config = config = select_device(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
+        self._checker: GrammarChecker | ConfigError = ConfigError("the model has no tokenizer, which grammars need")
         with contextlib.closing(open_checkpoint(config.model)) as checkpoint:  # before processes are started
             model = checkpoint.config
         if not config.plans_layout:
@@ -157,7 +161,7 @@ class EngineClient:
             thread.start()
         try:
             if self.has_tokenizer:
-                self._load_tokenizer()  # while the ranks read the model
+                self._load_tokenizer(model)  # while the ranks read the model
             self._loaded.wait()
         except BaseException:
             self.close()
@@ -188,12 +192,21 @@ class EngineClient:
         own = self._tokenizer.eos if isinstance(self._tokenizer, Tokenizer) else ()
         return tuple(dict.fromkeys((*self.info.model.eos, *own)))
 
-    def _load_tokenizer(self) -> None:
+    def _load_tokenizer(self, model: ModelConfig) -> None:
         try:
             self._tokenizer = Tokenizer.load(self.config.model)
             self._outgoing.put(AddEndTokens(self._tokenizer.eos))
         except ConfigError as error:
             self._tokenizer = error  # prompts of token ids do not need one
+            return
+        try:
+            extras.require("engine", "a grammar")
+            ends = tuple(token for token in dict.fromkeys((*model.eos, *self._tokenizer.eos)) if token < model.vocab)
+            vocabulary = Vocabulary(self._tokenizer.to_json(), model.vocab, ends)
+            self._checker = GrammarChecker(vocabulary)
+            self._outgoing.put(vocabulary)
+        except ConfigError as error:
+            self._checker = error
 
     @property
     def has_tokenizer(self) -> bool:
@@ -228,6 +241,31 @@ class EngineClient:
         if max(tokens) >= vocab:
             raise ConfigError(f"the prompt holds {max(tokens)}; its token ids must be from 0 to {vocab - 1}")
         return CheckedPrompt(tokens)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check what sampling parameters say about tokens. Any thread may call this, and a grammar may take it a while.
+
+        Raises:
+            ConfigError: a token is not in the vocabulary, or the grammar cannot be compiled.
+        """
+        vocab = self.info.model.vocab
+        for name, token in params.named_tokens:
+            if token >= vocab:
+                raise ConfigError(f"{name} holds {token}; its token ids must be from 0 to {vocab - 1}")
+        if params.grammar is not None:
+            self.check_grammar(params.grammar)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
+
+        Raises:
+            ConfigError: the grammar cannot be compiled, or the model's tokenizer supports none.
+        """
+        if isinstance(self._checker, ConfigError):
+            raise self._checker
+        if seconds := self._checker.check(grammar):
+            self._outgoing.put(grammar)
+            time.sleep(seconds)  # the ranks take about as long, and a step that samples by the grammar would wait
 
     def new_id(self) -> str:
         """Return a new request id."""
@@ -378,6 +416,8 @@ class EngineClient:
                 self._outgoing.put(None)
         if not first:
             return
+        if isinstance(self._checker, GrammarChecker):
+            self._checker.close()
         watch, read = self._threads
         watch.join(_STOP_GRACE_S if self._info is not None else 0)
         if watch.is_alive():

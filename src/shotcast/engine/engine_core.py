@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from shotcast.engine.config import EngineConfig
+from shotcast.engine.grammar import Grammar, Vocabulary
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
@@ -171,7 +172,9 @@ class EngineCore:
             output = self._channel.recv_output(self._stage_timeout_s) if pending is None else pending.result()
             self._check()
             assert output.number == plan.number
-            outputs = self._scheduler.update(output.number, output.tokens, output.logprobs, output.prompt_logprobs)
+            outputs = self._scheduler.update(
+                output.number, output.tokens, output.logprobs, output.prompt_logprobs, output.failures
+            )
             self._client.send(EngineCoreOutputs.pack(outputs, self._stats()))
 
     def _stats(self) -> EngineStats:
@@ -198,6 +201,10 @@ class EngineCore:
                         self._client.send(EngineCoreOutputs.pack([aborted], self._stats()))
                 elif isinstance(message, AddEndTokens):
                     self._scheduler.add_end_tokens(message.tokens)
+                elif isinstance(message, Vocabulary | Grammar):
+                    plan = StepPlan(-1, (), prepares=message)
+                    self._channel.send_plan(plan)
+                    self._runner.execute(plan)
                 elif isinstance(message, SetStampEvery):
                     self._stamp_every = message.every
                 else:

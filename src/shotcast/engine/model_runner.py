@@ -46,10 +46,11 @@ class AsyncModelRunnerOutput:
         self.number = number
         self._targets = targets
         self._logprob_rows: tuple[tuple[int, int], ...] = ()
+        self._failures: tuple[tuple[int, str], ...] = ()
         self._copy = None
         copied = list(target_logprobs)
         if sampled is not None:
-            self._logprob_rows = sampled.logprob_rows
+            self._logprob_rows, self._failures = sampled.logprob_rows, sampled.failures
             copied += sampled.tokens, *sampled.logprobs
         if copied:
             self._copy = HostCopy(copied)
@@ -73,7 +74,7 @@ class AsyncModelRunnerOutput:
         sampled, *logprobs = copied
         tokens = [token if valid else INVALID_TOKEN for token, valid in sampled.tolist()]
         found = token_logprobs(tokens, self._logprob_rows, logprobs)
-        return ModelRunnerOutput(self.number, tuple(tokens), tuple(found), prompt_logprobs)
+        return ModelRunnerOutput(self.number, tuple(tokens), tuple(found), prompt_logprobs, self._failures)
 
     def _prompt_logprobs(self, logprobs: Sequence[torch.Tensor]) -> tuple[TokenLogprob, ...]:
         counts = [targets.alternatives for targets in self._targets for _ in targets.tokens]
@@ -200,19 +201,35 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the graphs. Call this before the communicators are closed."""
+        if self._sampler is not None:
+            self._sampler.constraints.close()
         self._forms.close()
         if self._decode_graphs is not None:
             self._graphs.close()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncModelRunnerOutput | None:
-        """Compute a step. Return its output on ranks that sample, None on others."""
+        """Compute a step. Return its output on ranks that sample, None on others, and for a plan without sequences."""
+        if not plan.sequences:
+            if self._sampler is not None and plan.prepares is not None:
+                self._sampler.constraints.prepare(plan.prepares)
+            return None
+        if self._sampler is not None:  # before the step, so that grammars are compiled beside it
+            self._assign_new(plan, self._sampler)
         if self._feedback is not None:
             self._feedback.before_step(plan)
         output = self._execute_model(plan)
         if self._feedback is not None:
             self._feedback.after_step(plan)
         return output
+
+    @staticmethod
+    def _assign_new(plan: StepPlan, sampler: Sampler) -> None:
+        for sequence in plan.sequences:
+            if sequence.is_new:
+                assert sequence.params is not None
+                request = sequence.params, sequence.request_id, sequence.output, sequence.prompt, sequence.end_tokens
+                sampler.assign(sequence.slot, *request)
 
     def _execute_model(self, plan: StepPlan) -> AsyncModelRunnerOutput | None:
         block_updates = self._update_host_tables(plan)
@@ -302,11 +319,6 @@ class ModelRunner:
         """
         assert self._sampler is not None
         slots = [sequence.slot for sequence in plan.sequences if sequence.do_sample]
-        for sequence in plan.sequences:
-            if sequence.is_new:
-                assert sequence.params is not None
-                request = sequence.params, sequence.request_id, sequence.output, sequence.prompt
-                self._sampler.assign(sequence.slot, *request)
         sampled = None
         if logits is not None:
             sampled = self._sampler.sample(logits.values, slots, logits.best, self._state.last_tokens, best_is_stored)

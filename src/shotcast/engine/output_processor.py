@@ -45,6 +45,7 @@ class OutputProcessor:
             None if tokenizer is None or self._at_end else IncrementalDetokenizer(tokenizer, self._skip_special)
         )
         self._stops = StopStrings(params.stop)
+        self._min_tokens = params.min_tokens
         self._end_tokens = frozenset(end_tokens)
         self._started = time.perf_counter()
 
@@ -92,11 +93,15 @@ class OutputProcessor:
         tokens: Sequence[int] = self._output.tokens if self._at_end else step.tokens
         if step.stop_token is not None:  # it is the last one, and no part of the text
             tokens = tokens[:-1]
+        early = ""  # the text of the first min_tokens, which no stop string ends
         if self._detokenizer is None:
             text = self._tokenizer.decode_continuation(tokens, self._skip_special)
         else:
-            text = "".join(map(self._detokenizer.push, tokens))
+            count = max(0, self._min_tokens - (len(self._output.tokens) - len(step.tokens)))
+            early = "".join(map(self._detokenizer.push, tokens[:count]))
+            text = "".join(map(self._detokenizer.push, tokens[count:]))
             if last:
                 text += self._detokenizer.flush()
-        self._output.delta, stop_string = self._stops.push(text, last)
+        released, stop_string = self._stops.push(text, last)
+        self._output.delta = early + released
         return stop_string

@@ -37,12 +37,14 @@ class ModelRunnerOutput:
         tokens: one token, or INVALID_TOKEN, for each sequence that samples, in their order.
         logprobs: log-probabilities for each of them, or None where they are not wanted.
         prompt_logprobs: those of all :class:`~shotcast.engine.step_plan.PromptTargets` of the plan, in order.
+        failures: which of the sequences that sample cannot go on, by their index, and why.
     """
 
     number: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    failures: tuple[tuple[int, str], ...] = ()
 
 
 class EngineCoreOutput(NamedTuple):

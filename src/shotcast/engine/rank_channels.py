@@ -79,7 +79,7 @@ class DriverChannel:
     def send_plan(self, plan: StepPlan | None) -> None:
         """Send a plan to every other rank. None ends them."""
         # as plain tuples: pickling the class of each takes ten times as long, and this is done for every token
-        plain = plan and (plan.number, [tuple(sequence) for sequence in plan.sequences], plan.stamped)
+        plain = plan and (plan.number, [tuple(sequence) for sequence in plan.sequences], *plan[2:])
         message = pickle.dumps(plain)
         for rank, connection in self._connections.items():
             with _peer_errors(rank):
@@ -126,8 +126,8 @@ class WorkerChannel:
             plain = pickle.loads(self._connection.recv_bytes())
         if plain is None:
             return None
-        number, sequences, stamped = plain
-        return StepPlan(number, tuple(map(ScheduledSequence._make, sequences)), stamped)
+        number, sequences, *rest = plain
+        return StepPlan(number, tuple(map(ScheduledSequence._make, sequences)), *rest)
 
     def has_plan(self, timeout_s: float) -> bool:
         """Return whether a plan has arrived, or arrives within ``timeout_s`` seconds."""

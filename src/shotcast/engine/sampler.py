@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -19,7 +20,15 @@ import torch
 
 from shotcast.engine.outputs import TokenLogprob
 from shotcast.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from shotcast.engine.torch_sampling import PROMPT_TOKEN, apply_penalties, inverse_temperature, sample, token_noise
+from shotcast.engine.token_constraints import Constraints, TokenConstraints, unpack
+from shotcast.engine.torch_sampling import (
+    PROMPT_TOKEN,
+    apply_masks,
+    apply_penalties,
+    inverse_temperature,
+    sample,
+    token_noise,
+)
 from shotcast.engine.transfer import copy_to_device
 from shotcast.errors import ConfigError
 
@@ -48,11 +57,13 @@ class SamplerOutput:
         logprobs: the log-probabilities of these rows: float32 [wanted], of the sampled token; int64 [wanted], its rank;
             float32 and int64 [wanted, alternatives], log-probabilities and ids of the likeliest tokens. Empty if no
             request wants them.
+        failures: rows whose constraints no token meets, and why.
     """
 
     tokens: torch.Tensor
     logprob_rows: tuple[tuple[int, int], ...] = ()
     logprobs: tuple[torch.Tensor, ...] = ()
+    failures: tuple[tuple[int, str], ...] = ()
 
 
 def token_logprobs(
@@ -84,7 +95,9 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -
 
 
 class Sampler:
-    """Samples the next token of each sequence of a step by its request's parameters. It never waits for the device.
+    """Samples the next token of each sequence of a step by its request's parameters.
+
+    It waits for the device only where a grammar needs the token before.
 
     Args:
         max_slots: slots are 0 to ``max_slots - 1``.
@@ -107,12 +120,13 @@ class Sampler:
         self._positions = [0] * max_slots
         # int32 [max_slots, vocab] as in apply_penalties, once a request has penalties
         self._counts: torch.Tensor | None = None
+        self.constraints = TokenConstraints(max_slots, vocab)
         self._kernels = kernels or self.device.type == "cuda"
         if self._kernels and vocab > MAX_VOCAB:
             raise ConfigError(f"on a GPU, a vocabulary may have {MAX_VOCAB} tokens; this one has {vocab}")
         if self._kernels:
             # for each slot, the fields of ``kernels.triton.sampling.SamplingMetadata``
-            self._integers = np.zeros((max_slots, 4), np.int32)
+            self._integers = np.zeros((max_slots, 5), np.int32)
             self._reals = np.zeros((max_slots, 6), np.float32)
             self._top_p = np.ones(max_slots)
         else:
@@ -124,8 +138,9 @@ class Sampler:
         if self._kernels:
             slots = range(len(self._requests))
             sampler = Sampler(len(slots), self.vocab, self.device, 0, kernels=True)
+            params = SamplingParams(top_k=1, presence_penalty=1.0, logprobs=MAX_LOGPROBS, logit_bias={0: 1.0})
             for slot in slots:
-                sampler.assign(slot, SamplingParams(top_k=1, presence_penalty=1.0, logprobs=MAX_LOGPROBS), "", ())
+                sampler.assign(slot, params, "", ())
             best = torch.zeros(len(slots), 2, dtype=torch.int64, device=self.device)
             logits = torch.zeros(len(slots), self.vocab, device=self.device)
             sampler.sample(logits, slots, best, best.new_zeros(len(slots)), False)
@@ -137,9 +152,14 @@ class Sampler:
         request_id: str,
         output: Sequence[int],
         prompt: Sequence[int] = (),
+        end_tokens: Sequence[int] = (),
     ) -> None:
-        """Assign a slot to a request whose output so far is ``output``; a repetition penalty needs its prompt too."""
+        """Assign a slot to a request whose output so far is ``output``.
+
+        A repetition penalty needs its prompt too, and ``min_tokens`` the tokens that would end it.
+        """
         self._requests[slot] = request_id, params
+        self.constraints.assign(slot, params, output, end_tokens)
         self._seeds[slot] = derived_seed(request_id, self._salt) if params.seed is None else params.seed
         self._positions[slot] = len(output)
         if params.has_penalties:
@@ -169,7 +189,7 @@ class Sampler:
         """Sample a token for each row, and store it in ``last_tokens``.
 
         Args:
-            logits: float32 [rows, vocab], not modified.
+            logits: float32 [rows, vocab], contiguous if a row has a bias; on return as before.
             slots: the slots of the rows; each is assigned, and none occurs twice.
             best: int64 [rows, 2], as in :class:`~shotcast.layers.batch.Logits`; not modified.
             last_tokens: int64 [max_slots or more], the token sampled last for each slot.
@@ -184,19 +204,37 @@ class Sampler:
                 f"not {str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
             )
         params = [self._params(slot) for slot in slots]
-        takes_best = all(p.greedy and not p.has_penalties for p in params)
+        constraints = self.constraints.next(slots, self._positions)
+        takes_best = constraints is None and all(p.greedy and not p.has_penalties for p in params)
         if takes_best:
             tokens = best
-        elif self._kernels:
-            tokens = self._sample_with_kernels(logits, slots, params, best, last_tokens)
         else:
-            sampled = self._sample_with_torch(logits, slots, params, best[:, 0])
-            tokens = torch.stack((sampled, best[:, 1]), dim=1)
+            with self._biased(logits, constraints):
+                if self._kernels:
+                    tokens = self._sample_with_kernels(logits, slots, params, constraints, best, last_tokens)
+                else:
+                    sampled = self._sample_with_torch(logits, slots, params, constraints, best[:, 0])
+                    tokens = torch.stack((sampled, best[:, 1]), dim=1)
         if not (best_is_stored if takes_best else self._kernels):
             last_tokens.index_copy_(0, self._index(slots), tokens[:, 0])
         for slot in slots:
             self._positions[slot] += 1
-        return self._output(logits, tokens, params)
+        if constraints is not None:
+            self.constraints.follow(slots, tokens)
+        return self._output(logits, tokens, params, () if constraints is None else constraints.failures)
+
+    @contextmanager
+    def _biased(self, logits: torch.Tensor, constraints: Constraints | None) -> Iterator[None]:
+        """Add the biases of constrained rows to the logits, until the end of the block."""
+        if constraints is None or not len(constraints.biased[0]):
+            yield
+            return
+        index, values = copy_to_device(constraints.biased, self.device)
+        flat = logits.view(-1)
+        before = flat[index]
+        flat.index_copy_(0, index, before + values)
+        yield
+        flat.index_copy_(0, index, before)
 
     def _params(self, slot: int) -> SamplingParams:
         request = self._requests[slot]
@@ -219,6 +257,7 @@ class Sampler:
         logits: torch.Tensor,
         slots: Sequence[int],
         params: list[SamplingParams],
+        constraints: Constraints | None,
         best: torch.Tensor,
         last_tokens: torch.Tensor,
     ) -> torch.Tensor:
@@ -226,19 +265,34 @@ class Sampler:
 
         indices = np.array(slots)
         integers = self._integers[indices]
-        integers[:, 2:] = self._noise_keys(slots)
+        integers[:, 2:4] = self._noise_keys(slots)
+        integers[:, 4] = -1
         states = np.array([sampling.INITIAL_STATE] * len(slots))
-        fields = integers, self._reals[indices], self._top_p[indices], states
+        fields = [integers, self._reals[indices], self._top_p[indices], states]
+        if constraints is not None:
+            integers[constraints.rows, 4] = range(len(constraints.rows))
+            fields.append(constraints.masks)
         counts = self._counts if any(p.has_penalties for p in params) else None
-        metadata = sampling.SamplingMetadata(*copy_to_device(fields, self.device))
-        return sampling.sample(logits, best, metadata, counts, last_tokens, any(p.has_top_k_or_top_p for p in params))
+        columns = copy_to_device(fields, self.device)
+        masks = None if constraints is None else columns.pop()
+        metadata = sampling.SamplingMetadata(*columns)
+        truncates = any(p.has_top_k_or_top_p for p in params)
+        return sampling.sample(logits, best, metadata, counts, masks, last_tokens, truncates)
 
     # -- on a CPU -----------------------------------------------------------------------------------------------------
 
     def _sample_with_torch(
-        self, logits: torch.Tensor, slots: Sequence[int], params: list[SamplingParams], best: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: Sequence[int],
+        params: list[SamplingParams],
+        constraints: Constraints | None,
+        best: torch.Tensor,
     ) -> torch.Tensor:
         keys = torch.tensor(self._noise_keys(slots))
+        if constraints is not None:
+            logits = apply_masks(logits, constraints.rows, torch.from_numpy(unpack(constraints.masks, self.vocab)))
+            best = logits.argmax(1)
         penalized = [row for row, p in enumerate(params) if p.has_penalties]
         if not penalized:
             return sample(logits, best, params, keys, self._noise)
@@ -254,11 +308,18 @@ class Sampler:
 
     # -- log-probabilities --------------------------------------------------------------------------------------------
 
-    def _output(self, logits: torch.Tensor, tokens: torch.Tensor, params: list[SamplingParams]) -> SamplerOutput:
+    def _output(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        params: list[SamplingParams],
+        failures: tuple[tuple[int, str], ...],
+    ) -> SamplerOutput:
         """Return the tokens with the log-probabilities that requests want."""
         logprob_rows = tuple((row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None)
         if not logprob_rows:
-            return SamplerOutput(tokens)
+            return SamplerOutput(tokens, failures=failures)
         index = self._index([row for row, _ in logprob_rows])
         alternatives = max(count for _, count in logprob_rows)
-        return SamplerOutput(tokens, logprob_rows, logprobs_of(logits[index], tokens[index, 0], alternatives))
+        logprobs = logprobs_of(logits[index], tokens[index, 0], alternatives)
+        return SamplerOutput(tokens, logprob_rows, logprobs, failures)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
 
+from shotcast.engine.grammar import Grammar
 from shotcast.errors import ConfigError
+
+MAX_LOGIT_BIAS = 1024
+"""The largest number of tokens whose logits a request changes."""
 
 MAX_LOGPROBS = 20
 """The largest number of alternatives that a request may ask for at each token."""
@@ -53,11 +57,26 @@ def _stop_token_set(tokens: Iterable[object]) -> frozenset[int]:
     return frozenset(ids)
 
 
+def _checked_bias(bias: object) -> tuple[tuple[int, float], ...]:
+    """Return the bias of each token, by token."""
+    pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ConfigError(f"logit_bias must map token ids to numbers, not {bias!r}")
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise ConfigError(f"logit_bias must hold at most {MAX_LOGIT_BIAS} tokens, not {len(pairs)}")
+    tokens = checked_token_ids((token for token, _ in pairs), "logit_bias")
+    for _, value in pairs:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise ConfigError(f"logit_bias must hold numbers from -100 to 100, not {value!r}")
+    return tuple(sorted(dict(zip(tokens, (float(value) for _, value in pairs), strict=True)).items()))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Parameters of sampling, and conditions that end the output.
 
-    They apply in the usual order: penalties first, then temperature, then top_k, top_p and min_p on what is left.
+    They apply in the usual order: logit_bias and penalties first, then temperature, then top_k, top_p and min_p on what
+    is left of the allowed tokens.
 
     Args:
         temperature: divides the logits; 0 always takes the likeliest token.
@@ -68,6 +87,13 @@ class SamplingParams:
         frequency_penalty: the same, multiplied by how often the output contains the token.
         repetition_penalty: divides the positive logits, and multiplies the others, of each token that the prompt or the
             output contains, from 0.001 to 10; it applies before the other penalties.
+        logit_bias: numbers from -100 to 100 that are added to the logits of at most MAX_LOGIT_BIAS tokens, by token;
+            kept as a tuple of pairs.
+        allowed_token_ids: the only tokens that are sampled, an end token among them or not; None allows all. Kept as a
+            tuple.
+        grammar: the language of the output, in which end tokens are allowed where the output may end.
+        min_tokens: no end token and none of ``stop_token_ids`` is sampled before this many tokens, and no stop string
+            is looked for in their text.
         seed: makes sampling repeatable; None samples differently each time.
         max_tokens: the largest number of output tokens; 0 computes the prompt alone.
         stop: a string or several that end the output, which then ends before them; kept as a tuple.
@@ -87,6 +113,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    grammar: Grammar | None = None
+    min_tokens: int = 0
     seed: int | None = None
     max_tokens: int = 256
     stop: Sequence[str] = ()
@@ -119,6 +149,18 @@ class SamplingParams:
         if self.seed is not None:
             require_int("seed", -(2**63), 2**63 - 1, "None or a whole number of 64 bits")
         require_int("max_tokens", 0, math.inf, "a whole number of at least 0")
+        require_int("min_tokens", 0, math.inf, "a whole number of at least 0")
+        if self.logit_bias != ():
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = tuple(dict.fromkeys(checked_token_ids(self.allowed_token_ids, "allowed_token_ids")))
+            if not allowed:
+                raise ConfigError("allowed_token_ids must hold at least one token id")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ConfigError(f"grammar must be a Grammar, not {self.grammar!r}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ConfigError("ignore_eos cannot be combined with a grammar, whose outputs end")
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"stop must be a string or several, none of them empty, not {self.stop!r}")
@@ -147,6 +189,25 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Return whether a presence, frequency or repetition penalty applies."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Return whether tokens are excluded, or their logits changed, beyond what the penalties do."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.grammar or self.min_tokens)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The tokens of ``logit_bias``, each with what is added to its logit."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
+    def named_tokens(self) -> Iterable[tuple[str, int]]:
+        """The largest token of each parameter that names tokens to sample, which must be in the vocabulary."""
+        if self.logit_bias:
+            yield "logit_bias", max(token for token, _ in self.biases)
+        if self.allowed_token_ids:
+            yield "allowed_token_ids", max(self.allowed_token_ids)
 
     @property
     def has_top_k_or_top_p(self) -> bool:

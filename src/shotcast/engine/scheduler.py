@@ -305,8 +305,15 @@ class Scheduler:
             return ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample, targets=targets)
         penalised = sequence.params.repetition_penalty != 1
         prompt = tuple(sequence.tokens[: sequence.prompt_length]) if penalised else ()
-        request = sequence.params, sequence.request_id, sequence.output, prompt
+        request = sequence.params, sequence.request_id, sequence.output, prompt, self._end_tokens(sequence)
         return ScheduledSequence(sequence.slot, start, tokens, blocks, True, do_sample, *request, targets)
+
+    def _end_tokens(self, sequence: SequenceState) -> tuple[int, ...]:
+        """Return the tokens that would end an output too early; () if it may have any length."""
+        params = sequence.params
+        if not params.min_tokens:
+            return ()
+        return (*(() if params.ignore_eos else self._eos), *params.stop_token_ids)
 
     @staticmethod
     def _wants_prompt(sequence: SequenceState) -> bool:
@@ -330,13 +337,16 @@ class Scheduler:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprob | None] | None = None,
         prompt_logprobs: Sequence[TokenLogprob] = (),
+        failures: Sequence[tuple[int, str]] = (),
     ) -> list[EngineCoreOutput]:
         """Process the results of plan ``number``: a token for each of its sequences that samples, in their order.
 
-        A request whose token is INVALID_TOKEN ends with an error, and its blocks in the cache are not used again.
+        A request whose token is INVALID_TOKEN ends with an error, and its blocks in the cache are not used again. One
+        that is among ``failures`` ends with that error.
 
         Args:
-            number, tokens, logprobs, prompt_logprobs: as in :class:`~shotcast.engine.outputs.ModelRunnerOutput`.
+            number, tokens, logprobs, prompt_logprobs, failures: as in
+                :class:`~shotcast.engine.outputs.ModelRunnerOutput`.
 
         Returns:
             The outputs of the requests that sampled, without those that had ended meanwhile.
@@ -359,10 +369,15 @@ class Scheduler:
             # A prompt that was preempted is computed again, maybe in other chunks.
             sequence.prompt_logprobs[start : start + count] = islice(entries, count)
         outputs = []
+        reasons = dict(failures)
         for index, (sequence, token) in enumerate(zip(sampling, tokens, strict=True)):
             if sequence.ended:
                 continue
             request_id, cached = sequence.request_id, sequence.num_cached or 0
+            if reason := reasons.get(index):
+                self._end(sequence)
+                outputs.append(EngineCoreOutput(request_id, (), None, "error", cached_tokens=cached, error=reason))
+                continue
             first = len(sequence.tokens) == sequence.prompt_length
             if token == INVALID_TOKEN or (first and any(isnan(entry.logprob) for entry in sequence.prompt_logprobs)):
                 self._blocks.withdraw(sequence.digests)

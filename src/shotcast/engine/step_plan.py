@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shotcast.engine.grammar import Grammar, Vocabulary
 from shotcast.engine.sampling_params import SamplingParams
 
 PENDING_TOKEN = -1
@@ -37,6 +38,7 @@ class ScheduledSequence(NamedTuple):
         params, request_id, output: with ``is_new``, the sampling parameters, the request, and the output so far (a
             preempted sequence returns with the tokens that it had sampled). Otherwise None, "" and ().
         prompt: with ``is_new`` and a repetition penalty, the tokens of the prompt; otherwise ().
+        end_tokens: with ``is_new`` and ``min_tokens``, the tokens that would end the output; otherwise ().
         targets: None where the step reports no log-probabilities of the prompt.
     """
 
@@ -50,6 +52,7 @@ class ScheduledSequence(NamedTuple):
     request_id: str = ""
     output: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
+    end_tokens: tuple[int, ...] = ()
     targets: PromptTargets | None = None
 
 
@@ -58,11 +61,14 @@ class StepPlan(NamedTuple):
 
     Attributes:
         stamped: on CUDA, if all sequences decode, the step's time and that of its communication are measured.
+        prepares: in a plan without sequences, what ranks that sample need for grammars: first the vocabulary, then each
+            grammar before its first request.
     """
 
     number: int
     sequences: tuple[ScheduledSequence, ...]
     stamped: bool = False
+    prepares: Vocabulary | Grammar | None = None
 
     @property
     def tokens(self) -> int:

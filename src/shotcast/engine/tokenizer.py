@@ -75,9 +75,35 @@ class Tokenizer:
         return () if end is None else (end,)
 
     @property
+    def chat_template(self) -> str:
+        """The source of the template of conversations with tools; "" if there is none."""
+        if not self._tokenizer.chat_template:
+            return ""
+        template: str = self._tokenizer.get_chat_template(tools=[{}])
+        return template
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The tokens that no text spells, by name."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {str(token): number for number, token in added if token.special}
+
+    @property
     def vocab_size(self) -> int:
         """The number of tokens of the tokenizer; the vocabulary of a model may be larger."""
         return len(self._tokenizer)
+
+    def to_json(self) -> str:
+        """Return the tokenizer in the JSON of Hugging Face's library of tokenizers.
+
+        Raises:
+            ConfigError: it is of another kind.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(f"{type(self._tokenizer).__name__} is no tokenizer of Hugging Face's fast kind")
+        text: str = backend.to_str()
+        return text
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the tokens of a text, with the token that begins a text if this tokenizer adds one.
@@ -105,6 +131,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return the tokens of a conversation by the model's chat template, up to where the answer begins.
 
@@ -112,6 +139,7 @@ class Tokenizer:
             messages: each with ``role`` and ``content``.
             variables: further variables of the template, by name, such as ``enable_thinking`` of Qwen3's.
             add_generation_prompt: end with the tokens that begin an answer.
+            tools: the functions that the answer may call, in OpenAI's format.
 
         Raises:
             ConfigError: the model has no template, or it refuses the messages or the variables.
@@ -126,6 +154,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 **variables,
             )
         except Exception as error:  # a template is a program, here with variables of any type

@@ -110,6 +110,17 @@ def token_noise(vocab: int) -> torch.Tensor:
     return scramble(torch.arange(vocab, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
 
 
+def apply_masks(logits: torch.Tensor, rows: list[int], allowed: torch.Tensor) -> torch.Tensor:
+    """Return the logits without those of tokens that are not allowed, in a new tensor.
+
+    Args:
+        logits: float32 [rows, vocab].
+        rows: the rows that are constrained.
+        allowed: bool [constrained rows, vocab].
+    """
+    return logits.index_copy(0, torch.tensor(rows), logits[rows].masked_fill_(~allowed, -torch.inf))
+
+
 def apply_penalties(
     logits: torch.Tensor, rows: list[int], params: list[SamplingParams], counts: torch.Tensor
 ) -> torch.Tensor:

@@ -84,6 +84,5 @@ def worker_loop(runner: ModelRunner, channel: WorkerChannel, reports: bool, chec
             return
         pending = runner.execute(plan)
         check()
-        if reports:
-            assert pending is not None
+        if reports and pending is not None:
             outstanding.append(pending)

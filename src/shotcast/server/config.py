@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, fields
 
 from shotcast.errors import ConfigError
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class ServerConfig:
             model's limit.
         max_body_bytes: bytes of the largest request body.
         ping_s: a stream that has sent nothing for this many seconds sends a comment; ``math.inf`` means never.
+        allowed_origins: origins of web pages that browsers let use the server, such as ``https://example.org``; ``*``
+            for all.
         drain_s: seconds that running requests have to finish after the server is told to stop.
     """
 
@@ -37,6 +42,7 @@ class ServerConfig:
     max_output_tokens: int | None = None
     max_body_bytes: int = 1 << 20
     ping_s: float = 15.0
+    allowed_origins: tuple[str, ...] = ()
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -50,6 +56,9 @@ class ServerConfig:
             raise ConfigError("api_key must be printable ASCII, at least one character")
         if self.served_model_name == "":
             raise ConfigError("served_model_name must not be empty; leave it out for the engine's name")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed_origins must be * or origins such as https://example.org, not {origin!r}")
         if not self.ping_s > 0:
             raise ConfigError(f"ping_s must be a number of seconds above 0, not {self.ping_s!r}")
         if not 0 <= self.drain_s < float("inf"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from shotcast.engine.grammar import Grammar
 from shotcast.engine.outputs import EngineStats, OutputCallback
 from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams
@@ -12,6 +13,16 @@ from shotcast.engine.sampling_params import SamplingParams
 
 class Tokenizer(Protocol):
     """Converts text to token ids and back. Two threads use it: the worker thread and that of the event loop."""
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the template of conversations with tools; "" if there is none."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The tokens that no text spells, by name."""
+        ...
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids of a text, with the special tokens that begin or end it unless told otherwise."""
@@ -27,9 +38,10 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return the tokens of a conversation by the model's chat template, up to where the answer begins.
 
@@ -37,6 +49,7 @@ class Tokenizer(Protocol):
             messages: each with ``role`` and ``content``.
             variables: further variables of the template, by name.
             add_generation_prompt: end with the tokens that begin an answer.
+            tools: the functions that the answer may call, in OpenAI's format.
 
         Raises:
             ConfigError: the model has no chat template, or the template refuses the conversation or the variables.
@@ -62,6 +75,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def vocab(self) -> int:
+        """The number of tokens that the model may sample."""
+        ...
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         ...
@@ -81,6 +99,14 @@ class Engine(Protocol):
 
         Raises:
             ConfigError: the prompt cannot be served.
+        """
+        ...
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Check that a grammar can be compiled. This is called on a thread, and takes a second at most.
+
+        Raises:
+            ConfigError: it cannot be compiled.
         """
         ...
 

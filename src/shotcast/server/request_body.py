@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from shotcast.engine.sampling_params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from shotcast.engine.grammar import Grammar, styled
+from shotcast.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.server.api_error import ApiError
 from shotcast.server.engine_protocol import Tokenizer
+from shotcast.server.tool_calls import Function, ToolFormat, calls_grammar, find_format
 
 MAX_STOP = 4
 """The largest number of stop strings of a request."""
@@ -30,26 +32,35 @@ most time."""
 _MAX_SHOWN = 64
 """Characters of a value or a name that an error message shows."""
 
-ROLES = ("system", "developer", "user", "assistant")
+MAX_TOOLS = 128
+"""The largest number of tools of a request."""
+
+MAX_ALLOWED_TOKENS = 65_536
+"""The largest number of allowed tokens of a request."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+"""The keys of ``structured_outputs``, of which a request gives one."""
+
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "web_search_options": (),
 }
-"""Parameters of OpenAI's API that are not supported, with the values (besides null) that are accepted since they
-request nothing."""
+"""Parameters of OpenAI's API that are not supported, or only for chats, with the values (besides null) that are
+accepted since they request nothing."""
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -119,6 +130,15 @@ class Body(RequestBody):
         f"a string or a list of at most {MAX_STOP} strings, each of at most {MAX_STOP_CHARACTERS} characters"
     )
     stop_token_ids: list[int] | None = _optional(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    min_tokens: int | None = _optional("a whole number of at least 0", ge=0)
+    logit_bias: dict[str, float] | None = _optional(
+        f"an object of at most {MAX_LOGIT_BIAS} token ids, each with a number from -100 to 100"
+    )
+    allowed_token_ids: list[int] | None = _optional(f"a list of 1 to {MAX_ALLOWED_TOKENS} token ids")
+    response_format: dict[str, Any] | None = _optional(
+        'an object with the type "text", "json_object" or "json_schema", and a json_schema with a schema'
+    )
+    structured_outputs: dict[str, Any] | None = _optional(f"an object with one of {', '.join(CONSTRAINTS)}")
     ignore_eos: bool | None = _optional("true or false")
     skip_special_tokens: bool | None = _optional("true or false")
     truncate_prompt_tokens: int | None = _optional("a whole number of at least 1, or -1 for what fits", ge=-1)
@@ -152,20 +172,79 @@ class Body(RequestBody):
     @field_validator("stop_token_ids", mode="plain")
     @classmethod
     def _check_stop_token_ids(cls, ids: object) -> object:
-        if ids is None:
+        return _checked_ids(cls, "stop_token_ids", ids, 0, MAX_STOP_TOKEN_IDS)
+
+    @field_validator("allowed_token_ids", mode="plain")
+    @classmethod
+    def _check_allowed_token_ids(cls, ids: object) -> object:
+        return _checked_ids(cls, "allowed_token_ids", ids, 1, MAX_ALLOWED_TOKENS)
+
+    @field_validator("logit_bias", mode="plain")
+    @classmethod
+    def _check_logit_bias(cls, bias: object) -> object:
+        if bias is None:
             return None
-        if not isinstance(ids, list) or len(ids) > MAX_STOP_TOKEN_IDS:
-            raise _wrong(cls, "stop_token_ids", "stop_token_ids", ids)
-        for number, token in enumerate(ids):
-            if type(token) is not int:
-                raise _wrong(cls, "stop_token_ids", f"stop_token_ids.{number}", token)
-        return ids
+        if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
+            raise _wrong(cls, "logit_bias", "logit_bias", bias)
+        for token, value in bias.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                raise _wrong(cls, "logit_bias", "logit_bias", token)
+            if type(value) not in (int, float) or not -100 <= value <= 100:
+                raise _wrong(cls, "logit_bias", f"logit_bias.{token}", value)
+        return bias
+
+    @field_validator("response_format", mode="plain")
+    @classmethod
+    def _check_response_format(cls, given: object) -> object:
+        if given is None:
+            return None
+        if not isinstance(given, dict) or given.get("type") not in ("text", "json_object", "json_schema"):
+            kind = given.get("type") if isinstance(given, dict) else given
+            raise _wrong(cls, "response_format", "response_format", kind)
+        schema = given.get("json_schema")
+        _require_known(given, ("type", "json_schema"), "response_format.")
+        if given["type"] != "json_schema":
+            return {"type": given["type"]}
+        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+            raise _wrong(cls, "response_format", "response_format.json_schema", schema)
+        _require_known(schema, ("name", "description", "schema", "strict"), "response_format.json_schema.")
+        if not isinstance(schema.get("strict"), bool | None):
+            raise _wrong(cls, "response_format", "response_format.json_schema.strict", schema["strict"])
+        return given
+
+    @field_validator("structured_outputs", mode="plain")
+    @classmethod
+    def _check_structured_outputs(cls, given: object) -> object:
+        if given is None:
+            return None
+        if not isinstance(given, dict):
+            raise _wrong(cls, "structured_outputs", "structured_outputs", given)
+        _require_known(given, CONSTRAINTS, "structured_outputs.")
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1:
+            raise bad_request("structured_outputs", f"structured_outputs must hold one of {', '.join(CONSTRAINTS)}")
+        ((name, value),) = given.items()
+        if name == "choice":
+            right = isinstance(value, list) and bool(value) and all(isinstance(one, str) and one for one in value)
+            accepted = "a list of strings, none of them empty"
+        elif name == "json_object":
+            right, accepted = value is True, "true"
+        elif name == "json":
+            if isinstance(value, str):
+                value = _json_object(value)
+            right, accepted = isinstance(value, dict), "a JSON schema, as an object or a string"
+        else:
+            right, accepted = isinstance(value, str) and bool(value), "a string that is not empty"
+        if not right:
+            path = f"structured_outputs.{name}"
+            raise bad_request("structured_outputs", f"{path} must be {accepted}, not {shown(value)}")
+        return {name: value}
 
     @field_validator("stream_options", mode="before")
     @classmethod
     def _check_stream_options(cls, options: object) -> object:
         if isinstance(options, dict):
-            _require_known(options, StreamOptions, "stream_options.")
+            _require_known(options, StreamOptions.model_fields, "stream_options.")
         return options
 
     @model_validator(mode="after")
@@ -174,7 +253,54 @@ class Body(RequestBody):
             raise bad_request("stream_options", "stream_options needs stream=true")
         if self.truncate_prompt_tokens == 0:
             raise _wrong(type(self), "truncate_prompt_tokens", "truncate_prompt_tokens", 0)
+        limit, most = self.output_limit
+        if most and self.min_tokens is not None and self.min_tokens > most:
+            raise bad_request(
+                "min_tokens", f"min_tokens must be at most {limit} ({most}), not {shown(self.min_tokens)}"
+            )
+        constraint = self.grammar_source
+        if self.structured_outputs is not None and constraint != "structured_outputs":
+            raise bad_request("structured_outputs", f"structured_outputs cannot be combined with {constraint}")
+        if constraint is not None and self.ignore_eos:
+            raise bad_request("ignore_eos", f"ignore_eos cannot be combined with {constraint}, whose outputs end")
         return self
+
+    @property
+    def grammar_source(self) -> str | None:
+        """The parameter that gives the grammar of the output."""
+        if self.response_format is not None and self.response_format["type"] != "text":
+            return "response_format"
+        return None if self.structured_outputs is None else "structured_outputs"
+
+    @property
+    def response_schema(self) -> dict[str, Any] | None:
+        """The schema of ``response_format``, with the style of JSON."""
+        if self.response_format is None or self.response_format["type"] == "text":
+            return None
+        given = self.response_format.get("json_schema", {"schema": {"type": "object"}})
+        return styled(given["schema"], given.get("strict") is True)
+
+    def grammar(self, tokenizer: Tokenizer) -> Grammar | None:
+        """Return the grammar of the output. This takes a while for a large one.
+
+        Raises:
+            ConfigError: it is too long, or cannot be read.
+        """
+        if (schema := self.response_schema) is not None:
+            return Grammar.json_schema(schema, strict=not schema["x-guidance"]["lenient"])
+        if self.structured_outputs is None:
+            return None
+        ((name, value),) = self.structured_outputs.items()
+        match name:
+            case "json":
+                return Grammar.json_schema(value)
+            case "regex":
+                return Grammar.regex(value)
+            case "choice":
+                return Grammar.choice(value)
+            case "grammar":
+                return Grammar.context_free(value)
+        return Grammar.json_object()
 
     @property
     def choices(self) -> int:
@@ -220,6 +346,8 @@ class Body(RequestBody):
         requested["max_tokens"] = self.output_limit
         requested["logprobs"] = self.alternatives
         requested["prompt_logprobs"] = self.prompt_alternatives
+        if self.logit_bias is not None:
+            requested["logit_bias"] = "logit_bias", {int(token): value for token, value in self.logit_bias.items()}
         values = {name: value for name, (_, value) in requested.items() if value is not None}
         for name, value in values.items():
             try:
@@ -328,13 +456,41 @@ class ChatBody(Body):
     messages: list[dict[str, Any]] = Field(description="a list of objects with role and content, at least one")
     chat_template_kwargs: dict[str, Any] | None = _optional("an object of variables of the model's chat template")
     max_completion_tokens: int | None = _optional("a whole number of at least 1", ge=1)
+    tools: list[dict[str, Any]] | None = _optional(f"a list of at most {MAX_TOOLS} functions")
+    tool_choice: str | dict[str, Any] | None = _optional(
+        '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+    )
+    parallel_tool_calls: bool | None = _optional("true or false")
     logprobs: bool | None = _optional("true or false")
     top_logprobs: int | None = _optional(f"a whole number from 0 to {MAX_LOGPROBS}")
 
     @field_validator("messages", mode="plain")
     @classmethod
-    def _check_messages(cls, messages: object) -> list[dict[str, str]]:
+    def _check_messages(cls, messages: object) -> list[dict[str, Any]]:
         return _checked_messages(cls, messages)
+
+    @field_validator("tools", mode="plain")
+    @classmethod
+    def _check_tools(cls, tools: object) -> object:
+        if tools is None:
+            return None
+        if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+            raise _wrong(cls, "tools", "tools", tools)
+        names = [_checked_tool(f"tools[{number}]", tool) for number, tool in enumerate(tools)]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise bad_request("tools", f"tools[{number}].function.name is that of another: {name!r}")
+        return tools
+
+    @field_validator("tool_choice", mode="plain")
+    @classmethod
+    def _check_tool_choice(cls, choice: object) -> object:
+        if choice is None or choice in ("none", "auto", "required"):
+            return choice
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(cls, "tool_choice", "tool_choice", choice)
+        return {"type": "function", "function": {"name": function["name"]}}
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -343,6 +499,14 @@ class ChatBody(Body):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise bad_request("max_tokens", "max_tokens and max_completion_tokens are the same limit, but differ")
+        if self.tool_choice not in (None, "none", "auto"):
+            if not self.tools:
+                raise bad_request("tool_choice", "tool_choice needs tools")
+            names = [function.name for function in self.functions]
+            if isinstance(self.tool_choice, dict) and (name := self.tool_choice["function"]["name"]) not in names:
+                near = difflib.get_close_matches(name[:_MAX_SHOWN], names, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise bad_request("tool_choice", f"there is no tool {shown(name)}{hint}")
         return self
 
     @property
@@ -355,8 +519,65 @@ class ChatBody(Body):
     def alternatives(self) -> tuple[str, int | None]:
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def uses_tools(self) -> bool:
+        """Return whether the model may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def functions(self) -> list[Function]:
+        """The functions that the model knows."""
+        found = []
+        for tool in self.tools or ():
+            function = tool["function"]
+            parameters = function.get("parameters") or {"properties": {}}
+            if not parameters.keys() & {"type", "$ref", "anyOf", "allOf", "oneOf"}:
+                parameters = {"type": "object", **parameters}
+            found.append(Function(function["name"], parameters, function.get("strict") is True))
+        return found
+
+    @property
+    def grammar_source(self) -> str | None:
+        if self.uses_tools and self.tool_choice not in (None, "auto"):
+            return "tool_choice"
+        if self.uses_tools and self.structured_outputs is not None:
+            return "tools"
+        return super().grammar_source
+
+    def tool_format(self, tokenizer: Tokenizer) -> ToolFormat | None:
+        """Return the format in which the model calls tools; None where it may call none.
+
+        Raises:
+            ApiError: status 400, if the model's chat template tells it no format that is known.
+        """
+        if not self.uses_tools:
+            return None
+        found = find_format(tokenizer.chat_template)
+        if found is None:
+            reason = "the model's chat template tells it no format of calls that this server knows"
+            raise bad_request("tools", f"tools are not supported: {reason} (Hermes, Llama 3.1, Mistral)")
+        return found
+
+    def grammar(self, tokenizer: Tokenizer) -> Grammar | None:
+        answer = self.response_schema
+        tool_format = self.tool_format(tokenizer)
+        must_call = self.tool_choice not in (None, "auto")
+        if tool_format is None or not (must_call or answer is not None):
+            return super().grammar(tokenizer)
+        named = self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+        functions = [function for function in self.functions if named in (None, function.name)]
+        several = self.parallel_tool_calls is not False and named is None
+        answer = None if must_call else answer
+        return calls_grammar(tool_format, functions, several, tokenizer.special_tokens, answer)
+
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        params = super().sampling(defaults)
+        # the markers of calls are special tokens of some models
+        return replace(params, skip_special_tokens=False) if self.uses_tools else params
+
     def tokenize(self, tokenizer: Tokenizer) -> list[list[int]]:
-        return [_conversation_tokens(tokenizer, self.messages, self.chat_template_kwargs, True)]
+        tools = self.tools if self.uses_tools else None
+        return [_conversation_tokens(tokenizer, self.messages, self.chat_template_kwargs, True, tools)]
 
 
 class TokenizeBody(RequestBody):
@@ -371,7 +592,7 @@ class TokenizeBody(RequestBody):
 
     @field_validator("messages", mode="plain")
     @classmethod
-    def _check_messages(cls, messages: object) -> list[dict[str, str]] | None:
+    def _check_messages(cls, messages: object) -> list[dict[str, Any]] | None:
         return None if messages is None else _checked_messages(cls, messages)
 
     @model_validator(mode="after")
@@ -413,7 +634,50 @@ class DetokenizeBody(RequestBody):
         return tokens
 
 
-def _checked_messages(body: type[BaseModel], messages: object) -> list[dict[str, str]]:
+def _checked_ids(body: type[BaseModel], param: str, ids: object, least: int, most: int) -> object:
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not least <= len(ids) <= most:
+        raise _wrong(body, param, param, ids)
+    for number, token in enumerate(ids):
+        if type(token) is not int:
+            raise _wrong(body, param, f"{param}.{number}", token)
+    return ids
+
+
+def _json_object(text: str) -> object:
+    """Return the JSON of a text; the text if it is none, or as long to read as no body may be."""
+    try:
+        return from_json(text) if _marks(text.encode(errors="replace")) <= MAX_PARTS else text
+    except ValueError:
+        return text
+
+
+def _checked_tool(name: str, tool: object) -> str:
+    """Return the name of a function after checking its description."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        given = tool.get("type") if isinstance(tool, dict) else tool
+        raise bad_request("tools", f'{name} must be an object with the type "function", not {shown(given)}')
+    _require_known(tool, ("type", "function"), f"{name}.")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise bad_request("tools", f"{name}.function must be an object, not {shown(function)}")
+    _require_known(function, ("name", "description", "parameters", "strict"), f"{name}.function.")
+    called = function.get("name")
+    if not isinstance(called, str) or not _FUNCTION_NAME.fullmatch(called):
+        accepted = "1 to 64 letters, digits, underscores, hyphens and dots"
+        raise bad_request("tools", f"{name}.function.name must be {accepted}, not {shown(called)}")
+    for field, kinds, accepted in (
+        ("description", str, "a string"),
+        ("parameters", dict, "a JSON schema"),
+        ("strict", bool, "true or false"),
+    ):
+        if not isinstance(value := function.get(field), kinds | None):
+            raise bad_request("tools", f"{name}.function.{field} must be {accepted}, not {shown(value)}")
+    return called
+
+
+def _checked_messages(body: type[BaseModel], messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise _wrong(body, "messages", "messages", messages)
     texts = []
@@ -426,20 +690,21 @@ def _checked_messages(body: type[BaseModel], messages: object) -> list[dict[str,
 
 def _conversation_tokens(
     tokenizer: Tokenizer,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[dict[str, Any]],
     variables: Mapping[str, Any] | None,
     add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     variables = variables or {}
     try:
         tokenizer.check_template_variables(variables)
     except ConfigError as error:
         raise bad_request("chat_template_kwargs", f"chat_template_kwargs: {error}") from error
-    return tokenizer.apply_chat_template(messages, variables, add_generation_prompt)
+    return tokenizer.apply_chat_template(messages, variables, add_generation_prompt, tools)
 
 
-def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
-    """Return the role and the content of a message, with the parts of the content joined.
+def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates read it: the parts of the content joined, and arguments of calls as objects.
 
     A developer is a system, the role that chat templates know. Clients send back the responses they got, with empty
     fields: null and empty lists are ignored.
@@ -451,23 +716,56 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, str]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise bad_request("messages", f"{name}.role must be one of {', '.join(ROLES)}, not {shown(role)}")
+    known = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}.get(role, ())
     for field, value in message.items():
-        if field not in ("role", "content") and value not in (None, []):
+        if field not in ("role", "content", *known) and value not in (None, []):
             raise bad_request("messages", f"{name}.{field[:_MAX_SHOWN]} is not supported")
+    rest: dict[str, Any] = {}
     if role == "developer":
         role = "system"
+    elif role == "tool":
+        rest["tool_call_id"] = message.get("tool_call_id")
+        if not isinstance(rest["tool_call_id"], str):
+            accepted = "the id of a call, a string"
+            raise bad_request("messages", f"{name}.tool_call_id must be {accepted}, not {shown(rest['tool_call_id'])}")
+    elif role == "assistant":
+        if message.get("tool_calls"):
+            rest["tool_calls"] = _past_calls(f"{name}.tool_calls", message["tool_calls"])
+            content = "" if content is None else content
+        if (thoughts := message.get("reasoning_content")) is not None:
+            rest["reasoning_content"] = _content(name, thoughts, "reasoning_content")
+    return {"role": role, "content": _content(name, content), **rest}
+
+
+def _past_calls(name: str, calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise bad_request("messages", f"{name} must be a list, not {shown(calls)}")
+    found = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        fields = [call.get("id"), function.get("name"), function.get("arguments")] if isinstance(function, dict) else []
+        if not fields or not all(isinstance(value, str) for value in fields):
+            accepted = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}} with strings'
+            raise bad_request("messages", f"{name}[{number}] must be {accepted}, not {shown(call)}")
+        arguments = _json_object(fields[2])
+        called = {"name": fields[1], "arguments": arguments if isinstance(arguments, dict) else fields[2]}
+        found.append({"id": fields[0], "type": "function", "function": called})
+    return found
+
+
+def _content(name: str, content: object, field: str = "content") -> str:
     if isinstance(content, str):
-        return {"role": role, "content": content}
+        return content
     if not isinstance(content, list):
-        raise bad_request("messages", f"{name}.content must be a string or a list of text parts, not {shown(content)}")
+        raise bad_request("messages", f"{name}.{field} must be a string or a list of text parts, not {shown(content)}")
     texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             accepted = '{"type": "text", "text": ...}'
-            raise bad_request("messages", f"{name}.content[{number}] must be {accepted}, not {shown(part)}")
+            raise bad_request("messages", f"{name}.{field}[{number}] must be {accepted}, not {shown(part)}")
         texts.append(text)
-    return {"role": role, "content": "".join(texts)}
+    return "".join(texts)
 
 
 AnyBody = TypeVar("AnyBody", bound=RequestBody)
@@ -488,10 +786,10 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     if not isinstance(values, dict):
         raise bad_request(None, f"the body must be a JSON object, not {shown(values)}")
     for name, accepted in UNSUPPORTED.items():
-        value = values.pop(name, None)
+        value = None if name in kind.model_fields else values.pop(name, None)
         if value is not None and value not in accepted:
             raise bad_request(name, f"{name} is not supported", "unsupported_parameter")
-    _require_known(values, kind)
+    _require_known(values, kind.model_fields)
     try:
         return kind.model_validate(values)
     except ValidationError as error:  # at most one for each parameter, since all lists are validated by hand
@@ -511,12 +809,12 @@ def _marks(text: bytes) -> int:
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
-def _require_known(values: dict[str, Any], kind: type[BaseModel], prefix: str = "") -> None:
-    """Raise ApiError for the first key that is no field of ``kind``, with the field that is nearest to it."""
+def _require_known(values: dict[str, Any], known: Collection[str], prefix: str = "") -> None:
+    """Raise ApiError for the first key that is not known, with the one that is nearest to it."""
     for name in values:
-        if name not in kind.model_fields:
+        if name not in known:
             path = prefix + (name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")
-            near = difflib.get_close_matches(name[:_MAX_SHOWN], kind.model_fields, 1)
+            near = difflib.get_close_matches(name[:_MAX_SHOWN], known, 1)
             hint = f"; did you mean {prefix}{near[0]}?" if near else ""
             raise bad_request(path, f"there is no parameter {path}{hint}", "unknown_parameter")
 

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from shotcast.engine.outputs import RequestOutput, TokenLogprob
+from shotcast.server.answers import BEGIN, END, Answer, Thoughts
 from shotcast.server.engine_protocol import Tokenizer
 from shotcast.server.request_body import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from shotcast.server.tool_calls import ToolCall, ToolParser
 
 MIN_LOGPROB = -9999.0
 """OpenAI's log-probability of an impossible token: JSON has no minus infinity."""
+
+_PROMPT_END = 8
+"""Tokens at the end of a prompt among which the mark that begins thoughts may be."""
 
 _PIECE = 512
 """Items of a list that are encoded at a time."""
@@ -64,7 +69,9 @@ class ApiResponse(ABC, Generic[B]):
             return []
         choices = self._opening(number) if number not in self._sent else []
         self._sent[number] = sent
-        choices.append(self._chunk_choice(number, output, text, logprobs, sent))
+        choice = self._chunk_choice(number, output, text, logprobs, sent)
+        if choice.get("delta") != {} or logprobs or output.finished:
+            choices.append(choice)
         sent.text += len(text)
         sent.tokens += len(logprobs)
         usage = {"usage": None} if self._body.include_usage else {}
@@ -214,27 +221,71 @@ class CompletionResponse(ApiResponse[CompletionBody]):
 
 
 class ChatCompletionResponse(ApiResponse[ChatBody]):
-    """The response of ``/v1/chat/completions``."""
+    """The response of ``/v1/chat/completions``.
+
+    Raises:
+        ApiError: status 400, if the model cannot call the tools of the request.
+    """
 
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, model: str, tokenizer: Tokenizer):
+        super().__init__(body, model, tokenizer)
+        self._tool_format = body.tool_format(tokenizer)
+        self._names = frozenset(function.name for function in body.functions)
+        # an output by a grammar has no thoughts
+        self._thinks = END in tokenizer.chat_template and body.grammar_source is None
+        self._begun = False  # the prompt ends with the mark that begins thoughts
+        self._answers: dict[int, Answer] = {}
+
+    def prepare(self, prompts: Sequence[Sequence[int]]) -> None:
+        if self._thinks:
+            end = self._tokenizer.decode(prompts[0][-_PROMPT_END:], skip_special=False)
+            self._begun = end.rstrip().endswith(BEGIN)
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def _complete_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        finish = _finish_fields(output)
+        if (answer := self._new_answer()) is not None:
+            answer.push(output.text, last=True)
+            message["content"] = answer.content or (None if answer.calls else "")
+            if answer.reasoning:
+                message["reasoning_content"] = answer.reasoning
+            if answer.calls:
+                message["tool_calls"] = [_call(call) for call in answer.calls]
+                finish |= _called(output)
         return {
             "index": number,
             "message": message,
             "logprobs": self._logprobs(_text_logprobs(output)),
-        } | _finish_fields(output)
+        } | finish
 
     def _chunk_choice(
         self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], sent: _Sent
     ) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
-        return {"index": number, "delta": delta, "logprobs": self._logprobs(logprobs)} | _finish_fields(output)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        finish = _finish_fields(output)
+        if number not in self._answers and (made := self._new_answer()) is not None:
+            self._answers[number] = made
+        if (answer := self._answers.get(number)) is not None:
+            delta = _delta(answer, text, output.finished)
+            if answer.calls:
+                finish |= _called(output)
+        return {"index": number, "delta": delta, "logprobs": self._logprobs(logprobs)} | finish
+
+    def _new_answer(self) -> Answer | None:
+        """Return what divides an output into its parts; None where all of it is content."""
+        if self._tool_format is None and not self._thinks:
+            return None
+        thoughts = Thoughts(self._begun) if self._thinks else None
+        if self._tool_format is None:
+            return Answer(thoughts, None)
+        several = self._body.parallel_tool_calls is not False
+        return Answer(thoughts, ToolParser(self._tool_format, self._names, several))
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -254,6 +305,34 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
             "logprob": _json_logprob(logprob),
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
+
+
+def _delta(answer: Answer, text: str, last: bool) -> dict[str, Any]:
+    """Return what the next piece of an output adds to thoughts, content and calls."""
+    reasoning, content = len(answer.reasoning), len(answer.content)
+    calls = [len(call.arguments) for call in answer.calls]
+    answer.push(text, last)
+    delta: dict[str, Any] = {}
+    if len(answer.reasoning) > reasoning:
+        delta["reasoning_content"] = answer.reasoning[reasoning:]
+    if len(answer.content) > content:
+        delta["content"] = answer.content[content:]
+    grown = []
+    for index, call in enumerate(answer.calls):
+        if index >= len(calls):
+            grown.append({"index": index} | _call(call))
+        elif len(call.arguments) > calls[index]:
+            grown.append({"index": index, "function": {"arguments": call.arguments[calls[index] :]}})
+    return delta | ({"tool_calls": grown} if grown else {})
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _called(output: RequestOutput) -> dict[str, Any]:
+    """Return the finish reason of an output with calls, unless it has another than its end."""
+    return {"finish_reason": "tool_calls"} if output.finish_reason == "stop" else {}
 
 
 def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> bytes:

@@ -7,9 +7,11 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from shotcast.engine.grammar import Grammar
 from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.requests import CheckedPrompt, max_output_tokens
 from shotcast.engine.sampling_params import SamplingParams
@@ -54,6 +56,7 @@ class Service:
         # each kind, since some tokenizers are not thread-safe, and the event loop shares the interpreter with them.
         self._parsing = ThreadPoolExecutor(1, "parse")
         self._tokenizing = ThreadPoolExecutor(1, "tokenize")
+        self._compiling = ThreadPoolExecutor(1, "compile")
         self._bodies = 0  # that are being parsed, or wait for it
 
     def check(self, dead_status: int = 500) -> None:
@@ -105,8 +108,11 @@ class Service:
             ApiError: the request cannot be served, or failed.
         """
         params = body.sampling(self.engine.sampling_defaults)
+        _check_tokens(params, self.engine.vocab)
         with self._admit(body) as sequences:
             try:
+                if body.grammar_source is not None:
+                    params = replace(params, grammar=await self._grammar(body))
                 jobs = await self.with_tokenizer(partial(self._jobs, body, params, prepare))
                 async with aclosing(sequences.run(jobs, request_id)) as updates:
                     async for update in updates:
@@ -115,6 +121,20 @@ class Service:
                 raise _dead_error(error) from error
             except ConfigError as error:
                 raise bad_request(body.PROMPT, str(error)) from error
+
+    async def _grammar(self, body: Body) -> Grammar | None:
+        """Return the grammar of the output, once it is known that it can be compiled."""
+
+        def compiled() -> Grammar | None:
+            grammar = body.grammar(self.engine.tokenizer)
+            if grammar is not None:
+                self.engine.check_grammar(grammar)
+            return grammar
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compiling, compiled)
+        except ConfigError as error:
+            raise bad_request(body.grammar_source, f"{body.grammar_source}: {error}") from error
 
     def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[list[list[int]]], None] | None) -> list[Job]:
         """Return the jobs of all choices of all prompts."""
@@ -235,6 +255,7 @@ class Service:
         """Stop the threads."""
         self._parsing.shutdown(wait=False)
         self._tokenizing.shutdown(wait=False)
+        self._compiling.shutdown(wait=False)
 
 
 _FAILED = "abort", "error"
@@ -308,6 +329,13 @@ class _Sequences:
 def _choice_seed(seed: int | None, number: int) -> int | None:
     """Return the seed of a choice. Choices differ from each other, but repeat when the request is repeated."""
     return None if seed is None else (seed + number + 2**63) % 2**64 - 2**63  # the sum stays within 64 bits
+
+
+def _check_tokens(params: SamplingParams, vocab: int) -> None:
+    """Raise ApiError if a parameter names a token to sample that the model does not have."""
+    for name, token in params.named_tokens:
+        if token >= vocab:
+            raise bad_request(name, f"{name} holds {token}; its token ids must be from 0 to {vocab - 1}")
 
 
 def _queue_full(reason: str) -> ApiError:

@@ -1,6 +1,6 @@
 """Sampling of one token for each row of logits, each row with its own parameters.
 
-Two launches; three if a row has top_k or top_p, and one more if a row has penalties.
+Two launches; three if a row has top_k or top_p, and one more if a row has penalties or is constrained.
 
     distance = (largest logit - logit) * (1 / temperature)
     weight   = exp(-distance)
@@ -10,7 +10,7 @@ Two launches; three if a row has top_k or top_p, and one more if a row has penal
 This is the Gumbel-max trick. Nothing is sorted. In the order of (distance, token), top_k and top_p keep the tokens up
 to a threshold:
 
-1. :func:`penalised_max_kernel`, with penalties: the largest logit after penalties.
+1. :func:`penalised_max_kernel`, with penalties or constraints: the largest logit after these.
 2. :func:`histogram_kernel`, with top_k or top_p: the number and the weight of the tokens in each of BINS ranges of
    distances.
 3. :func:`candidates_kernel`: the histogram tells which bins may hold the threshold. Tokens in the bins before these
@@ -41,6 +41,7 @@ from shotcast.kernels.triton.sampling_scores import (
     argmax_key,
     distances,
     has_penalties,
+    is_adjusted,
     key_token,
     key_value,
     load_largest,
@@ -84,7 +85,8 @@ class SamplingMetadata(NamedTuple):
     """The sampling parameters of each row. A greedy row has ``top_k`` 0 and ``top_p`` 1.
 
     Attributes:
-        integers: int32 [rows, 4]: slot; top_k, 0 for all tokens; two words that key the noise.
+        integers: int32 [rows, 5]: slot; top_k, 0 for all tokens; two words that key the noise; the row of the masks, -1
+            for a row without constraints.
         reals: float32 [rows, 6]: 1 / temperature, 0 for greedy; the distance beyond which min_p drops tokens; presence
             and frequency penalty; the distance beyond which top_p keeps no token; repetition penalty.
         top_p: float64 [rows].
@@ -111,11 +113,11 @@ def token_range(VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def penalised_max_kernel(logits, counts, integers, reals, state, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Program (row, part): find the :func:`argmax_key` of the largest logit of a row with penalties."""
+def penalised_max_kernel(logits, counts, masks, integers, reals, state, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Program (row, part): find the :func:`argmax_key` of the largest logit of an adjusted row."""
     row = tl.program_id(0).to(tl.int64)
-    row_data = load_row(logits, counts, integers, reals, row, VOCAB)
-    if has_penalties(row_data):
+    row_data = load_row(logits, counts, masks, integers, reals, row, VOCAB)
+    if is_adjusted(row_data):
         first, end = token_range(VOCAB, TILE)
         largest = tl.full([TILE], LOWEST_KEY, tl.int64)
         for start in range(first, end, TILE):
@@ -128,7 +130,7 @@ def penalised_max_kernel(logits, counts, integers, reals, state, VOCAB: tl.const
 
 @triton.jit
 def histogram_kernel(
-    logits, best, counts, integers, reals, top_p, state, bins, VOCAB: tl.constexpr, TILE: tl.constexpr
+    logits, best, counts, masks, integers, reals, top_p, state, bins, VOCAB: tl.constexpr, TILE: tl.constexpr
 ):
     """Program (row, part): add the tokens of a row with top_k or top_p to its bins, [2, BINS]: numbers and weights.
 
@@ -137,7 +139,7 @@ def histogram_kernel(
     row = tl.program_id(0).to(tl.int64)
     k, p, truncates = load_top_k_top_p(integers, top_p, row)
     if truncates:
-        row_data = load_row(logits, counts, integers, reals, row, VOCAB)
+        row_data = load_row(logits, counts, masks, integers, reals, row, VOCAB)
         largest, _ = load_largest(row_data, best, state, row)
         top_p_distance = tl.load(reals + row * REALS + 4)
         row_bins = bins + row * (2 * BINS)
@@ -163,6 +165,7 @@ def candidates_kernel(
     logits,
     best,
     counts,
+    masks,
     integers,
     reals,
     top_p,
@@ -176,7 +179,7 @@ def candidates_kernel(
 ):
     """Program (row, part): find the best score before the threshold bins, and list the tokens in these bins."""
     row = tl.program_id(0).to(tl.int64)
-    row_data = load_row(logits, counts, integers, reals, row, VOCAB)
+    row_data = load_row(logits, counts, masks, integers, reals, row, VOCAB)
     if row_data[4] > 0:
         k, p, truncates = load_top_k_top_p(integers, top_p, row)
         first_bin, last_bin = tl.full([], BINS, tl.int32), tl.full([], BINS, tl.int32)
@@ -215,6 +218,7 @@ def finish_kernel(
     logits,
     best,
     counts,
+    masks,
     integers,
     reals,
     top_p,
@@ -230,7 +234,7 @@ def finish_kernel(
 ):
     """Program (row): write its token to ``out`` and ``last_tokens``, and count it if the row has penalties."""
     row = tl.program_id(0).to(tl.int64)
-    row_data = load_row(logits, counts, integers, reals, row, VOCAB)
+    row_data = load_row(logits, counts, masks, integers, reals, row, VOCAB)
     largest, token = load_largest(row_data, best, state, row)
     if row_data[4] > 0:
         winner = tl.load(state + row * STATE + 1)
@@ -274,6 +278,7 @@ def sample(
     best: torch.Tensor,
     metadata: SamplingMetadata,
     counts: torch.Tensor | None,
+    masks: torch.Tensor | None,
     last_tokens: torch.Tensor,
     truncates: bool,
 ) -> torch.Tensor:
@@ -286,6 +291,8 @@ def sample(
         metadata: the sampling parameters of the rows, on the device; no slot occurs twice.
         counts: int32 [slots, vocab], occurrences of each token in each output, and 2^30 more for tokens of prompts of
             rows with a repetition penalty; None if no row has penalties.
+        masks: int32 [constrained rows, ceil(vocab / 32)]: bit ``token % 32`` of word ``token // 32`` says that the
+            token is allowed; None if no row is constrained. ``best`` need not hold for constrained rows.
         last_tokens: int64 [slots or more].
         truncates: whether any row has top_k or top_p.
 
@@ -295,13 +302,14 @@ def sample(
     rows, vocab = logits.shape
     out = torch.empty_like(best)
     parts = min(triton.cdiv(vocab, TILE), triton.cdiv(PROGRAMS_PER_SM * num_sms(logits.device), rows))
-    # Without truncation or penalties nothing reads these tensors; but other types would need other compiled kernels.
+    # Where no row needs them, nothing reads these tensors; but other types would need other compiled kernels.
     bins = torch.zeros((rows, 2, BINS.value) if truncates else 1, dtype=torch.int64, device=logits.device)
     lists = torch.empty((rows, CAPACITY) if truncates else 1, dtype=torch.int64, device=logits.device)
-    parameters = (metadata.integers if counts is None else counts), metadata.integers, metadata.reals
+    tables = (metadata.integers if table is None else table for table in (counts, masks))
+    parameters = *tables, metadata.integers, metadata.reals
     options = OPTIONS | {"num_warps": WARPS}
     bits = (vocab - 1).bit_length()
-    if counts is not None:
+    if counts is not None or masks is not None:
         penalised_max_kernel[(rows, parts)](logits, *parameters, metadata.state, vocab, TILE, **options)
     if truncates:
         histogram_kernel[(rows, parts)](

@@ -17,7 +17,7 @@ BOUND_OFFSET = tl.constexpr((127 + 31) * math.log(2.0) + 0.01)
 """Constants of :func:`score_bound`; 0.01 exceeds all rounding errors together."""
 LOWEST_KEY = tl.constexpr(-(2**63) + 2**31 - 1)
 """A key below all other keys of :func:`argmax_key`; its token is 0."""
-INTEGERS, REALS, STATE = tl.constexpr(4), tl.constexpr(6), tl.constexpr(3)
+INTEGERS, REALS, STATE = tl.constexpr(5), tl.constexpr(6), tl.constexpr(3)
 """Numbers of columns of the tensors of :class:`shotcast.kernels.triton.sampling.SamplingMetadata`."""
 
 
@@ -101,10 +101,11 @@ def score_key(distance, token, bits):
 
 
 @triton.jit
-def load_row(logits, counts, integers, reals, row, VOCAB: tl.constexpr):
-    """Return pointers to a row's logits and counts, its presence and frequency penalties, 1 / its temperature, and its
-    repetition penalty."""
+def load_row(logits, counts, masks, integers, reals, row, VOCAB: tl.constexpr):
+    """Return pointers to a row's logits and counts, its presence and frequency penalties, 1 / its temperature, its
+    repetition penalty, a pointer to its mask, and whether it is constrained."""
     slot = tl.load(integers + row * INTEGERS).to(tl.int64)
+    mask = tl.load(integers + row * INTEGERS + 4)
     row_reals = reals + row * REALS
     return (
         logits + row * VOCAB,
@@ -113,6 +114,8 @@ def load_row(logits, counts, integers, reals, row, VOCAB: tl.constexpr):
         tl.load(row_reals + 3),
         tl.load(row_reals),
         tl.load(row_reals + 5),
+        masks + mask.to(tl.int64) * ((VOCAB + 31) // 32),
+        mask >= 0,
     )
 
 
@@ -123,9 +126,15 @@ def has_penalties(row_data):
 
 
 @triton.jit
+def is_adjusted(row_data):
+    """Return whether a row has penalties or is constrained, so that its likeliest token may not be the model's."""
+    return has_penalties(row_data) | row_data[7]
+
+
+@triton.jit
 def penalised_logits(row_data, token, inside):
-    """Return logits after penalties; minus infinity where not ``inside``."""
-    logits, counts, presence, frequency, _, repetition = row_data
+    """Return logits after penalties; minus infinity where not ``inside``, and for tokens that are not allowed."""
+    logits, counts, presence, frequency, _, repetition, mask, constrained = row_data
     value = tl.load(logits + token, mask=inside, other=float("-inf"))
     if has_penalties(row_data):
         count = tl.load(counts + token, mask=inside, other=0)
@@ -133,13 +142,16 @@ def penalised_logits(row_data, token, inside):
         value = tl.where(count != 0, scaled, value)
         count = count & 0x3FFFFFFF  # the next bit says that the prompt has the token
         value = value - (tl.where(count > 0, presence, 0.0) + count.to(tl.float32) * frequency)
+    if constrained:
+        word = tl.load(mask + (token >> 5), mask=inside, other=0)
+        value = tl.where(((word >> (token & 31)) & 1) == 1, value, float("-inf"))
     return value
 
 
 @triton.jit
 def load_largest(row_data, best, state, row):
-    """Return the row's largest logit after penalties, and its token."""
-    if has_penalties(row_data):
+    """Return the row's largest logit of an allowed token, after penalties, and that token."""
+    if is_adjusted(row_data):
         key = tl.load(state + row * STATE)
         token = key_token(key)
         value = key_value(key)

@@ -1,0 +1,200 @@
+"""Grammars that outputs must belong to, and their compilation by the library llguidance.
+
+Masks are bounded by the library's counts of work rather than by time, so all ranks agree on them. The time of a
+compilation is bounded by ``engine/grammar_check.py``, before any rank sees the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shotcast import extras
+from shotcast.errors import ConfigError
+
+MAX_GRAMMAR_BYTES = 1 << 16
+"""The longest grammar: the time to compile some schemas grows with the square of their length."""
+
+MAX_STEP_ITEMS = 20_000
+"""Items of the parser at one token; the library counts about 20,000 in a millisecond."""
+
+_MAX_COMPILED = 64
+"""Compiled grammars that are kept."""
+
+_MAX_REASON = 300
+"""Characters of the library's error messages that are shown."""
+
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""The style of JSON: on one line, since a model that may write spaces may never stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The language of an output.
+
+    Args:
+        text: a grammar in llguidance's variant of Lark, or its JSON for several grammars.
+
+    Raises:
+        ConfigError: the grammar is longer than MAX_GRAMMAR_BYTES.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise ConfigError("a grammar must not be empty")
+        if (size := len(self.text.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
+            raise ConfigError(f"the grammar takes {size} bytes; it may take {MAX_GRAMMAR_BYTES}")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any], strict: bool = True) -> Grammar:
+        """Return the grammar of the JSON values, on one line, that a schema describes.
+
+        Args:
+            schema: a JSON schema.
+            strict: refuse keywords that cannot be enforced; False ignores them.
+        """
+        return cls(json.dumps({"grammars": [{"json_schema": styled(schema, strict)}]}))
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Return the grammar of all JSON objects."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """Return the grammar of a few texts."""
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ConfigError("a choice must be of one text or more, none of them empty")
+        return cls("start: " + " | ".join(map(lark_text, texts)))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Return the grammar of the texts that a regular expression matches as a whole.
+
+        Raises:
+            ConfigError: the library is missing.
+        """
+        return cls(str(_library().LLMatcher.grammar_from_regex(cls(pattern).text)))
+
+    @classmethod
+    def context_free(cls, text: str) -> Grammar:
+        """Return a grammar in Lark's or GBNF's notation, which names its first rule ``start`` or ``root``.
+
+        Raises:
+            ConfigError: the grammar cannot be read, or the library is missing.
+        """
+        cls(text)  # before anything reads it
+        try:
+            return cls(str(_library().grammar_from("grammar", text)))
+        except ValueError as error:
+            raise ConfigError(f"the grammar cannot be read: {str(error)[:_MAX_REASON]}") from error
+
+
+def styled(schema: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+    """Return a schema with the style of JSON that :meth:`Grammar.json_schema` gives."""
+    return {**schema, "x-guidance": _JSON_STYLE | {"lenient": not strict}}
+
+
+def lark_text(text: str) -> str:
+    """Return a text as grammars quote it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer, for the compilation of grammars. The client sends it to all ranks.
+
+    Attributes:
+        tokenizer: in the JSON of Hugging Face's library of tokenizers.
+        size: columns of the logits, at least as many as there are tokens.
+        end_tokens: the tokens that end a text; without any there are no grammars.
+    """
+
+    tokenizer: str
+    size: int
+    end_tokens: tuple[int, ...]
+
+
+class GrammarCompiler:
+    """Compiles grammars, and keeps those that were compiled last. Several threads may use it.
+
+    Matchers allow the first end token of the vocabulary where an output may end.
+
+    Args:
+        vocabulary: the tokens of the outputs.
+
+    Raises:
+        ConfigError: the library is missing, or cannot read the tokenizer.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        library = _library()
+        if not vocabulary.end_tokens:
+            raise ConfigError("the model has no end token, with which an output by a grammar could end")
+        try:
+            self._tokenizer = library.LLTokenizer(
+                vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.end_tokens[0]
+            )
+        except Exception as error:  # the library raises errors of several types
+            raise ConfigError(f"this tokenizer supports no grammars: {str(error)[:_MAX_REASON]}") from error
+        self._limits = library.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
+        self._words = -(-vocabulary.size // 32)
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, grammar: Grammar) -> Any:
+        """Return a new matcher of the library, at the beginning of an output.
+
+        Raises:
+            ConfigError: the grammar is wrong, or too much work.
+        """
+        return self.compile(grammar).deep_copy()
+
+    def compile(self, grammar: Grammar) -> Any:
+        """Compile a grammar, unless that was done before. The library does not hold the interpreter.
+
+        Raises:
+            ConfigError: as of :meth:`matcher`.
+        """
+        with self._lock:
+            matcher = self._compiled.get(grammar.text)
+        if matcher is None:
+            matcher = _library().LLMatcher(self._tokenizer, grammar.text, limits=self._limits, log_level=0)
+            mask = np.zeros(self._words, np.int32)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                raise ConfigError(f"the grammar cannot be compiled: {reason_of(matcher)}")
+        with self._lock:
+            self._compiled[grammar.text] = matcher
+            self._compiled.move_to_end(grammar.text)
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+
+def mask_executor(threads: int) -> Any:
+    """Return the library's threads, one at least, that compute the masks of several matchers at once."""
+    return _library().LLExecutor(num_threads=max(1, threads))
+
+
+def reason_of(matcher: Any) -> str:
+    """Return why a matcher has failed, in one line."""
+    reason = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
+    if reason.startswith("NoExtension"):
+        return "no tokens of the model spell what has to follow"
+    return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
+
+
+def _library() -> Any:
+    extras.require("engine", "a grammar")
+    import llguidance
+
+    return llguidance

@@ -1,0 +1,248 @@
+"""The tokens that each slot may sample next: packed masks from grammars, allowed tokens and the least length.
+
+A mask has one bit per token. Those of grammars are computed on a thread as soon as the token before is on the host, so
+beside the next step, whose sampling waits for them. Each rank that samples computes them from its own tokens, which are
+the same on all of these ranks; so are the masks, since the library bounds its work by counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shotcast.collectives.rank_device import local_world_size
+from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary, mask_executor, reason_of
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.transfer import HostCopy
+from shotcast.errors import ConfigError
+from shotcast.hardware.detect import available_cores
+
+Words = npt.NDArray[np.int32]
+
+MAX_MASK_THREADS = 8
+"""Threads of a rank that compute masks; a mask takes about 0.1 ms."""
+
+NO_TOKEN_LEFT = "no token may follow: grammar, allowed_token_ids and min_tokens together leave none"
+
+
+class Constraints(NamedTuple):
+    """The constrained rows of a step.
+
+    Attributes:
+        rows: their numbers, ascending.
+        masks: int32 [rows, words]: bit ``token % 32`` of word ``token // 32`` says that the token is allowed.
+        biased: indices of logits, counted through all rows of the step, and what is added to each.
+        failures: rows whose output cannot continue, and why; all tokens are allowed there.
+    """
+
+    rows: list[int]
+    masks: Words
+    biased: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+    failures: tuple[tuple[int, str], ...]
+
+
+@dataclass(slots=True)
+class _SlotState:
+    """The constraints of one request.
+
+    Attributes:
+        slot: its slot.
+        allowed: the mask of ``allowed_token_ids``; None allows all.
+        banned: the mask of the tokens that would end the output, for its first ``min_tokens``.
+        bias: tokens and what is added to their logits.
+        grammar: its grammar.
+        matcher: where the output is in it; None until it is compiled.
+        failure: why the matcher cannot continue.
+        ready: done once the mask of the next token is in the table.
+    """
+
+    slot: int
+    allowed: Words | None
+    banned: Words
+    min_tokens: int
+    bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+    grammar: Grammar | None
+    matcher: Any = None
+    failure: str = ""
+    ready: Future[None] | None = None
+
+    def applies(self, position: int) -> bool:
+        """Return whether the next token of an output with ``position`` tokens is constrained."""
+        lasting = self.grammar is not None or self.allowed is not None or len(self.bias[0])
+        return bool(lasting) or position < self.min_tokens
+
+
+class TokenConstraints:
+    """The constraints of all slots of a rank.
+
+    Args:
+        slots: slots are 0 to ``slots - 1``.
+        vocab: columns of the logits.
+    """
+
+    def __init__(self, slots: int, vocab: int):
+        self.vocab = vocab
+        self._every_token = pack(range(vocab), vocab)
+        self._states: dict[int, _SlotState] = {}
+        self._table = np.zeros((slots, len(self._every_token)), np.int32)
+        self._compiler: GrammarCompiler | ConfigError = ConfigError("the model's tokenizer supports no grammars")
+        self._executor: Any = None
+        self._end_tokens: tuple[int, ...] = ()
+        # Two threads, so that the outputs of other grammars go on while one is compiled.
+        self._compiling = ThreadPoolExecutor(1, "shotcast-compile")
+        self._masking = ThreadPoolExecutor(1, "shotcast-masks")
+
+    def prepare(self, preparation: Vocabulary | Grammar) -> None:
+        """Prepare for grammars over a vocabulary, or for requests with a grammar."""
+        if isinstance(preparation, Vocabulary):
+            self._compiling.submit(self._make_compiler, preparation)
+        else:
+            self._compiling.submit(self._compile, preparation)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._compiling.shutdown()
+        self._masking.shutdown()
+
+    def assign(self, slot: int, params: SamplingParams, output: Sequence[int], end_tokens: Sequence[int]) -> None:
+        """Assign a slot to a request, of which ``output`` is known, and which ``end_tokens`` would end."""
+        before = self._states.pop(slot, None)
+        if not params.is_constrained:
+            return
+        allowed = None if params.allowed_token_ids is None else pack(params.allowed_token_ids, self.vocab)
+        tokens, values = zip(*params.biases, strict=True) if params.biases else ((), ())
+        state = self._states[slot] = _SlotState(
+            slot,
+            allowed,
+            pack([token for token in end_tokens if token < self.vocab], self.vocab),
+            params.min_tokens,
+            (np.array(tokens, np.int64), np.array(values, np.float32)),
+            params.grammar,
+        )
+        if state.grammar is not None:
+            state.ready = self._compiling.submit(
+                self._start, state, list(output), None if before is None else before.ready
+            )
+
+    def next(self, slots: Sequence[int], positions: Sequence[int]) -> Constraints | None:
+        """Return the constraints of the rows of a step; None if there are none. This waits for grammars.
+
+        Args:
+            slots: the slot of each row.
+            positions: how many tokens the output of each slot has.
+        """
+        if not self._states:
+            return None
+        found = ((row, self._states.get(slot)) for row, slot in enumerate(slots))
+        states = [(row, s) for row, s in found if s is not None and s.applies(positions[s.slot])]
+        if not states:
+            return None
+        for _, state in states:
+            if state.ready is not None:
+                state.ready.result()
+        masks = self._table[[state.slot for _, state in states]]
+        for mask, (_, state) in zip(masks, states, strict=True):
+            if state.grammar is None:
+                mask[:] = self._every_token
+            if state.allowed is not None:
+                mask &= state.allowed
+            if positions[state.slot] < state.min_tokens:
+                mask &= ~state.banned
+        failures = []
+        for mask, (row, state) in zip(masks, states, strict=True):
+            if state.failure or not mask.any():
+                failures.append((row, state.failure or NO_TOKEN_LEFT))
+                mask[:] = self._every_token
+        biased = [row * self.vocab + state.bias[0] for row, state in states]
+        values = [state.bias[1] for _, state in states]
+        return Constraints(
+            [row for row, _ in states], masks, (np.concatenate(biased), np.concatenate(values)), tuple(failures)
+        )
+
+    def follow(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
+        """Compute the masks of the tokens after those that a step sampled, on the thread.
+
+        Args:
+            slots: the slot of each row.
+            tokens: int64 [rows, 2], its tokens in the first column.
+        """
+        found = ((row, self._states.get(slot)) for row, slot in enumerate(slots))
+        states = [(row, state) for row, state in found if state is not None and state.grammar is not None]
+        if states:
+            ready = self._masking.submit(self._follow, states, HostCopy([tokens]))
+            for _, state in states:
+                state.ready = ready
+
+    # -- on the threads -----------------------------------------------------------------------------------------------
+
+    def _make_compiler(self, vocabulary: Vocabulary) -> None:
+        try:
+            self._compiler = GrammarCompiler(vocabulary)
+            self._executor = mask_executor(min(MAX_MASK_THREADS, available_cores() // local_world_size()))
+            self._end_tokens = vocabulary.end_tokens
+        except ConfigError as error:
+            self._compiler = error
+
+    def _compile(self, grammar: Grammar) -> None:
+        if isinstance(self._compiler, GrammarCompiler):
+            with contextlib.suppress(ConfigError):  # the requests with this grammar get the error
+                self._compiler.compile(grammar)
+
+    def _start(self, state: _SlotState, output: list[int], before: Future[None] | None) -> None:
+        """Find the first mask of a request, once the slot's row of the table is no longer written ``before`` it."""
+        assert state.grammar is not None
+        if before is not None:
+            wait([before])
+        try:
+            if isinstance(self._compiler, ConfigError):
+                raise self._compiler
+            state.matcher = self._compiler.matcher(state.grammar)
+            state.matcher.consume_tokens(output)
+            self._compute([state])
+        except BaseException as error:  # a panic of the library, too, ends only its request
+            state.failure = str(error)
+
+    def _follow(self, states: Sequence[tuple[int, _SlotState]], copy: HostCopy) -> None:
+        tokens = copy.wait()[0][:, 0].tolist()
+        going = [(row, state) for row, state in states if not state.failure and tokens[row] not in self._end_tokens]
+        try:
+            for row, state in going:
+                state.matcher.consume_token(tokens[row])
+            self._compute([state for _, state in going])
+        except BaseException as error:
+            for _, state in going:
+                state.failure = str(error)
+
+    def _compute(self, states: Sequence[_SlotState]) -> None:
+        if not states:
+            return
+        matchers = [(state.matcher, state.slot) for state in states]
+        self._executor.unsafe_compute_mask_ptr(
+            matchers, self._table.ctypes.data, self._table[0].nbytes, len(self._table)
+        )
+        first = self._end_tokens[0]  # the one that matchers know
+        for state in states:
+            mask = self._table[state.slot]
+            if mask[first // 32] >> first % 32 & 1:
+                mask |= pack(self._end_tokens, self.vocab)
+            if state.matcher.is_error():
+                state.failure = f"the output's grammar cannot be followed further: {reason_of(state.matcher)}"
+
+
+def pack(tokens: Sequence[int] | range, vocab: int) -> Words:
+    """Return the mask of ``tokens``: int32 [ceil(vocab / 32)]."""
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[np.array(tokens, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def unpack(masks: Words, vocab: int) -> npt.NDArray[np.bool_]:
+    """Return the allowed tokens of each mask: bool [rows, vocab]."""
+    return np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
