@@ -17,10 +17,10 @@ import prefill_overlap_targets
 import pytest
 import torch
 import transformers
-from grammar_vocabulary import text_of, vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grammar_vocabulary import text_of, vocabulary
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.cuda_graphs import CudaGraphs
