@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A preset such as llama-3.1-70b, or a folder with config.json.")],
+    model: Annotated[
+        str, typer.Argument(help="A preset such as llama-3.1-70b, a folder with config.json, or a Hub's org/name.")
+    ],
     gpus: Annotated[int, typer.Option("-g", "--gpus", help="GPUs of the cluster that may be used.")] = 8,
     cluster: Annotated[
         str,
