@@ -16,6 +16,8 @@ import torch
 import transformers
 
 from shotcast import env
+from shotcast.engine.client import _serve_as_member
+from shotcast.engine.config import EngineConfig
 from shotcast.engine.llm import LLM
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import ConfigError, UnsupportedError
@@ -246,3 +248,17 @@ def test_all_ranks_read_the_folder_that_their_parent_found(cache: Path, monkeypa
     with pytest.raises(ConfigError):
         locate("org/name")
     assert os.path.samefile(locate(f"org/name@{OLD}"), first)
+
+
+def test_a_rank_of_a_job_reads_the_files_that_it_compared(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Member:
+        def run(self, facts: Any, serve: object) -> None:
+            self.facts, (self.config,) = facts()
+
+    folder = put(cache, "org/name", OLD, "main")
+    save(folder)
+    member: Any = Member()
+    _serve_as_member(EngineConfig("org/name", device="cpu"), member)
+    put(cache, "org/name", NEW, "main")
+    assert Path(member.config.model) == folder
+    assert {"config.json", "model.safetensors"} <= member.facts.keys()
