@@ -134,6 +134,18 @@ def shm_dir() -> str:
     return os.environ.get("SHOTCAST_SHM_DIR", "/dev/shm")
 
 
+def hub_cache() -> str:
+    """HF_HUB_CACHE: the cache of the Hugging Face Hub; by default ``hub`` in HF_HOME, as in ``huggingface_hub``."""
+    home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    return os.path.expandvars(os.path.expanduser(os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))))
+
+
+def hub_offline() -> bool:
+    """HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE: 1 forbids downloads from the Hugging Face Hub."""
+    text = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE", "")
+    return text.upper() in ("1", "ON", "YES", "TRUE")
+
+
 def socket_dir() -> str:
     """TMPDIR: the folder in which Unix sockets are created, each in a separate folder.
 

@@ -202,7 +202,7 @@ def test_the_answer_is_that_of_the_command(
 ) -> None:
     see(monkeypatch, *["NVIDIA H200"] * gpus)
     found = chosen(model, target=target)
-    for cluster in ("dgx-h200", "here"):
+    for cluster in ("h200x8", "here"):
         command = ["plan", model, "--gpus", str(gpus), "--target", target, "--cluster", cluster, "--engines", "1"]
         file = tmp_path / f"{cluster}.json"
         result = CliRunner().invoke(app, [*command, "--max-sequences", "64", "--json", str(file)])

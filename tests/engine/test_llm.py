@@ -518,7 +518,7 @@ def assert_gone(pids: list[int]) -> None:
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization must be a number"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"model": None}, "model must be a name or a path, not None"),
-        ({"model": Path("no") / "model"}, "there is no model 'no/model'"),
+        ({"model": Path("/no/model")}, "there is no model '/no/model'"),
         ({"device": []}, r"device must be a string, not \[\]"),
         ({"dtype": None}, "dtype must be a string, not None"),
         ({"prefix_caching": "no"}, "prefix_caching must be True or False, not 'no'"),

@@ -60,19 +60,27 @@ npus_count: [ 4, 16 ]
 bandwidth: [ 400.0, 50.0 ]
 latency: [ 936.25, 5000.0 ]
 """
+FOLDER = Path(cluster.__file__).parent / "clusters"
 BOMB = ", ".join(f"&a{number + 1} [*a{number}, *a{number}]" for number in range(40))
 """Lists in lists, of which the last one has 2^40 entries when it is written out."""
 
 
-@pytest.mark.parametrize("name", cluster.packaged())
+@pytest.mark.parametrize("name", cluster.PACKAGED)
 def test_packaged_descriptions_have_sources(name: str) -> None:
     found = cluster.load(name)
-    assert found.name == name
+    assert found.name == name == f"{found.gpu.name.split()[0].lower()}x{found.gpus_per_node}"
     assert found.gpu in catalog.CATALOG
+    file = FOLDER / f"{cluster.PACKAGED[name]}.yaml"
+    assert cluster.load(name.upper()) == cluster.load(file.stem) == found
+    assert cluster.load(str(file)).gpu == found.gpu
     assert found.network is not None
     assert found.network.source
     assert 1 <= found.network.latency_us <= 20
     assert 10 <= found.network.bw_gbps <= 100
+
+
+def test_every_packaged_description_has_a_name() -> None:
+    assert sorted(cluster.PACKAGED.values()) == sorted(file.stem for file in FOLDER.iterdir())
 
 
 def test_a_description_of_aiconfigurator() -> None:
@@ -126,19 +134,19 @@ def test_switches_and_adapters() -> None:
 
 
 def test_a_network_of_astra_sim() -> None:
-    found = cluster.with_astra_sim_network(cluster.load("dgx-h200"), ASTRA_SIM, "network.yml")
-    assert (found.name, found.gpus_per_node) == ("dgx-h200 with network.yml", 4)
+    found = cluster.with_astra_sim_network(cluster.load("h200x8"), ASTRA_SIM, "network.yml")
+    assert (found.name, found.gpus_per_node) == ("h200x8 with network.yml", 4)
     # its GB are 2^30 bytes, and a message passes a link to the switch and one from it
     assert found.gpu.link.usable_bw_gbps == 400 * 2**30 / 1e9
     assert found.network is not None
     assert (found.network.bw_gbps, found.network.latency_us) == (50 * 2**30 / 1e9, 10)
     assert (found.nodes, found.link_latency_us) == (16, 1.8725)
     one = cluster.with_astra_sim_network(
-        cluster.load("dgx-h200"), "topology: [Ring]\nnpus_count: [4]\nbandwidth: [9]\nlatency: [500]", "one.yml"
+        cluster.load("h200x8"), "topology: [Ring]\nnpus_count: [4]\nbandwidth: [9]\nlatency: [500]", "one.yml"
     )
     assert (one.gpus_per_node, one.nodes, one.network, one.link_latency_us) == (4, 1, None, 0.5)
     three = cluster.with_astra_sim_network(
-        cluster.load("dgx-h200"),
+        cluster.load("h200x8"),
         "topology: [Ring, FullyConnected, Switch]\nnpus_count: [2, 8, 4]\n"
         "bandwidth: [200, 100, 50]\nlatency: [0, 500, 2e3]",
         "three.yml",
@@ -250,12 +258,12 @@ def test_what_is_wrong_is_said(text: str, message: str) -> None:
 )
 def test_what_is_wrong_with_a_network_is_said(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        cluster.with_astra_sim_network(cluster.load("dgx-h200"), text, "network.yml")
+        cluster.with_astra_sim_network(cluster.load("h200x8"), text, "network.yml")
 
 
 def test_an_unknown_cluster_is_near_others() -> None:
-    with pytest.raises(ConfigError, match=r"no cluster 'dgx-h20'; similar names: dgx-h200.* or a YAML file"):
-        cluster.load("dgx-h20")
+    with pytest.raises(ConfigError, match=r"no cluster 'h200x16'; similar names: h200x\d.*: a100x4, .* or a YAML file"):
+        cluster.load("h200x16")
 
 
 values = st.recursive(

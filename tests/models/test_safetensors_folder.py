@@ -204,15 +204,21 @@ def test_pickles_are_refused_with_a_way_out(one: Path) -> None:
         SafetensorsFolder(one)
 
 
+def test_an_unsupported_architecture_is_named_before_its_weights_are_missed(one: Path) -> None:
+    (one / SINGLE).unlink()
+    (one / "config.json").write_text('{"architectures": ["MixtralForCausalLM"]}')
+    with pytest.raises(UnsupportedError, match=r"MixtralForCausalLM is not supported; accepted: LlamaForCausalLM, "):
+        SafetensorsFolder(one)
+
+
 def test_what_is_looked_for_is_said(one: Path) -> None:
     (one / SINGLE).unlink()
     with pytest.raises(ConfigError, match=rf"neither {SINGLE} nor {INDEX}"):
         SafetensorsFolder(one)
-    (one / "config.json").write_text("[]")
     (one / SINGLE).write_bytes(b"")
     with pytest.raises(ConfigError, match="truncated"):
         SafetensorsFolder(one)
-    save_file({"a": torch.zeros(1)}, one / SINGLE)
+    (one / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"config.json holds no JSON object"):
         SafetensorsFolder(one)
     for text in ("{", "[" * 100_000):

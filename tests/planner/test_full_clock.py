@@ -19,7 +19,7 @@ from shotcast.planner.plan import Job, plan
 from shotcast.planner.step import Layout, StepModel, StepWork
 from shotcast.simulator.serving import Arrival, StepTimes, serve
 
-DGX = cluster.load("dgx-h200")
+DGX = cluster.load("h200x8")
 
 
 def with_sustained(slower: float) -> Calibration:

@@ -39,7 +39,7 @@ RUNNER = CliRunner()
 def planned(
     model: str = "llama-3.1-405b",
     quantization: str = "fp8",
-    where: str = "dgx-h200",
+    where: str = "h200x8",
     gpus: int = 8,
     prompt: int = 2048,
     output: int = 128,
@@ -75,7 +75,7 @@ def test_throughput_of_405b_on_eight_h200() -> None:
 @given(
     st.sampled_from(["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b", "smollm2-135m"]),
     st.sampled_from([1, 2, 3, 4, 6, 8, 16, 24]),
-    st.sampled_from(cluster.packaged()),
+    st.sampled_from(sorted(cluster.PACKAGED)),
     st.integers(1, 4000),
     st.integers(2, 2000),
 )
@@ -119,7 +119,7 @@ def test_every_point_is_possible(model: str, gpus: int, where: str, prompt: int,
 @pytest.mark.parametrize(("layout", "sequences"), [(Layout(8, 1), 64), (Layout(2, 4), 64), (Layout(1, 8), 128)])
 def test_closed_forms_are_those_of_the_simulated_engine(layout: Layout, sequences: int) -> None:
     """Throughput by the equation of the page, beside the scheduler on the same steps."""
-    job = Job(preset("llama-3.1-70b"), "x", "", cluster.load("dgx-h200"), 8, 512, 128)
+    job = Job(preset("llama-3.1-70b"), "x", "", cluster.load("h200x8"), 8, 512, 128)
     calibration = load("NVIDIA H200")
     (point,) = [
         point
@@ -137,7 +137,7 @@ def test_closed_forms_are_those_of_the_simulated_engine(layout: Layout, sequence
 @pytest.mark.parametrize("layout", [Layout(1, 16), Layout(2, 8), Layout(4, 4)])
 def test_one_sequence_on_stages_of_two_nodes(layout: Layout) -> None:
     """Each token takes every hop, within nodes and between, by the closed form as in the simulated engine."""
-    calibration, spec = load("NVIDIA H200"), cluster.load("dgx-h200")
+    calibration, spec = load("NVIDIA H200"), cluster.load("h200x8")
     slow = replace(spec, network=NetworkSpec("slow", 50.0, 1000.0, "made up"))
     job = Job(preset("llama-3.1-8b"), "x", "", slow, 16, 512, 64)
     (point,) = [
@@ -163,7 +163,7 @@ def test_one_sequence_on_stages_of_two_nodes(layout: Layout) -> None:
 def test_sequences_bring_their_logits() -> None:
     """The most sequences that fit have room for keys and values and for logits of all; one more has not."""
     model = preset("llama-3.1-405b")
-    job = Job(model, "405b", "fp8", cluster.load("dgx-h200"), 8, 128, 256)
+    job = Job(model, "405b", "fp8", cluster.load("h200x8"), 8, 128, 256)
     for tokens in (16, 256, 2048):
         memory = memory_of(job, Layout(1, 8))
         most = memory.sequences(tokens)
@@ -233,7 +233,7 @@ def test_the_command_can_be_run_as_it_stands() -> None:
 
 def test_a_thousand_gpus_take_a_minute_at_most() -> None:
     began = time.process_time()
-    found = planned(quantization="", where="h200-x4-ndr", gpus=1024, target="latency")
+    found = planned(quantization="", where="h200x4", gpus=1024, target="latency")
     assert time.process_time() - began < 20
     assert found.best is not None
     assert report.command(found).startswith("torchrun --nnodes ")
@@ -257,7 +257,7 @@ def test_a_rack_of_one_link_has_several_hosts() -> None:
 
 def test_the_reason_leaves_no_part_out() -> None:
     config, name = named_model("llama-3.1-70b")
-    job = Job(config, name, "fp8", cluster.load("dgx-h200"), 16, 512, 64)
+    job = Job(config, name, "fp8", cluster.load("h200x8"), 16, 512, 64)
     named = {part for parts in report.KINDS.values() for part in parts}
     for point in plan(job, load("NVIDIA H200")).points:
         assert point.parts.keys() <= named
@@ -290,7 +290,7 @@ def test_engines_do_not_lie_across_nodes() -> None:
         ({"output": 1}, "output at least 2"),
         ({"prompt": 200_000}, "takes 131072 tokens of a sequence, and 200000 . 128 are asked for"),
         ({"quantization": "int4"}, "quantization must be"),
-        ({"where": "a100-x4-slingshot"}, "has no FP8 arithmetic"),
+        ({"where": "a100x4"}, "has no FP8 arithmetic"),
         ({"target": "cheap"}, "a target is latency, throughput, or bounds"),
         ({"target": "ttft=0"}, "a target is latency"),
         ({"target": "ttft=1,tpot"}, "a target is latency"),
@@ -354,7 +354,8 @@ def test_from_a_config_to_a_command(tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "similar presets: llama-3.1-70b" in run("plan", "llama-3.1-70", code=2)
     assert "has no config.json" in run("plan", str(tmp_path), code=2)
-    assert "no cluster 'dgx-h20'" in run("plan", "llama-3.1-8b", "--cluster", "dgx-h20", code=2)
+    assert "no cluster 'h200x16'" in run("plan", "llama-3.1-8b", "--cluster", "h200x16", code=2)
+    assert all(name in run("plan", "--help") for name in cluster.PACKAGED)
     assert "cannot read the network" in run("plan", "llama-3.1-8b", "--network", str(tmp_path / "x.yml"), code=2)
     refused = run("plan", "llama-3.1-8b", "--plot", str(tmp_path / "x.xyz"), code=2)
     assert "accepted: .png, .svg, .pdf" in refused
@@ -428,7 +429,7 @@ def test_pictures_name_the_layouts_on_the_front(tmp_path: Path) -> None:
 
 
 def test_a_gpu_without_calibration_is_said(tmp_path: Path) -> None:
-    text = run("plan", "llama-3.1-8b", "--cluster", "dgx-b200", "-g", "1")
+    text = run("plan", "llama-3.1-8b", "--cluster", "b200x8", "-g", "1")
     assert "The B200 has no calibration: rates are those of the H200 SXM by the ratio of the data sheets" in text
 
 
@@ -443,7 +444,7 @@ def test_a_link_without_calibration_is_said(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "plan.json").read_text())
     assert (result["calibrated"], result["link_calibrated"]) == (True, False)
     assert "is 2 nodes of 4 GPUs, and 16 GPUs are asked for" in run(*question, "-g", "16", code=2)
-    spec = cluster.with_astra_sim_network(cluster.load("dgx-h200"), file.read_text(), "network.yml")
+    spec = cluster.with_astra_sim_network(cluster.load("h200x8"), file.read_text(), "network.yml")
     assert CollectiveCosts.on(spec, load("NVIDIA H200").link).link.step_us == 2.0
 
 
@@ -457,7 +458,7 @@ def test_a_calibration_of_ones_own(tmp_path: Path) -> None:
 
 def test_limits_of_an_engine() -> None:
     """Points keep to what an engine is started with, and only the layouts that are asked for have any."""
-    calibration, where, layout = load("NVIDIA H200"), cluster.load("dgx-h200"), Layout(2, 1)
+    calibration, where, layout = load("NVIDIA H200"), cluster.load("h200x8"), Layout(2, 1)
     limits = Limits(sequences=24, batch_tokens=512, utilization=0.8, algorithm="two_shot")
     job = Job(preset("llama-3.1-8b"), "x", "", where, 2, 1000, 100, limits=limits)
     found = plan(job, calibration, [(layout, 1)])
@@ -475,7 +476,7 @@ def test_limits_of_an_engine() -> None:
 def test_keys_and_values_of_one_byte() -> None:
     """They take half of the memory and less time to read, as far as reading bounds attention; nothing else changes."""
     calibration, layout = load("NVIDIA H200"), Layout(1, 1)
-    job = Job(preset("llama-3.1-70b"), "x", "fp8", cluster.load("dgx-h200"), 1, 2048, 2048)
+    job = Job(preset("llama-3.1-70b"), "x", "fp8", cluster.load("h200x8"), 1, 2048, 2048)
     two, one = (plan(replace(job, limits=Limits(kv_item=item)), calibration) for item in (None, 1))
     memory = [memory_of(found.job, layout) for found in (two, one)]
     assert memory[0].per_token == 2 * memory[1].per_token
@@ -507,7 +508,7 @@ def test_sums_by_the_library_are_planned_where_own_kernels_end() -> None:
     assert "sums between ranks (vendor)" in library
     assert "--algorithm vendor" in library
     assert "--algorithm" not in own
-    job = Job(preset("llama-3.1-70b"), "x", "", cluster.load("dgx-h200"), 32, 512, 64)
+    job = Job(preset("llama-3.1-70b"), "x", "", cluster.load("h200x8"), 32, 512, 64)
     by_nccl = replace(job, limits=Limits(algorithm="vendor"))
     layouts = [{point.layout for point in plan(each, load("NVIDIA H200")).points} for each in (job, by_nccl)]
     assert Layout(32, 1) in layouts[1] - layouts[0]

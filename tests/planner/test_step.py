@@ -48,7 +48,7 @@ def constants(only: str, rate: str, value: float) -> Calibration:
 @cache
 def costs() -> tuple[Calibration, CollectiveCosts]:
     calibration = load("NVIDIA H200")
-    return calibration, CollectiveCosts.on(cluster.load("dgx-h200"), calibration.link)
+    return calibration, CollectiveCosts.on(cluster.load("h200x8"), calibration.link)
 
 
 def decode(sequences: int, context: float = 512) -> StepWork:
@@ -202,7 +202,7 @@ def test_the_library_is_nccl_by_its_measured_rings() -> None:
     assert math.sqrt(fmean(error**2 for error in errors)) == pytest.approx(nccl.RING_RESIDUAL, rel=0.05)
     published = [row.model.time_us / row.time_us - 1 for row in published_nccl.published()]
     assert math.sqrt(fmean(error**2 for error in published)) == pytest.approx(nccl.NETWORK_RESIDUAL, rel=0.05)
-    h200, a100 = (CollectiveCosts.on(cluster.load(name), costs()[0].link) for name in ("dgx-h200", "dgx-a100"))
+    h200, a100 = (CollectiveCosts.on(cluster.load(name), costs()[0].link) for name in ("h200x8", "a100x8"))
     found = h200.all_reduce(1 << 20, 4, 2, "vendor")
     assert found == (nccl.ring_us(1 << 20, 4, nccl.NVLINK_RINGS), "vendor", nccl.RING_RESIDUAL)
     assert a100.rings.bw_gbps == pytest.approx(h200.rings.bw_gbps * 300 / 450)
@@ -237,7 +237,7 @@ def test_a_norm_in_the_kernel_of_a_sum(beyond_us: float, at_least_us: float, nor
     calibration = replace(
         constants("no kind", "first_rate", 1.0), link_residual=0.3, fused_norms=dict.fromkeys(FUSED_NORMS, fit)
     )
-    sums = CollectiveCosts.on(cluster.load("dgx-h200"), LinkCost(40.0, 0.0, math.inf))
+    sums = CollectiveCosts.on(cluster.load("h200x8"), LinkCost(40.0, 0.0, math.inf))
     model = StepModel(preset("llama-3.1-8b"), Layout(2, 1), calibration, sums)
     prices = model._sum_and_norm(8)
     assert prices["norm"].time_us == pytest.approx(norm_us)
@@ -295,6 +295,6 @@ def test_passes_that_write_fp8_are_kinds_of_their_own(kind: str, ranks: int, row
     """Norms give more than two rows in FP8, and beyond 64 rows so does the activation, which products have before."""
     config = preset("llama-3.1-70b")
     calibration = constants(kind, "first_rate", 1.0)
-    sums = CollectiveCosts.on(cluster.load("dgx-h200"), calibration.link)
+    sums = CollectiveCosts.on(cluster.load("h200x8"), calibration.link)
     model = StepModel(config, Layout(ranks, 1), calibration, sums, "fp8")
     assert total_us(model, decode(rows)) * 1e3 == pytest.approx(config.layers * rows * bytes_of_row, abs=1e-3)

@@ -22,7 +22,7 @@ from shotcast.simulator.traffic import Traffic, poisson, read_trace, simulate
 
 
 def planned() -> Plan:
-    spec = cluster.load("dgx-h200")
+    spec = cluster.load("h200x8")
     job = Job(preset("llama-3.1-8b"), "8b", "", spec, 4, 512, 64, Target("throughput", tpot_ms=30.0))
     return plan(job, load("NVIDIA H200"))
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Argument(help="A Hugging Face folder, a GGUF file, smollm2, random:PRESET or random:PRESET:LAYERS."),
+    typer.Argument(
+        help="A Hugging Face folder, or org/name[@revision] of its Hub, a GGUF file, smollm2, random:PRESET[:LAYERS]."
+    ),
 ]
 Dtype = Annotated[
     str,

@@ -13,6 +13,7 @@ import typer
 
 from shotcast.cli.options import Force, command_line, new_console, progress_lines, ready_to_write, with_underscores
 from shotcast.errors import ConfigError
+from shotcast.hardware import cluster as clusters
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A preset such as llama-3.1-70b, or a folder with config.json.")],
+    model: Annotated[
+        str, typer.Argument(help="A preset such as llama-3.1-70b, a folder with config.json, or a Hub's org/name.")
+    ],
     gpus: Annotated[int, typer.Option("-g", "--gpus", help="GPUs of the cluster that may be used.")] = 8,
     cluster: Annotated[
         str,
         typer.Option(
-            "--cluster", help="A packaged cluster such as dgx-h200, a YAML file, or here for the GPUs of this machine."
+            "--cluster", help=f"{', '.join(clusters.PACKAGED)}, a YAML file, or here for the GPUs of this machine."
         ),
-    ] = "dgx-h200",
+    ] = "h200x8",
     network: Annotated[
         Path | None, typer.Option("--network", help="A network file of ASTRA-sim, instead of the cluster's own links.")
     ] = None,
@@ -72,7 +75,6 @@ def plan(
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw tokens/s a GPU over tokens/s a user.")] = None,
 ) -> None:
     """Predict how fast each layout of a model serves on a cluster, and say which one to take."""
-    from shotcast.hardware import cluster as clusters
     from shotcast.planner import machine, picture, report
     from shotcast.planner.model_name import named_model
     from shotcast.planner.plan import MOST_SEQUENCES, Job, Limits, Target, layouts

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -45,7 +46,7 @@ from shotcast.launcher.spawn import RankGroup
 from shotcast.models.config import ModelConfig
 from shotcast.models.generation_config import FILE, read_sampling_defaults
 from shotcast.models.memory_estimate import require_division
-from shotcast.models.source import RANDOM, open_checkpoint
+from shotcast.models.source import RANDOM, locate, open_checkpoint
 
 if TYPE_CHECKING:
     from shotcast.engine.layout_choice import LayoutChoice
@@ -102,13 +103,14 @@ class EngineClient:
         self.config = config = select_device(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
         self._checker: GrammarChecker | ConfigError = ConfigError("the model has no tokenizer, which grammars need")
-        with contextlib.closing(open_checkpoint(config.model)) as checkpoint:  # before processes are started
+        self._model = locate(config.model)  # once: a name of the Hub may come to mean other files
+        with contextlib.closing(open_checkpoint(self._model)) as checkpoint:  # before processes are started
             model = checkpoint.config
         if not config.plans_layout:
             require_division(model, config.tensor_parallel, config.pipeline_parallel)
-        self.sampling_defaults = _sampling_defaults(config)
+        self.sampling_defaults = _sampling_defaults(replace(config, model=self._model))
         if leader is not None:
-            leader.gather(start_facts(config))
+            leader.gather(start_facts(replace(config, model=self._model)))
         self.layout_choice: LayoutChoice | None = None
         if config.plans_layout:
             # an engine that is told its layout needs no planner
@@ -127,17 +129,17 @@ class EngineClient:
         self._death_callbacks: list[Callable[[EngineDead], None]] = []
         self._next_id = itertools.count()
         self._stats = EngineStats()
-        key = secrets.token_bytes(32)
+        key, located = secrets.token_bytes(32), replace(config, model=self._model)
         self._owner_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="shotcast-", dir=env.socket_dir())
         self._address = address = os.path.join(self._folder, "engine")
         try:
             self._listener = Listener(address, authkey=key)
             if leader is None:
-                self._ranks = RankGroup.start(worker.worker_main, config.ranks, config, address, key)
+                self._ranks = RankGroup.start(worker.worker_main, config.ranks, located, address, key)
             else:
                 self._ranks = RankGroup.start_in_place(
-                    leader, worker.worker_main, config, address, key, decision=config.layout
+                    leader, worker.worker_main, located, address, key, decision=config.layout
                 )
         except BaseException as error:
             if hasattr(self, "_listener"):
@@ -184,7 +186,7 @@ class EngineClient:
         """The model's tokenizer. Raises ConfigError for a model without one."""
         if isinstance(self._tokenizer, ConfigError):
             raise self._tokenizer
-        return self._tokenizer or Tokenizer.load(self.config.model)
+        return self._tokenizer or Tokenizer.load(self._model)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -194,7 +196,7 @@ class EngineClient:
 
     def _load_tokenizer(self, model: ModelConfig) -> None:
         try:
-            self._tokenizer = Tokenizer.load(self.config.model)
+            self._tokenizer = Tokenizer.load(self._model)
             self._outgoing.put(AddEndTokens(self._tokenizer.eos))
         except ConfigError as error:
             self._tokenizer = error  # prompts of token ids do not need one
@@ -435,7 +437,7 @@ def _serve_as_member(config: EngineConfig, member: JobMember) -> NoReturn:
     """Serve rank 0 of the job until it ends, in the layout that it has."""
 
     def facts() -> tuple[Mapping[str, str], tuple[EngineConfig]]:
-        selected = select_device(config)
+        selected = replace(select_device(config), model=locate(config.model))
         return start_facts(selected), (selected,)
 
     def serve(config: EngineConfig) -> None:

@@ -67,8 +67,8 @@ class EngineConfig:
     """A model, the ranks it is spread over, and limits.
 
     Args:
-        model: a Hugging Face folder, a GGUF file, ``smollm2``, ``random:PRESET``, or ``random:PRESET:LAYERS`` for
-            another number of layers.
+        model: a Hugging Face folder, ``org/name`` or ``org/name@revision`` of the Hugging Face Hub, a GGUF file,
+            ``smollm2``, ``random:PRESET``, or ``random:PRESET:LAYERS`` for another number of layers.
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: pipeline stages, each with some of the layers.
         layout: both of them as ``TxP``, such as 4x2; or ``auto``, which plans for the GPUs that are visible, or for the

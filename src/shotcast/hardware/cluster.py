@@ -29,6 +29,16 @@ from shotcast.errors import ConfigError, shorten
 from shotcast.hardware import catalog
 from shotcast.hardware.spec import GpuSpec, LinkSpec
 
+PACKAGED = {
+    "a100x4": "a100-x4-slingshot",
+    "a100x8": "dgx-a100",
+    "h100x8": "dgx-h100",
+    "h200x4": "h200-x4-ndr",
+    "h200x8": "dgx-h200",
+    "b200x8": "dgx-b200",
+}
+"""The packaged descriptions, each named by the GPU and how many of them a node has, with their files."""
+
 _GIGA, _TERA = 1e9, 1e12
 _GPU_FIELDS = {
     "mem_bw",
@@ -168,14 +178,8 @@ class Cluster:
     gpus_per_host: int | None = None
 
 
-def packaged() -> tuple[str, ...]:
-    """Return the names of the packaged descriptions."""
-    folder = resources.files("shotcast.hardware") / "clusters"
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")))
-
-
 def load(name: str) -> Cluster:
-    """Return the cluster of a packaged description or of a YAML file.
+    """Return the cluster of a packaged description, by its name or that of its file, or of a YAML file.
 
     Raises:
         ConfigError: there is no such description, or it lacks a field, has an unknown one, or one that makes no sense.
@@ -183,12 +187,12 @@ def load(name: str) -> Cluster:
     path = Path(name)
     if name.endswith((".yaml", ".yml")) or os.path.isfile(path):
         return parse(read_text(path, "the cluster"), name)
-    known = packaged()
-    if name not in known:
-        similar = difflib.get_close_matches(name.lower(), known, 3, 0.4)
+    stem = PACKAGED.get(name.lower(), name)
+    if stem not in PACKAGED.values():
+        similar = difflib.get_close_matches(name.lower(), PACKAGED, 3, 0.4)
         hint = f"similar names: {', '.join(similar)}; " if similar else ""
-        raise ConfigError(f"there is no cluster {name!r}; {hint}accepted: {', '.join(known)}, or a YAML file")
-    file = resources.files("shotcast.hardware") / "clusters" / f"{name}.yaml"
+        raise ConfigError(f"there is no cluster {name!r}; {hint}accepted: {', '.join(PACKAGED)}, or a YAML file")
+    file = resources.files("shotcast.hardware") / "clusters" / f"{stem}.yaml"
     return parse(file.read_text(), name)
 
 

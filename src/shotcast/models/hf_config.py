@@ -23,7 +23,12 @@ def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelCon
         ConfigError: a field is missing or makes no sense.
         UnsupportedError: the model computes something that is not implemented.
     """
-    return read_of_family(by_hf_name(strings(config, "architectures"), config.get("model_type")), config, generation)
+    return read_of_family(family_of(config), config, generation)
+
+
+def family_of(config: Fields) -> ModelFamily:
+    """Return the family of a ``config.json``. Raises UnsupportedError, which lists those that are implemented."""
+    return by_hf_name(strings(config, "architectures"), config.get("model_type"))
 
 
 def read_of_family(family: ModelFamily, config: Fields, generation: Fields | None = None) -> ModelConfig:

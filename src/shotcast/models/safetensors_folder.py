@@ -12,7 +12,7 @@ import torch
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.models.checkpoint import Checkpoint, read_json
 from shotcast.models.config import ModelConfig
-from shotcast.models.hf_config import read_hf_config
+from shotcast.models.hf_config import family_of, read_hf_config
 from shotcast.units import about_size
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -33,9 +33,10 @@ class SafetensorsFolder(Checkpoint):
 
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is not a checkpoint: it has no config.json")
+        family_of(read_json(folder / "config.json"))  # whoever has an unsupported model needs no advice on its weights
         self._slices: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
-            for path, listed in _files(folder).items():
+            for path, listed in weight_files(folder).items():
                 try:
                     file = stack.enter_context(safe_open(path, framework="pt"))
                 except (OSError, SafetensorError) as error:
@@ -69,8 +70,12 @@ class SafetensorsFolder(Checkpoint):
         self._files.close()
 
 
-def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the files of weights, with the tensors that the index lists for each (None: all tensors in the file)."""
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Return the files of weights, with the tensors that the index lists for each (None: all tensors in the file).
+
+    Raises:
+        ConfigError: one of them is missing, or there are none.
+    """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

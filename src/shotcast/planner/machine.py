@@ -70,7 +70,7 @@ def cluster_of_gpus(names: Sequence[str], ranks_per_host: int, hosts: int = 1) -
         )
     network = None
     if hosts > 1:
-        described = [one for one in map(cluster.load, cluster.packaged()) if one.gpu.name == specs[0].name]
+        described = [one for one in map(cluster.load, cluster.PACKAGED) if one.gpu.name == specs[0].name]
         if not described:
             raise ConfigError(f"no packaged cluster has the {specs[0].name}, so its network is unknown; {_BY_HAND}")
         network = min(described, key=lambda one: one.gpus_per_node != ranks_per_host).network

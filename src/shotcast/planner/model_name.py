@@ -11,6 +11,7 @@ from shotcast.errors import ConfigError
 from shotcast.models.checkpoint import read_json
 from shotcast.models.config import ModelConfig
 from shotcast.models.hf_config import read_hf_config
+from shotcast.models.hub import config_file, is_hub_name
 from shotcast.models.presets import PRESETS, preset
 from shotcast.models.source import PACKAGED, PACKAGED_PRESET, RANDOM
 
@@ -25,7 +26,7 @@ class NamedModel(NamedTuple):
 
 
 def named_model(model: str) -> NamedModel:
-    """Return the configuration of a preset, of a folder that has ``config.json``, or of such a file.
+    """Return the configuration of a preset, of a folder that has ``config.json``, of such a file, or of a Hub's model.
 
     Raises:
         ConfigError: there is no such model, or its configuration makes no sense.
@@ -47,9 +48,11 @@ def named_model(model: str) -> NamedModel:
         raise ConfigError(f"{model} has no {_CONFIG}, which says what the model is")
     if os.path.isfile(path):
         raise ConfigError(f"plans read a file that is called {_CONFIG}, as the engine does, not {path.name}")
-    similar = difflib.get_close_matches(name.lower().rsplit("/")[-1], PRESETS, 3, 0.5)
+    if is_hub_name(model):
+        return NamedModel(read_hf_config(read_json(config_file(model))), model)
+    similar = difflib.get_close_matches(name.lower(), PRESETS, 3, 0.5)
     hint = f"similar presets: {', '.join(similar)}; " if similar else ""
     raise ConfigError(
-        f"there is no model {model!r}; {hint}accepted: a preset ({', '.join(PRESETS)}), a folder with config.json, or "
-        "that file"
+        f"there is no model {model!r}; {hint}accepted: a preset ({', '.join(PRESETS)}), a folder with config.json, "
+        "that file, or a name of the Hugging Face Hub"
     )
