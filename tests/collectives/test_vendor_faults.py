@@ -288,8 +288,11 @@ class TestGloo:
         def held() -> tuple[int, int]:
             return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
+        failed = threading.Event()
+
         def interrupted() -> None:
-            raise CallError("another rank failed")
+            if failed.is_set():
+                raise CallError("another rank failed")
 
         def connect(rank: int) -> None:
             groups[rank] = GlooGroup(store, rank, 2, 1.0, 30.0, interrupted)
@@ -301,6 +304,7 @@ class TestGloo:
         for thread in threads:
             thread.join()
         plan, x = CallPlan(Op.ALL_REDUCE, "vendor", "float32", 12), torch.ones(3)
+        failed.set()
         began = time.monotonic()
         with pytest.raises(CallError, match="another rank failed"):
             groups[0].run(plan, x, x)
@@ -553,6 +557,16 @@ class TestCallsOnADevice:
         while watch._thread is not None and time.monotonic() < until:
             time.sleep(0.01)
         assert watch._thread is None
+
+
+def test_a_rank_does_not_connect_to_one_that_failed() -> None:
+    def interrupted() -> None:
+        raise CallError("another rank failed")
+
+    began = time.monotonic()
+    with pytest.raises(CallError, match="another rank failed"):
+        GlooGroup(dist.HashStore(), 0, 2, 1.0, 30.0, interrupted)
+    assert time.monotonic() - began < 5
 
 
 def test_two_threads_connect_two_groups_in_any_order() -> None:
