@@ -243,31 +243,35 @@ def absent(device: str, victim: int, timeout_s: float, killed: bool, engines: bo
     return {"error": error, "took": took, "nan": bool(out.isnan().all()), "again": again}
 
 
-def stops_between_chunks(victim: int, step: int, timeout_s: float) -> Any:
-    """Have rank ``victim`` stop before it says that it has done ``step`` steps. Return the error of this rank."""
+def stops_between_chunks(victim: int, step: int, timeout_s: float, killed: bool) -> Any:
+    """Have rank ``victim`` stop, or end, before it says that it has done ``step`` steps. Return this rank's error."""
     from shotcast.transport.triton import few_sms
 
-    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=timeout_s) as comm:
-        x = torch.ones(20_000)
+    comm = shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=timeout_s)
+    x = torch.ones(20_000)
+    comm.all_reduce(x, sms=1)
+    comm._host.barrier()
+    original = few_sms.raise_progress
+
+    def stall(call: Any, quads: Any, steps: Any, *rest: Any) -> None:
+        if steps == step and killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if steps == step:
+            time.sleep(timeout_s + 2)
+        original(call, quads, steps, *rest)
+
+    if comm.rank == victim:
+        few_sms.raise_progress = stall
+    error = None
+    try:
         comm.all_reduce(x, sms=1)
+    except shotcast.ShotcastError as caught:
+        error = caught
+    few_sms.raise_progress = original
+    if not killed:
         comm._host.barrier()
-        original = few_sms.raise_progress
-
-        def stall(call: Any, quads: Any, steps: Any, *rest: Any) -> None:
-            if steps == step:
-                time.sleep(timeout_s + 2)
-            original(call, quads, steps, *rest)
-
-        if comm.rank == victim:
-            few_sms.raise_progress = stall
-        error = None
-        try:
-            comm.all_reduce(x, sms=1)
-        except shotcast.ShotcastError as caught:
-            error = caught
-        few_sms.raise_progress = original
-        comm._host.barrier()
-        return error
+    comm.close()
+    return error
 
 
 def graphs(count: int, sms: int, copied_by: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -112,12 +113,16 @@ def test_absent_rank_is_named(killed: bool, engines: bool) -> None:
 
 
 @pytest.mark.timing
-def test_rank_that_stops_between_chunks_is_named() -> None:
-    """The others, which wait for it, have done as many steps as each other."""
-    for rank, error in enumerate(interpreted(stops_between_chunks, 3, 1, 2, 2.0)):
+@pytest.mark.parametrize(("killed", "timeout_s"), [(False, 2.0), (True, 50.0)], ids=["stopped", "killed"])
+def test_rank_that_stops_between_chunks_is_named(killed: bool, timeout_s: float) -> None:
+    """The others, which wait for it, have done as many steps as each other. Nobody waits for one that has ended."""
+    begun = time.monotonic()
+    options = {"fresh": True, "timeout_s": 60, "return_exceptions": True}
+    for rank, error in enumerate(interpreted(stops_between_chunks, 3, 1, 2, timeout_s, killed, **options)):
         if rank != 1:
             assert isinstance(error, shotcast.CollectiveTimeout), error
-            assert error.missing == (1,)
+            assert (error.missing, error.reason) == ((1,), "dead" if killed else "late")
+    assert time.monotonic() - begun < 40
 
 
 def test_numbers_that_are_no_sms_are_refused_and_cpu_ranks_ignore_others() -> None:
