@@ -24,7 +24,6 @@ COMPUTING_S = 500.0
 """A timeout for ranks that mostly compute: they share few cores with other processes, and give way to them."""
 
 _PAUSE_S = 0.0005
-_POLLS_PER_CHECK = 16
 
 
 def interpret(
@@ -122,15 +121,8 @@ def _quicken() -> None:
 
 
 def _yield_cores() -> None:
-    """Let ranks that wait leave the cores, which are fewer, to the rank that they wait for.
-
-    They see that a deadline has passed within a second: as many polls as a GPU makes from one look to the next take
-    longer.
-    """
-    import triton.language as tl
-
+    """Let ranks that wait leave the cores, which are fewer, to the rank that they wait for."""
     from shotcast.transport.triton import send_recv, sync, two_shot_fp8
 
     for module in (send_recv, sync, two_shot_fp8):
         module.yield_core = lambda: time.sleep(_PAUSE_S)
-        module.POLLS_PER_CHECK = tl.constexpr(_POLLS_PER_CHECK)

@@ -39,6 +39,7 @@ import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import (
+    INTERPRETED,
     await_prior_kernel,
     fence_acquire,
     load_acquire,
@@ -82,8 +83,8 @@ FAULT_KIND_AT = tl.constexpr(wire.FAULT_KIND_AT)
 GENERATIONS = tl.constexpr(3)
 SENTINEL = tl.constexpr(-1)  # 0xFFFFFFFF
 SENTINEL_ESCAPE = tl.constexpr(0x7FFFFFFF)
-POLLS_PER_CHECK = tl.constexpr(256)
-"""Polls between two checks of the deadline and the abort word: about 0.2 ms on a GPU."""
+POLLS_PER_CHECK = tl.constexpr(16 if INTERPRETED else 256)
+"""Polls between two checks of the deadline and the abort word: about 0.2 ms on a GPU, 0.1 s in the interpreter."""
 
 
 class Call(NamedTuple):
