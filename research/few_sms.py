@@ -2,8 +2,9 @@
 
     python research/few_sms.py --world-size 2 --json benchmarks/data/h200/few_sms_x2.json
 
-One row for each operation, size and number of SMs (0: as many as are fastest), with the launch. With ``--launches``
-also other warps and chunks. Every result is compared with the sum or the copy by PyTorch before it is timed.
+One row for each operation, size and number of SMs (0: as many as are fastest), with the launch; those ``in place`` are
+of tensors that all ranks map. With ``--launches`` also other warps and chunks. Every result is compared with the sum or
+the copy by PyTorch before it is timed.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ def rows_of(
     del xs
     out = torch.empty_like(right)
     whole = out if op == "all_gather" else x
-    calls: list[tuple[str, int, LaunchShape | None, Callable[[], Any]]] = []
-    calls.append(("auto", 0, None, functools.partial(getattr(comm, op), x, out=out)))
+    mapped = comm.empty(*x.shape, dtype=x.dtype).copy_(x), comm.empty(*out.shape, dtype=out.dtype)
+    calls: list[tuple[str, int, LaunchShape | None, Callable[[], Any], torch.Tensor]] = []
+    calls.append(("auto", 0, None, functools.partial(getattr(comm, op), x, out=out), out))
     for sms in SMS:
         for name in comm.candidates(whole, op, sms):
             if name == "vendor" or (name != "few_sms" and sms != SMS[0]):
@@ -103,15 +105,18 @@ def rows_of(
             default = comm.explain(whole, op, name, sms=sms).launch
             asked = comm._resolver.problem(Op[op.upper()], whole.dtype, whole.numel(), "sum", 0, (), None, sms)
             for shape in launch_shapes(asked, name) if launches and name == "few_sms" else [default]:
-                run = functools.partial(comm._run, Op[op.upper()], x, out, algorithm=name, launch=shape, sms=sms)
-                calls.append((name, sms, shape, run))
+                by: dict[str, Any] = {"algorithm": name, "launch": shape, "sms": sms}
+                calls.append((name, sms, shape, functools.partial(comm._run, Op[op.upper()], x, out, **by), out))
+                if name == "few_sms":
+                    run = functools.partial(comm._run, Op[op.upper()], *mapped, **by)
+                    calls.append(("in place", sms, shape, run, mapped[1]))
     # NCCL adds two ranks in the same order, and more in another
     if comm.world_size == 2 or op in ("all_gather", "all_to_all"):
-        calls.append(("nccl", 0, None, functools.partial(by_nccl, op, x, out, group)))
-    for name, sms, launch, call in calls:
+        calls.append(("nccl", 0, None, functools.partial(by_nccl, op, x, out, group), out))
+    for name, sms, launch, call, result in calls:
         shape = dataclasses.asdict(launch) if launch else None
         row = {"op": op, "bytes": size, "algorithm": name, "sms": sms, "launch": shape}
-        yield row | {"us": measured(comm, call, out, right)}
+        yield row | {"us": measured(comm, call, result, right)}
 
 
 def rows(sizes: list[int], ops: list[str], launches: bool) -> list[dict[str, Any]]:

@@ -51,6 +51,7 @@ ADDRESSES = (
     "sum_cells",
     "mean_cells",
     "amax_cells",
+    "blocks",
     "arrivals",
     *NORM_ADDRESSES[:-1],
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mapped_targets as targets
 import pytest
+import torch
 
 import shared_ranks
 import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.full)])
@@ -33,3 +35,27 @@ def test_ranks_of_several_nodes_map_none() -> None:
 
 def test_shapes_are_those_of_torch() -> None:
     shared_ranks.run(targets.shapes, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world_size", "counts"),
+    [
+        (2, [0, 333]),
+        pytest.param(3, [1, 1030], marks=pytest.mark.full),
+        pytest.param(8, [600], marks=[pytest.mark.full, pytest.mark.timeout(1500)]),
+    ],
+)
+def test_few_sms_work_where_they_lie(world_size: int, counts: list[int]) -> None:
+    """Some ranks have mapped tensors, at odd addresses too; the results are the same, and all take the same way."""
+    dtypes = [torch.bfloat16, torch.int64] if world_size == 2 else [torch.float32, torch.bfloat16, torch.uint8]
+    arguments = "cpu", counts, dtypes, 1 << 16
+    made = interpret(targets.few_sms_in_place, world_size, *arguments, env=GPU_COLLECTIVES, fresh=True, timeout_s=900)
+    assert min(made) > 0
+    assert len(set(made)) == 1
+
+
+def test_a_late_rank_of_few_sms_in_place() -> None:
+    first, second = interpret(targets.late_in_place, 2, "cpu", env=GPU_COLLECTIVES, fresh=True)
+    assert first == ("late", (1,), True)
+    assert second == ("", (), True)

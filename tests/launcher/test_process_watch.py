@@ -125,8 +125,8 @@ def test_what_a_process_tells_is_heard_with_its_token() -> None:
     watch = ProcessWatch()
     heard: list[int] = []
     before = descriptors()
-    other = watch.hear("other", lambda number: heard.append(-number))
-    end = watch.hear("token", heard.append)
+    other = watch.hear("other", lambda number, _: heard.append(-number))
+    end = watch.hear("token", lambda number, _: heard.append(number))
     assert threads() == 1
     program = (
         "from shotcast.launcher.process_watch import ProcessId, tell\n"
@@ -147,14 +147,36 @@ def test_what_a_process_tells_is_heard_with_its_token() -> None:
     tell(ProcessId.own(), "token", 1)  # to nobody
 
 
+def test_a_process_is_given_files() -> None:
+    watch = ProcessWatch()
+    heard: list[tuple[int, int]] = []
+    end = watch.hear("token", lambda number, descriptor: heard.append((number, descriptor)))
+    before = descriptors()
+    read, write = os.pipe()
+    tell(ProcessId.own(), "token", 3, write)
+    tell(ProcessId.own(), "guessed", 4, write)  # closed, as nobody takes it
+    tell(ProcessId.own(), "token", 5)
+    assert eventually(lambda: len(heard) == 2)
+    (number, given), last = heard
+    assert (number, last) == (3, (5, -1))
+    os.close(write)
+    os.write(given, b"word")
+    os.close(given)
+    assert os.read(read, 9) == b"word"
+    assert os.read(read, 9) == b"", "no other end is open"
+    os.close(read)
+    assert eventually(lambda: descriptors() == before)
+    end()
+
+
 def test_a_forked_process_hears_for_itself() -> None:
     watch = ProcessWatch()
-    end = watch.hear("token", lambda number: None)
+    end = watch.hear("token", lambda number, _: None)
     child = os.fork()
     if child == 0:
         heard: list[int] = []
         watch.abandon()
-        watch.hear("token", heard.append)
+        watch.hear("token", lambda number, _: heard.append(number))
         tell(ProcessId.own(), "token", 7)
         os._exit(0 if eventually(lambda: heard == [7]) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

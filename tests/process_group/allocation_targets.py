@@ -12,13 +12,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shotcast.process_group as process_group
+from shotcast.memory.block_heap import BlockHeap
 from shotcast.memory.mapped_heap import MappedHeap
 
 STEPS = 4
 
 
 def digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(x.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def in_heap(group: Any, x: torch.Tensor) -> bool:
@@ -57,21 +58,27 @@ def asked_for() -> None:
         dist.destroy_process_group()
 
 
-def fsdp2(from_backend: bool, backend: str = "shotcast", prefetch: bool = False) -> tuple[list[str], int, bool]:
+def fsdp2(
+    from_backend: bool, backend: str = "shotcast", prefetch: bool = False, device: str = "cpu"
+) -> tuple[list[str], int, bool]:
     """Train by FSDP2; return digests of the parameters, how many mapped tensors it took, and whether all were own."""
     made = 0
-    empty = MappedHeap.empty
+    kind: Any = MappedHeap if device == "cpu" else BlockHeap
+    empty = kind.empty
 
-    def counted(heap: MappedHeap, *arguments: Any) -> torch.Tensor | None:
+    def counted(heap: Any, *arguments: Any) -> torch.Tensor | None:
         nonlocal made
         made += 1
-        return empty(heap, *arguments)
+        tensor: torch.Tensor | None = empty(heap, *arguments)
+        return tensor
 
-    MappedHeap.empty = counted  # type: ignore[method-assign,assignment]
+    kind.empty = counted
     dist.init_process_group(backend)
     try:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(3)), nn.Linear(200, 7))
+        if device == "cuda":
+            torch.cuda.set_device(dist.get_rank())
+        model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(3)), nn.Linear(200, 7)).to(device)
         parts = [fully_shard(part) for part in model]
         fully_shard(model)
         if from_backend:
@@ -83,7 +90,7 @@ def fsdp2(from_backend: bool, backend: str = "shotcast", prefetch: bool = False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            model(torch.randn(8, 200, generator=generator)).square().mean().backward()
+            model(torch.randn(8, 200, generator=generator).to(device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         counts = process_group.counts() if backend == "shotcast" else {}
@@ -91,4 +98,4 @@ def fsdp2(from_backend: bool, backend: str = "shotcast", prefetch: bool = False)
         return [digest(p.full_tensor()) for p in model.parameters()], made, ways == {"own"}  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
-        MappedHeap.empty = empty  # type: ignore[method-assign]
+        kind.empty = empty

@@ -23,3 +23,15 @@ def test_fsdp2_trains_in_memory_of_the_backend(world_size: int, prefetch: bool) 
         assert made >= 4 * (targets.STEPS - 1) * 3
         assert none == 0
         assert own
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_fsdp2_trains_in_memory_that_gpus_map(prefetch: bool) -> None:
+    by_backend = spawn(targets.fsdp2, 2, True, "shotcast", prefetch, "cuda", timeout_s=200)
+    ordinary = spawn(targets.fsdp2, 2, False, "shotcast", prefetch, "cuda", timeout_s=200)
+    for (bits, made, own), (expected, none, _) in zip(by_backend, ordinary, strict=True):
+        assert bits == expected
+        assert made >= 4 * (targets.STEPS - 1) * 3
+        assert none == 0
+        assert own

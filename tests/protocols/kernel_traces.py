@@ -72,6 +72,7 @@ class Circumstances:
         multicast: the ranks have an emulated multicast address.
         silent: (rank, call): this rank's data of this call never lands.
         two_steps: sums of nodes in 16 bits pass in two steps, however short.
+        mapped: the ranks whose tensors lie in memory that all ranks map.
         timeout_s: the deadline. If it is below 2, a call may go wrong: one more is made after it, and no word is
             withheld.
     """
@@ -81,6 +82,7 @@ class Circumstances:
     multicast: bool = False
     silent: tuple[int, int] | None = None
     two_steps: bool = False
+    mapped: tuple[int, ...] = ()
     timeout_s: float = 30.0
 
 
@@ -98,6 +100,8 @@ class Recorder:
         workspace = executor.workspaces[0]
         self.layout, self.where, self.rank = layout, workspace.where, workspace.context.rank
         self.bases = list(workspace.memory.addresses)
+        self.tensors: list[tuple[int, str, int, int]] = []
+        """(owner, name, address here, bytes) of tensors that all ranks map, which are traced by words of 4 bytes."""
         self.events: list[Event] = []
         self.call, self.silent_call = -1, silent_call
         self.header: tuple[int, int] = (0, 0)
@@ -121,6 +125,9 @@ class Recorder:
         if offset >= 16 * where.cells_at:
             generation, rest = divmod(offset - 16 * where.cells_at, 16 * where.cells_quads)
             return "cells", generation, rest // 8
+        if offset >= 16 * where.places_at:
+            row, word = divmod((offset - 16 * where.places_at) // 8, 2 * layout.PLACE_ROW_QUADS)
+            return "place", word, row
         if offset >= 16 * where.progress_at:
             program, rest = divmod((offset - 16 * where.progress_at) // 8, 2 * layout.FLAG_ROW_QUADS)
             return "progress", rest, program
@@ -176,7 +183,22 @@ class Recorder:
                     if named := self.place_of(offset):
                         found.append((int(position), (owner, *named)))
                     break
+            for owner, name, base, nbytes in self.tensors:
+                if 0 <= (offset := int(flat[position]) - base) < nbytes:
+                    found.append((int(position), (owner, name, offset // 4)))
         return found
+
+    def see(self, comm: Any, tensors: dict[str, torch.Tensor]) -> None:
+        """Trace these tensors of all ranks, as far as all ranks map them. Collective."""
+        executor = comm._executor
+        own = [(name, *executor.places(x.data_ptr()), x.nbytes) for name, x in tensors.items()]
+        self.tensors = []
+        for owner, told in enumerate(comm._host.all_gather(own)):
+            for name, place, nbytes in told:
+                if place:
+                    number, start = divmod(place, 1 << self.layout.PLACE_AT)
+                    base = int(executor._blocks[owner * self.layout.BLOCKS + number - 1])
+                    self.tensors.append((owner, name, base + start, nbytes))
 
     def record(self, program: int, action: str, places: Any, values: Any, shape: Any) -> None:
         if places:
@@ -455,6 +477,12 @@ def _traced(plans: list[list[CallPlan | None]], circumstances: Circumstances) ->
                 named = dataclasses.replace(plan, op=Op.SEND, root=comm.rank) if plan.op is Op.SEND else plan
                 recorder.begin(number, plan, tuple(workspace.context.header_of(named)))
                 x, out = tensors_of(plan, comm.rank, comm.world_size)
+                if circumstances.mapped:
+                    assert x is not None
+                    assert out is not None
+                    if comm.rank in circumstances.mapped:
+                        x, out = (comm.empty(*one.shape, dtype=one.dtype).copy_(one) for one in (x, out))
+                    recorder.see(comm, {"x": x, "out": out})
                 norm = norm_tensors(plan, comm.world_size) if plan.norm else None
                 run_call(executor, plan, x, None if norm else out, norm)
         finally:

@@ -266,7 +266,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         agree(self._host, settings, "; ".join(filter(None, (nodes.trouble, found.trouble, other_bits))))
         told = self._peers.ended, self._peers.departed
         limits = self.max_bytes, self._timeout_s
-        ranks = Ranks(self._host, *nodes[:2], self.device, *limits, self._algorithms, *told, exclusive)
+        ranks = Ranks(self._host, *nodes[:2], self.device, *limits, self._algorithms, *told, exclusive, self._peers)
         transport, built = build_executor(transport, ranks)
         self._executor = built.executor
         self._first_use: FirstUse | None = None
@@ -340,23 +340,24 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Make a tensor, with any content, in memory that the ranks of this communicator map. Needs no other rank.
+        """Make a tensor, with any content, in memory that the ranks of this communicator map.
 
-        Calls of this communicator read and write such tensors of all ranks where they lie, in place of staging them:
-        all-reduces by ``two_shot`` (``x`` and ``out``), reduce-scatters and all-gathers (``x``), and broadcasts (that
-        of the root). Wherever a rank has another tensor, all ranks stage theirs as ever. The results are the same.
+        Needs no call of another rank. Calls of this communicator read and write such tensors of all ranks where they
+        lie, in place of staging them: all-reduces by ``two_shot`` (``x`` and ``out``), reduce-scatters and all-gathers
+        (``x``), and broadcasts (that of the root). On GPUs it is the calls by ``few_sms`` that do. Wherever a rank has
+        another tensor, all ranks stage theirs as ever. The results are the same.
 
-        It is a tensor like any other, but its storage cannot be resized. Its memory is freed with the last of its
-        views, which may outlive the communicator. After a call that failed, a late rank may still write to such tensors
-        of the call until :meth:`reset` has returned.
+        It is a tensor like any other, but its storage cannot be resized, and ``record_stream`` does nothing. Its memory
+        is freed with the last of its views, which may outlive the communicator. After a call that failed, a late rank
+        may still write to such tensors of the call until :meth:`reset` has returned.
 
         Args:
             shape: of the tensor, as ``torch.empty`` takes it; other ranks may choose another.
             dtype: None for PyTorch's default.
 
         Returns:
-            The tensor. It is an ordinary one on GPUs, over several nodes, where the vendor library serves all calls,
-            and where shared memory is full.
+            The tensor, on the current stream of a GPU. It is an ordinary one during captures, over several nodes, where
+            the vendor library serves all calls, and where there is no memory for it.
 
         Raises:
             ClosedError: after :meth:`close`.

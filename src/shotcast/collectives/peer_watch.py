@@ -34,7 +34,8 @@ class PeerWatch:
         if host.world_size > 1:
             self._ends.append(WATCH.hear(token, self.departed))
             self._ends.append(WATCH.hear(token + _ALARM, self._hear_alarm))
-        processes = host.all_gather((ProcessId.own(), token), what="construction")
+        self._token = token
+        processes = self._processes = host.all_gather((ProcessId.own(), token), what="construction")
         self._peers = [peer for peer in processes if peer[0] != processes[host.rank][0]]
         for rank, (process, _) in enumerate(processes):
             if process != processes[host.rank][0]:
@@ -55,12 +56,24 @@ class PeerWatch:
         for gone in self._told:
             gone(rank)
 
-    def departed(self, rank: int) -> None:
+    def departed(self, rank: int, _: int = -1) -> None:
         """Tell all of a rank that has left, on any thread."""
         self.left.add(rank)
         self.ended(rank)
 
-    def _hear_alarm(self, generation: int) -> None:
+    def hear(self, name: str, told: Callable[[int, int], None]) -> None:
+        """Call ``told(number, descriptor)`` on the thread of the watch for what other ranks :meth:`send`.
+
+        It ends with the watch. The descriptor is that of a file, or -1.
+        """
+        self._ends.append(WATCH.hear(f"{self._token}/{name}", told))
+
+    def send(self, rank: int, name: str, number: int, descriptor: int = -1) -> None:
+        """Tell a rank a number, and give it an open file. It does nothing where the rank does not hear."""
+        process, token = self._processes[rank]
+        tell(process, f"{token}/{name}", number, descriptor)
+
+    def _hear_alarm(self, generation: int, _: int) -> None:
         self.alarmed = max(self.alarmed, generation)
 
     def alarm(self, generation: int) -> None:

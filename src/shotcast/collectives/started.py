@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shotcast.memory.block_heap import record_use
 from shotcast.memory.streams import capturing
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class _StreamHandle(Handle):
         stream.wait_event(self._event)
         if not self._captured:
             for tensor in tensors_in(self.result):
-                tensor.record_stream(stream)
+                record_use(tensor, stream)
         self._operands = None
         return self.result
 
@@ -120,7 +121,7 @@ class StreamStarter:
             finally:  # a call that fails may have begun to use its tensors
                 if not captured:
                     for tensor in tensors_in(operands):
-                        tensor.record_stream(self._stream)
+                        record_use(tensor, self._stream)
         return _StreamHandle(result, event, self._device, captured, operands)
 
     def is_current(self) -> bool:

@@ -61,18 +61,20 @@ class ProcessId:
         return f"\0shotcast/{self.space}/{self.pid}/{self.started}".encode()
 
 
-def tell(process: ProcessId, token: str, number: int) -> None:
+def tell(process: ProcessId, token: str, number: int, descriptor: int = -1) -> None:
     """Tell a process of this machine a number; it does nothing where the process does not hear, or has ended.
 
     Args:
         token: that of :meth:`ProcessWatch.hear`.
+        descriptor: a file that the process gets with the number, open; -1 for none.
     """
     if not process.space or process.space != ProcessId.own().space:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
         one.settimeout(_SEND_S)
         try:
-            one.sendto(f"{token} {number}".encode(), process.address)
+            one.connect(process.address)
+            socket.send_fds(one, [f"{token} {number}".encode()], [descriptor] if descriptor >= 0 else [])
         except OSError as error:  # it has closed the communicator too, or is stopped
             logger.debug("process %d was not told what a rank has done: %s", process.pid, error)
 
@@ -108,7 +110,7 @@ class ProcessWatch:
         self._numbers = itertools.count()
         self._callbacks: dict[ProcessId, dict[int, Callable[[], None]]] = {}
         self._descriptors: dict[int, ProcessId] = {}
-        self._hearers: dict[str, Callable[[int], None]] = {}
+        self._hearers: dict[str, Callable[[int, int], None]] = {}
         self._socket: socket.socket | None = None
         self._epoll: select.epoll | None = None
         self._wake = -1
@@ -140,10 +142,11 @@ class ProcessWatch:
             self._callbacks[process][number] = ended
         return lambda: self._remove(process, number)
 
-    def hear(self, token: str, told: Callable[[int], None]) -> Callable[[], None]:
-        """Call ``told(number)``, on the thread of the watch, for each number that is told by :func:`tell`.
+    def hear(self, token: str, told: Callable[[int, int], None]) -> Callable[[], None]:
+        """Call ``told(number, descriptor)``, on the thread of the watch, for each number told by :func:`tell`.
 
-        Nothing is told where the system has no such sockets. Returns a function that ends this.
+        The descriptor is that of a file, which is the hearer's to close; -1 for none. Nothing is told where the system
+        has no such sockets. Returns a function that ends this.
 
         Args:
             token: what nobody guesses, and those know that are to tell.
@@ -178,9 +181,13 @@ class ProcessWatch:
         found: list[Callable[[], None]] = []
         with contextlib.suppress(BlockingIOError):
             while self._socket is not None:
-                token, _, number = self._socket.recv(_LONGEST_BYTES).decode(errors="replace").partition(" ")
+                text, files, _, _ = socket.recv_fds(self._socket, _LONGEST_BYTES, 1)
+                token, _, number = text.decode(errors="replace").partition(" ")
+                descriptor = files[0] if files else -1
                 if token in self._hearers and number.isdecimal():
-                    found.append(functools.partial(self._hearers[token], int(number)))
+                    found.append(functools.partial(self._hearers[token], int(number), descriptor))
+                elif descriptor >= 0:
+                    os.close(descriptor)
         return found
 
     def _started(self) -> select.epoll:

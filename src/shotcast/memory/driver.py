@@ -83,6 +83,83 @@ def _destroy(handle: int) -> None:
         library().cuStreamDestroy_v2(ctypes.c_void_p(handle))  # its work goes on
 
 
+class _Location(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("number", ctypes.c_int))
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("unused", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_PINNED, _FILE_DESCRIPTOR, _DEVICE, _READ_AND_WRITE = 1, 1, 1, 3
+
+
+class SharedMemory:
+    """Memory of a GPU that other processes map by a file descriptor, at an address of this process's GPU.
+
+    Nothing here waits for work of a GPU, but :meth:`release`.
+
+    Args:
+        device_index: this process's GPU, whose side stream has been made (:func:`side_stream`).
+        nbytes: a multiple of 2 MiB.
+        descriptor: that of memory of another process, on a GPU to which this one has access; -1 to make some.
+
+    Attributes:
+        address: where this GPU finds it.
+        descriptor: that of memory which was made, for the caller to close; else -1.
+
+    Raises:
+        RuntimeError: there is no memory for it, or it cannot be mapped.
+    """
+
+    def __init__(self, device_index: int, nbytes: int, descriptor: int = -1):
+        self._index, self._nbytes = device_index, ctypes.c_size_t(nbytes)
+        place = _Location(_DEVICE, device_index)
+        handle, address, made = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int(-1)
+        none = ctypes.c_uint64(0)
+        with side_stream(device_index).current(), relaxed(), contextlib.ExitStack() as undone:
+            if descriptor < 0:
+                what = f"taking {nbytes} bytes of GPU {device_index}"
+                properties = _AllocationProperties(_PINNED, _FILE_DESCRIPTOR, place)
+                taken = library().cuMemCreate(ctypes.byref(handle), self._nbytes, ctypes.byref(properties), none)
+                check(taken, what)
+            else:
+                what, file = "mapping memory of another process", ctypes.c_void_p(descriptor)
+                check(library().cuMemImportFromShareableHandle(ctypes.byref(handle), file, _FILE_DESCRIPTOR), what)
+            with contextlib.ExitStack() as handles:  # what is mapped stays without its handle
+                handles.callback(library().cuMemRelease, handle)
+                reserved = library().cuMemAddressReserve(
+                    ctypes.byref(address), self._nbytes, ctypes.c_size_t(0), none, none
+                )
+                check(reserved, what)
+                undone.callback(library().cuMemAddressFree, address, self._nbytes)
+                check(library().cuMemMap(address, self._nbytes, ctypes.c_size_t(0), handle, none), what)
+                undone.callback(library().cuMemUnmap, address, self._nbytes)
+                access = ctypes.byref(_Access(place, _READ_AND_WRITE))
+                check(library().cuMemSetAccess(address, self._nbytes, access, ctypes.c_size_t(1)), what)
+                if descriptor < 0:
+                    given = ctypes.byref(made), handle
+                    check(library().cuMemExportToShareableHandle(*given, _FILE_DESCRIPTOR, none), what)
+            undone.pop_all()
+        self.address, self.descriptor = int(address.value), int(made.value)
+
+    def release(self) -> None:
+        """Unmap the memory. All work on it has ended."""
+        with side_stream(self._index).current(), relaxed():
+            library().cuMemUnmap(ctypes.c_uint64(self.address), self._nbytes)
+            library().cuMemAddressFree(ctypes.c_uint64(self.address), self._nbytes)
+
+
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
     """Let this thread make calls that could disturb a capture, if they were ordered with it."""

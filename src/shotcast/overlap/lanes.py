@@ -18,6 +18,7 @@ import torch
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.started import in_this_state
 from shotcast.errors import ClosedError, ConfigError
+from shotcast.memory.block_heap import record_use
 from shotcast.overlap.schedule import COMPUTE_LANE
 
 logger = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ class StreamLanes(Lanes):
         current = self._of(COMPUTE_LANE)
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                tensor.record_stream(current)
+                record_use(tensor, current)
 
     def finish(self, error: BaseException | None) -> None:
         current, own = self._of(0), self._of(1)

@@ -115,7 +115,8 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def _nccl(self, name: str) -> Any:
         ranks = self._part(name), self._rank, self._world_size
         told: torch_private.Told = weakref.WeakMethod(self._take_timeout)
-        return torch_private.inner_nccl(*ranks, self._timeout, told, self._nccl_options)
+        allocate: torch_private.Allocate = weakref.WeakMethod(self._allocate)
+        return torch_private.inner_nccl(*ranks, self._timeout, told, allocate, self._nccl_options)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -372,13 +373,17 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         for calls in list(self._calls.values()):
             calls.set_timeout(timeout.total_seconds())
 
-    def _allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Make a tensor on the CPU, in memory that the ranks map once the first call has made the communicator.
+    def _allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make a tensor in memory that the ranks map, once the first call on the device has made the communicator.
 
-        Needs no other rank.
+        Needs no call of another rank.
         """
-        comm = self._on_cpu.comm
-        return torch.empty(size, dtype=dtype, device="cpu") if comm is None else comm.empty(size, dtype=dtype)
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", torch.cuda.current_device())
+        calls = self._calls.get(device)
+        if calls is None or calls.comm is None:
+            return torch.empty(size, dtype=dtype, device=device)
+        return calls.comm.empty(size, dtype=dtype)
 
     def shutdown(self) -> None:
         """Wait for this rank's calls, which end at their deadline at the latest, and give back what they hold.

@@ -24,8 +24,8 @@ from torch.utils import _python_dispatch, _pytree
 
 Told = weakref.WeakMethod[Callable[[timedelta], None]]
 """A method that is told of a timeout, of an object that may be gone."""
-Allocate = weakref.WeakMethod[Callable[[int, torch.dtype], torch.Tensor]]
-"""A method that makes a tensor of a number of elements on the CPU, of an object that may be gone."""
+Allocate = weakref.WeakMethod[Callable[[int, torch.dtype, torch.device], torch.Tensor]]
+"""A method that makes a tensor of a number of elements, of an object that may be gone."""
 ProcessGroup: Any = c10d.ProcessGroup
 """The base of process groups, which PyTorch gives a stricter type than it demands."""
 Work: Any = c10d.Work
@@ -187,17 +187,26 @@ class _InnerGloo(c10d.ProcessGroupGloo):
         _tell(self.told, timeout)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return device.type == "cpu"
+        return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        method = self.allocate()
-        assert method is not None
-        assert device.type == "cpu"
-        return method(size, dtype)
+        return _allocated(self.allocate, size, dtype, device)
+
+
+def _allocated(allocate: Allocate, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    method = allocate()
+    assert method is not None
+    return method(size, dtype, device)
 
 
 def inner_nccl(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta, told: Told, options: Any = None
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    told: Told,
+    allocate: Allocate,
+    options: Any = None,
 ) -> Any:
     """Make a group of NCCL, whose ranks connect at their first call; arguments as of :func:`inner_gloo`.
 
@@ -206,7 +215,7 @@ def inner_nccl(
     options = c10d.ProcessGroupNCCL.Options() if options is None else options
     options._timeout = timeout
     made = _nccl_class()(store, rank, world_size, options)
-    made.told = told
+    made.told, made.allocate = told, allocate
     return made
 
 
@@ -219,10 +228,17 @@ def _nccl_class() -> Any:
         """A group of NCCL that PyTorch takes for one that can be split: the process group around it splits itself."""
 
         told: Told
+        allocate: Allocate
 
         def _set_default_timeout(self, timeout: timedelta) -> None:
             super()._set_default_timeout(timeout)
             _tell(self.told, timeout)
+
+        def supports_tensor_alloc(self, device: torch.device) -> bool:
+            return device.type == "cuda"
+
+        def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return _allocated(self.allocate, size, dtype, device)
 
         def eager_connect_single_device(self, device: torch.device) -> None:
             """Do nothing: ranks connect when a call needs it."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from shotcast.device.fingerprint import Tree
     from shotcast.hardware.nodes import NodeLayout
+    from shotcast.memory.block_heap import Peers
     from shotcast.memory.host_group import StoreGroup
 
 
@@ -48,6 +49,7 @@ class Ranks(NamedTuple):
         max_bytes: the longest message of the largest workspace.
         timeout_s: deadline of a call, from its first unsuccessful look.
         exclusive: calls may fill a GPU while they wait for other ranks; without, a gate waits in front of them.
+        peers: brings files from rank to rank; None where ranks make no tensors that all of them map.
         algorithms: those that plans name.
         ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended, on any thread.
         left: ``left(rank)`` is told of those that have left.
@@ -63,6 +65,7 @@ class Ranks(NamedTuple):
     ended: Callable[[int], None] = lambda rank: None
     left: Callable[[int], None] = lambda rank: None
     exclusive: bool = True
+    peers: Peers | None = None
 
     def beyond(self, most: int) -> str:
         """Return why a transport for up to ``most`` ranks does not serve; empty if it does."""

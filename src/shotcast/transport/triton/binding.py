@@ -31,6 +31,7 @@ SIZED = (
 
 TENSORS: dict[str, tuple[str, ...]] = {
     "x and out": ("x", "out"),
+    "x and out in place": ("x", "out", "x_place", "out_place"),
     "x, out and sizes": ("x", "out", *SIZED),
     "x and norm": ("x", *NORM_ADDRESSES),
     "x": ("data",),
@@ -98,6 +99,7 @@ class KernelContext:
         peers_address: the address of the table of all regions' addresses, in device memory.
         cells_address: the address of this GPU's own cells, by which programs of fused kernels add up rows.
         cells_nbytes: bytes of these cells.
+        blocks_address: the address of the table of all ranks' blocks of tensors, in device memory.
         arrivals_address: the address of this GPU's own words, by which a call tells the kernel beside it what has come.
         multicast: the table ends with a multicast address that kernels may use.
         pdl: kernels begin before the kernel before them has ended (programmatic dependent launch).
@@ -119,6 +121,7 @@ class KernelContext:
     peers_address: int
     cells_address: int
     cells_nbytes: int
+    blocks_address: int
     arrivals_address: int
     multicast: bool
     pdl: bool
@@ -144,11 +147,11 @@ class KernelContext:
         """Return ``kernel`` with the arguments given, and with those below that it has by name.
 
         Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``puts``, ``slots_at``, ``slots_quads``,
-        ``cells_at``, ``cells_quads``, ``staging_at``, ``staging_quads``, ``window_at``, ``progress_at``, ``flags_at``,
-        ``mailboxes_at``. Numbers: ``rank``, ``root``, ``header_size``, ``header_call`` and ``nbytes``, of the plan.
-        Compile-time: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where every address and size is a
-        multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a tile),
-        ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
+        ``cells_at``, ``cells_quads``, ``staging_at``, ``staging_quads``, ``window_at``, ``progress_at``, ``places_at``,
+        ``flags_at``, ``mailboxes_at``. Numbers: ``rank``, ``root``, ``header_size``, ``header_call`` and ``nbytes``, of
+        the plan. Compile-time: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where every address and
+        size is a multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of
+        a tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
 
         Args:
             programs: of the grid; by default the plan's and one for the headers.
@@ -185,6 +188,7 @@ class KernelContext:
             "staging_quads": self.layout.staging_quads,
             "window_at": self.layout.window_at,
             "progress_at": self.layout.progress_at,
+            "places_at": self.layout.places_at,
             "DTYPE": DTYPES.get(plan.dtype, tl.int32),
             "UNIT": self.unit(plan),
             "WORLD": self.world_size,

@@ -22,6 +22,7 @@ from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import norm_addresses
 from shotcast.memory import driver
 from shotcast.memory.arena import arena_of
+from shotcast.memory.block_heap import BlockHeap, GpuBlock, HostBlock
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import SymmetricBuffer, Target, raise_failures
@@ -110,6 +111,8 @@ class BoundCall:
                 gate(stream, ())
             if self._tensors == "x and out":
                 launch(stream, (source + start, target + start))
+            elif self._tensors == "x and out in place":
+                launch(stream, (source + start, target + start, *executor.places(source + start, target + start)))
             elif self._of_sizes is not None:
                 launch(stream, (source, target, *self._of_sizes(sizes)))
             elif self._tensors == "x and norm":
@@ -240,11 +243,35 @@ class TritonExecutor:
         self._awaited: Sequence[int] = ()
         self._marking, self._closed = threading.Lock(), False
         self.workspaces: list[Workspace] = []
+        self._blocks, self.heap = self._tensor_blocks(ranks)
         self._captured = False
         self.room = 0
         self.grow(1)
         self.own_address = self.workspaces[0].context.own_address
         arena_of(device).count(exclusive, 1)
+
+    def _tensor_blocks(self, ranks: Ranks) -> tuple[torch.Tensor, BlockHeap | None]:
+        """Return the table of all ranks' blocks of tensors, and what makes such tensors; None for puts."""
+        table = torch.zeros(wire.MAX_WORLD_SIZE * layout.BLOCKS, dtype=torch.int64, device=self.device)
+        if ranks.peers is None or self._puts or self._group.world_size == 1:
+            return table, None
+        address, index = table.data_ptr(), self.device.index
+
+        def tell(rank: int, number: int, place: int) -> None:
+            word = address + 8 * (rank * layout.BLOCKS + number)
+            if INTERPRETED:
+                ctypes.c_int64.from_address(word).value = place
+                return
+            driver.side_stream(index).write_word(word, place)
+            driver.side_stream(index).read_words(word, 1)  # it is there before another rank hears of it
+
+        make = HostBlock if INTERPRETED else functools.partial(GpuBlock, self.device)
+        current = None if INTERPRETED else functools.partial(torch.cuda.current_stream, self.device)
+        group = self._group
+        heap = BlockHeap(ranks.peers, group.rank, group.world_size, layout.BLOCKS, make, tell, current)
+        stopped = self.stopped_word
+        heap.is_stopped = lambda: stopped.value != 0
+        return table, heap
 
     def _use_words(self, words: torch.Tensor) -> None:
         self._host_words = words
@@ -252,6 +279,16 @@ class TritonExecutor:
             ctypes.c_int64.from_address(words.data_ptr() + 8 * at)
             for at in (layout.HOST_FAULT, layout.HOST_GONE, layout.HOST_WAIT)
         )
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor in memory that all ranks map; None if there is no memory for it, and during a capture.
+
+        It may wait for the other ranks' processes, but not for their calls.
+        """
+        if self.heap is None or (not INTERPRETED and torch.cuda.is_current_stream_capturing()):
+            return None
+        with _current(self.device):
+            return self.heap.empty(shape, dtype)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -327,6 +364,13 @@ class TritonExecutor:
             pieces.append((piece, start))
         return pieces
 
+    def places(self, *addresses: int) -> list[int]:
+        """Return where tensors lie, as kernels take it; 0 for those that the other ranks do not map."""
+        if self.heap is None or not self.heap.ranges:
+            return [0] * len(addresses)
+        found = [None if address & 15 else self.heap.place(address) for address in addresses]
+        return [0 if place is None else (place[0] + 1 << layout.PLACE_AT) + place[1] for place in found]
+
     # -- growth -----------------------------------------------------------------------------------------------------
 
     def meeting(self, plan: CallPlan) -> Meeting:
@@ -396,6 +440,7 @@ class TritonExecutor:
             self._algorithms.header,
             self._nodes,
             memory.targets,
+            self._blocks.data_ptr(),
         )
         workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self._timeout_s)
         _wait_for_stream(self.device)
@@ -543,6 +588,8 @@ class TritonExecutor:
             for workspace in self.workspaces:
                 workspace.clear(epoch, self._timeout_s)
             self.stopped_word.value = self._wait_word.value = 0
+            if self.heap is not None:
+                self.heap.resume()
             self.drain()  # peers may store there once all ranks have cleared theirs
 
     def close(self) -> None:
@@ -553,5 +600,7 @@ class TritonExecutor:
             self._closed = True
         for workspace in self.workspaces:
             workspace.close()
+        if self.heap is not None:
+            self.heap.close()
         _words_in_use.pop(self._host_words.data_ptr(), None)
         arena_of(self.device).release()

@@ -23,6 +23,10 @@ arrive. While one warp waits for the stores of its program, the others go on, as
 One SM moves 44 GB/s in and as much out (H200, ``research/sm_wires.py``), which bounds an all_reduce of two
 ranks, whose programs read and write each byte of the message twice. Copies move any dtype, exact to the bit.
 
+Where the tensors of all ranks lie in memory that the ranks map, nothing passes through a window: each rank reads the
+others' x in place, and in an all_reduce writes its sums into their out. Ranks say where their tensors lie as they
+enter, so all take the same way. They meet once more at the end: until then a rank's tensors are in use.
+
 An all_gather can announce chunks to a product that runs beside it (:mod:`shotcast.kernels.triton.arriving_gemm`). It
 lets the product begin once every program's namesakes have entered, which takes SMs that no program of any rank still
 needs to begin.
@@ -50,10 +54,13 @@ from shotcast.transport.triton.sync import (
     join_warps,
     leave_epoch,
     peer_addresses,
+    place_of,
     raise_progress,
     read_abort_word,
     rotated_peer,
     store_to,
+    tell_places,
+    tensor_at,
     with_status,
     words_at,
 )
@@ -65,6 +72,7 @@ ALL_GATHER = tl.constexpr(2)
 ALL_TO_ALL = tl.constexpr(3)
 
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
+PLACE_ROW_QUADS = tl.constexpr(layout.PLACE_ROW_QUADS)
 LAG = tl.constexpr(layout.STEPS_IN_FLIGHT)
 """Steps between sending a chunk and taking it."""
 TURNS = tl.constexpr(2 * layout.STEPS_IN_FLIGHT)
@@ -110,6 +118,90 @@ def by_rank(others, own, rank, WORLD: tl.constexpr):
     return tiles + (tl.where(rank == WORLD - 1, own, others[WORLD - 2]),)
 
 
+@triton.jit
+def where_they_lie(
+    call,
+    x,
+    out,
+    blocks,
+    places,
+    progress,
+    part_nbytes,
+    starts,
+    own_start,
+    own_nbytes,
+    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Carry out the operation on tensors that all ranks map, and meet the other ranks."""
+    worker = tl.program_id(0)
+    workers = tl.num_programs(0)
+    PEERS: tl.constexpr = WORLD - 1
+    ADDS: tl.constexpr = KIND < ALL_GATHER
+    TILE: tl.constexpr = 4 * BLOCK
+    xs = ()
+    outs = ()
+    begins = ()
+    sizes = ()
+    for i in tl.static_range(PEERS):
+        xs = xs + (tensor_at(call, blocks, places, other_rank(call, i), False),)
+        if KIND == ALL_REDUCE:
+            outs = outs + (tensor_at(call, blocks, places, other_rank(call, i), True),)
+        begin = starts[1]
+        end = starts[2]
+        for r in tl.static_range(WORLD):
+            chosen = other_rank(call, i) == r
+            begin = tl.where(chosen, starts[r], begin)
+            end = tl.where(chosen, starts[r + 1], end)
+        begins = begins + (begin,)
+        sizes = sizes + (end - begin,)
+    own_part = call.rank * part_nbytes
+    tiles = (((own_nbytes if ADDS else part_nbytes) + TILE - 1) // TILE).to(tl.int32)
+    tiles = (tiles - worker + workers - 1) // workers  # those of this program
+    for tile in range(0, tiles):
+        start = ((call.epoch * 0 + tile) * workers + worker) * TILE
+        offs = tl.arange(0, BLOCK)
+        own_size = bytes_in_chunk(own_nbytes, start, TILE)
+        source = own_part + start
+        if KIND == ALL_GATHER:
+            source = start
+        own_words = load_words(x, source, offs, own_size, UNIT)
+        others = ()
+        for i in tl.static_range(PEERS):
+            size = own_size
+            if KIND == ALL_GATHER:
+                size = bytes_in_chunk(sizes[i], start, TILE)
+            others = others + (load_words(xs[i], source, offs, size, UNIT),)
+        if ADDS:
+            words = sum_words(by_rank(others, own_words, call.rank, WORLD), WORLD, DTYPE)
+            target = start
+            if KIND == ALL_REDUCE:
+                target = source
+                for i in tl.static_range(PEERS):
+                    store_words(outs[i], target, offs, words, own_size, UNIT)
+            store_words(out, target, offs, words, own_size, UNIT)
+        else:
+            store_words(out, own_start + start, offs, own_words, own_size, UNIT)
+            for i in tl.static_range(PEERS):
+                size = bytes_in_chunk(sizes[i], start, TILE)
+                store_words(out, begins[i] + start, offs, others[i], size, UNIT)
+    raise_progress(call, progress, 1, WORLD, WARPS)
+    call = await_progress(call, progress, 1, WORLD, WARPS)
+    if KIND == ALL_REDUCE:
+        for i in tl.static_range(PEERS):
+            missing = ((sizes[i] + TILE - 1) // TILE).to(tl.int32)
+            missing = tl.where(call.live == 0, missing, 0)  # the sums of a peer may not have come
+            for tile in range(worker, missing, workers):
+                start = (call.epoch * 0 + tile) * TILE
+                offs = tl.arange(0, BLOCK)
+                words = nan_unless(call.live, load_words(out, begins[i] + start, offs, TILE, UNIT), DTYPE)
+                store_words(out, begins[i] + start, offs, words, bytes_in_chunk(sizes[i], start, TILE), UNIT)
+
+
 @kernel
 def few_sms(
     x,
@@ -132,6 +224,10 @@ def few_sms(
     chunk_nbytes,  # a multiple of 16
     window_at,
     progress_at,
+    places_at,
+    blocks,  # the address of those of all ranks' blocks
+    x_place: tl.int64,  # of this rank's tensors, 0 for memory that the others do not map
+    out_place: tl.int64,
     arrivals,
     KIND: tl.constexpr,
     ANNOUNCES: tl.constexpr,
@@ -165,6 +261,7 @@ def few_sms(
     ADDS: tl.constexpr = KIND < ALL_GATHER
     PEERS: tl.constexpr = WORLD - 1
     progress = progress_at + worker * FLAG_ROW_QUADS
+    places = places_at + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
     stride = chunk_nbytes // 16
     place_quads = stride * WORLD
     window = window_at + worker * PLACES * place_quads
@@ -172,8 +269,36 @@ def few_sms(
     chunks = (chunks - worker + workers - 1) // workers  # those of this program
     steps = tl.where(chunks > 0, chunks + (2 * LAG if KIND == ALL_REDUCE else LAG), 0)
     own_part = rank * part_nbytes
+    if not ANNOUNCES:
+        tell_places(call, places, x_place, out_place, WORLD, WARPS)
     raise_progress(call, progress, 0, WORLD, WARPS)
     call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call before left there
+    if not ANNOUNCES:
+        mapped = call.live != 0
+        for r in tl.static_range(WORLD):
+            mapped = mapped & (place_of(call, places, r, False) != 0)
+            if KIND == ALL_REDUCE:
+                mapped = mapped & (place_of(call, places, r, True) != 0)
+        if mapped:
+            steps = steps * 0
+            where_they_lie(
+                call,
+                x,
+                out,
+                blocks,
+                places,
+                progress,
+                part_nbytes,
+                starts,
+                own_start,
+                own_nbytes,
+                KIND,
+                DTYPE,
+                UNIT,
+                WORLD,
+                BLOCK,
+                WARPS,
+            )
     if ANNOUNCES:
         release_next_kernel(PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
     for step in range(0, steps):
@@ -303,9 +428,11 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
     arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
     arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op]}
     arguments |= {"arrivals": context.arrivals_address, "ANNOUNCES": announces}
+    arguments |= {"blocks": context.blocks_address, "x_place": 0, "out_place": 0}
     options: dict[str, Any] = {}
     if context.unit(plan) != layout.QUAD:
         arguments["BLOCK"] = min(shape.block_words, 32 * shape.num_warps * 2)  # each word takes several registers
     elif announces and world_size == 2 and shape.block_words <= BESIDE_WORDS:
         options["maxnreg"] = BESIDE_REGISTERS
-    return context.launch(few_sms, plan, programs=shape.programs, options=options, **arguments)
+    tensors = "x and out" if announces else "x and out in place"
+    return context.launch(few_sms, plan, programs=shape.programs, tensors=tensors, options=options, **arguments)

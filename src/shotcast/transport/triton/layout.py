@@ -74,6 +74,16 @@ PROGRESS_ROWS = MAX_SMS
 """Programs of a grid that can publish their progress; each has a row of one 64-bit word for each rank."""
 PROGRESS_STEP_BITS = 20
 """Bits of such a word that count the steps of a call; the epoch is above them."""
+
+BLOCKS = 64
+"""The most blocks of memory in which a rank makes tensors that all map (:mod:`shotcast.memory.block_heap`)."""
+PLACE_AT = 48
+"""The bit of a tensor's place above which the number of its block is, plus one; its first byte in there is below."""
+PLACE_ROWS = 2 * PROGRESS_ROWS
+"""Rows of the places of all ranks' tensors: one for each program that publishes its progress, in every other call."""
+PLACE_ROW_QUADS = MAX_WORLD_SIZE
+"""A row has two 64-bit words for each rank: the places of ``x`` and of ``out``."""
+
 WINDOW_BYTES = 16 << 20
 """The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
 CHUNKS_IN_WINDOW = 3
@@ -105,6 +115,7 @@ GRACE = 32
 _MAILBOX_BYTES = MAX_WORLD_SIZE * CHANNELS * 2 * CHUNK_WORDS * 8
 _FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
 _PROGRESS_BYTES = PROGRESS_ROWS * FLAG_ROW_QUADS * QUAD
+_PLACE_BYTES = align_up(PLACE_ROWS * PLACE_ROW_QUADS * QUAD, 4096)
 COPY_PLACES = 4
 """Places in the window that rounds of copy engines use in turn."""
 
@@ -133,6 +144,7 @@ class Layout:
     mailboxes_at: int
     flags_at: int
     progress_at: int
+    places_at: int
     cells_at: int
     cells_quads: int
     slots_at: int
@@ -171,7 +183,8 @@ class Layout:
         mailboxes_at = CONTROL_WORDS * 8
         flags_at = mailboxes_at + (_MAILBOX_BYTES if mailboxes else 0)
         progress_at = flags_at + _FLAG_BYTES
-        cells_at = progress_at + _PROGRESS_BYTES
+        places_at = progress_at + _PROGRESS_BYTES
+        cells_at = places_at + _PLACE_BYTES
         slots_at = cells_at + 2 * cells
         staging_at = slots_at + 3 * slots
         staging = network if staged else 0
@@ -182,6 +195,7 @@ class Layout:
             mailboxes_at=mailboxes_at // QUAD,
             flags_at=flags_at // QUAD,
             progress_at=progress_at // QUAD,
+            places_at=places_at // QUAD,
             cells_at=cells_at // QUAD,
             cells_quads=cells // QUAD,
             slots_at=slots_at // QUAD,

@@ -73,6 +73,9 @@ OP_AT = tl.constexpr(wire.OP_AT)
 WIDE_HEADERS = tl.constexpr(layout.WIDE_HEADERS)
 MAX_WORLD = tl.constexpr(wire.MAX_WORLD_SIZE)
 PROGRESS_STEP_BITS = tl.constexpr(layout.PROGRESS_STEP_BITS)
+BLOCKS = tl.constexpr(layout.BLOCKS)
+PLACE_AT = tl.constexpr(layout.PLACE_AT)
+PLACE_MASK = tl.constexpr((1 << layout.PLACE_AT) - 1)
 MOST_RANKS = tl.constexpr(layout.MOST_RANKS)
 FAULT_TIMEOUT = tl.constexpr(wire.TIMEOUT)
 FAULT_MISMATCH = tl.constexpr(wire.MISMATCH)
@@ -674,6 +677,35 @@ def await_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr)
             waiting = waiting & live
     tl.debug_barrier()
     return with_status(call, live, started)
+
+
+@triton.jit
+def tell_places(call, quads, x_place, out_place, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Tell all ranks where this rank's ``x`` and ``out`` lie, 0 for memory that they do not map.
+
+    :func:`raise_progress` follows, and whoever has seen that reads the words, at ``quads`` quads past the start of its
+    region. A row serves every other call of a program.
+    """
+    threads = thread_ids(WARPS)
+    ranks = threads // 2
+    bases = tl.load(call.peers + ranks % MAX_WORLD, mask=ranks < WORLD, other=0)
+    words = bases.to(tl.pointer_type(tl.int64)) + quads * 2 + call.rank * 2 + threads % 2
+    tl.store(words, tl.where(threads % 2 == 0, x_place, out_place), mask=(ranks < WORLD) & (call.live != 0))
+
+
+@triton.jit
+def place_of(call, quads, rank, OUT: tl.constexpr):
+    """Return what a rank has told by :func:`tell_places` of its ``x`` or, with OUT, of its ``out``."""
+    return tl.load(call.own + quads * 2 + rank * 2 + (1 if OUT else 0), volatile=True)
+
+
+@triton.jit
+def tensor_at(call, blocks, quads, rank, OUT: tl.constexpr):
+    """Return the address of a tensor of a rank whose place is not 0; ``blocks`` has the addresses of all blocks."""
+    place = place_of(call, quads, rank, OUT)
+    table = blocks.to(tl.int64).to(tl.pointer_type(tl.int64))
+    base = tl.load(table + rank * BLOCKS + ((place >> PLACE_AT) - 1).to(tl.int32))
+    return base + (place & PLACE_MASK)
 
 
 @triton.jit

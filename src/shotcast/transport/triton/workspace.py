@@ -33,6 +33,7 @@ class Workspace:
         header_of: ``header_of(plan)``, the header of a plan.
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
         targets: what puts to each rank take, where ranks of other nodes are reached by puts; else none.
+        blocks_address: of the table of all ranks' blocks of tensors; 0 where there are none.
 
     Attributes:
         memory: as given.
@@ -51,6 +52,7 @@ class Workspace:
         header_of: Callable[[CallPlan], HeaderWords],
         nodes: int = 1,
         targets: Sequence[Target] = (),
+        blocks_address: int = 0,
     ):
         self.memory, self.where = memory, where
         self._rank, self._world = rank, world_size
@@ -74,6 +76,7 @@ class Workspace:
             peers_address=self._peers.data_ptr(),
             cells_address=self._cells.data_ptr(),
             cells_nbytes=self._cells.nbytes,
+            blocks_address=blocks_address or memory.addresses[rank],
             arrivals_address=self._arrivals.data_ptr(),
             multicast=bool(memory.multicast_address),
             pdl=supports_pdl(device),
