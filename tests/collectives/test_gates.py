@@ -34,7 +34,6 @@ def test_calls_with_stragglers_count_once(world_size: int) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.timing
 def test_an_absent_rank_is_named_by_the_deadline() -> None:
     said, took = interpreted(targets.absent, 2, 2.0)[0]
     assert "all_reduce" in said
