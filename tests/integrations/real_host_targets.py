@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import types
 from typing import Any
@@ -26,10 +27,11 @@ class _NoNccl:
         pass
 
 
-def vllm(folder: str) -> tuple[str, dict[str, int], bool]:
-    """Sum through the real group and communicator of vLLM. Return its version, the calls, and the mode."""
+def _import_vllm(folder: str) -> Any:
+    """Import vLLM as on a machine with an H100, and return the module of its groups."""
     sys.path.insert(0, folder)
     os.environ |= {"SHOTCAST_VLLM": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     for name in _COMPILED:  # sources that were unpacked have no compiled parts
         if importlib.util.find_spec(f"vllm.{name}") is None:
             sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
@@ -40,20 +42,35 @@ def vllm(folder: str) -> tuple[str, dict[str, int], bool]:
     platforms.builtin_platform_plugins["cuda"] = platforms.cuda_platform_plugin
     import vllm.distributed.parallel_state as groups
     from vllm.distributed.device_communicators import pynccl
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-    from vllm.version import __version__
 
     pynccl.PyNcclCommunicator = _NoNccl
+    return groups
+
+
+def _vllm_group(groups: Any, name: str) -> Any:
+    """Return a group of vLLM, whose construction takes GPUs."""
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    group = dist.new_group(backend="gloo")
+    chosen = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+    made = object.__new__(groups.GroupCoordinator)
+    made.unique_name, made.world_size, made.use_custom_op_call = name, 2, False
+    made.cpu_group = made.device_group = group
+    made.device_communicator = chosen(group, torch.device("cpu"), group, unique_name=name)
+    return made
+
+
+def vllm(folder: str) -> tuple[str, dict[str, int], bool]:
+    """Sum through the real group and communicator of vLLM. Return its version, the calls, and the mode."""
+    groups = _import_vllm(folder)
+    from vllm.version import __version__
+
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    group = dist.new_group(backend="gloo")
-    chosen = resolve_obj_by_qualname(platforms.current_platform.get_device_communicator_cls())
-    made = {"cpu_group": group, "device": torch.device("cpu"), "device_group": group}
-    ours, other = chosen(**made, unique_name="tp:0"), chosen(**made, unique_name="pp:0")
+    coordinator, other = _vllm_group(groups, "tp:0"), _vllm_group(groups, "pp:0").device_communicator
+    ours = coordinator.device_communicator
     assert other.sums is None
-    coordinator = object.__new__(groups.GroupCoordinator)  # its construction takes GPUs, and its operator does
-    coordinator.unique_name, coordinator.world_size, coordinator.device_communicator = "tp:0", 2, ours
-    coordinator.use_custom_op_call = False
     with torch.inference_mode():
         for count in (4, 4096, 1 << 20):
             x = torch.full((count,), rank + 1.0, dtype=torch.bfloat16)
@@ -64,6 +81,123 @@ def vllm(folder: str) -> tuple[str, dict[str, int], bool]:
     assert ours.sums is None
     other.destroy()
     return __version__, calls, mode
+
+
+_QUANTIZE = "static_scaled_fp8_quant"
+
+
+def _import_passes() -> Any:
+    """Return vLLM's pass manager, in whose place a module stands, as it imports attention that needs GPUs.
+
+    What our pass imports takes compiled kernels: one of them works, and the others are names.
+    """
+    name = "vllm.compilation.passes.pass_manager"
+    manager = sys.modules[name] = types.ModuleType(name)
+    manager.AllReduceFusionPass = None  # type: ignore[attr-defined]
+    libraries = {"_C": torch.library.Library("_C", "FRAGMENT")}
+    libraries["_C"].define(f"{_QUANTIZE}(Tensor! result, Tensor input, Tensor scale, (int, int)? group=None) -> ()")
+
+    def quantize(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, group: Any = None) -> None:
+        result.copy_((input.float() * (1 / scale.float())).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+    libraries["_C"].impl(_QUANTIZE, quantize, "CompositeExplicitAutograd")
+    while True:
+        try:
+            import vllm.compilation.passes as passes
+        except AttributeError as error:
+            missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
+            if missing is None:
+                raise
+            library = libraries.setdefault(missing[1], torch.library.Library(missing[1], "FRAGMENT"))
+            library.define(f"{missing[2]}() -> ()")
+            _KERNELS.append(library)
+        else:
+            _KERNELS.extend(libraries.values())
+            passes.pass_manager = manager  # type: ignore[attr-defined]
+            return manager
+
+
+_KERNELS: list[torch.library.Library] = []
+"""They end with their libraries."""
+
+
+def vllm_fusion(folder: str) -> tuple[int, dict[str, int], list[str]]:
+    """Let vLLM's pass manager fuse a graph, and run it. Return how many it fused, our calls, and its operators."""
+    groups = _import_vllm(folder)
+    import vllm.ir
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    pass_manager = _import_passes()
+    from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    groups._TP = tp = _vllm_group(groups, "tp:0")
+    tp.use_custom_op_call = True
+    groups._register_group(tp)
+    import vllm.config.vllm as configuration
+    from vllm.config import CompilationConfig
+
+    config = types.SimpleNamespace(
+        compilation_config=CompilationConfig(custom_ops=["all"]),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
+        device_config=types.SimpleNamespace(device="cpu"),
+        compile_debug_dump_path=lambda: None,
+    )
+    configuration._current_vllm_config = config  # type: ignore[assignment]
+    _KERNELS.append(torch.library.Library("vllm", "FRAGMENT"))
+    _KERNELS[-1].impl("all_reduce", groups.all_reduce, "CPU")
+    ours = pass_manager.AllReduceFusionPass(config)
+    norms, quantize = vllm.ir.ops, MatcherQuantFP8(kFp8StaticTensorSym)
+
+    def layers(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> Any:
+        first = tensor_model_parallel_all_reduce(x)
+        normed = norms.rms_norm(first, weight, 1e-5)
+        second = tensor_model_parallel_all_reduce(normed * 2)
+        normed, residual = norms.fused_add_rms_norm(second, first, weight, 1e-6)
+        third = tensor_model_parallel_all_reduce(normed)
+        last, residual = norms.fused_add_rms_norm(third, residual, other, 1e-6)  # a weight of another dtype
+        fourth = tensor_model_parallel_all_reduce(normed)
+        normed, other_residual = norms.fused_add_rms_norm(fourth, residual, weight, 1e-5)
+        return last, residual, quantize(normed, scale)[0], other_residual
+
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(7, 256, generator=generator).to(torch.bfloat16)
+    weight = torch.linspace(0.5, 1.5, 256).to(torch.bfloat16)
+    scale = torch.tensor([[0.02]])
+    operands = x, weight, weight.float(), scale
+    with torch.inference_mode(), torch._subclasses.FakeTensorMode() as mode:
+        traced = make_fx(layers)(*(mode.from_tensor(one) for one in operands))
+    traced.graph.eliminate_dead_code()
+    ours(traced.graph)
+    traced.recompile()
+    names = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    with torch.inference_mode():
+        last, residual, quantized, _ = traced(*operands)
+        xs = [torch.randn(7, 256, generator=torch.Generator().manual_seed(r)).to(torch.bfloat16) for r in range(2)]
+        wanted, wanted_residual, normed = _layers_in_float64(xs, weight.double())
+    torch.testing.assert_close(residual.double(), wanted_residual, rtol=0.01, atol=0.03)  # a few roundings of bfloat16
+    torch.testing.assert_close(last.double(), wanted, rtol=0.01, atol=0.03)
+    again = _norm_in_float64(wanted_residual + 2 * normed, weight.double(), 1e-5)
+    torch.testing.assert_close(quantized.double() * 0.02, again, rtol=0.07, atol=0.03)  # FP8 has three bits
+    calls = dict(tp.device_communicator.sums.calls)
+    tp.device_communicator.destroy()
+    return ours.matched_count, calls, names
+
+
+def _norm_in_float64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def _layers_in_float64(xs: list[torch.Tensor], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the last norm, its residual, and the norm before; both ranks have the same after the first sum."""
+    first = torch.stack(xs).double().sum(0)
+    residual = first + 2 * 2 * _norm_in_float64(first, weight, 1e-5)
+    normed = _norm_in_float64(residual, weight, 1e-6)
+    residual = residual + 2 * normed
+    return _norm_in_float64(residual, weight, 1e-6), residual, normed
 
 
 def sglang(folder: str) -> tuple[str, dict[str, int]]:

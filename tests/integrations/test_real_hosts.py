@@ -32,6 +32,18 @@ def test_vllm(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert invariant == (mode == "1")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_fuses_sums_with_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOTCAST_VLLM", "1")
+    write_entry_points(tmp_path)
+    for matched, calls, names in shotcast.spawn(targets.vllm_fusion, 2, str(tmp_path), timeout_s=400):
+        assert matched == 3
+        assert calls == {"all_reduce": 1, "reduce_scatter": 0, "all_reduce_rms_norm": 3, "declined": 0}
+        assert names.count("shotcast_vllm.all_reduce_rms_norm.default") == 2
+        assert names.count("shotcast_vllm.all_reduce_rms_norm_fp8.default") == 1
+        assert names.count("vllm.all_reduce.default") == 1, "its weight has another dtype"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOTCAST_SGLANG", "1")

@@ -93,6 +93,14 @@ class TensorParallelSums:
         self.calls["all_reduce_rms_norm"] += 1
         return self.communicator.all_reduce_rms_norm(x, residual, weight, eps)
 
+    def all_reduce_rms_norm_fp8(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(quantized, new_residual)``: the normed sum in FP8 by ``scale``, one float32, as new tensors."""
+        self.calls["all_reduce_rms_norm"] += 1
+        found = self.communicator.all_reduce_rms_norm_fp8(x, residual, weight, eps, scale=scale)
+        return found.quantized, found.new_residual
+
     def close(self) -> None:
         """Give the workspace back. Needs no other rank; a second call does nothing."""
         self.communicator.close()

@@ -6,12 +6,29 @@ The class is made when it is first asked for, as its base is vLLM's.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shotcast.integrations.tensor_parallel import TensorParallelSums, make_sums
+
+logger = logging.getLogger(__name__)
+
+
+def _take_fusion() -> None:
+    """Let vLLM's fused norms be ours, or switch them off, as its kernel would bypass our sums."""
+    try:
+        from shotcast.integrations import vllm_fusion
+
+        vllm_fusion.install()
+    except Exception as error:
+        from vllm.config.vllm import get_current_vllm_config_or_none
+
+        if (config := get_current_vllm_config_or_none()) is not None:
+            config.compilation_config.pass_config.fuse_allreduce_rms = False
+        logger.warning("fuse_allreduce_rms is off, as its kernel would bypass the all-reduce of shotcast: %s", error)
 
 
 @functools.cache
@@ -43,6 +60,8 @@ def _communicator() -> type:
             self.sums: TensorParallelSums | None = None
             if unique_name.split(":")[0] == "tp":
                 self.sums = make_sums(cpu_group, self.device, unique_name, envs.VLLM_BATCH_INVARIANT, "vLLM")
+            if self.sums is not None:
+                _take_fusion()
 
         def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
             """Return the sum in a new tensor."""

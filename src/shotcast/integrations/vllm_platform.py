@@ -49,10 +49,10 @@ def _platform() -> type:
 
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
-            """Do what vLLM does, and switch fusions off whose kernels call no communicator, where ours would sum.
+            """Do what vLLM does, and in batch-invariant mode switch off what would bypass our sums.
 
-            These are the all-reduce with RMSNorm, and in batch-invariant mode the product with reduce-scatter. Ranks
-            and their GPUs are not known yet, so they stay off also where no communicator can be had later.
+            That is the product with reduce-scatter, whose kernels call no communicator. Ranks and their GPUs are not
+            known yet, so it stays off also where no communicator can be had later.
             """
             super().check_and_update_config(vllm_config)
             parallel = vllm_config.parallel_config
@@ -61,9 +61,6 @@ def _platform() -> type:
             from vllm import envs
 
             passes = vllm_config.compilation_config.pass_config
-            if passes.fuse_allreduce_rms:
-                passes.fuse_allreduce_rms = False
-                logger.warning("fuse_allreduce_rms is off, as its kernel would bypass the all-reduce of shotcast")
             # vLLM 0.24 has it, and 0.33 does not
             if (envs.VLLM_BATCH_INVARIANT or env.batch_invariant()) and getattr(passes, "fuse_gemm_comms", False):
                 passes.fuse_gemm_comms = False

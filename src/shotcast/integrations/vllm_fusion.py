@@ -1,0 +1,207 @@
+"""vLLM's fusion of an all-reduce with the RMSNorm behind it (``fuse_allreduce_rms``), by our kernels.
+
+vLLM compiles a model into graphs and passes over them. Its own pass replaces the two operators by a kernel of
+FlashInfer, which calls no communicator. Ours takes its place, and replaces them by an operator that calls our
+communicator, at every number of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from shotcast.integrations.tensor_parallel import TensorParallelSums
+
+logger = logging.getLogger(__name__)
+
+EPSILONS = (1e-5, 1e-6)
+"""Those of the norms that vLLM's own pass replaces."""
+
+
+def _sums(group: Any) -> TensorParallelSums | None:
+    return getattr(group.device_communicator, "sums", None)
+
+
+def _norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum ``x`` [..., hidden] over vLLM's tensor-parallel group. Return ``(normed, new_residual)``, as new tensors."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    sums = _sums(group)
+    if sums is not None and sums.serves(x):
+        return sums.all_reduce_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+    import vllm.ir
+
+    normed, new = vllm.ir.ops.fused_add_rms_norm(group.device_communicator.all_reduce(x), residual, weight, eps)
+    return normed, new
+
+
+def _norm_fp8(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what :func:`_norm` does, with ``normed`` in FP8 by the ``scale`` of its layer, one float32."""
+    from vllm.distributed import get_tp_group
+
+    sums = _sums(get_tp_group())
+    if sums is not None and sums.serves(x):
+        return sums.all_reduce_rms_norm_fp8(x.contiguous(), residual.contiguous(), weight, scale, eps)
+    normed, new = _norm(x, residual, weight, eps)
+    quantized = torch.empty_like(normed, dtype=torch.float8_e4m3fn)
+    torch.ops._C.static_scaled_fp8_quant(quantized, normed, scale)
+    return quantized, new
+
+
+def _shapes(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(residual)
+
+
+def _shapes_fp8(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty_like(residual)
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """Define the operators, which no compiler looks into."""
+    library = torch.library.Library("shotcast_vllm", "DEF")
+    tensors = "Tensor x, Tensor residual, Tensor weight"
+    for name, more, real, fake in (
+        ("all_reduce_rms_norm", "", _norm, _shapes),
+        ("all_reduce_rms_norm_fp8", ", Tensor scale", _norm_fp8, _shapes_fp8),
+    ):
+        library.define(f"{name}({tensors}{more}, float eps) -> (Tensor, Tensor)")
+        library.impl(name, real, "CompositeExplicitAutograd")
+        library.impl(name, fake, "Meta")
+    return library
+
+
+def install() -> None:
+    """Let vLLM's passes of this process take ours for its own, wherever its tensor-parallel group has our sums."""
+    from vllm.compilation.passes import pass_manager
+
+    own = pass_manager.AllReduceFusionPass
+    if not isinstance(own, _Chosen):
+        _pass()  # now, as what it raises later would end vLLM
+        pass_manager.AllReduceFusionPass = _Chosen(own)
+
+
+class _Chosen:
+    """Stands for the class of vLLM's pass, and makes ours or its own."""
+
+    def __init__(self, own: Any):
+        self._own = own
+
+    def __call__(self, config: Any) -> Any:
+        from vllm.distributed import get_tp_group
+
+        if _sums(get_tp_group()) is None:
+            return self._own(config)
+        return _pass()(config)
+
+
+@functools.cache
+def _pass() -> type:
+    """Return the class of our pass, whose base is vLLM's."""
+    import torch._inductor.pattern_matcher as pattern_matcher  # it sets variables of the environment
+    import vllm.ir
+    from vllm.compilation.passes.inductor_pass import enable_fake_mode
+    from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass, VllmPatternMatcherPass
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    _library()
+    ours, norms = torch.ops.shotcast_vllm, vllm.ir.ops
+
+    class ShotcastFusionPass(VllmPatternMatcherPass):
+        """Replaces sums that are normed, with or without a residual, and quantized by a scale of the layer or not."""
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.patterns = pattern_matcher.PatternMatcherPass(pass_name="shotcast_all_reduce_rms_norm")
+            self._register()
+            self.dump_patterns(config, self.patterns)
+
+        @enable_fake_mode
+        def _register(self) -> None:
+            x, weight = self._like(5, 16), self._like(16)
+            for eps in EPSILONS:
+                if (quantize := _quantizer()) is not None:
+                    scale = torch.empty(1, 1, dtype=torch.float32, device=self.device)
+                    self._replace(*_quantized_with_residual(eps, quantize), [x, x.clone(), weight, scale])
+                    self._replace(*_quantized(eps, quantize), [x, weight, scale])
+                self._replace(*_with_residual(eps), [x, x.clone(), weight])
+                self._replace(*_alone(eps), [x, weight])
+                pattern_matcher._seen_patterns.clear()  # or the patterns of the other epsilon would count as seen
+
+        def _like(self, *shape: int) -> torch.Tensor:
+            return torch.empty(*shape, dtype=self.model_dtype, device=self.device)
+
+        def _replace(self, pattern: Any, replacement: Any, inputs: list[torch.Tensor]) -> None:
+            pattern_matcher.register_replacement(
+                pattern, replacement, inputs, pattern_matcher.fwd_only, self.patterns, extra_check=_weight_like_input
+            )
+
+        @VllmInductorPass.time_and_log
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            self.matched_count = self.patterns.apply(graph)
+
+    def _with_residual(eps: float) -> tuple[Any, Any]:
+        def pattern(x: Any, residual: Any, weight: Any) -> Any:
+            return norms.fused_add_rms_norm(tensor_model_parallel_all_reduce(x), residual, weight, eps)
+
+        def replacement(x: Any, residual: Any, weight: Any) -> Any:
+            return ours.all_reduce_rms_norm(x, residual, weight, eps)
+
+        return pattern, replacement
+
+    def _alone(eps: float) -> tuple[Any, Any]:
+        def pattern(x: Any, weight: Any) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            return norms.rms_norm(total, weight, eps), total
+
+        def replacement(x: Any, weight: Any) -> Any:
+            return ours.all_reduce_rms_norm(x, torch.zeros_like(x), weight, eps)
+
+        return pattern, replacement
+
+    def _quantized_with_residual(eps: float, quantize: Any) -> tuple[Any, Any]:
+        def pattern(x: Any, residual: Any, weight: Any, scale: Any) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            normed, new = norms.fused_add_rms_norm(total, residual, weight, eps)
+            return quantize(normed, scale)[0], new
+
+        def replacement(x: Any, residual: Any, weight: Any, scale: Any) -> Any:
+            return ours.all_reduce_rms_norm_fp8(x, residual, weight, scale, eps)
+
+        return pattern, replacement
+
+    def _quantized(eps: float, quantize: Any) -> tuple[Any, Any]:
+        def pattern(x: Any, weight: Any, scale: Any) -> Any:
+            total = tensor_model_parallel_all_reduce(x)
+            return quantize(norms.rms_norm(total, weight, eps), scale)[0], total
+
+        def replacement(x: Any, weight: Any, scale: Any) -> Any:
+            return ours.all_reduce_rms_norm_fp8(x, torch.zeros_like(x), weight, scale, eps)
+
+        return pattern, replacement
+
+    return ShotcastFusionPass
+
+
+def _quantizer() -> Any:
+    """Return vLLM's matcher of quantizations to FP8 by a scale of the layer; None where vLLM has no such kernel."""
+    try:
+        from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+    except (ImportError, AttributeError) as error:
+        logger.debug("sums that are normed and quantized are not fused: %s", error)
+        return None
+    return MatcherQuantFP8(kFp8StaticTensorSym)
+
+
+def _weight_like_input(match: Any) -> bool:
+    """Return whether the weight has the dtype of the tensor that is normed, as our kernels take it."""
+    return bool(match.kwargs["weight"].meta["val"].dtype == match.kwargs["x"].meta["val"].dtype)
