@@ -255,6 +255,9 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
             for measure in config.measures:
                 of_measure = [row for row in measured if row.measure == measure]
                 console.print(report.table(of_measure))
+                if (columns := report.columns(of_measure)) is not None:
+                    console.print()
+                    console.print(columns)
                 if means := report.mean_bandwidths(of_measure):
                     console.print(f"mean bus bandwidth (GB/s): {means}", highlight=False)
             if network is not None:
@@ -354,11 +357,10 @@ def _engine_command(
         check_format(plot_file)
     ready_to_write(json_file, plot_file)
     rows = []
-    with Console(stderr=True).status("") as status:
-        for row in engine_bench.measure(config, status.update):
-            rows.append(row)
-            if json_file is not None:  # after each row: a row may take minutes, and the next may fail
-                json_file.write_text(engine_report.document(rows, environment, command, kernels.of_engine(rows)))
+    for row in engine_bench.measure(config, shown=True):
+        rows.append(row)
+        if json_file is not None:  # after each row: a row may take minutes, and the next may fail
+            json_file.write_text(engine_report.document(rows, environment, command, kernels.of_engine(rows)))
     screen.print(engine_report.table(rows))
     if json_file is not None:
         screen.print(f"wrote {json_file}")
