@@ -13,7 +13,7 @@ import typer
 import typer.main
 from rich.console import Console
 
-from shotcast import env
+from shotcast import env, extras
 from shotcast.cli import bench_results
 from shotcast.cli.engine_options import Dtype as EngineDtype
 from shotcast.cli.engine_options import say
@@ -331,6 +331,7 @@ def _engine_command(
     plot_file: PlotFile = None,
 ) -> None:
     """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
+    extras.require("engine", "shotcast bench engine")
     from shotcast.bench import engine_bench, engine_report, kernels
     from shotcast.hardware.detect import detect
     from shotcast.planner.picture import check_format
