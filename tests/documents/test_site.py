@@ -66,7 +66,20 @@ def test_it_is_built_without_a_warning(tmp_path: Path) -> None:
     """Links, anchors, directives and cross-references of docstrings are right; a reader finds a word of any page."""
     pytest.importorskip("sphinx", reason="pip install 'shotcast[docs]'")
     site = tmp_path / "site"
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", "-d", tmp_path / "t", ".", site]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-c",
+        "docs",
+        "-d",
+        tmp_path / "t",
+        ".",
+        site,
+    ]
     built = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert built.returncode == 0, built.stderr
     names = {page.relative_to(site).with_suffix("").as_posix() for page in site.rglob("*.html")}
