@@ -61,7 +61,7 @@ def test_a_measurement_needs_cores_of_its_own(
 def test_work_of_others_meanwhile_counts(
     worked_s: float, refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a measurement of ten seconds, on two of whose four cores others may work for 2.3 s each."""
+    """Four ranks on four cores take 10 or 20 s, and others may use 0.3 of a core."""
     seconds = [10.0, 3.0]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setattr(machine_load, "busy_cores", lambda: 0.0)
@@ -92,7 +92,7 @@ while time.process_time() < until:
 
 
 def test_work_of_descendants_is_our_own(tmp_path: Path) -> None:
-    """Of one that runs, of one that has ended, and of a child that either of them had."""
+    """A child that runs counts, one that has ended, and a child of either."""
     script, nested = tmp_path / "work.py", tmp_path / "nested.py"
     script.write_text(WORK)
     nested.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, {str(script)!r}, '0.3'])\ninput()")
