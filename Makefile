@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # On Linux the package index serves PyTorch with CUDA, several GB. Without a GPU, take the CPU build:
-#   make demo TORCH=torch PIP_OPTIONS='--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple'
+#   make demo TORCH=torch==2.13.0+cpu PIP_OPTIONS='--extra-index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
 PIP_OPTIONS ?=
 
@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := .venv/.installed
 
-.PHONY: help demo bench-hosts root quick test test-full lint ruff clean
+.PHONY: help demo bench-hosts root quick test test-full lint ruff site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test       linters, types, tests: 10 to 15 minutes on two cores, by their speed"
 	@echo "make test-full  the same and every test that needs no GPU: hours"
 	@echo "make lint       linters and types alone"
+	@echo "make site       the documentation as a site, with search and docstrings: build/site/index.html"
 	@echo "make clean      remove .venv and what was built"
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH)  PIP_OPTIONS=$(PIP_OPTIONS)"
@@ -93,6 +94,10 @@ lint: ruff
 ruff: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# A warning, such as of a link that leads nowhere, is an error.
+site: $(INSTALLED)
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs -d build/pages . build/site
 
 clean:
 	rm -rf .venv .tests.log .types.log build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -15,11 +15,14 @@ _PACKAGES = (
 )
 EXTRAS = dict(_PACKAGES)
 """The packages of each extra."""
+INCLUDES = {"server": ("engine",)}
+"""Extras that install others, too."""
 
 
 def missing(extra: str) -> tuple[str, ...]:
     """Return the packages of an extra that are not installed. It imports none of them."""
-    return tuple(package for package in EXTRAS[extra] if importlib.util.find_spec(package) is None)
+    packages = [package for each in (extra, *INCLUDES.get(extra, ())) for package in EXTRAS[each]]
+    return tuple(package for package in packages if importlib.util.find_spec(package) is None)
 
 
 def install_line(extra: str) -> str:

@@ -171,28 +171,34 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, gpus: list[str]) -> None
     assert "cannot make the folder" in refused("--device", "cuda", str(tmp_path / "file" / "x"))
 
 
-def test_results_are_kept_group_by_group(tmp_path: Path, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_kept_group_by_group(
+    tmp_path: Path, gpus: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """With a target that fails, what was measured before stays in the file."""
     gpus.append("NVIDIA H200")
     monkeypatch.setattr(gpu_calibration, "compile_all", lambda points: None)
     names = {gpu_calibration.cases_of_rank: "product", gpu_calibration.sustained_of_rank: "sustained_product"}
 
+    shown = []
+
     def fake(target: Any, world_size: int, *arguments: Any) -> list[list[dict[str, Any]]]:
         assert world_size == 1
+        shown.extend(arguments[1:] if target is gpu_calibration.cases_of_rank else ())
         if target not in names:
             raise RuntimeError("the host")
         return [[{"kernel": names[target], "us": 1.234567}]]
 
     monkeypatch.setattr(gpu_calibration, "spawn", fake)
-    said: list[str] = []
     with pytest.raises(RuntimeError, match="the host"):
-        gpu_calibration.measure(tmp_path, 1, "shotcast calibrate", said.append, Measurement((), (), (), HostSteps()))
+        gpu_calibration.measure(tmp_path, 1, "shotcast calibrate", True, Measurement((), (), (), HostSteps()))
     document = json.loads((tmp_path / "kernels_x1.json").read_text())
     assert list(document) == ["environment", "command", "date", "kernels", "rows"]
     assert [row["kernel"] for row in document["rows"]] == ["product", "product", "sustained_product"]
     assert document["rows"][0]["us"] == 1.2346
     assert "kernels.triton.gemv" in document["kernels"]
-    assert said == ["compiling", "products", "attention and passes", "products in a row", "the host"]
+    assert shown == ["products", "attention and passes"], "ranks were not told to show what they measure"
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[1/1]")]
+    assert lines == [f"[1/1] {part} (0 s)" for part in ("compiling kernels", "products in a row", "the host")]
 
 
 def test_sums_of_several_gpus_are_measured_as_the_bench_does(
@@ -204,14 +210,13 @@ def test_sums_of_several_gpus_are_measured_as_the_bench_does(
     asked = []
 
     def run(config: BenchConfig, ranks: int) -> list[report.Row]:
+        assert config.progress
         asked.append((config.op, config.algorithms, config.sizes[0], config.sizes[-1], ranks))
         return [row for row in report.read(RESULTS / kept[config.op]).rows if row.algorithm in config.algorithms]
 
     monkeypatch.setattr(gpu_calibration.harness, "run", run)
-    said: list[str] = []
-    files = list(gpu_calibration._link(tmp_path, 4, True, "shotcast calibrate", said.append))
+    files = list(gpu_calibration._link(tmp_path, 4, True, "shotcast calibrate", True))
     assert [file.name for file in files] == list(kept.values())
-    assert said == ["all_reduce of 4 GPUs", "fused of 4 GPUs"]
     assert asked[0] == ("all_reduce", ("one_shot", "two_shot", "ring"), 1 << 10, 1 << 28, 4)
     assert asked[1][2:] == (8192 * 2, 512 * 8192 * 2, 4)
     (tmp_path / KERNELS_FILE).write_text((RESULTS / KERNELS_FILE).read_text())
@@ -222,7 +227,7 @@ def test_sums_of_several_gpus_are_measured_as_the_bench_does(
         assert found.fused_norms[kind].points == norm.points
         assert found.fused_norms[kind].cost.rate == pytest.approx(norm.cost.rate, rel=1e-3)
     assert found.link.bw_gbps == pytest.approx(packaged.link.bw_gbps, rel=0.25)
-    list(gpu_calibration._link(tmp_path, 4, False, "shotcast calibrate", said.append))
+    list(gpu_calibration._link(tmp_path, 4, False, "shotcast calibrate", True))
     assert "fp8_dynamic" in asked[1][1]
     assert "fp8_dynamic" not in asked[3][1]
     # an H200 has FP8, whose norm is then the packaged one

@@ -42,7 +42,7 @@ def test_a_few_points_make_a_calibration(tmp_path: Path) -> None:
         HostSteps((1, 2), (1, 8), (16, 128), 16, 12, 1),
         heat_s=0.2,
     )
-    (file,) = gpu_calibration.measure(tmp_path, 1, "a test", print, points)
+    (file,) = gpu_calibration.measure(tmp_path, 1, "a test", True, points)
     rows = json.loads(file.read_text())["rows"]
     assert file.name == KERNELS_FILE
     times, sustained = (

@@ -540,9 +540,16 @@ class TestRanks:
         tuner.control = type("Control", (), {"world_size": 4})()  # type: ignore[assignment]
         tuner.tune_config = dataclasses.replace(CONFIG, sizes=(1024, 8192, 65536, 1 << 20))
 
+        order: list[object] = []
+
         def chosen(op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
+            order.append(nbytes)
             return point(nbytes, ("one_shot" if nbytes < 20_000 else "two_shot", 1.0)).choice
 
         monkeypatch.setattr(tuner, "_choice", chosen)
-        measured = [p.nbytes for p in tuner._sizes("all_reduce", "float32", "eager", {})]
+        begin = lambda: order.append("begin")  # noqa: E731
+        measured = [p.nbytes for p in tuner._sizes("all_reduce", "float32", "eager", {}, begin)]
         assert measured == [1024, 8192, 16384, 32768, 65536, 1 << 20]
+        listed = [part for size in tuner.tune_config.sizes for part in ("begin", size)]
+        assert order[: len(listed)] == listed, "progress counts the sizes that were asked for"
+        assert sorted(order[len(listed) :]) == [16384, 32768]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import typer
 from pages import ROOT
 
 import shotcast
-from shotcast import errors, functional, overlap
+from shotcast import Algorithm, Form, errors, functional, overlap
 from shotcast.cli import app
 from shotcast.engine.async_llm import AsyncLLM
 from shotcast.engine.config import EngineConfig
@@ -22,6 +22,7 @@ from shotcast.engine.outputs import EngineStats, RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
 
 TEXT = (ROOT / "docs" / "reference" / "api.md").read_text()
+DOCSTRINGS = (ROOT / "docs" / "reference" / "docstrings.md").read_text()
 
 
 def section(heading: str) -> str:
@@ -56,11 +57,6 @@ def members(kind: type) -> set[str]:
     }
 
 
-def options(kind: type) -> list[str]:
-    """The fields of a dataclass with their defaults."""
-    return [item.name if item.default is MISSING else f"{item.name}={item.default!r}" for item in fields(kind)]
-
-
 def test_communicator() -> None:
     arguments = list(inspect.signature(shotcast.Communicator).parameters)
     assigned = {"rank", "world_size", "device", "max_bytes", "name"}
@@ -79,28 +75,32 @@ def test_attributes_of_a_communicator_are_those_of_an_instance() -> None:
     assert assigned <= set(listed("Communicator"))
 
 
-@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_engines(kind: type) -> None:
-    assert set(listed(kind.__name__)) == members(kind)
-    assert f"{kind.__name__}(model, **options)`" in section("Engine")
+def test_engines() -> None:
+    assert set(listed("LLM")) == members(LLM)
+    for kind in (LLM, AsyncLLM):
+        assert f"shotcast.{kind.__name__}(model, **options)`" in section("Engine")
 
 
-@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
-def test_options(kind: type) -> None:
-    assert listed(kind.__name__) == options(kind)
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams, RequestOutput, EngineStats, Algorithm, Form])
+def test_docstrings_have_the_fields_of_classes_that_the_page_leaves_to_them(kind: type) -> None:
+    described = re.findall(r"^ +(\w+(?:, \w+)*): ", inspect.getdoc(kind) or "", re.MULTILINE)
+    names = {name for group in described for name in group.split(", ")}
+    assert {item.name for item in fields(kind)} - names == set()
+    assert f"[`{kind.__name__}`](../../src/{kind.__module__.replace('.', '/')}.py)" in DOCSTRINGS
 
 
-def test_outputs() -> None:
-    assert set(listed("RequestOutput")) == {item.name for item in fields(RequestOutput)} | members(RequestOutput)
-    assert listed("EngineStats") == [item.name for item in fields(EngineStats)]
+@pytest.mark.parametrize("kind", [AsyncLLM, RequestOutput])
+def test_methods_that_the_page_leaves_to_docstrings_have_one(kind: type) -> None:
+    public = [value for name, value in inspect.getmembers_static(kind) if not name.startswith("_")]
+    methods = [value for value in public if inspect.isfunction(value) or isinstance(value, property)]
+    assert methods
+    assert [value for value in methods if not value.__doc__] == []
 
 
 def test_algorithms() -> None:
     calls = [shown("register_algorithm", shotcast.register_algorithm), shown("registered", shotcast.registered)]
     assert listed("Algorithms of your own")[:2] == calls
     assert set(listed("Algorithms of your own")[2:]) <= set(shotcast.__all__)
-    for kind in (shotcast.Algorithm, shotcast.Form):
-        assert listed(kind.__name__) == [item.name for item in fields(kind)]
 
 
 def test_functional() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
 import torch
 
 from shotcast.bench import cpu_host, cpu_kernels, kernels
+from shotcast.bench.progress import progress
 from shotcast.collectives.communicator import Communicator
 from shotcast.cost.collective import LinkCost
 from shotcast.errors import ConfigError
@@ -36,27 +36,24 @@ class Machine(NamedTuple):
     cluster: str
 
 
-def calibrate(
-    ranks: int, rounds: int = cpu_kernels.ROUNDS, advance: Callable[[str], None] = lambda what: None
-) -> Machine:
+def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS, shown: bool = False) -> Machine:
     """Measure this machine with this many ranks at work at once, each with its part of the cores.
 
     Args:
         ranks: of the engine.
         rounds: how often all kernels are measured.
-        advance: called with the name of what is measured next.
+        shown: show progress on standard error.
 
     Raises:
         ConfigError: this many ranks are not possible.
     """
     if not 1 <= ranks <= MAX_WORLD_SIZE:
         raise ConfigError(f"world size must be from 1 to {MAX_WORLD_SIZE} ranks, not {ranks}")
-    advance(f"kernels, {rounds} rounds")
-    points = [point for rank in spawn(cpu_kernels.measure, ranks, rounds) for point in rank]
-    advance("the host's work in a step of the engine")
-    (host,) = spawn(cpu_host.measure, 1)
-    advance("messages between ranks")
-    link, link_residual, copy_gbps = spawn(_link, ranks)[0]
+    points = [point for rank in spawn(cpu_kernels.measure, ranks, rounds, shown) for point in rank]
+    (host,) = spawn(cpu_host.measure, 1, shown)
+    with progress(1, shown) as advance:
+        advance("messages between ranks")
+        link, link_residual, copy_gbps = spawn(_link, ranks)[0]
     kinds = fit_rows(points)
     facts = detect()
     part = facts.cpu_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from statistics import median
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from shotcast.bench import lone_engine
+from shotcast.bench.progress import progress
 from shotcast.collectives.communicator import Communicator
 from shotcast.cost.inference import HostCost
 from shotcast.engine.model_runner import ModelRunner
@@ -45,16 +47,20 @@ class _NoModel:
         return Logits(self._values[:rows], self._best[:rows])
 
 
-def measure() -> HostCost:
-    """Return the host's time of a step of one rank."""
-    with torch.inference_mode(), Communicator(device="cpu") as comm:
+def measure(shown: bool = False) -> HostCost:
+    """Return the host's time of a step of one rank; ``shown``: show progress on standard error."""
+    total = len(SEQUENCES) + len(PROMPTS)
+    with torch.inference_mode(), Communicator(device="cpu") as comm, progress(total, shown) as advance:
+        begin = functools.partial(advance, "the host's work in a step of the engine")
         rows, times_us = [], []
         for sequences in SEQUENCES:
+            begin()
             called = _run(comm, [16] * sequences)
             gaps = [after - before for (before, _), (after, count) in _pairs(called) if count == sequences]
             rows.append((1, sequences, sequences))
             times_us.append(1e6 * median(gaps))
         for prompt in PROMPTS:
+            begin()
             called = _run(comm, [prompt] * 20, together=1)
             gaps = [after - before for (before, _), (after, count) in _pairs(called) if count == prompt]
             rows.append((1, 1, prompt))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from shotcast.bench.progress import progress
 from shotcast.collectives.communicator import Communicator
 from shotcast.cost.calibration import KernelPoint
 from shotcast.cost.inference import HEAD_OF_PROMPTS, decode_attention, prompt_attention, rows_pass
@@ -65,19 +66,22 @@ def _steps() -> Iterator[_Step]:
                 yield _Step(0, 0, rows, min(rows, next(sampled)))
 
 
-def measure(rounds: int = ROUNDS) -> list[RowsPoint]:
+def measure(rounds: int = ROUNDS, shown: bool = False) -> list[RowsPoint]:
     """Return the measurements of this rank, which runs in a job of as many ranks as shall share the machine.
 
     Each is the :func:`typical` time over layers and rounds.
 
     Args:
         rounds: how often everything is measured.
+        shown: rank 0 shows progress on standard error.
     """
     with torch.inference_mode(), Communicator(device="cpu") as comm:
-        return [point for model in MODELS for point in _of_model(model, comm, rounds)]
+        total = len(MODELS) * rounds * len(list(_steps()))
+        with progress(total, shown and comm.rank == 0) as advance:
+            return [point for model in MODELS for point in _of_model(model, comm, rounds, advance)]
 
 
-def _of_model(name: str, comm: Communicator, rounds: int) -> Iterator[RowsPoint]:
+def _of_model(name: str, comm: Communicator, rounds: int, advance: Callable[[str], None]) -> Iterator[RowsPoint]:
     with contextlib.closing(open_checkpoint(name)) as checkpoint:
         weights = Weights(checkpoint, torch.float32, comm.device)
         model = CausalLM(checkpoint.config, weights, Parallel(comm, comm, 1), _LENGTH, max(MANY_SEQUENCES))
@@ -89,6 +93,7 @@ def _of_model(name: str, comm: Communicator, rounds: int) -> Iterator[RowsPoint]
     times: dict[_Step, dict[str, list[int]]] = {step: {} for step in _steps()}
     for _ in range(rounds):
         for step, found in times.items():
+            advance(f"kernels of {name.removeprefix('random:')}")
             _pass_layers(model, caches, step, found)
     for step, found in times.items():
         yield from _points(model, step, {name: typical(values) / 1e3 for name, values in found.items()})

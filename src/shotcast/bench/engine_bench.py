@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,7 @@ from shotcast.bench.baselines import NCCL_FAVOURABLE
 from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
 from shotcast.bench.hosts.measure import HostsConfig
 from shotcast.bench.hosts.network import SimulatedHosts
+from shotcast.bench.progress import progress
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
 from shotcast.engine.config import OVERLAP, EngineConfig, algorithm_names, parse_layout
@@ -107,6 +108,15 @@ class EngineBenchConfig:
             )
 
 
+class _Engine(NamedTuple):
+    """An engine to measure; ``name`` is for people."""
+
+    layout: Layout
+    algorithm: str
+    overlap: str
+    name: str
+
+
 def with_layouts(
     config: EngineBenchConfig, names: Sequence[str], say: Callable[[str], None] = lambda text: None
 ) -> EngineBenchConfig:
@@ -132,11 +142,35 @@ def with_layouts(
     return replace(config, layouts=tuple(layouts))
 
 
-def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda what: None) -> Iterator[EngineRow]:
-    """Measure all points of a configuration, with one engine for each layout and algorithm."""
-    if config.hosts is not None:
-        yield from _measure_on_hosts(config, config.hosts, advance)
-        return
+def measure(config: EngineBenchConfig, shown: bool = False) -> Iterator[EngineRow]:
+    """Measure all points of a configuration, with one engine for each layout and algorithm.
+
+    Args:
+        shown: show progress on standard error.
+    """
+    engines = list(_engines(config))
+    # ranks of simulated hosts measure all batches before they say anything
+    total = len(engines) * (1 if config.hosts else len(config.batches)) + config.baseline
+    with progress(total, shown) as advance:
+        if config.hosts is not None:
+            yield from _measure_on_hosts(config, config.hosts, engines, advance)
+        else:
+            yield from _measure_here(config, engines, advance)
+
+
+def _engines(config: EngineBenchConfig) -> Iterator[_Engine]:
+    for layout in config.layouts:
+        ways = itertools.product(config.algorithms, config.overlaps)
+        # a single rank does not communicate, so it is measured once
+        once = layout.tensor_parallel == 1 and config.hosts is None
+        for algorithm, overlap in itertools.islice(ways, 1 if once else None):
+            name = f"{layout} {algorithm}" + (f", overlap {overlap}" if len(config.overlaps) > 1 else "")
+            yield _Engine(layout, algorithm, overlap, name)
+
+
+def _measure_here(
+    config: EngineBenchConfig, engines: Sequence[_Engine], advance: Callable[[str], None]
+) -> Iterator[EngineRow]:
     most = max(layout.ranks for layout in config.layouts)
     config = replace(config, device=select_device(EngineConfig(config.model, most, device=config.device)).device)
     if config.baseline:
@@ -144,20 +178,17 @@ def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda w
         # in a process of its own, so that its memory and threads are gone before the next measurement
         yield from spawn(transformers_rows, 1, config)[0]
     bandwidths: dict[int, float] = {}
-    for layout in config.layouts:
+    for layout, algorithm, overlap, name in engines:
+        batches = [f"{name}, {batch} request{'s' * (batch > 1)}" for batch in config.batches]
+        advance(batches[0])
         if layout.ranks not in bandwidths:
             bandwidths[layout.ranks] = min(spawn(read_bandwidth_gbps, layout.ranks, config.device))
-        ways = list(itertools.product(config.algorithms, config.overlaps))
-        # a single rank does not communicate, so it is measured once
-        for algorithm, overlap in ways if layout.tensor_parallel > 1 else ways[:1]:
-            advance(f"{layout} {algorithm}" + (f", overlap {overlap}" if len(config.overlaps) > 1 else ""))
-            with (
-                _environment(_NCCL if algorithm == "nccl" else {}),
-                _engine(config, layout, algorithm, overlap) as llm,
-            ):
-                for batch in config.batches:
-                    row = _point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
-                    yield replace(row, overlap=overlap)
+        with _environment(_NCCL if algorithm == "nccl" else {}), _engine(config, layout, algorithm, overlap) as llm:
+            for number, batch in enumerate(config.batches):
+                if number:
+                    advance(batches[number])
+                row = _point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
+                yield replace(row, overlap=overlap)
 
 
 def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str) -> LLM:
@@ -185,14 +216,14 @@ def _engine_options(config: EngineBenchConfig) -> dict[str, Any]:
 
 
 def _measure_on_hosts(
-    config: EngineBenchConfig, hosts: HostsConfig, advance: Callable[[str], None]
+    config: EngineBenchConfig, hosts: HostsConfig, engines: Sequence[_Engine], advance: Callable[[str], None]
 ) -> Iterator[EngineRow]:
     """Measure on simulated hosts. Raises ShotcastError if their network lost packets."""
     options = {"delay_us": hosts.delay_us, "bandwidth_gbps": hosts.bandwidth_gbps}
     with SimulatedHosts(hosts.hosts, **options) as network:
         bandwidth = min(network.run(read_bandwidth_gbps, hosts.ranks_per_host, config.device))
-        for layout, algorithm, overlap in itertools.product(config.layouts, config.algorithms, config.overlaps):
-            advance(f"{layout} {algorithm}" + (f", overlap {overlap}" if len(config.overlaps) > 1 else ""))
+        for layout, algorithm, overlap, name in engines:
+            advance(name)
             environment = _ALL_BY_GLOO if algorithm == _GLOO else {}
             arguments = config, layout, algorithm, overlap, bandwidth
             rows = network.run(rows_of_rank, hosts.ranks_per_host, *arguments, env=environment)[0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from shotcast.bench.config import BenchConfig
 from shotcast.bench.gpu_case import Cases
 from shotcast.bench.gpu_host import HostSteps
 from shotcast.bench.gpu_products import ProductShape
+from shotcast.bench.progress import progress
 from shotcast.collectives.rank_device import gpu_of
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
@@ -86,7 +87,7 @@ def measure(
     folder: Path,
     ranks: int,
     command: str,
-    advance: Callable[[str], None] = lambda what: None,
+    shown: bool = False,
     points: Measurement | None = None,
 ) -> list[Path]:
     """Measure, and return the files that were written. Each is complete, and the kernels' is kept after each group.
@@ -95,7 +96,7 @@ def measure(
         folder: where they go.
         ranks: GPUs; with 2 or more, collectives between them are measured too.
         command: as results record it.
-        advance: called with the name of what is measured next.
+        shown: show progress on standard error.
         points: what is measured; None for everything that the GPU has.
 
     Raises:
@@ -106,21 +107,23 @@ def measure(
     points = Measurement.everything(fp8) if points is None else points
     file = folder / KERNELS_FILE
     document: dict[str, Any] = report.stamped(detect().as_json(), command, kernels.of_layout("cuda", 1)) | {"rows": []}
-    advance("compiling")
-    compile_all(points)
-    for name, target, *arguments in (
-        ("products", cases_of_rank, points.products),
-        ("attention and passes", cases_of_rank, points.others),
-        ("products in a row", sustained_of_rank, points.sustained, points.heat_s),
-        ("the host", gpu_host.measure, "cuda", points.host),
-    ):
-        advance(str(name))
-        document["rows"] += spawn(target, 1, *arguments)[0]
+    with progress(1, shown) as advance:
+        advance("compiling kernels")
+        compile_all(points)
+    for name, shapes in (("products", points.products), ("attention and passes", points.others)):
+        document["rows"] += spawn(cases_of_rank, 1, shapes, name if shown else "")[0]
         file.write_text(as_text(document))
-    advance("first tokens")
-    document["rows"] += gpu_host.first_tokens(points.host)
-    file.write_text(as_text(document))
-    return [file, *(_link(folder, ranks, fp8, command, advance) if ranks > 1 else ())]
+    for name, target, *arguments in (
+        ("products in a row", spawn, sustained_of_rank, 1, points.sustained, points.heat_s),
+        ("the host", spawn, gpu_host.measure, 1, "cuda", points.host),
+        ("first tokens", gpu_host.first_tokens, points.host),
+    ):
+        with progress(1, shown) as advance:
+            advance(name)
+            found = target(*arguments)
+        document["rows"] += found[0] if target is spawn else found
+        file.write_text(as_text(document))
+    return [file, *(_link(folder, ranks, fp8, command, shown) if ranks > 1 else ())]
 
 
 def cluster_text() -> str:
@@ -166,14 +169,16 @@ def compile_shapes(shapes: Sequence[Cases]) -> None:
         torch.cuda.synchronize()
 
 
-def cases_of_rank(shapes: Sequence[Cases]) -> list[dict[str, Any]]:
-    """Check and measure kernels, each alone."""
-    with torch.inference_mode():
+def cases_of_rank(shapes: Sequence[Cases], shown: str = "") -> list[dict[str, Any]]:
+    """Check and measure kernels, each alone; ``shown`` names them where progress is shown."""
+    with torch.inference_mode(), progress(len(shapes), bool(shown)) as advance:
         torch.manual_seed(0)
         rows = []
-        for case in _cases(shapes, True):
-            case.check()
-            rows.append(case.row | {"us": gpu_times.time_us(case.call, case.turns)})
+        for shape in shapes:
+            advance(shown)
+            for case in _cases([shape], True):
+                case.check()
+                rows.append(case.row | {"us": gpu_times.time_us(case.call, case.turns)})
         return rows
 
 
@@ -205,7 +210,7 @@ def _cases(shapes: Sequence[Cases], filled: bool) -> Iterator[Any]:
         yield from shape.cases(device, filled)
 
 
-def _link(folder: Path, ranks: int, fp8: bool, command: str, advance: Callable[[str], None]) -> Iterator[Path]:
+def _link(folder: Path, ranks: int, fp8: bool, command: str, shown: bool) -> Iterator[Path]:
     """Measure all-reduces, plain and fused with the norm, with ``fp8`` also in FP8."""
     plain = BenchConfig("all_reduce", "cuda", "bfloat16", _SIZES, ("one_shot", "two_shot", "ring"), budget_s=0.04)
     fused = BenchConfig(
@@ -218,8 +223,7 @@ def _link(folder: Path, ranks: int, fp8: bool, command: str, advance: Callable[[
         hidden=_HIDDEN,
     )
     for name, config in (("all_reduce", plain), ("fused", fused)):
-        advance(f"{name} of {ranks} GPUs")
-        rows = harness.run(config, ranks)
+        rows = harness.run(replace(config, progress=shown), ranks)
         path = folder / f"{name}_bf16_x{ranks}.json"
         made_by = kernels.of_rows(rows)
         report.write(path, report.Result.now(rows, environment=detect().as_json(), command=command, kernels=made_by))

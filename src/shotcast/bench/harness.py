@@ -26,12 +26,9 @@ With ``host``, the harness instead measures how long the host takes to make a ca
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import faulthandler
 import functools
-import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,6 +44,7 @@ from shotcast.bench.cases import Case, RankContext, Reference
 from shotcast.bench.config import MIN_CALLS, BenchConfig
 from shotcast.bench.fused_case import FusedCase
 from shotcast.bench.gemm import Gemm
+from shotcast.bench.progress import progress
 from shotcast.bench.report import MEASURES, Row
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import DEFAULT_MAX_BYTES, Communicator
@@ -179,9 +177,9 @@ class RankHarness:
 
     def rows(self) -> Iterator[Row]:
         sizes = self.config.nbytes(self.control.world_size)
-        with progress_bar(self.config.progress and self.control.rank == 0, len(sizes)) as advance:
+        with progress(len(sizes), self.config.progress and self.control.rank == 0) as advance:
             for number, nbytes in enumerate(sizes):
-                advance(f"{self.control.world_size} ranks, {format_size(nbytes)}")
+                advance(f"{self.config.op} of {self.control.world_size} ranks, {format_size(nbytes)}")
                 yield from self._size(nbytes, seed=number)
 
     # --- one size -----------------------------------------------------------------------------------------------------
@@ -349,28 +347,3 @@ class RankHarness:
 def _work_and_call(work: Gemm, call: BenchCall) -> None:
     work(call.source)
     call.run()
-
-
-@contextlib.contextmanager
-def progress_bar(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
-    """Show progress on standard error; the function it yields ends one part of the work and names the next.
-
-    It is a bar on a terminal, and lines elsewhere.
-    """
-    if not shown:
-        yield lambda text: None
-        return
-    done = itertools.count()
-    if not sys.stderr.isatty():
-        began = time.monotonic()
-        yield lambda text: print(
-            f"[{next(done) + 1}/{total}] {text} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True
-        )
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text: bar.update(task, description=text, completed=next(done))

@@ -217,9 +217,7 @@ def table(rows: Sequence[Row]) -> Table:
         view.add_column(f"{name}\n({unit})" if unit else name, justify="left" if left else "right", no_wrap=True)
     for nbytes in sorted({row.nbytes for row in rows}):
         same_size = [row for row in rows if row.nbytes == nbytes]
-        times = [
-            row.time_us for row in same_size if row.time_us is not None and row.algorithm not in implementations.PLAIN
-        ]
+        best = _fastest_us(same_size)
         for row in same_size:
             cells = [str(nbytes), str(row.count), row.dtype, redop, row.implementation, _cell(row.time_us)]
             cells += [_cell(row.algbw_gbps), _cell(row.busbw_gbps)] if back_to_back else []
@@ -230,9 +228,37 @@ def table(rows: Sequence[Row]) -> Table:
             cells += [_cell(above_plain_us(row, same_size))] if fused else []
             cells += [_cell(row.work_us)] if first.measure == "between" else []
             cells += ["N/A" if row.allocations is None else str(row.allocations)] if host else []
-            style = "bold red" if row.errors else "bold" if times and row.time_us == min(times) else ""
+            style = "bold red" if row.errors else "bold" if best and row.time_us == best else ""
             view.add_row(*cells, style=style, end_section=row is same_size[-1])
     return view
+
+
+def columns(rows: Sequence[Row]) -> Table | None:
+    """Return the times of one measure with a column for each implementation; None where there is only one.
+
+    The fastest of each size is highlighted; with ``auto`` stands the algorithm that it took.
+    """
+    names = list(dict.fromkeys(row.algorithm for row in rows))
+    if len(names) == 1:
+        return None
+    view = Table(box=None)
+    for name in ("size\n(B)", *(f"{name}\n(us)" for name in names)):
+        view.add_column(name, justify="right", no_wrap=True)
+    for nbytes in sorted({row.nbytes for row in rows}):
+        same_size = {row.algorithm: row for row in rows if row.nbytes == nbytes}
+        best = _fastest_us(same_size.values())
+        cells = [str(nbytes)]
+        for row in map(same_size.get, names):
+            text = "-" if row is None else _cell(row.time_us) + (f" {row.chosen}" if row.chosen else "")
+            cells.append(f"[bold]{text}[/]" if row is not None and best and row.time_us == best else text)
+        view.add_row(*cells)
+    return view
+
+
+def _fastest_us(rows: Iterable[Row]) -> float | None:
+    """Return the shortest time of an implementation of the operation, not of a part of it."""
+    times = [row.time_us for row in rows if row.time_us is not None and row.algorithm not in implementations.PLAIN]
+    return min(times, default=None)
 
 
 def mean_bandwidths(rows: Sequence[Row]) -> str:

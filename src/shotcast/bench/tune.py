@@ -32,6 +32,7 @@ from shotcast.bench import harness
 from shotcast.bench.baselines import BenchCall
 from shotcast.bench.cases import Case, Reference
 from shotcast.bench.config import BenchConfig
+from shotcast.bench.progress import progress
 from shotcast.collectives.algorithm import LIBRARY, CollectiveProblem
 from shotcast.collectives.choice import table
 from shotcast.collectives.choice.candidates import candidates, keeps_bits, launch_shapes
@@ -278,31 +279,46 @@ class Tuner(harness.RankHarness):
         config = self.tune_config
         found: list[Point] = []
         combinations = list(itertools.product(config.ops, config.sms, config.dtypes, config.modes))
-        with harness.progress_bar(config.progress and self.control.rank == 0, len(combinations)) as advance:
+        total = sum(len(self._aligned_sizes(op, dtype)) for op, _, dtype, _ in combinations)
+        with progress(total, config.progress and self.control.rank == 0) as advance:
             for op, sms, dtype, mode in combinations:
                 self._sms, written = sms, table.with_sms(op, sms)
-                advance(f"{written}, {dtype}, {mode}")
                 key = "graph", written, dtype
                 graph = {p.nbytes: p.choice for p in found if p.key == key} if mode == "eager" else {}
-                found += self._sizes(op, dtype, mode, graph)
+                begin = functools.partial(advance, f"{written}, {dtype}, {mode}")
+                found += self._sizes(op, dtype, mode, graph, begin)
         return found
 
-    def _sizes(self, op: str, dtype: str, mode: str, known: Mapping[int, Choice]) -> list[Point]:
-        """Measure all sizes of one key, and the sizes between them that decide where a row ends."""
-        unit = wire.DTYPES[dtype] * (1 if op == "all_reduce" else self.control.world_size)
+    def _sizes(
+        self, op: str, dtype: str, mode: str, known: Mapping[int, Choice], begin: Callable[[], None]
+    ) -> list[Point]:
+        """Measure all sizes of one key, and the sizes between them that decide where a row ends.
+
+        ``begin`` is called for each of the configuration's sizes.
+        """
         found: dict[int, Point] = {}
-        wanted = list(dict.fromkeys(align_up(size, unit) for size in self.tune_config.sizes))
+        listed = wanted = self._aligned_sizes(op, dtype)
         while wanted:
             for nbytes in wanted:
+                if nbytes in listed:
+                    begin()
                 choice = self._choice(op, dtype, mode, nbytes, known.get(nbytes))
                 found[nbytes] = Point(mode, op, dtype, nbytes, choice, self._sms)
             wanted = [
-                align_up(low << round(math.log2(high / low) / 2), unit)
+                align_up(low << round(math.log2(high / low) / 2), self._unit(op, dtype))
                 for low, high in itertools.pairwise(sorted(found))
                 if high > 2 * low and found[low].choice.best.algorithm != found[high].choice.best.algorithm
             ]
             wanted = [nbytes for nbytes in wanted if nbytes not in found]
         return [found[nbytes] for nbytes in sorted(found)]
+
+    def _aligned_sizes(self, op: str, dtype: str) -> list[int]:
+        unit = self._unit(op, dtype)
+        return list(dict.fromkeys(align_up(size, unit) for size in self.tune_config.sizes))
+
+    def _unit(self, op: str, dtype: str) -> int:
+        """Return the bytes of which a tensor's size is a multiple."""
+        return wire.DTYPES[dtype] * (1 if op == "all_reduce" else self.control.world_size)
 
     def _choice(self, op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
         self.context = dataclasses.replace(self.context, dtype=getattr(torch, dtype))

@@ -13,7 +13,7 @@ import typer
 import typer.main
 from rich.console import Console
 
-from shotcast import env
+from shotcast import env, extras
 from shotcast.cli import bench_results
 from shotcast.cli.engine_options import Dtype as EngineDtype
 from shotcast.cli.engine_options import say
@@ -255,6 +255,9 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
             for measure in config.measures:
                 of_measure = [row for row in measured if row.measure == measure]
                 console.print(report.table(of_measure))
+                if (columns := report.columns(of_measure)) is not None:
+                    console.print()
+                    console.print(columns)
                 if means := report.mean_bandwidths(of_measure):
                     console.print(f"mean bus bandwidth (GB/s): {means}", highlight=False)
             if network is not None:
@@ -328,6 +331,7 @@ def _engine_command(
     plot_file: PlotFile = None,
 ) -> None:
     """Time the engine: TTFT, TPOT and tokens/s over batches, layouts and all-reduce algorithms."""
+    extras.require("engine", "shotcast bench engine")
     from shotcast.bench import engine_bench, engine_report, kernels
     from shotcast.hardware.detect import detect
     from shotcast.planner.picture import check_format
@@ -354,11 +358,10 @@ def _engine_command(
         check_format(plot_file)
     ready_to_write(json_file, plot_file)
     rows = []
-    with Console(stderr=True).status("") as status:
-        for row in engine_bench.measure(config, status.update):
-            rows.append(row)
-            if json_file is not None:  # after each row: a row may take minutes, and the next may fail
-                json_file.write_text(engine_report.document(rows, environment, command, kernels.of_engine(rows)))
+    for row in engine_bench.measure(config, shown=True):
+        rows.append(row)
+        if json_file is not None:  # after each row: a row may take minutes, and the next may fail
+            json_file.write_text(engine_report.document(rows, environment, command, kernels.of_engine(rows)))
     screen.print(engine_report.table(rows))
     if json_file is not None:
         screen.print(f"wrote {json_file}")

@@ -56,7 +56,7 @@ def doctor(
 
 _USES = (
     ("engine", "LLM, generate, chat, serve", False),
-    ("server", "serve, with engine", False),
+    ("server", "serve", False),
     ("plots", "pictures (--plot)", False),
     ("ray", "actors", False),
     ("triton", "kernels of GPUs", True),

@@ -8,7 +8,6 @@ import inspect
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,12 +109,6 @@ def numbers_in(text: str, option: str) -> list[int]:
         return [int(part) for part in names_in(text)]
     except ValueError:
         raise ConfigError(f"{option} takes whole numbers such as 2,4,8, not {text!r}") from None
-
-
-def progress_lines() -> Callable[[str], None]:
-    """Return what writes a line to standard error as each part of the work begins, with the seconds until then."""
-    began = time.monotonic()
-    return lambda what: typer.echo(f"[{time.monotonic() - began:4.0f} s] {what}", err=True)
 
 
 def new_console() -> Console:

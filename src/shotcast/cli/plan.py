@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shotcast.cli.options import Force, command_line, new_console, progress_lines, ready_to_write, with_underscores
+from shotcast.cli.options import Force, command_line, new_console, ready_to_write, with_underscores
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster as clusters
 
@@ -236,7 +236,7 @@ def calibrate(
 def _measure_gpu(folder: Path, gpus: int, output: Path, cluster: Path, force: bool) -> None:
     """Measure this machine's GPU into a folder."""
     from shotcast.bench import gpu_calibration
-    from shotcast.bench.machine_load import require_quiet
+    from shotcast.bench.machine_load import quiet
 
     gpu_calibration.require_gpus(gpus)
     try:
@@ -244,8 +244,9 @@ def _measure_gpu(folder: Path, gpus: int, output: Path, cluster: Path, force: bo
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror or error}") from error
     ready_to_write(output, cluster, folder / gpu_calibration.KERNELS_FILE)
-    require_quiet(gpus, force)
-    for file in gpu_calibration.measure(folder, gpus, command_line(), progress_lines()):
+    with quiet(gpus, force):
+        files = gpu_calibration.measure(folder, gpus, command_line(), shown=True)
+    for file in files:
         new_console().print(f"wrote {file}", soft_wrap=True, highlight=False)
     cluster.write_text(gpu_calibration.cluster_text())
 
@@ -303,12 +304,13 @@ def _calibrate_cpu(ranks: int, output: Path, cluster: Path, force: bool) -> None
     from rich.table import Table
 
     from shotcast.bench.cpu_calibration import calibrate as measured
-    from shotcast.bench.machine_load import require_quiet
+    from shotcast.bench.machine_load import quiet
+    from shotcast.hardware.detect import available_cores
     from shotcast.planner.cpu_rows import residuals
 
     ready_to_write(output, cluster)
-    require_quiet(ranks, force)
-    machine = measured(ranks, advance=progress_lines())
+    with quiet(max(ranks, available_cores() // ranks * ranks), force):
+        machine = measured(ranks, shown=True)
     output.write_text(machine.calibration.as_json() + "\n")
     cluster.write_text(machine.cluster)
     found = machine.calibration

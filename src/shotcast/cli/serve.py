@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shotcast import extras
 from shotcast.cli.engine_options import (
     GenerationConfig,
     Model,
@@ -87,6 +88,7 @@ def serve(
     restart: Annotated[bool, typer.Option("--restart", help="Restart the ranks when one dies.")] = False,
 ) -> None:
     """Serve a model with the OpenAI HTTP API: /v1/completions, /v1/chat/completions, /metrics."""
+    extras.require("server", "shotcast serve")
     from shotcast.server.main import ServerConfig, bind, run
     from shotcast.server.restart import run_with_restarts
     from shotcast.server.startup import refuse_requests

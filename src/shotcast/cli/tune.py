@@ -92,7 +92,7 @@ def tune(
         raise ConfigError("a table is for one number of ranks; tune each number separately")
     from shotcast.bench import tune as tuning
     from shotcast.bench import tune_table
-    from shotcast.bench.machine_load import require_quiet
+    from shotcast.bench.machine_load import quiet
     from shotcast.collectives.choice import table
     from shotcast.hardware.detect import detect, nvidia_driver
 
@@ -120,8 +120,10 @@ def tune(
     if merging:
         tune_table.mergeable(file.read_text(), str(file), part, shape)
     if job is None:
-        require_quiet(world_sizes[0], force)
-    measured, shape, points = tuning.run_under_torchrun(config) if job else tuning.run(config, world_sizes[0])
+        with quiet(world_sizes[0], force):
+            measured, shape, points = tuning.run(config, world_sizes[0])
+    else:
+        measured, shape, points = tuning.run_under_torchrun(config)
     if not writes:
         return
     command = command_line()

@@ -75,6 +75,7 @@ class RequestOutput:
     """The output of a request so far.
 
     Attributes:
+        request_id: the name of the request.
         prompt_tokens: token ids of the prompt.
         text: the output without end tokens, up to a stop string.
         delta: what the last update added to ``text``.

@@ -90,8 +90,8 @@ class NormCalls(SumCalls, CopyCalls):
 
         Args:
             x, residual, weight, eps, algorithm: as in :meth:`all_reduce_rms_norm`.
-            scale: one float32 on the device; None for one scale a row: max |normed| / 448, at least 2^-126 (a row of
-                zeros).
+            scale: one float32 on the device; None for one scale a row: max(abs(normed)) / 448, at least 2^-126 (a row
+                of zeros).
             with_normed: also give ``normed``.
             out: tensors for the results; its scale is written only if ``scale`` is None. None for new tensors.
 
