@@ -571,6 +571,15 @@ def test_unsupported_models_are_refused(tmp_path: Path) -> None:
         LLM(str(tmp_path))
 
 
+def test_no_residual_is_divided_where_sums_are_normed(tmp_path: Path) -> None:
+    config = transformers.Olmo2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.Olmo2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="sequence_parallel is not supported for the family olmo2"):
+        LLM(str(tmp_path), sequence_parallel=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ def both_ways(
     num_sms: int,
     lengths_of: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
+    scoring: tuple[float | None, float] = (None, 0.0),
 ) -> float:
     """Return the largest difference between the kernels and the host's attention, relative to the largest value."""
     dtype = getattr(torch, dtype_name)
@@ -79,7 +81,7 @@ def both_ways(
             for scratch in (decoding._partial_out, decoding._partial_stats):
                 # everything that is merged must have been written, also by parts without tokens
                 scratch.fill_(float("nan"))
-            decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS)
+            decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS, *scoring)
             # Compilers fuse products and sums in float32 in one kernel and not in the other.
             joined = 1e-6 if dtype == torch.float32 and device != "cpu" else 0.0
             for kept, alone in zip(mine, rotated, strict=True):
@@ -87,7 +89,7 @@ def both_ways(
         else:
             given = x if norms is None else norm_heads(x, norms, EPS)
             attention.rotate_into_cache(given.to(kind), *turns, *places, *mine, queries)
-            attention.decode(queries, *mine, *paged, torch.tensor(kv_head_of), block_size, window, out)
+            attention.decode(queries, *mine, *paged, torch.tensor(kv_head_of), block_size, window, out, *scoring)
         return out.float().cpu(), mine[0].float().cpu(), mine[1].float().cpu()
 
     worst = 0.0
@@ -96,3 +98,15 @@ def both_ways(
         assert found.isfinite().all()  # comparisons with NaN are false
         worst = max(worst, ((found - wanted).abs().max() / wanted.abs().max()).item())
     return worst
+
+
+def cap_matters(case: tuple[Any, ...], scoring: tuple[float, float]) -> tuple[float, float]:
+    """Return what :func:`both_ways` does with a scale and a cap, and how far the host's results are off without the
+    cap."""
+    found = both_ways(*case, scoring=scoring)
+    decode = attention.decode
+    try:
+        attention.decode = lambda *given: decode(*given[:-1])  # type: ignore[assignment]
+        return found, both_ways(*case, scoring=scoring)
+    finally:
+        attention.decode = decode

@@ -37,6 +37,8 @@ class Case:
     unused: int
     tokens: int
     seed: int
+    scale: float | None = None
+    cap: float = 0.0
 
 
 @st.composite
@@ -61,6 +63,8 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(0, 3)),
         max(1, rows // max(groups)),
         draw(st.integers(0, 1000)),
+        draw(st.sampled_from([None, 0.2])),
+        draw(st.sampled_from([0.0, 1.5])),
     )
 
 
@@ -94,7 +98,9 @@ def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
             kept[slots] = torch.randn(length, kv_heads, case.head_dim, generator=generator).to(case.dtype)
         kv_head_of = torch.tensor(case.kv_head_of)
         key, value = (kept[slots][:, kv_head_of].double() for kept in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", queries[first : first + new].double(), key) / case.head_dim**0.5
+        scores = torch.einsum("qhd,khd->hqk", queries[first : first + new].double(), key)
+        scores *= case.scale or case.head_dim**-0.5
+        scores = case.cap * torch.tanh(scores / case.cap) if case.cap else scores
         ages = position[before:, None] - position
         seen = (ages >= 0) & ((ages < case.window) if case.window else True)
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
@@ -119,6 +125,8 @@ def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
         case.block_size,
         case.window,
         out,
+        case.scale,
+        case.cap,
     )
     return out.cpu().double(), wanted
 

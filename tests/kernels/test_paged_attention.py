@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_attention_targets import both_ways
+from paged_attention_targets import both_ways, cap_matters
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
@@ -56,6 +56,15 @@ def test_kernels_do_what_the_host_does(
     assert worst < close
 
 
+@pytest.mark.parametrize("num_sms", [1, 8])
+def test_scores_are_scaled_and_capped(num_sms: int) -> None:
+    """Check one part and several, where the new key is scored by itself and by others."""
+    case = (0, 0, 1), 24, 4, 20, "float32", False, num_sms
+    ((capped, lengths),) = interpret(cap_matters, 1, case, (0.4, 1.5))
+    assert capped < 1e-5
+    assert lengths > 0.02, "this case would not see a missing cap"
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile(capability: int) -> None:
     target = GPUTarget("cuda", capability, 32)
@@ -84,6 +93,7 @@ def test_kernels_compile(capability: int) -> None:
             "TILE": TILE,
             "STAGES": STAGES,
             "PDL": capability >= 90,
+            "squash": None,
         },
     )
     ptx = triton_compile(decode, target=target, options={"num_warps": 4}).asm["ptx"]
@@ -116,7 +126,7 @@ KINDS = {
     **dict.fromkeys(("scale", "eps"), "fp32"),
     **dict.fromkeys(("blocks", "window"), "i32"),
 }
-SHAPE = {"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16}
+SHAPE = {"squash": None, "HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16}
 TILES = {"FIRST_TILE": SMALL_TILE, "TILE": TILE, "STAGES": STAGES}
 
 

@@ -86,6 +86,7 @@ def compiled(
 ) -> Any:
     """Compile the kernel as ``attend`` launches it."""
     constants = {
+        "squash": None,
         "HEADS": 2 * group,
         "KV_HEADS": 2,
         "HEAD_DIM": head_dim,

@@ -16,6 +16,7 @@ from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import available_bytes, kv_bytes_per_token, require_division, weight_bytes
 from shotcast.models.presets import PRESETS, preset
+from shotcast.models.registry import find_family
 
 TINY = ModelConfig(
     hidden=64,
@@ -32,11 +33,15 @@ TINY = ModelConfig(
     attention_bias=True,
     output_bias=True,
     mlp_bias=True,
-    qk_norm=True,
+    qk_norm="head",
 )
+OTHERS = [
+    replace(TINY, names=family.names, qk_norm=family.qk_norm)
+    for family in map(find_family, ("phi3", "olmo2", "gemma2", "gemma3_text"))
+]
 
 
-@pytest.mark.parametrize("config", [TINY, replace(TINY, tied=True), *PRESETS.values()])
+@pytest.mark.parametrize("config", [TINY, replace(TINY, tied=True), *OTHERS, *PRESETS.values()])
 def test_one_rank_holds_all(config: ModelConfig) -> None:
     assert weight_bytes(config, 2) == 2 * config.parameters
 

@@ -48,6 +48,8 @@ class Attention:
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head; None for no norm.
         eps: the epsilon of these norms.
         share_scratch_with: another layer of the same shape, whose scratch memory this one uses too; they run in turn.
+        scale: the factor of products of queries and keys; None for ``head_dim ** -0.5``.
+        cap: these scores x become ``cap * tanh(x / cap)``; 0 for as they are.
     """
 
     def __init__(
@@ -62,9 +64,12 @@ class Attention:
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
         share_scratch_with: Attention | None = None,
+        scale: float | None = None,
+        cap: float = 0.0,
     ):
         self.heads, self.kv_heads, self.head_dim = heads, max(kv_head_of) + 1, head_dim
         self.window = window
+        self._scoring = head_dim**-0.5 if scale is None else scale, cap
         self._norms, self._eps = norms, eps
         self._cosines, self._sines = cosines, sines
         self._kv_head_of = torch.tensor(kv_head_of, device=cosines.device)
@@ -88,7 +93,7 @@ class Attention:
             self._attend_tiles(queries, cache, batch.block_tables, batch.tiles, out)
         if self._paged_decoding is not None and num_decodes:
             rotation, paged = (self._cosines, self._sines), (batch.block_tables, batch.table_rows, batch.seq_lens)
-            options = cache.block_size, self.window, out[:num_decodes], self._norms, self._eps
+            options = cache.block_size, self.window, out[:num_decodes], self._norms, self._eps, *self._scoring
             self._paged_decoding(qkv[:num_decodes], *rotation, cache.keys, cache.values, *paged, *options)
         elif num_decodes:
             self._decode(
@@ -119,7 +124,7 @@ class Attention:
         from shotcast.kernels.triton.prompt_attention import attend
 
         shape = self._first_heads, self._group, cache.block_size, self.window
-        attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.max_tokens, *shape, out)
+        attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.max_tokens, *shape, out, *self._scoring)
 
     def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, part: slice) -> torch.Tensor:
         """Return rotated queries [tokens, heads, head_dim], and write keys and values to the cache."""
@@ -149,7 +154,7 @@ class Attention:
         from shotcast.kernels.cpu.attention import decode
 
         paged = queries, cache.keys, cache.values, batch.block_tables, batch.table_rows, batch.seq_lens
-        decode(*paged, self._kv_head_of, cache.block_size, self.window, out)
+        decode(*paged, self._kv_head_of, cache.block_size, self.window, out, *self._scoring)
 
     def _prefill(self, queries: torch.Tensor, cache: KVCache, prefill: PrefillMetadata, out: torch.Tensor) -> None:
         """Attend with the last tokens of each sequence, [tokens, heads, head_dim], to themselves and all before
@@ -161,19 +166,24 @@ class Attention:
     def _attend(self, queries: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
         """Do the work of :meth:`_prefill` for one sequence."""
         length, count = slots.shape[0], queries.shape[0]
+        scale, cap = self._scoring
+        even = self._even_groups and not cap
         # [1, heads, tokens, head_dim], as scaled_dot_product_attention takes it
         keys, values = (
-            (cached[slots] if self._even_groups else cached[slots][:, self._kv_head_of]).transpose(0, 1)[None]
+            (cached[slots] if even else cached[slots][:, self._kv_head_of]).transpose(0, 1)[None]
             for cached in (cache.keys, cache.values)
         )
-        options: dict[str, Any] = {"enable_gqa": self._even_groups and self.heads != self.kv_heads}
-        if count == length and not 0 < self.window < length:
+        options: dict[str, Any] = {"enable_gqa": even and self.heads != self.kv_heads}
+        if count == length and not 0 < self.window < length and not cap:
             options["is_causal"] = True
         else:
             positions = torch.arange(length, device=queries.device)
             ages = positions[length - count :, None] - positions
             seen = ages >= 0
             options["attn_mask"] = seen & (ages < self.window) if self.window else seen
-        scale = 1.0 / math.sqrt(self.head_dim)
+        if cap:
+            scores = queries.transpose(0, 1)[None] @ keys.transpose(2, 3) * (scale / cap)
+            weights = (cap * scores.tanh_()).masked_fill_(~options["attn_mask"], -math.inf).softmax(-1)
+            return (weights @ values)[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, scale=scale, **options)
         return out[0].transpose(0, 1)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.errors import ConfigError
+from shotcast.kernels.activation import Activation
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.weights import Weights
@@ -83,20 +84,21 @@ class Linear:
         out = self._by_own_kernel(x, gated=False)
         return self._by_library(x) if out is None else out
 
-    def gated(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:
-        """Return ``silu(first half of the outputs) * second half``, in FP8 where a layer like this one takes it so."""
+    def gated(self, x: torch.Tensor | Float8Rows, activation: Activation = "silu") -> torch.Tensor | Float8Rows:
+        """Return ``activation(first half of the outputs) * second half``, in FP8 where a layer like this one takes it
+        so."""
         if self.weight.device.type == "cpu":
             gate, up = self(x).chunk(2, dim=-1)
-            return F.silu(gate) * up
+            return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
         from shotcast.kernels.triton import activations
 
         x = self._as_taken(x)
-        out = self._by_own_kernel(x, gated=True)
+        out = self._by_own_kernel(x, gated=True) if activation == "silu" else None
         if out is None:
-            both = self._by_library(x)
+            both = self._by_library(x) if activation == "silu" else self(x)
             if self.takes_float8(both.shape[0]):
-                return Float8Rows(*activations.quantize(both, gated=True))
-            return activations.gate(both)
+                return Float8Rows(*activations.quantize(both, gated=True, activation=activation))
+            return activations.gate(both, activation)
         return Float8Rows(*activations.quantize(out)) if self.takes_float8(out.shape[0]) else out
 
     def _as_taken(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:

@@ -48,11 +48,14 @@ def weight_bytes(
 
 
 def attention_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
-    """Return the bytes of a layer's attention and its two norms on the rank that has most."""
+    """Return the bytes of a layer's attention and its norms on the rank that has most."""
     parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
     heads, kv_heads = max(len(part.queries) for part in parts), max(len(part.kv) for part in parts)
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
-    rest = 2 * config.hidden + 2 * config.head_dim * config.qk_norm
+    norms = config.names.attention_norm, config.names.attention_post_norm, config.names.mlp_norm
+    rest = config.hidden * (sum(map(bool, norms)) + config.has_post_norms)
+    if config.qk_norm:
+        rest += queries + keys if config.qk_norm == "projection" else 2 * config.head_dim
     rest += (queries + 2 * keys) * config.attention_bias + config.hidden * config.output_bias
     matrices, outputs = config.hidden * (2 * queries + 2 * keys), queries + 2 * keys + config.hidden
     return rest * dtype_bytes + _matrix_bytes(matrices, outputs, dtype_bytes, quantization)

@@ -25,6 +25,7 @@ from shotcast.device.triton.intrinsics import (
 )
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.triton import gemv
+from shotcast.kernels.triton.activations import tanh
 from shotcast.kernels.triton.rope import load_halves, norm_and_rotate
 
 WIDE_TILE, TILE, SMALL_TILE = 128, 64, 32
@@ -91,10 +92,20 @@ def load_kv(
 
 
 @triton.jit
-def attend(q1, q2, kv_tile, tile, stop, scale, largest, total, low, high, TILE: tl.constexpr, DTYPE: tl.constexpr):
+def squashed(products, squash):
+    """Return ``tanh(squash * products)``, the products themselves if ``squash`` is None."""
+    if squash is not None:
+        products = tanh(products * squash)
+    return products
+
+
+@triton.jit
+def attend(
+    q1, q2, kv_tile, tile, stop, scale, squash, largest, total, low, high, TILE: tl.constexpr, DTYPE: tl.constexpr
+):
     """Add TILE keys and values to a running softmax: largest scores, sums of weights and halves of weighted values."""
     k1, k2, v1, v2 = kv_tile
-    scores = (dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))) * scale
+    scores = squashed(dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2)), squash) * scale
     scores = tl.where((tile + tl.arange(0, TILE) < stop)[None, :], scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     weight = tl.exp(scores - new_largest[:, None])
@@ -125,6 +136,7 @@ def decode_kernel(
     eps,
     blocks,
     window,
+    squash,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -141,7 +153,8 @@ def decode_kernel(
 
     ``partial_out`` is float32 [sequences, heads, splits, head_dim], sums of values weighted relative to the largest
     score; ``partial_stats`` is [..., 2], that score and the sum of the weights. With a single split, the output goes to
-    ``result``, [sequences, heads, head_dim].
+    ``result``, [sequences, heads, head_dim]. Scores are ``scale`` times products of queries and keys, or times their
+    ``tanh(squash * product)`` if there is a ``squash``.
 
     Everything but ``x`` is complete before the previous kernel ends, so the first keys and values are loaded before
     waiting for it. The new key and value come from ``x``; the first split writes them to the cache and attends to them.
@@ -186,7 +199,7 @@ def decode_kernel(
         tl.store(values + offset, new_low, mask=in_half)
         tl.store(values + offset + HALF, new_high, mask=in_half)
         products = q1.to(tl.float32) * new1.to(tl.float32) + q2.to(tl.float32) * new2.to(tl.float32)
-        largest = tl.sum(products, axis=1) * scale
+        largest = squashed(tl.sum(products, axis=1), squash) * scale
         total = total + 1.0
         low = low + new_low.to(tl.float32)
         high = high + new_high.to(tl.float32)
@@ -194,11 +207,11 @@ def decode_kernel(
         for tile in tl.range(start + FIRST_TILE, stop, TILE, num_stages=STAGES):
             kv_tile = load_kv(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
             largest, total, low, high = attend(
-                q1, q2, kv_tile, tile, stop, scale, largest, total, low, high, TILE, DTYPE
+                q1, q2, kv_tile, tile, stop, scale, squash, largest, total, low, high, TILE, DTYPE
             )
     if start < stop:
         largest, total, low, high = attend(
-            q1, q2, first_kv, start, stop, scale, largest, total, low, high, FIRST_TILE, DTYPE
+            q1, q2, first_kv, start, stop, scale, squash, largest, total, low, high, FIRST_TILE, DTYPE
         )
     index = (sequence * HEADS + head) * SPLITS + split
     address = index * (2 * HALF) + i
@@ -316,6 +329,8 @@ class PagedDecoding:
         out: torch.Tensor,
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
+        scale: float | None = None,
+        cap: float = 0.0,
     ) -> None:
         """Do :func:`~shotcast.kernels.triton.rope.rotate_into_cache` of these tokens, then attend as
         :func:`shotcast.kernels.cpu.attention.decode` does.
@@ -327,6 +342,7 @@ class PagedDecoding:
         """
         sequences = x.shape[0]
         splits, half = self.splits(sequences), self._head_dim // 2
+        scale = self._head_dim**-0.5 if scale is None else scale
         options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
         first, tile, stages = self.tiles(
@@ -346,10 +362,11 @@ class PagedDecoding:
             self._partial_out,
             self._partial_stats,
             out,
-            self._head_dim**-0.5,
+            cap or scale,
             eps,
             tables.shape[1],
             window,
+            scale / cap if cap else None,
             self._heads,
             self._kv_heads,
             half,

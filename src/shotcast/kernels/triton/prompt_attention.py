@@ -16,6 +16,7 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, dot, launch_options, release_next_kernel
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.step_fields import TILE_FIELDS
+from shotcast.kernels.triton.activations import tanh
 
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
 """Rows of a program: usually; where those would leave SMs idle, or wide heads would not fit into registers; and in
@@ -44,6 +45,7 @@ def _attend_keys(
     stop,
     scale,
     window,
+    squash,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -79,6 +81,8 @@ def _attend_keys(
             key = tl.load(keys + address)
             value = tl.load(values + address)
         scores = dot(query, tl.trans(key))
+        if squash is not None:
+            scores = tanh(scores * squash)
         if CAUSAL:
             seen = key_position[None, :] <= position[:, None]
             if WINDOWED:
@@ -107,6 +111,7 @@ def _attend_tile(
     start,
     scale,
     window,
+    squash,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -155,6 +160,7 @@ def _attend_tile(
             stop,
             scale,
             window,
+            squash,
             KV_HEADS,
             HEAD_DIM,
             WIDTH,
@@ -179,6 +185,7 @@ def _attend_tile(
         stop,
         scale,
         window,
+        squash,
         KV_HEADS,
         HEAD_DIM,
         WIDTH,
@@ -203,6 +210,7 @@ def _attend_tile(
         stop,
         scale,
         window,
+        squash,
         KV_HEADS,
         HEAD_DIM,
         WIDTH,
@@ -228,6 +236,7 @@ def prompt_kernel(
     scale,
     blocks,
     window,
+    squash,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -244,7 +253,8 @@ def prompt_kernel(
 ):
     """Program (tile, key-value head), in reverse order of tiles: the last tile of a sequence has the most keys.
 
-    ``scale`` is that of the scores, times log2(e). A tile of one token, as for sequences that decode, or of few tokens
+    Scores are products of queries and keys, or their ``tanh(squash * product)`` if there is a ``squash``. ``scale`` is
+    their factor, times log2(e). A tile of one token, as for sequences that decode, or of few tokens
     takes SHORT_ROWS rows.
     """
     release_next_kernel(PDL)
@@ -269,6 +279,7 @@ def prompt_kernel(
             start,
             scale,
             window,
+            squash,
             HEADS,
             KV_HEADS,
             HEAD_DIM,
@@ -294,6 +305,7 @@ def prompt_kernel(
             start,
             scale,
             window,
+            squash,
             HEADS,
             KV_HEADS,
             HEAD_DIM,
@@ -336,8 +348,10 @@ def attend(
     block_size: int,
     window: int,
     out: torch.Tensor,
+    scale: float | None = None,
+    cap: float = 0.0,
 ) -> None:
-    """Attend causally within each sequence: ``out`` is softmax(queries . keys / sqrt(head_dim)) . values.
+    """Attend causally within each sequence: ``out`` is softmax(queries . keys * scale) . values.
 
     Args:
         queries: [tokens, heads, head_dim], sequence by sequence.
@@ -350,8 +364,11 @@ def attend(
         block_size: the number of slots of a block of the cache.
         window: the number of keys that a query sees, its own included; 0 for all.
         out: the output, like queries. All tensors are of one dtype.
+        scale: the factor of scores; None for ``head_dim ** -0.5``.
+        cap: scores x become ``cap * tanh(x / cap)``; 0 for as they are.
     """
     heads, head_dim = queries.shape[1:]
+    scale = head_dim**-0.5 if scale is None else scale
     width = max(16, triton.next_power_of_2(head_dim))
     rows, short = (
         max(16, triton.next_power_of_2(tokens * group)) for tokens in (max_tile_tokens, 1)
@@ -370,9 +387,10 @@ def attend(
         tiles,
         first_heads,
         out,
-        head_dim**-0.5 * _LOG2_E,
+        (cap or scale) * _LOG2_E,
         tables.shape[1],
         window,
+        scale / cap if cap else None,
         heads,
         keys.shape[1],
         head_dim,
