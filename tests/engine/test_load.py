@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import load_targets as targets
 import pytest
@@ -12,8 +13,10 @@ from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.load import _MIN_WORKSPACE as LEAST
-from shotcast.engine.load import _require_float8, _workspace_bytes
+from shotcast.engine.load import _require_float8, _workspace_bytes, stored_formats
 from shotcast.errors import UnsupportedError
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.grouped import GroupedRows
 from shotcast.models.presets import preset
 from shotcast.transport.triton.layout import Layout
 
@@ -67,3 +70,26 @@ def test_fp8_needs_a_gpu_of_capability_8_9(found: tuple[int, int], monkeypatch: 
     refusal = pytest.raises(UnsupportedError, match=r"A GPU has 8\.[06]")
     with refusal if found < (8, 9) else contextlib.nullcontext():
         _require_float8(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "capability", "kept"),
+    [
+        ({}, torch.bfloat16, (9, 0), (GroupedRows, Float8Rows)),
+        ({}, torch.float16, (9, 0), (GroupedRows,)),
+        ({}, torch.bfloat16, (8, 0), (GroupedRows,)),
+        ({"quantization": "fp8"}, torch.bfloat16, (9, 0), (Float8Rows,)),
+        ({"device": "cpu"}, torch.bfloat16, (9, 0), ()),
+        ({}, torch.float32, (9, 0), ()),
+    ],
+)
+def test_formats_that_gpus_keep(
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    kept: tuple[type, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = EngineConfig(**{"model": "random:llama-3.1-8b", "device": "cuda", **options})
+    assert stored_formats(config, dtype) == kept

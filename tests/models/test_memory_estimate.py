@@ -55,6 +55,18 @@ def test_fp8_takes_a_byte_a_weight_of_layers_and_a_scale_an_output(config: Model
     assert weight_bytes(config, 2, quantization="fp8") == expected
 
 
+def test_stored_matrices_take_what_they_take_in_the_file() -> None:
+    config = replace(TINY, stored_bytes=0.5 + 3 / 128)
+    matrices = sum(
+        math.prod(shape)
+        for name, shape in config.tensors().items()
+        if name.startswith("model.layers.") and len(shape) == 2
+    )
+    plain, stored = weight_bytes(config, 2), weight_bytes(config, 2, quantization="stored")
+    scales_of_outputs = weight_bytes(config, 2, quantization="fp8") - plain + matrices
+    assert stored == pytest.approx(plain - 2 * matrices + config.stored_bytes * matrices + scales_of_outputs, abs=16)
+
+
 def test_405b_in_fp8_leaves_room_on_four_gpus() -> None:
     assert weight_bytes(preset("llama-3.1-405b"), 2, 4, quantization="fp8") < 105e9
 

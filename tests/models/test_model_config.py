@@ -271,7 +271,7 @@ MIXED = ["full_attention", "sliding_attention"]
         (said(architectures=[], model_type="gemma3"), "gemma3.*accepted"),
         (said(architectures=[], model_type=["llama"]), r"\['llama'\].*accepted"),
         (said(hidden_act="gelu"), "hidden_act 'gelu'.*accepted: silu"),
-        (said(quantization_config={"quant_method": "gptq"}), "quantised .*gptq.*GGUF"),
+        (said(quantization_config={"quant_method": "bitsandbytes"}), "quantized .*bitsandbytes.*GGUF"),
         (said(rope_interleaved=True), "rope_interleaved"),
         (said(rope_scaling={"type": "mrope", "factor": 2.0}), "'mrope' is not supported; accepted: default, linear"),
         (said(rope_scaling={"type": "default", "mrope_section": [1, 2]}), "mrope_section"),

@@ -40,7 +40,9 @@ class ModelConfig:
         embedding_scale: the factor of embeddings.
         norms_less_one: weights of norms are stored less one.
         family: the name of the model family, as it is registered in :mod:`shotcast.models.registry`.
-        dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is quantized.
+        dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is a quantized GGUF file.
+        stored_bytes: the bytes of a weight of the layers' matrices in the checkpoint, if GPUs can keep it as it is
+            quantized there; None otherwise.
         bos: the token that begins a text, None if there is none.
         eos: the tokens that end a text.
         names: the names of the weights.
@@ -72,6 +74,7 @@ class ModelConfig:
     norms_less_one: bool = False
     family: str = "llama"
     dtype: str = "bfloat16"
+    stored_bytes: float | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
     names: WeightNames = HF_LLAMA

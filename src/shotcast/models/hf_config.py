@@ -10,6 +10,7 @@ from shotcast.layers.rope import ROPE_TYPES, Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import Fields, count, number, numbers, strings, token_ids
 from shotcast.models.family import ModelFamily
+from shotcast.models.quantized_matrix import read_quantization
 from shotcast.models.registry import by_hf_name
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
@@ -49,6 +50,7 @@ def read_of_family(family: ModelFamily, config: Fields, generation: Fields | Non
     max_position = count(config, "max_position_embeddings")
     rope, local_rope = _ropes(family, config, max_position)
     layers = count(config, "num_hidden_layers")
+    quantization = read_quantization(config)
     bos = token_ids(config, "bos_token_id")
     eos = token_ids(config, "eos_token_id") + token_ids(generation or {}, "eos_token_id")
     return ModelConfig(
@@ -72,6 +74,7 @@ def read_of_family(family: ModelFamily, config: Fields, generation: Fields | Non
         activation=family.activation,
         family=family.name,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        stored_bytes=None if quantization is None else quantization.weight_bytes(),
         bos=bos[0] if bos else None,
         eos=tuple(dict.fromkeys(eos)),
         names=family.names,
@@ -83,12 +86,6 @@ def _refuse_unsupported(family: ModelFamily, config: Fields) -> None:
     accepted = _ACTIVATIONS[family.activation]
     if (activation := config.get(family.activation_field, accepted[0])) not in accepted:
         raise UnsupportedError(f"{family.activation_field} {activation!r} is not supported; accepted: {accepted[0]}")
-    if quantisation := config.get("quantization_config"):
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-        raise UnsupportedError(
-            f"the checkpoint is quantised (quantization_config: {method}), which is not supported in this format; "
-            "accepted: weights that are not quantised, or a GGUF file"
-        )
     if config.get("rope_interleaved"):
         raise UnsupportedError("rope_interleaved is not supported; accepted: rotation of the two halves of a head")
 
