@@ -11,6 +11,7 @@ import torch
 from shotcast.kernels.cpu import attention
 from shotcast.kernels.triton import paged_attention, rope
 from shotcast.layers.attention import norm_heads
+from shotcast.layers.float8 import quantize
 
 EPS = 1e-3
 LENGTHS = (1, 5, 130, 64, 65)
@@ -110,3 +111,56 @@ def cap_matters(case: tuple[Any, ...], scoring: tuple[float, float]) -> tuple[fl
         return found, both_ways(*case, scoring=scoring)
     finally:
         attention.decode = decode
+
+
+def in_float8(dtype_name: str, num_sms: int, device: str = "cpu") -> tuple[float, bool]:
+    """Return how far decoding with a cache in FP8 is off relative to the largest value, and whether the two kernels
+    that write to it agree."""
+    dtype, kv_head_of, head_dim, block_size = getattr(torch, dtype_name), (0, 0, 1), 24, 4
+    generator = torch.Generator().manual_seed(1)
+    heads, kv_heads, sequences = len(kv_head_of), max(kv_head_of) + 1, len(LENGTHS)
+    blocks_of = [-(-length // block_size) for length in LENGTHS]
+    blocks = torch.randperm(sum(blocks_of), generator=generator).int()
+    tables = torch.zeros(sequences, max(blocks_of), dtype=torch.int32)
+    for sequence, mine in enumerate(blocks.split(blocks_of)):
+        tables[sequence, : len(mine)] = mine
+    last = torch.tensor(LENGTHS) - 1
+    slots = tables[torch.arange(sequences), last // block_size].long() * block_size + last % block_size
+    x = torch.randn(sequences, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
+    angles = torch.rand(max(LENGTHS), head_dim // 2, generator=generator) * 6
+    turns = angles.cos(), angles.sin()
+    paged = tables, torch.arange(sequences), torch.tensor(LENGTHS, dtype=torch.int32)
+
+    def quantized(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = quantize(cache.flatten(0, 1))
+        return found.values.view(cache.shape), found.scale.view(cache.shape[:2])
+
+    kept = [torch.randn(len(blocks) * block_size, kv_heads, head_dim, generator=generator) for _ in range(2)]
+    caches, scales = zip(*map(quantized, kept), strict=True)
+    exact = [cache.float() * scale[:, :, None] for cache, scale in zip(caches, scales, strict=True)]
+
+    def there(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.to(device, copy=True) for tensor in tensors]
+
+    written = []
+    queries, out = there(*[torch.empty(sequences, heads, head_dim, dtype=dtype)] * 2)
+    for decodes in (False, True):
+        mine, of_mine, given, angles_of = there(*caches), there(*scales), there(x)[0], there(*turns)
+        if decodes:
+            decoding = paged_attention.PagedDecoding(heads, head_dim, kv_head_of, 8, num_sms, given.device)
+            arguments = *angles_of, *mine, *there(*paged), block_size, 0, out
+            decoding(given, *arguments, scales=(of_mine[0], of_mine[1]))
+        else:
+            places = there(last, slots)
+            rope.rotate_into_cache(given, *angles_of, *places, *mine, queries, scales=(of_mine[0], of_mine[1]))
+        written.append([tensor.cpu() for tensor in (*(one.view(torch.uint8) for one in mine), *of_mine)])
+    same = all(map(torch.equal, *written))
+
+    rotated = torch.empty(sequences, heads, head_dim)
+    attention.rotate_into_cache(x.float(), *turns, last, slots, exact[0], exact[1], rotated)
+    for cache in exact:
+        values, scale = quantized(cache[slots])
+        cache[slots] = values.float() * scale[:, :, None]
+    wanted = torch.empty(sequences, heads, head_dim)
+    attention.decode(rotated, exact[0], exact[1], *paged, torch.tensor(kv_head_of), block_size, 0, wanted)
+    return ((out.float().cpu() - wanted).abs().max() / wanted.abs().max()).item(), same

@@ -62,7 +62,7 @@ def load(
     device = config.device
     dtype_name = config.dtype_name
     dtype: torch.dtype = getattr(torch, dtype_name)
-    if config.quantization:
+    if config.quantization or config.kv_cache_dtype:
         _require_float8(_device_of(config))
     budget = _memory_budget(config, model, dtype)
     job, comm = communicators(config, _workspace_bytes(config, model, dtype), stack)
@@ -77,6 +77,7 @@ def load(
             parallel,
             max_model_len,
             config.max_sequences,
+            torch.float8_e4m3fn if config.kv_cache_dtype else None,
         )
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
@@ -178,7 +179,7 @@ def _require_float8(device: torch.device) -> None:
     if not _has_float8(device):
         capability = torch.cuda.get_device_capability(device)
         raise UnsupportedError(
-            f"quantization fp8 needs a GPU of compute capability 8.9 or later; "
+            f"fp8 needs a GPU of compute capability 8.9 or later; "
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
         )
 
@@ -221,9 +222,7 @@ def _num_cache_blocks(
         ConfigError: there is too little room for one sequence, or for the largest step.
     """
     one_block = part.allocate_caches(1, config.block_size)
-    bytes_per_block = sum(
-        tensor.numel() * tensor.element_size() for cache in one_block for tensor in (cache.keys, cache.values)
-    )
+    bytes_per_block = sum(cache.nbytes for cache in one_block)
     del one_block
     if budget.measured:  # beside the blocks that it is told, a runner has a spare one
         room = _measure(config, budget, 2 * bytes_per_block, job, new_runner) - bytes_per_block

@@ -16,7 +16,9 @@ class KVCache:
     """The keys and values of one layer on one rank.
 
     Attributes:
-        keys, values: [blocks * block_size, key-value heads, head_dim]; float32 on the CPU, the model's dtype on CUDA.
+        keys, values: [blocks * block_size, key-value heads, head_dim]; float32 on the CPU, the model's dtype or
+            float8_e4m3fn on CUDA.
+        scales: float32 [blocks * block_size, key-value heads], of keys and of values, if they are float8_e4m3fn.
     """
 
     def __init__(
@@ -26,6 +28,14 @@ class KVCache:
         shape = (blocks * block_size, kv_heads, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        if dtype == torch.float8_e4m3fn:
+            self.scales = torch.empty(shape[:2], device=device), torch.empty(shape[:2], device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors."""
+        return sum(tensor.nbytes for tensor in (self.keys, self.values, *(self.scales or ())))
 
 
 def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -87,13 +97,21 @@ class Attention:
     def __call__(self, qkv: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         """Attend: queries, keys and values [tokens, (heads + 2 kv heads) * head_dim] to [tokens, heads * head_dim]."""
         num_decodes = batch.num_decodes
-        out = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
+        out = self._new_heads(qkv, cache)
         if batch.tiles is not None:
             queries = self._rotate(qkv, cache, batch, slice(None))
             self._attend_tiles(queries, cache, batch.block_tables, batch.tiles, out)
         if self._paged_decoding is not None and num_decodes:
             rotation, paged = (self._cosines, self._sines), (batch.block_tables, batch.table_rows, batch.seq_lens)
-            options = cache.block_size, self.window, out[:num_decodes], self._norms, self._eps, *self._scoring
+            options = (
+                cache.block_size,
+                self.window,
+                out[:num_decodes],
+                self._norms,
+                self._eps,
+                *self._scoring,
+                cache.scales,
+            )
             self._paged_decoding(qkv[:num_decodes], *rotation, cache.keys, cache.values, *paged, *options)
         elif num_decodes:
             self._decode(
@@ -104,12 +122,17 @@ class Attention:
             self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefill, out[rest])
         return out.view(qkv.shape[0], -1).to(qkv.dtype)
 
+    def _new_heads(self, qkv: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Allocate [tokens, heads, head_dim] in the type that attention computes with."""
+        dtype = cache.keys.dtype if cache.scales is None else qkv.dtype
+        return qkv.new_empty(qkv.shape[0], self.heads, self.head_dim, dtype=dtype)
+
     def max_tile_tokens(self, tokens: int, dtype: torch.dtype) -> int:
         """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`.
 
         Args:
             tokens: the tokens of the step.
-            dtype: the type of the cache.
+            dtype: the type that attention computes with.
         """
         from shotcast.device.triton.intrinsics import num_sms
         from shotcast.kernels.triton.prompt_attention import tile_tokens
@@ -124,11 +147,22 @@ class Attention:
         from shotcast.kernels.triton.prompt_attention import attend
 
         shape = self._first_heads, self._group, cache.block_size, self.window
-        attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.max_tokens, *shape, out, *self._scoring)
+        attend(
+            queries,
+            cache.keys,
+            cache.values,
+            tables,
+            tiles.table,
+            tiles.max_tokens,
+            *shape,
+            out,
+            *self._scoring,
+            cache.scales,
+        )
 
     def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, part: slice) -> torch.Tensor:
         """Return rotated queries [tokens, heads, head_dim], and write keys and values to the cache."""
-        queries = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
+        queries = self._new_heads(qkv, cache)
         rotation = (
             self._cosines,
             self._sines,
@@ -146,7 +180,7 @@ class Attention:
         else:
             from shotcast.kernels.triton import rope
 
-            rope.rotate_into_cache(qkv, *rotation, self._norms, self._eps)
+            rope.rotate_into_cache(qkv, *rotation, self._norms, self._eps, cache.scales)
         return queries
 
     def _decode(self, queries: torch.Tensor, cache: KVCache, batch: Batch, out: torch.Tensor) -> None:

@@ -34,10 +34,17 @@ class CausalLM:
         parallel: the ranks.
         max_positions: the largest number of tokens of a sequence.
         max_sequences: the largest number of sequences that decode together.
+        cache_dtype: the type of cached keys and values; None for that of activations, on the CPU float32.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, parallel: Parallel, max_positions: int, max_sequences: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        parallel: Parallel,
+        max_positions: int,
+        max_sequences: int,
+        cache_dtype: torch.dtype | None = None,
     ):
         self.config, self.parallel, self._eps = config, parallel, config.norm_eps
         rotation = config.rope.tables(config.head_dim, max_positions, weights.device)
@@ -71,11 +78,8 @@ class CausalLM:
                     weights, f"{name}.weight", config.vocab, parallel, logit_cap=config.logit_cap
                 )
         self.dtype, self.device = weights.dtype, weights.device
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The type of cached keys and values."""
-        return torch.float32 if self.device.type == "cpu" else self.dtype
+        self._attention_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+        self._cache_dtype = cache_dtype or self._attention_dtype
 
     @property
     def overlap_obstacle(self) -> str:
@@ -87,7 +91,7 @@ class CausalLM:
     def max_tile_tokens(self, tokens: int) -> int:
         """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of
         ``tokens``."""
-        return self.blocks[0].attention.max_tile_tokens(tokens, self.cache_dtype)
+        return self.blocks[0].attention.max_tile_tokens(tokens, self._attention_dtype)
 
     def allocate_caches(self, blocks: int, block_size: int) -> list[KVCache]:
         """Allocate caches for this rank's layers and heads: ``blocks`` blocks of ``block_size`` tokens each."""
@@ -97,7 +101,7 @@ class CausalLM:
                 block_size,
                 block.attention.kv_heads,
                 block.attention.head_dim,
-                self.cache_dtype,
+                self._cache_dtype,
                 self.device,
             )
             for block in self.blocks

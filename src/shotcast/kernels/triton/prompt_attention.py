@@ -17,6 +17,7 @@ from shotcast.device.triton.intrinsics import await_prior_kernel, dot, launch_op
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.step_fields import TILE_FIELDS
 from shotcast.kernels.triton.activations import tanh
+from shotcast.kernels.triton.rope import CacheScales, from_cache, stored
 
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
 """Rows of a program: usually; where those would leave SMs idle, or wide heads would not fit into registers; and in
@@ -38,6 +39,8 @@ def _attend_keys(
     out,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     kv,
     begin,
@@ -80,7 +83,11 @@ def _attend_keys(
         else:
             key = tl.load(keys + address)
             value = tl.load(values + address)
+        key, value = from_cache(key, query.dtype), from_cache(value, query.dtype)
         scores = dot(query, tl.trans(key))
+        if key_scales is not None:
+            of_head = (block * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv
+            scores = scores * tl.load(key_scales + of_head, mask=valid, other=0.0)[None, :]
         if squash is not None:
             scores = tanh(scores * squash)
         if CAUSAL:
@@ -92,6 +99,8 @@ def _attend_keys(
         weight = tl.exp2(scores * scale - new_largest[:, None])
         rescale = tl.exp2(largest - new_largest)
         total = total * rescale + tl.sum(weight, axis=1)
+        if value_scales is not None:
+            weight = weight * tl.load(value_scales + of_head, mask=valid, other=0.0)[None, :]
         out = out * rescale[:, None] + dot(weight.to(value.dtype), value)
         largest = new_largest
     return largest, total, out
@@ -102,6 +111,8 @@ def _attend_tile(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     first_heads,
     result,
@@ -153,6 +164,8 @@ def _attend_tile(
             out,
             keys,
             values,
+            key_scales,
+            value_scales,
             table,
             kv,
             begin,
@@ -178,6 +191,8 @@ def _attend_tile(
         out,
         keys,
         values,
+        key_scales,
+        value_scales,
         table,
         kv,
         all_from,
@@ -203,6 +218,8 @@ def _attend_tile(
         out,
         keys,
         values,
+        key_scales,
+        value_scales,
         table,
         kv,
         tl.maximum(all_from, all_to),
@@ -229,6 +246,8 @@ def prompt_kernel(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     tiles,
     first_heads,
@@ -254,8 +273,8 @@ def prompt_kernel(
     """Program (tile, key-value head), in reverse order of tiles: the last tile of a sequence has the most keys.
 
     Scores are products of queries and keys, or their ``tanh(squash * product)`` if there is a ``squash``. ``scale`` is
-    their factor, times log2(e). A tile of one token, as for sequences that decode, or of few tokens
-    takes SHORT_ROWS rows.
+    their factor, times log2(e). The scales of a cache in FP8, [slots, KV_HEADS], are None for another. A tile of one
+    token, as for sequences that decode, or of few tokens takes SHORT_ROWS rows.
     """
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
@@ -270,6 +289,8 @@ def prompt_kernel(
             queries,
             keys,
             values,
+            key_scales,
+            value_scales,
             table,
             first_heads,
             result,
@@ -296,6 +317,8 @@ def prompt_kernel(
             queries,
             keys,
             values,
+            key_scales,
+            value_scales,
             table,
             first_heads,
             result,
@@ -350,6 +373,7 @@ def attend(
     out: torch.Tensor,
     scale: float | None = None,
     cap: float = 0.0,
+    scales: CacheScales = None,
 ) -> None:
     """Attend causally within each sequence: ``out`` is softmax(queries . keys * scale) . values.
 
@@ -364,6 +388,7 @@ def attend(
         block_size: the number of slots of a block of the cache.
         window: the number of keys that a query sees, its own included; 0 for all.
         out: the output, like queries. All tensors are of one dtype.
+        scales: float32 [slots, key-value heads], of keys and of values, if the caches are float8_e4m3fn.
         scale: the factor of scores; None for ``head_dim ** -0.5``.
         cap: scores x become ``cap * tanh(x / cap)``; 0 for as they are.
     """
@@ -381,8 +406,7 @@ def attend(
     options = launch_options(queries.device, warps=8 if rows >= ROWS else 4)
     prompt_kernel[(tiles.shape[0], keys.shape[1])](
         queries,
-        keys,
-        values,
+        *stored(keys, values, scales),
         tables,
         tiles,
         first_heads,
