@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import load_targets as targets
@@ -11,6 +12,7 @@ import torch
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
+from shotcast.engine import load
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.load import _MIN_WORKSPACE as LEAST
 from shotcast.engine.load import _require_float8, _workspace_bytes, stored_formats
@@ -93,3 +95,20 @@ def test_formats_that_gpus_keep(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = EngineConfig(**{"model": "random:llama-3.1-8b", "device": "cuda", **options})
     assert stored_formats(config, dtype) == kept
+
+
+@pytest.mark.parametrize(("device", "share"), [("cuda", 0.25), ("cpu", 1.0)])
+def test_the_budget_counts_matrices_as_they_are_kept(
+    device: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(load.MemoryBudget, "find", lambda config, memory, sharers, weights, name: found.append(weights))
+    monkeypatch.setattr(load, "GpuMemory", lambda device: None)
+    monkeypatch.setattr(load, "ranks_of_a_gpu", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model = preset("llama-3.1-405b")
+    for stored_bytes in (None, 0.5):
+        config = EngineConfig("random:llama-3.1-405b", device=device, dtype="bfloat16")
+        load._memory_budget(config, replace(model, stored_bytes=stored_bytes), torch.bfloat16)
+    plain, stored = found
+    assert stored / plain == pytest.approx(share, rel=0.05)
