@@ -15,7 +15,7 @@ from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import MAX_COUNT, Fields, count, strings
 from shotcast.models.families.qwen import QWEN2, QWEN3
-from shotcast.models.family import ModelFamily
+from shotcast.models.family import ModelFamily, no_details
 from shotcast.models.hf_config import read_hf_config, read_of_family
 
 MAX_EXPERTS = 1 << 16
@@ -267,6 +267,7 @@ _QWEN2_MOE = replace(
     architecture="Qwen2MoeForCausalLM",
     gguf_architectures=(),
     sliding_window=_window_if_used,
+    details=no_details,
 )
 _QWEN3_MOE = replace(
     QWEN3,
@@ -276,6 +277,7 @@ _QWEN3_MOE = replace(
     attention_bias="config",
     default_head_dim=None,
     sliding_window=_window_if_used,
+    details=no_details,
 )
 _DEEPSEEK_V2, _DEEPSEEK_V3 = (
     ModelFamily(name=f"deepseek_{version.lower()}", architecture=f"Deepseek{version}ForCausalLM")
@@ -373,7 +375,7 @@ def _qwen3_preset(hidden: int, intermediate: int, layers: int, heads: int, width
         rope=Rope(1000000.0),
         max_position=40960,
         tied=False,
-        qk_norm=True,
+        qk_norm="head",
         family="qwen3_moe",
         bos=151643,
         eos=(151645,),

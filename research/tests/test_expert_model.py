@@ -232,7 +232,11 @@ def test_config_files_are_the_presets() -> None:
         (DEEPSEEK | {"n_group": 7}, ConfigError, "256 experts in 7 groups"),
         (DEEPSEEK | {"n_group": 64, "topk_group": 1}, ConfigError, "cannot go to 8 experts.*have 4"),
         (DEEPSEEK | {"first_k_dense_replace": 61}, ConfigError, "no layer of the model has experts"),
-        (DEEPSEEK | {"quantization_config": {"quant_method": "awq"}}, UnsupportedError, "quantization_config: awq"),
+        (
+            DEEPSEEK | {"quantization_config": {"quant_method": "mxfp4"}},
+            UnsupportedError,
+            "quantization_config: 'mxfp4'",
+        ),
         (
             {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": {"kv_lora_rank": 512}},
             UnsupportedError,

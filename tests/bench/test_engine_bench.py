@@ -19,6 +19,7 @@ from shotcast.cli import app
 from shotcast.errors import ConfigError
 from shotcast.hardware import detect
 from shotcast.hardware.detect import GpuFacts
+from shotcast.models.presets import preset
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,22 @@ def test_a_planned_layout_is_for_what_is_measured(monkeypatch: pytest.MonkeyPatc
     assert "with 32 sequences" in said[0]
     with pytest.raises(ConfigError, match="give TxP"):
         engine_bench.with_layouts(replace(config, device="cpu", hosts=HostsConfig(2)), ["auto"])
+
+
+def test_the_roofline_counts_matrices_as_gpus_keep_them() -> None:
+    config = engine_bench.EngineBenchConfig("random:llama-3.1-8b", (), (1,), ("auto",), 8, 2, 1, "cuda")
+    model = replace(preset("llama-3.1-8b"), stored_bytes=0.5)
+    zeros = dict.fromkeys(("ttft_ms", "tpot_ms", "tokens_per_s", "communication"), 0.0)
+
+    def roofline_ms(algorithm: str, stored: bool, device: str) -> float:
+        given = model if stored else replace(model, stored_bytes=None)
+        point = engine_bench.Layout(1, 1), algorithm, 1, "bfloat16", 1000.0, 1.0
+        return engine_bench._row(replace(config, device=device), given, *point, **zeros).roofline_ms
+
+    plain = roofline_ms("auto", False, "cuda")
+    assert roofline_ms("auto", True, "cuda") < 0.4 * plain  # a quarter, and the head
+    assert roofline_ms("transformers", True, "cuda") == plain
+    assert roofline_ms("auto", True, "cpu") == roofline_ms("auto", False, "cpu")
 
 
 @pytest.mark.parametrize("text", ["4", "4x", "0x1", "ax1", "1x1x1"])

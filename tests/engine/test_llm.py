@@ -504,6 +504,9 @@ def assert_gone(pids: list[int]) -> None:
         ({"quantization": "int4"}, 'quantization must be "" .none. or fp8'),
         ({"quantization": "fp8", "device": "cpu"}, "fp8 works on CUDA with bfloat16, not on cpu"),
         ({"quantization": "fp8", "device": "cuda", "dtype": "float16"}, "not on cuda with float16"),
+        ({"kv_cache_dtype": "int8"}, 'kv_cache_dtype must be "" .that of activations. or fp8'),
+        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "fp8 works on CUDA with 16-bit types, not on cpu"),
+        ({"kv_cache_dtype": "fp8", "device": "cuda", "dtype": "float32"}, "not on cuda with float32"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, not 'tpu'"),
         ({"stamp_every": -1}, "stamp_every must be a whole number"),
         ({"max_sequences": 0}, "max_sequences must be a whole number"),
@@ -569,6 +572,15 @@ def test_unsupported_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text.replace("LlamaForCausalLM", "MambaForCausalLM"))
     with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
         LLM(str(tmp_path))
+
+
+def test_no_residual_is_divided_where_sums_are_normed(tmp_path: Path) -> None:
+    config = transformers.Olmo2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.Olmo2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="sequence_parallel is not supported for the family olmo2"):
+        LLM(str(tmp_path), sequence_parallel=True)
 
 
 @pytest.mark.parametrize(

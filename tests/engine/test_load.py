@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from typing import Any
 
 import load_targets as targets
 import pytest
@@ -10,10 +12,13 @@ import torch
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
+from shotcast.engine import load
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.load import _MIN_WORKSPACE as LEAST
-from shotcast.engine.load import _require_float8, _workspace_bytes
+from shotcast.engine.load import _require_float8, _workspace_bytes, stored_formats
 from shotcast.errors import UnsupportedError
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.grouped import GroupedRows
 from shotcast.models.presets import preset
 from shotcast.transport.triton.layout import Layout
 
@@ -67,3 +72,43 @@ def test_fp8_needs_a_gpu_of_capability_8_9(found: tuple[int, int], monkeypatch: 
     refusal = pytest.raises(UnsupportedError, match=r"A GPU has 8\.[06]")
     with refusal if found < (8, 9) else contextlib.nullcontext():
         _require_float8(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "capability", "kept"),
+    [
+        ({}, torch.bfloat16, (9, 0), (GroupedRows, Float8Rows)),
+        ({}, torch.float16, (9, 0), (GroupedRows,)),
+        ({}, torch.bfloat16, (8, 0), (GroupedRows,)),
+        ({"quantization": "fp8"}, torch.bfloat16, (9, 0), (Float8Rows,)),
+        ({"device": "cpu"}, torch.bfloat16, (9, 0), ()),
+        ({}, torch.float32, (9, 0), ()),
+    ],
+)
+def test_formats_that_gpus_keep(
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    kept: tuple[type, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = EngineConfig(**{"model": "random:llama-3.1-8b", "device": "cuda", **options})
+    assert stored_formats(config, dtype) == kept
+
+
+@pytest.mark.parametrize(("device", "share"), [("cuda", 0.25), ("cpu", 1.0)])
+def test_the_budget_counts_matrices_as_they_are_kept(
+    device: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(load.MemoryBudget, "find", lambda config, memory, sharers, weights, name: found.append(weights))
+    monkeypatch.setattr(load, "GpuMemory", lambda device: None)
+    monkeypatch.setattr(load, "ranks_of_a_gpu", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model = preset("llama-3.1-405b")
+    for stored_bytes in (None, 0.5):
+        config = EngineConfig("random:llama-3.1-405b", device=device, dtype="bfloat16")
+        load._memory_budget(config, replace(model, stored_bytes=stored_bytes), torch.bfloat16)
+    plain, stored = found
+    assert stored / plain == pytest.approx(share, rel=0.05)

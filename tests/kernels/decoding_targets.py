@@ -52,12 +52,12 @@ def unpacked_prompts(
     return tokens, positions, slots, rows, tables
 
 
-def joined(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def joined(parts: list[torch.Tensor], cap: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
     starts = torch.tensor([0, *widths]).cumsum(0).int()
     values = torch.full([rows, sum(widths)], 7.0)
     best = torch.full([rows, 2], -9)
-    logits.concat_columns(torch.cat([part.reshape(-1) for part in parts]), widths, starts, values, best)
+    logits.concat_columns(torch.cat([part.reshape(-1) for part in parts]), widths, starts, values, best, cap)
     return values, best
 
 

@@ -37,6 +37,9 @@ class Case:
     unused: int
     tokens: int
     seed: int
+    scale: float | None = None
+    cap: float = 0.0
+    fp8: bool = False
 
 
 @st.composite
@@ -61,6 +64,9 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(0, 3)),
         max(1, rows // max(groups)),
         draw(st.integers(0, 1000)),
+        draw(st.sampled_from([None, 0.2])),
+        draw(st.sampled_from([0.0, 1.5])),
+        draw(st.booleans()),
     )
 
 
@@ -75,6 +81,7 @@ def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
     keys, values = (
         torch.full([sum(blocks_of) * size, kv_heads, case.head_dim], float("nan"), dtype=case.dtype) for _ in range(2)
     )
+    scales = torch.ones(2, *keys.shape[:2])
     rows = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
     tables = torch.full([len(lengths) + 2, max(blocks_of) + 1], 1 << 20, dtype=torch.int32)
     tokens = sum(new for _, new in case.sequences)
@@ -90,11 +97,20 @@ def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
         taken += len(mine)
         position = torch.arange(length)
         slots = mine[position // size].long() * size + position % size
-        for kept in (keys, values):
-            kept[slots] = torch.randn(length, kv_heads, case.head_dim, generator=generator).to(case.dtype)
+        for kept, scale in ((keys, scales[0]), (values, scales[1])):
+            rows_of = torch.randn(length, kv_heads, case.head_dim, generator=generator)
+            if case.fp8:  # exact in the cache, and dequantized in the reference
+                scale[slots] = torch.rand(length, kv_heads, generator=generator) + 0.5
+                rows_of = rows_of.to(torch.float8_e4m3fn).float()
+            kept[slots] = rows_of.to(case.dtype)
         kv_head_of = torch.tensor(case.kv_head_of)
-        key, value = (kept[slots][:, kv_head_of].double() for kept in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", queries[first : first + new].double(), key) / case.head_dim**0.5
+        key, value = (
+            (kept[slots].double() * scale[slots].double()[:, :, None])[:, kv_head_of]
+            for kept, scale in ((keys, scales[0]), (values, scales[1]))
+        )
+        scores = torch.einsum("qhd,khd->hqk", queries[first : first + new].double(), key)
+        scores *= case.scale or case.head_dim**-0.5
+        scores = case.cap * torch.tanh(scores / case.cap) if case.cap else scores
         ages = position[before:, None] - position
         seen = (ages >= 0) & ((ages < case.window) if case.window else True)
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
@@ -107,10 +123,11 @@ def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
     tiles += [(0, 0, 0, -1)] * case.unused
     starts = [case.kv_head_of.index(kv) for kv in range(kv_heads)] + [heads]
     out = torch.full_like(queries, float("nan"), device=device)
+    stored = torch.float8_e4m3fn if case.fp8 else case.dtype
     attend(
         queries.to(device),
-        keys.to(device),
-        values.to(device),
+        keys.to(device, stored),
+        values.to(device, stored),
         tables.to(device),
         torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, TILE_FIELDS),
         case.tokens,
@@ -119,6 +136,9 @@ def attended(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
         case.block_size,
         case.window,
         out,
+        case.scale,
+        case.cap,
+        (scales[0].to(device), scales[1].to(device)) if case.fp8 else None,
     )
     return out.cpu().double(), wanted
 

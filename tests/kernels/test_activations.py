@@ -15,9 +15,18 @@ from shotcast.kernels.triton.activations import rows_kernel
 SHAPES = [(1, 1), (2, 48), (3, 100), (1, 2047), (2, 2048), (2, 3584), (1, 8193)]
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1.0), ("float16", 20.0), ("float32", 1e-3)])
-def test_within_rounding(dtype: str, size: float) -> None:
-    ((gated, quantized, together),) = interpret(both, 1, SHAPES, dtype, size)
+@pytest.mark.parametrize(
+    ("dtype", "size", "activation"),
+    [
+        ("bfloat16", 1.0, "silu"),
+        ("float16", 20.0, "silu"),
+        ("float32", 1e-3, "silu"),
+        ("bfloat16", 20.0, "gelu_tanh"),
+        ("float32", 1.0, "gelu_tanh"),
+    ],
+)
+def test_within_rounding(dtype: str, size: float, activation: str) -> None:
+    ((gated, quantized, together),) = interpret(both, 1, SHAPES, dtype, size, activation)
     assert gated <= 1
     assert quantized <= 1
     assert together <= 1
@@ -35,7 +44,7 @@ def test_edges() -> None:
 @pytest.mark.parametrize(("gated", "quantize"), [(True, False), (False, True), (True, True)])
 def test_moves_16_bytes_a_thread(gated: bool, quantize: bool, tmp_path: Path) -> None:
     block, warps = (16384, 16) if quantize else (2048, 4)
-    constants = {"WIDTH": 13312, "BLOCK": block, "GATED": gated, "QUANTIZE": quantize, "PDL": True}
+    constants = {"WIDTH": 13312, "BLOCK": block, "GATED": gated, "QUANTIZE": quantize, "GELU": False, "PDL": True}
     if not quantize:
         constants["scale"] = None
     kinds = {"x": "*bf16", "out": "*fp8e4nv" if quantize else "*bf16", "scale": "*fp32"}

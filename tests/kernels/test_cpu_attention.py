@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +19,8 @@ from shotcast.kernels.cpu.attention import decode, rotate_into_cache
     head_dim=st.sampled_from([2, 8, 64, 96]),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([0, 1, 7]),
+    scale=st.sampled_from([None, 0.2]),
+    cap=st.sampled_from([0.0, 0.7]),
     seed=st.integers(0, 1000),
 )
 def test_decode(
@@ -30,6 +30,8 @@ def test_decode(
     head_dim: int,
     block_size: int,
     window: int,
+    scale: float | None,
+    cap: float,
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -59,6 +61,8 @@ def test_decode(
             block_size,
             window,
             out,
+            scale,
+            cap,
         )
     finally:
         torch.set_num_threads(before)
@@ -67,7 +71,8 @@ def test_decode(
         seen = torch.arange(max(0, length - window) if window else 0, length)
         slots = tables[sequence].long()[seen // block_size] * block_size + seen % block_size
         for head, kv in enumerate(kv_head_of):
-            scores = keys[slots, kv].double() @ queries[sequence, head].double() / math.sqrt(head_dim)
+            scores = keys[slots, kv].double() @ queries[sequence, head].double() * (scale or head_dim**-0.5)
+            scores = cap * torch.tanh(scores / cap) if cap else scores
             wanted = scores.softmax(0) @ values[slots, kv].double()
             torch.testing.assert_close(out[sequence, head].double(), wanted, rtol=1e-4, atol=1e-5)
 

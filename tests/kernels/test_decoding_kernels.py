@@ -95,6 +95,13 @@ def test_columns_are_joined_and_the_largest_found(widths: tuple[int, ...], dtype
     assert ((best[:, 0] >= 0) & (best[:, 0] <= last)).all()
 
 
+def test_columns_are_capped() -> None:
+    whole = torch.randn(3, 1500, generator=torch.Generator().manual_seed(1)) * 20 - 50
+    ((values, best),) = interpret(targets.joined, 1, list(whole.split([1100, 400], dim=1)), 30.0)
+    torch.testing.assert_close(values, 30 * torch.tanh(whole / 30), rtol=1e-6, atol=1e-5)
+    assert best[:, 0].tolist() == whole.argmax(1).tolist()
+
+
 @pytest.mark.parametrize("hidden", [48, 1100])
 def test_rows_of_other_ranks_are_zero(hidden: int) -> None:
     weight = torch.arange(1.0, 5 * hidden + 1).view(5, hidden)
@@ -117,7 +124,7 @@ def test_spans_add_up() -> None:
 def test_kernels_compile(capability: int) -> None:
     target = GPUTarget("cuda", capability, 32)
 
-    def ptx(kernel: object, signature: dict[str, str], **constexprs: int) -> str:
+    def ptx(kernel: object, signature: dict[str, str], **constexprs: int | None) -> str:
         source = ASTSource(kernel, signature=signature | dict.fromkeys(constexprs, "constexpr"), constexprs=constexprs)
         return triton_compile(source, target=target, options={"num_warps": 1}).asm["ptx"]
 
@@ -128,7 +135,7 @@ def test_kernels_compile(capability: int) -> None:
     sizes = {"tables": "*i32", "count": "i32", "sequences": "i32"}
     ptx(unpack_prompts_kernel, {**words, **longs, **sizes}, TILE=128)
     pointers = {"parts": "*bf16", "starts": "*i32", "values": "*fp32", "largest": "*fp32", "tokens": "*i32"}
-    ptx(concat_kernel, {**pointers, "rows": "i32", "vocab": "i32"}, TILE=TILE)
+    ptx(concat_kernel, {**pointers, "rows": "i32", "vocab": "i32"}, TILE=TILE, cap=None)
     ptx(argmax_kernel, {"largest": "*fp32", "tokens": "*i32", "best": "*i64", "count": "i32"}, COUNT=128)
     embeds = {"tokens": "*i64", "weight": "*bf16", "out": "*bf16", "start": "i32", "count": "i32"}
     ptx(embed_kernel, embeds, HIDDEN=4096, TILE=1024)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_attention_targets import both_ways
+from paged_attention_targets import both_ways, cap_matters, in_float8
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
@@ -56,6 +56,54 @@ def test_kernels_do_what_the_host_does(
     assert worst < close
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_sms", "close"), [("float32", 1, 1e-3), ("float32", 8, 1e-3), ("bfloat16", 8, 3e-2)]
+)
+def test_caches_in_float8(dtype: str, num_sms: int, close: float) -> None:
+    """Check that both kernels store the same bytes and scales, and what decoding reads."""
+    ((off, same),) = interpret(in_float8, 1, dtype, num_sms)
+    assert off < close
+    assert same
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_kernels_with_caches_in_float8_compile(capability: int, tmp_path: Path) -> None:
+    stored = {
+        **dict.fromkeys(("keys", "values"), "*fp8e4nv"),
+        **dict.fromkeys(("key_scales", "value_scales"), "*fp32"),
+        **dict.fromkeys(("positions", "slots"), "*i64"),
+        "queries": "*bf16",
+    }
+    shape = {"squash": None, "norms": None, "HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "PDL": True}
+    own = {
+        decode_kernel: TILES | {"GROUP": 16, "BLOCK_SIZE": 16, "SPLITS": 32},
+        rotate_kernel: {"HEADS_TILE": 16},
+    }
+    for kernel, others in own.items():
+        constants = {name: value for name, value in (shape | others).items() if name in kernel.arg_names}
+        kinds = KINDS | stored
+        signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
+        vectors = ("x", "keys", "values", "cosines", "sines")
+        built = cross.build(kernel, signature, constants, 4, capability, {}, aligned=vectors)
+        if kernel is decode_kernel:
+            assert "cvt.rn.f16x2.e4m3x2" in built.asm["ptx"], "bytes are converted by instructions"
+        found = cross.resources(built, tmp_path)
+        assert found["STACK"] == found["LOCAL"] == 0
+
+
+@pytest.mark.parametrize("num_sms", [1, 8])
+def test_scores_are_scaled_and_capped(num_sms: int) -> None:
+    """Check one part and several, where the new key is scored by itself and by others."""
+    case = (0, 0, 1), 24, 4, 20, "float32", False, num_sms
+    ((capped, lengths),) = interpret(cap_matters, 1, case, (0.4, 1.5))
+    assert capped < 1e-5
+    assert lengths > 0.02, "this case would not see a missing cap"
+
+
+NO_SCALES = {"key_scales": None, "value_scales": None}
+NOTHING = {"squash": None, **NO_SCALES}
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile(capability: int) -> None:
     target = GPUTarget("cuda", capability, 32)
@@ -84,6 +132,7 @@ def test_kernels_compile(capability: int) -> None:
             "TILE": TILE,
             "STAGES": STAGES,
             "PDL": capability >= 90,
+            **NOTHING,
         },
     )
     ptx = triton_compile(decode, target=target, options={"num_warps": 4}).asm["ptx"]
@@ -97,7 +146,10 @@ def test_kernels_compile(capability: int) -> None:
             **dict.fromkeys(("positions", "slots"), "*i64"),
             "eps": "fp32",
         },
-        constexprs={"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "HEADS_TILE": 16, "PDL": capability >= 90},
+        constexprs={
+            **{"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "HEADS_TILE": 16, "PDL": capability >= 90},
+            **NO_SCALES,
+        },
     )
     assert "fma" in triton_compile(rotate, target=target, options={"num_warps": 1}).asm["ptx"]
     join = ASTSource(
@@ -116,7 +168,7 @@ KINDS = {
     **dict.fromkeys(("scale", "eps"), "fp32"),
     **dict.fromkeys(("blocks", "window"), "i32"),
 }
-SHAPE = {"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16}
+SHAPE = {**NOTHING, "HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16}
 TILES = {"FIRST_TILE": SMALL_TILE, "TILE": TILE, "STAGES": STAGES}
 
 
@@ -268,7 +320,7 @@ def test_heads_are_turned_together(
     assert (grid, given["HEADS_TILE"], options["num_warps"]) == ((5, partial_out), count, warps)
     constants = {name: given[name] for name in ("HEADS", "KV_HEADS", "HALF", "HALF_TILE", "HEADS_TILE", "PDL")}
     kinds = KINDS | dict.fromkeys(("queries",), "*bf16") | dict.fromkeys(("positions", "slots"), "*i64")
-    constants["norms"] = None
+    constants |= {"norms": None, **NO_SCALES}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in rotate_kernel.arg_names}
     vectors = ("x", "keys", "values", "cosines", "sines", "queries")
     kernel = cross.build(rotate_kernel, signature, constants, warps, 90, {}, aligned=vectors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from paged_attention_targets import both_ways
+from paged_attention_targets import both_ways, in_float8
 
 pytestmark = pytest.mark.gpu
 LENGTHS = 1, 40, 65, 700, 3000, 5001
@@ -21,3 +21,13 @@ def test_contexts_of_any_length_in_any_number_of_parts(dtype: str, num_sms: int)
     ):
         case = kv_head_of, head_dim, 16, window, dtype, normed, num_sms, LENGTHS, "cuda"
         assert both_ways(*case) < CLOSE[dtype], case
+
+
+@pytest.mark.parametrize("num_sms", [1, 132])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_caps_and_caches_in_float8(dtype: str, num_sms: int) -> None:
+    case = (0, 0, 0, 0, 1, 1, 1, 1), 256, 16, 900, dtype, True, num_sms, LENGTHS, "cuda"
+    assert both_ways(*case, scoring=(0.1, 5.0)) < CLOSE[dtype]
+    off, same = in_float8(dtype, num_sms, "cuda")
+    assert off < 3e-2
+    assert same

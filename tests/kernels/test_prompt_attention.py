@@ -82,10 +82,19 @@ def test_few_queries_take_few_rows(
 
 
 def compiled(
-    rows: int, keys: int, head_dim: int, dtype: str, windowed: bool = False, group: int = 4, capability: int = 90
+    rows: int,
+    keys: int,
+    head_dim: int,
+    dtype: str,
+    windowed: bool = False,
+    group: int = 4,
+    capability: int = 90,
+    fp8: bool = False,
 ) -> Any:
     """Compile the kernel as ``attend`` launches it."""
+    scales = ("key_scales", "value_scales")
     constants = {
+        **dict.fromkeys(("squash", *(() if fp8 else scales))),
         "HEADS": 2 * group,
         "KV_HEADS": 2,
         "HEAD_DIM": head_dim,
@@ -103,6 +112,8 @@ def compiled(
     floats, ints = ("queries", "keys", "values", "result"), ("tables", "tiles", "first_heads")
     signature = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(ints, "*i32") | dict.fromkeys(constants, "constexpr")
     signature |= {"scale": "fp32", "blocks": "i32", "window": "i32"}
+    if fp8:
+        signature |= dict.fromkeys(("keys", "values"), "*fp8e4nv") | dict.fromkeys(scales, "*fp32")
     options = {"enable_fp_fusion": True}
     return cross.build(
         prompt_kernel, signature, constants, 8 if rows >= ROWS else 4, capability, options, (*floats, *ints)
@@ -168,6 +179,15 @@ def test_kernels_compile(capability: int, rows: int, keys: int, head_dim: int) -
     kernel = compiled(rows, keys, head_dim, "bf16", capability=capability)
     assert "mma" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED[capability]
+
+
+@pytest.mark.parametrize(("rows", "keys", "head_dim"), TILES)
+def test_caches_in_float8_are_read_without_spills(rows: int, keys: int, head_dim: int, tmp_path: Path) -> None:
+    kernel = compiled(rows, keys, head_dim, "bf16", fp8=True)
+    assert "cvt.rn.f16x2.e4m3x2" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED[90]
+    found = cross.resources(kernel, tmp_path)
+    assert (found["STACK"], found["LOCAL"]) == (0, 0)
 
 
 def test_float32_is_multiplied_in_float32(tmp_path: Path) -> None:

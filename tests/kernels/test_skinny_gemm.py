@@ -136,6 +136,9 @@ def compiled(
         "GATED": gated,
         "PDL": capability >= 90,
         "bias": None,
+        "zeros": None,
+        "GROUP": 0,
+        "NATIVE": False,
     }
     if not fp8:
         constants |= {"scale": None, "x_scale": None}

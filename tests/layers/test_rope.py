@@ -14,6 +14,8 @@ from shotcast.layers.rope import ROPE_TYPES, Rope
 
 HEAD_DIM = 64
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SHORT, LONG = [1.0 + i / 32 for i in range(32)], [2.0 + i / 16 for i in range(32)]
+LONGROPE = {"short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.25}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
 
 
@@ -47,6 +49,22 @@ def reference(
             "yarn",
             {**YARN, "attention_factor": 0.75, "beta_fast": 16.0, "beta_slow": 2.0},
             Rope(1e6, "yarn", 4.0, original_max_position=4096, attention_factor=0.75, beta_fast=16.0, beta_slow=2.0),
+        ),
+        *(
+            (
+                1e6,
+                "longrope",
+                {**LONGROPE, "original_max_position_embeddings": original},
+                Rope(
+                    1e6,
+                    "longrope",
+                    original_max_position=original,
+                    attention_factor=1.25,
+                    divisors=tuple(LONG),
+                    short_divisors=tuple(SHORT),
+                ),
+            )
+            for original in (299, 300)
         ),
     ],
 )
@@ -86,6 +104,7 @@ def test_divisors_replace_the_kind() -> None:
         ({"theta": float("nan")}, "theta .* not nan"),
         ({"theta": 1e4, "rope_type": "linear", "factor": 1e30}, r"factor .* not 1e\+30"),
         ({"theta": 1e4, "divisors": (1.0, 0.0)}, "a divisor .* not 0"),
+        ({"theta": 1e4, "divisors": (1.0,), "short_divisors": (0.0,)}, "a divisor .* not 0"),
         ({"theta": 1.0, "rope_type": "yarn"}, "theta .* must not be 1"),
     ],
 )

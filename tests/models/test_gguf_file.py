@@ -45,16 +45,26 @@ SHAPES = {
     "blk.0.ffn_up.weight": (FFN, HIDDEN),
     "blk.0.ffn_down.weight": (HIDDEN, FFN),
 }
+FLOATS = {
+    "Q2_K": slice(80, 84),
+    "Q3_K": slice(108, 110),
+    "Q4_K": slice(0, 4),
+    "Q5_K": slice(0, 4),
+    "Q6_K": slice(208, 210),
+    "IQ4_NL": slice(0, 2),
+    "IQ4_XS": slice(0, 2),
+}
+"""The float16 numbers in a block."""
 Written = dict[str, tuple[np.ndarray, GGMLQuantizationType]]
 """The content of a file: rows of bytes or numbers, and their type."""
 
 
 def stored(values: np.ndarray, kind: GGMLQuantizationType, numbers: np.random.Generator) -> np.ndarray:
-    if kind.name in ("Q4_K", "Q6_K"):
+    if kind.name in FLOATS:
         # the package cannot quantise to these types, but any bytes are weights if the scales among them are finite
         block, nbytes = gguf.GGML_QUANT_SIZES[kind]
         blocks = numbers.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, nbytes), dtype=np.uint8)
-        scales = slice(0, 4) if kind.name == "Q4_K" else slice(208, 210)
+        scales = FLOATS[kind.name]
         blocks[..., scales] = np.frombuffer(
             np.float16([0.01] * ((scales.stop - scales.start) // 2)).tobytes(), np.uint8
         )
@@ -270,9 +280,9 @@ def test_architectures_and_types(tmp_path: Path) -> None:
     write(tmp_path / "gemma.gguf", architecture="gemma2")
     with pytest.raises(UnsupportedError, match=r"'gemma2'.*accepted: llama, qwen2, qwen3"):
         GgufFile(tmp_path / "gemma.gguf")
-    write(tmp_path / "q5.gguf", "Q5_1")
-    with pytest.raises(UnsupportedError, match=r"type Q5_1, .*accepted: F32, F16, BF16, Q8_0"):
-        GgufFile(tmp_path / "q5.gguf")
+    write(tmp_path / "ternary.gguf", "TQ2_0")
+    with pytest.raises(UnsupportedError, match=r"type TQ2_0, .*accepted: F32, F16, BF16, Q8_0"):
+        GgufFile(tmp_path / "ternary.gguf")
 
 
 @pytest.mark.parametrize(

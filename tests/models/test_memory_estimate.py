@@ -16,6 +16,7 @@ from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import available_bytes, kv_bytes_per_token, require_division, weight_bytes
 from shotcast.models.presets import PRESETS, preset
+from shotcast.models.registry import find_family
 
 TINY = ModelConfig(
     hidden=64,
@@ -32,11 +33,15 @@ TINY = ModelConfig(
     attention_bias=True,
     output_bias=True,
     mlp_bias=True,
-    qk_norm=True,
+    qk_norm="head",
 )
+OTHERS = [
+    replace(TINY, names=family.names, qk_norm=family.qk_norm)
+    for family in map(find_family, ("phi3", "olmo2", "gemma2", "gemma3_text"))
+]
 
 
-@pytest.mark.parametrize("config", [TINY, replace(TINY, tied=True), *PRESETS.values()])
+@pytest.mark.parametrize("config", [TINY, replace(TINY, tied=True), *OTHERS, *PRESETS.values()])
 def test_one_rank_holds_all(config: ModelConfig) -> None:
     assert weight_bytes(config, 2) == 2 * config.parameters
 
@@ -48,6 +53,18 @@ def test_fp8_takes_a_byte_a_weight_of_layers_and_a_scale_an_output(config: Model
         matrix = name.startswith("model.layers.") and len(shape) == 2
         expected += math.prod(shape) + 4 * shape[0] if matrix else 2 * math.prod(shape)
     assert weight_bytes(config, 2, quantization="fp8") == expected
+
+
+def test_stored_matrices_take_what_they_take_in_the_file() -> None:
+    config = replace(TINY, stored_bytes=0.5 + 3 / 128)
+    matrices = sum(
+        math.prod(shape)
+        for name, shape in config.tensors().items()
+        if name.startswith("model.layers.") and len(shape) == 2
+    )
+    plain, stored = weight_bytes(config, 2), weight_bytes(config, 2, quantization="stored")
+    scales_of_outputs = weight_bytes(config, 2, quantization="fp8") - plain + matrices
+    assert stored == pytest.approx(plain - 2 * matrices + config.stored_bytes * matrices + scales_of_outputs, abs=16)
 
 
 def test_405b_in_fp8_leaves_room_on_four_gpus() -> None:

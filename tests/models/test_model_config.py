@@ -25,7 +25,17 @@ TINY: dict[str, Any] = {
     "vocab_size": 64,
     "max_position_embeddings": 128,
 }
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+}
+TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 def said(family: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -46,10 +56,16 @@ def said(family: str = "llama", **changes: Any) -> dict[str, Any]:
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {}),
         ("qwen3", {"head_dim": 12, "attention_bias": True}),
+        ("phi3", TOKENS),
+        ("olmo2", {}),
+        ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+        ("gemma2", {"attention_bias": True}),
+        ("gemma3_text", {"head_dim": 12}),
     ],
 )
 def test_tensors_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
-    theirs = getattr(transformers, f"{FAMILIES[family]}Config")(**TINY, **changes)
+    kind = "Gemma3Text" if family == "gemma3_text" else FAMILIES[family]
+    theirs = getattr(transformers, f"{kind}Config")(**TINY | changes)
     model = transformers.AutoModelForCausalLM.from_config(theirs)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if theirs.tie_word_embeddings:
@@ -59,6 +75,9 @@ def test_tensors_are_those_of_transformers(family: str, changes: dict[str, Any])
     assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert config.family == family
     assert config.norm_eps == theirs.rms_norm_eps
+    own = [config.window_of(layer) for layer in range(2)]
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention" if config.sliding_window else "full"] * 2
+    assert own == [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def test_what_is_not_said_is_what_transformers_assumes() -> None:
@@ -72,6 +91,7 @@ def test_what_is_not_said_is_what_transformers_assumes() -> None:
         None,
     )
     assert read_hf_config(said("qwen3")).head_dim == 128
+    assert read_hf_config(said("olmo2")).norm_eps == 1e-5
     assert read_hf_config(said(num_key_value_heads=None)).kv_heads == 4
 
 
@@ -172,6 +192,63 @@ def test_sliding_window(family: str, changes: dict[str, Any], window: int | None
     assert read_hf_config(said(family, **changes)).sliding_window == window
 
 
+def test_windows_of_some_layers() -> None:
+    def windows(family: str, **changes: Any) -> list[int | None]:
+        config = read_hf_config(said(family, sliding_window=8, **changes))
+        return [config.window_of(layer) for layer in range(config.layers)]
+
+    assert windows("qwen2", use_sliding_window=True, max_window_layers=1) == [None, 8]
+    assert windows("qwen3", use_sliding_window=True, layer_types=MIXED) == [None, 8]
+    assert windows("gemma2", num_hidden_layers=3) == [8, None, 8]
+    assert windows("gemma2", layer_types=MIXED) == [None, 8]
+    assert windows("gemma3_text", num_hidden_layers=7) == [8] * 5 + [None, 8]
+    assert windows("gemma3_text", sliding_window_pattern=2) == [8, None]
+    assert read_hf_config(said("gemma2")).longest_window is None
+    assert read_hf_config(said("mistral")).longest_window == 4096
+
+
+def test_gemma_reads_what_it_scales_and_caps() -> None:
+    config = read_hf_config(said("gemma2", query_pre_attn_scalar=64, final_logit_softcapping=None))
+    assert (config.attention_scale, config.attention_cap, config.logit_cap) == (0.125, 50.0, 0.0)
+    assert (config.embedding_scale, config.norms_less_one, config.activation) == (32**0.5, True, "gelu_tanh")
+    assert (config.tied, config.head_dim) == (True, 256)
+    third = read_hf_config(said("gemma3_text", final_logit_softcapping=20.0))
+    assert (third.attention_scale, third.attention_cap, third.logit_cap) == (0.0625, 0.0, 20.0)
+
+
+def test_layers_with_windows_of_gemma_3_rotate_otherwise() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = read_hf_config(said("gemma3_text", rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=linear))
+    both = {"full_attention": {"rope_theta": 2e6, **linear}, "sliding_attention": {"rope_theta": 2e4}}
+    new = read_hf_config(said("gemma3_text", rope_parameters=both))
+    assert (old.rope, old.local_rope) == (new.rope, new.local_rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
+    assert old.max_position == 128  # stretched already
+    plain = read_hf_config(said("gemma3_text"))
+    assert (plain.rope, plain.local_rope) == (Rope(1e6), Rope(1e4))
+
+
+def test_longrope() -> None:
+    factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2, 3, 4, 5]}
+    expected = Rope(
+        5e5,
+        "longrope",
+        original_max_position=32,
+        attention_factor=math.sqrt(1 + math.log(4) / math.log(32)),
+        divisors=(2.0, 3.0, 4.0, 5.0),
+        short_divisors=(1.0, 1.5, 2.0, 2.5),
+    )
+    for kind in ("longrope", "su", "yarn"):  # as published, with the name of today, and two former ones
+        config = said(
+            "phi3", rope_theta=5e5, original_max_position_embeddings=32, rope_scaling={"type": kind, **factors}
+        )
+        assert read_hf_config(config).rope == expected
+    assert read_hf_config(config).max_position == 128
+    short, long = expected.frequencies(8, 32), expected.frequencies(8, 33)
+    assert torch.allclose(short / long, torch.tensor([2.0, 2.0, 2.0, 2.0]))
+    given = {"attention_factor": 1.25, **factors}
+    assert read_hf_config(said("phi3", rope_scaling={"type": "longrope", **given})).rope.magnitude() == 1.25
+
+
 def test_end_tokens_of_both_files() -> None:
     assert read_hf_config(said(eos_token_id=2, bos_token_id=1), {"eos_token_id": [5, 2]}).eos == (2, 5)
     assert read_hf_config(said(bos_token_id=1)).bos == 1
@@ -194,17 +271,23 @@ MIXED = ["full_attention", "sliding_attention"]
         (said(architectures=[], model_type="gemma3"), "gemma3.*accepted"),
         (said(architectures=[], model_type=["llama"]), r"\['llama'\].*accepted"),
         (said(hidden_act="gelu"), "hidden_act 'gelu'.*accepted: silu"),
-        (said(quantization_config={"quant_method": "gptq"}), "quantised .*gptq.*GGUF"),
+        (said(quantization_config={"quant_method": "bitsandbytes"}), "quantized .*bitsandbytes.*GGUF"),
         (said(rope_interleaved=True), "rope_interleaved"),
-        (said(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "'longrope' is not supported; accepted: default"),
-        (said(rope_scaling={"type": "su", "factor": 2.0}), "'su' is not supported; accepted: default, linear, dynamic"),
+        (said(rope_scaling={"type": "mrope", "factor": 2.0}), "'mrope' is not supported; accepted: default, linear"),
         (said(rope_scaling={"type": "default", "mrope_section": [1, 2]}), "mrope_section"),
         (said(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "differ between layers"),
         (said(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         (said(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5"),
         (said(rope_scaling={"type": "yarn", "truncate": False, **YARN}), "truncate"),
-        (said("qwen2", layer_types=MIXED, use_sliding_window=True), "different attention"),
-        (said("qwen2", use_sliding_window=True, max_window_layers=1), "different attention"),
+        (
+            said("qwen2", layer_types=["full_attention", "linear_attention"], use_sliding_window=True),
+            "linear_attention",
+        ),
+        (said("gemma2", layer_types=["full_attention", "chunked_attention"]), "chunked_attention is not supported"),
+        (said("gemma2", hidden_activation="gelu"), "hidden_activation 'gelu'.*accepted: gelu_pytorch_tanh"),
+        (said("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (said("gemma3_text", attn_logit_softcapping=50.0), "attn_logit_softcapping of Gemma 3"),
+        (said("phi3", partial_rotary_factor=0.75), "partial_rotary_factor 0.75"),
         (said("qwen3", layer_types=MIXED), "without sliding_window"),
         (said("mistral", layer_types=MIXED), "same attention in all layers"),
         (said("mistral", layer_types=["full_attention"] * 2), "same attention in all layers"),
@@ -232,6 +315,18 @@ def test_what_is_not_implemented_is_refused(config: dict[str, Any], message: str
         (said(rope_scaling={"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}), "below high_freq_factor"),
         (said(eos_token_id="</s>"), "eos_token_id"),
         (said("mistral", sliding_window=0), "sliding_window"),
+        (said("gemma2", sliding_window=None), "no sliding_window"),
+        (said("gemma2", attn_logit_softcapping=-1.0), "attn_logit_softcapping.*above 0"),
+        (said("gemma2", layer_types=["full_attention"] * 3), "layer_types in config.json has 3 layers, not 2"),
+        (said("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0] * 4}), "no long_factor"),
+        (
+            said("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}),
+            "takes 4 divisors, half of head_dim, not 3",
+        ),
+        (
+            said("phi3", rope_scaling={"type": "longrope", "short_factor": 1.0, "long_factor": [1.0] * 4}),
+            "short_factor in config.json must be a list of numbers",
+        ),
         (said(architectures="LlamaForCausalLM"), "architectures in config.json must be a list of names"),
         (said(architectures=[{}]), "architectures in config.json must be a list of names"),
         (said("qwen3", layer_types=[[]]), "layer_types in config.json must be a list of names"),
@@ -261,11 +356,13 @@ KEYS = [
     *("architectures", "model_type", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias"),
     *("rope_theta", "rope_scaling", "rope_parameters", "rope_interleaved", "partial_rotary_factor"),
     *("original_max_position_embeddings", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"),
+    *("sliding_window_pattern", "hidden_activation"),
     *("hidden_act", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
 ]
 NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, 8.0, 1e-300, 10**400]))
 SCALING = st.fixed_dictionaries(
-    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn"])},
+    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"])},
     optional=dict.fromkeys(
         [*LLAMA3, *YARN, "rope_theta", "beta_fast", "beta_slow", "mscale", "attention_factor"], NUMBERS
     ),
@@ -290,8 +387,9 @@ def test_whatever_is_said_is_refused_or_can_be_computed(
         config = read_hf_config(said(family, **changes), generation)
     except (ConfigError, UnsupportedError):
         return
-    assert config.rope.frequencies(config.head_dim, config.max_position).isfinite().all()
-    assert math.isfinite(config.rope.magnitude())
+    for rope in (config.rope, config.local_rope or config.rope):
+        assert rope.frequencies(config.head_dim, config.max_position).isfinite().all()
+        assert math.isfinite(rope.magnitude())
     assert config.tensors()
 
 

@@ -31,6 +31,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.2, 2.0, 4.0, 8.0],
+}
+TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+SLIDING = ["sliding_attention"] * 2
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama-tied-scaled": ("Llama", {"tie_word_embeddings": True, "rope_scaling": LLAMA3}),
@@ -40,7 +48,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("Qwen2", {"rope_scaling": YARN}),
     "nine-heads": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}),
     "two-heads": ("Qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 3}),
+    "qwen2-windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16, "num_attention_heads": 4}),
+    "phi3": ("Phi3", {"sliding_window": 10, **TOKENS}),
+    "phi3-short": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128, **TOKENS}),
+    "phi3-long": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 6, **TOKENS}),
+    "olmo2": ("Olmo2", {"rms_norm_eps": 1e-3}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.5,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 7, "layer_types": ["full_attention", *SLIDING]},
+    ),
+    "gemma3-scaled": (
+        "Gemma3",
+        {
+            "sliding_window": 7,
+            "head_dim": 12,
+            "final_logit_softcapping": 2.5,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
+    ),
 }
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2), (3, 2)]
 
@@ -56,7 +99,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
     made = {}
     for name, (family, options) in FAMILIES.items():
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**{**SIZES, **options})
+        kind = "Gemma3Text" if family == "Gemma3" else family
+        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options})
+        config._attn_implementation = "eager"  # the only one with soft caps
         model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
         for parameter in model.parameters():  # biases of 0 and norms of 1 would hide errors
             if parameter.dim() == 1:
@@ -89,6 +134,15 @@ def assert_agree(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 def test_families(folders: dict[str, tuple[Path, list[torch.Tensor]]], family: str) -> None:
     folder, wanted = folders[family]
     assert_agree(run(folder, (2, 1)), wanted)
+
+
+@pytest.mark.parametrize("family", ["phi3", "olmo2", "gemma2", "gemma3"])
+def test_fused_matrices_and_other_norms_in_layouts(
+    folders: dict[str, tuple[Path, list[torch.Tensor]]], family: str
+) -> None:
+    folder, wanted = folders[family]
+    for layout in ((1, 1), (1, 2), (2, 2), (4, 1)):
+        assert_agree(run(folder, layout), wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}x{layout[1]}")

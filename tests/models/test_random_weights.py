@@ -28,7 +28,7 @@ TINY = ModelConfig(
     max_position=128,
     tied=False,
     attention_bias=True,
-    qk_norm=True,
+    qk_norm="head",
     dtype="float32",
 )
 WEIGHTS = RandomWeights(TINY)

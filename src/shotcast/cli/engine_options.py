@@ -54,6 +54,9 @@ def engine(
     quantization: Annotated[
         str, typer.Option("--quantization", help="fp8 stores the weights of the layers as e4m3; CUDA only.")
     ] = "",
+    kv_cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", help="fp8 keeps keys and values as e4m3; CUDA only.")
+    ] = "",
     max_model_len: Annotated[
         int,
         typer.Option(
@@ -76,6 +79,7 @@ def engine(
         "layout": layout,
         "dtype": dtype,
         "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
         "max_model_len": max_model_len,
         "gpu_memory_utilization": gpu_memory_utilization,
         "progress": sys.stderr.isatty(),

@@ -106,6 +106,11 @@ class EngineClient:
         self._model = locate(config.model)  # once: a name of the Hub may come to mean other files
         with contextlib.closing(open_checkpoint(self._model)) as checkpoint:  # before processes are started
             model = checkpoint.config
+        if config.sequence_parallel and model.has_post_norms:
+            raise UnsupportedError(
+                f"sequence_parallel is not supported for the family {model.family}, which has norms after attention "
+                "and MLP"
+            )
         if not config.plans_layout:
             require_division(model, config.tensor_parallel, config.pipeline_parallel)
         self.sampling_defaults = _sampling_defaults(replace(config, model=self._model))

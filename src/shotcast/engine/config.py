@@ -17,7 +17,17 @@ MAX_RANKS = 1024
 """The largest number of ranks of one engine."""
 _AUTO = re.compile(r"auto(?::([1-9]\d{0,3}))?")
 DEFAULT_TARGET = "throughput"
-_TEXTS = "layout", "target", "workload", "device", "dtype", "quantization", "algorithm", "generation_config"
+_TEXTS = (
+    "layout",
+    "target",
+    "workload",
+    "device",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "algorithm",
+    "generation_config",
+)
 _DIVISION = ("tensor_parallel", "pipeline_parallel")
 
 
@@ -82,6 +92,8 @@ class EngineConfig:
         dtype: data type of weights and activations; "" means float32 on the CPU and bfloat16 on CUDA.
         quantization: quantization of the layers' matrices: ``fp8`` (e4m3, on CUDA with bfloat16), computed when the
             model is loaded; embeddings, head and norms keep their data type. "" means none.
+        kv_cache_dtype: ``fp8`` keeps keys and values as e4m3 with a scale for each head of each token, on CUDA with
+            16-bit data types; "" keeps them in the data type of activations (on the CPU, float32).
         max_model_len: tokens of a sequence, prompt and output together; 0 means the length that the model was made for,
             at most 8192.
         max_sequences: sequences that are computed together.
@@ -119,6 +131,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = ""
     quantization: str = ""
+    kv_cache_dtype: str = ""
     max_model_len: int = 0
     max_sequences: int = 64
     max_batch_tokens: int = 2048
@@ -171,6 +184,13 @@ class EngineConfig:
         if self.quantization and (self.device == "cpu" or self.dtype not in ("", "bfloat16")):
             raise ConfigError(
                 f"quantization {self.quantization} works on CUDA with bfloat16, not on {self.device}"
+                f"{f' with {self.dtype}' if self.dtype else ''}"
+            )
+        if self.kv_cache_dtype not in QUANTIZATIONS:
+            raise ConfigError(f'kv_cache_dtype must be "" (that of activations) or fp8, not {self.kv_cache_dtype!r}')
+        if self.kv_cache_dtype and (self.device == "cpu" or self.dtype == "float32"):
+            raise ConfigError(
+                f"kv_cache_dtype {self.kv_cache_dtype} works on CUDA with 16-bit types, not on {self.device}"
                 f"{f' with {self.dtype}' if self.dtype else ''}"
             )
         if self.overlap not in OVERLAP:

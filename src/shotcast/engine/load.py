@@ -19,6 +19,8 @@ from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.grouped import GroupedRows
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
 from shotcast.layers.weights import Weights
@@ -60,7 +62,7 @@ def load(
     device = config.device
     dtype_name = config.dtype_name
     dtype: torch.dtype = getattr(torch, dtype_name)
-    if config.quantization:
+    if config.quantization or config.kv_cache_dtype:
         _require_float8(_device_of(config))
     budget = _memory_budget(config, model, dtype)
     job, comm = communicators(config, _workspace_bytes(config, model, dtype), stack)
@@ -71,10 +73,11 @@ def load(
     with reading, _progress_bar(config.progress and job.rank == 0, budget.weights) as on_read:
         part = CausalLM(
             model,
-            Weights(checkpoint, dtype, job.device, on_read, config.quantization),
+            Weights(checkpoint, dtype, job.device, on_read, config.quantization, stored_formats(config, dtype)),
             parallel,
             max_model_len,
             config.max_sequences,
+            torch.float8_e4m3fn if config.kv_cache_dtype else None,
         )
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
@@ -156,11 +159,27 @@ def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
     return min(max(_MIN_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
 
 
+def stored_formats(config: EngineConfig, dtype: torch.dtype) -> tuple[type[Float8Rows | GroupedRows], ...]:
+    """Return the formats in which matrices stay on a GPU if a checkpoint stores them so; CPUs multiply with none.
+
+    With ``quantization``, matrices in groups are quantized anew. In float32, everything is dequantized.
+    """
+    if config.device != "cuda" or dtype == torch.float32:
+        return ()
+    groups = () if config.quantization else (GroupedRows,)
+    multiplies = dtype == torch.bfloat16 and _has_float8(_device_of(config))
+    return (*groups, Float8Rows) if multiplies else groups
+
+
+def _has_float8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def _require_float8(device: torch.device) -> None:
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
+    if not _has_float8(device):
+        capability = torch.cuda.get_device_capability(device)
         raise UnsupportedError(
-            f"quantization fp8 needs a GPU of compute capability 8.9 or later; "
+            f"fp8 needs a GPU of compute capability 8.9 or later; "
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
         )
 
@@ -182,7 +201,8 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
     on_gpu = config.device == "cuda"
     sharers = ranks_of_a_gpu() if on_gpu else local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
-    weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
+    kept = "stored" if model.stored_bytes is not None and stored_formats(config, dtype) else ""
+    weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization or kept)
     dtype_name = config.quantization or str(dtype).removeprefix("torch.")
     memory = GpuMemory(_device_of(config)) if on_gpu else HostMemory()
     return MemoryBudget.find(config, memory, sharers, weights, dtype_name)
@@ -202,9 +222,7 @@ def _num_cache_blocks(
         ConfigError: there is too little room for one sequence, or for the largest step.
     """
     one_block = part.allocate_caches(1, config.block_size)
-    bytes_per_block = sum(
-        tensor.numel() * tensor.element_size() for cache in one_block for tensor in (cache.keys, cache.values)
-    )
+    bytes_per_block = sum(cache.nbytes for cache in one_block)
     del one_block
     if budget.measured:  # beside the blocks that it is told, a runner has a spare one
         room = _measure(config, budget, 2 * bytes_per_block, job, new_runner) - bytes_per_block

@@ -97,7 +97,7 @@ class PrefillForms:
 
     def __init__(self, model: CausalLM, overlap: str, decisions: dict[int, Decision], static: bool = True):
         self._model, self.overlap, self.decisions, self._static = model, overlap, decisions, static
-        self._obstacle = overlap_obstacle(model.parallel, overlap, static)
+        self._obstacle = overlap_obstacle(model.parallel, overlap, static) or model.overlap_obstacle
         self.controller = None if self._obstacle else Controller(lanes_of(model.parallel.comm))
 
     def form(self, size: int) -> Form:

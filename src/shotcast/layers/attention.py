@@ -16,7 +16,9 @@ class KVCache:
     """The keys and values of one layer on one rank.
 
     Attributes:
-        keys, values: [blocks * block_size, key-value heads, head_dim]; float32 on the CPU, the model's dtype on CUDA.
+        keys, values: [blocks * block_size, key-value heads, head_dim]; float32 on the CPU, the model's dtype or
+            float8_e4m3fn on CUDA.
+        scales: float32 [blocks * block_size, key-value heads], of keys and of values, if they are float8_e4m3fn.
     """
 
     def __init__(
@@ -26,6 +28,14 @@ class KVCache:
         shape = (blocks * block_size, kv_heads, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        if dtype == torch.float8_e4m3fn:
+            self.scales = torch.empty(shape[:2], device=device), torch.empty(shape[:2], device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors."""
+        return sum(tensor.nbytes for tensor in (self.keys, self.values, *(self.scales or ())))
 
 
 def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -48,6 +58,8 @@ class Attention:
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head; None for no norm.
         eps: the epsilon of these norms.
         share_scratch_with: another layer of the same shape, whose scratch memory this one uses too; they run in turn.
+        scale: the factor of products of queries and keys; None for ``head_dim ** -0.5``.
+        cap: these scores x become ``cap * tanh(x / cap)``; 0 for as they are.
     """
 
     def __init__(
@@ -62,9 +74,12 @@ class Attention:
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
         share_scratch_with: Attention | None = None,
+        scale: float | None = None,
+        cap: float = 0.0,
     ):
         self.heads, self.kv_heads, self.head_dim = heads, max(kv_head_of) + 1, head_dim
         self.window = window
+        self._scoring = head_dim**-0.5 if scale is None else scale, cap
         self._norms, self._eps = norms, eps
         self._cosines, self._sines = cosines, sines
         self._kv_head_of = torch.tensor(kv_head_of, device=cosines.device)
@@ -82,13 +97,21 @@ class Attention:
     def __call__(self, qkv: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         """Attend: queries, keys and values [tokens, (heads + 2 kv heads) * head_dim] to [tokens, heads * head_dim]."""
         num_decodes = batch.num_decodes
-        out = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
+        out = self._new_heads(qkv, cache)
         if batch.tiles is not None:
             queries = self._rotate(qkv, cache, batch, slice(None))
             self._attend_tiles(queries, cache, batch.block_tables, batch.tiles, out)
         if self._paged_decoding is not None and num_decodes:
             rotation, paged = (self._cosines, self._sines), (batch.block_tables, batch.table_rows, batch.seq_lens)
-            options = cache.block_size, self.window, out[:num_decodes], self._norms, self._eps
+            options = (
+                cache.block_size,
+                self.window,
+                out[:num_decodes],
+                self._norms,
+                self._eps,
+                *self._scoring,
+                cache.scales,
+            )
             self._paged_decoding(qkv[:num_decodes], *rotation, cache.keys, cache.values, *paged, *options)
         elif num_decodes:
             self._decode(
@@ -99,12 +122,17 @@ class Attention:
             self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefill, out[rest])
         return out.view(qkv.shape[0], -1).to(qkv.dtype)
 
+    def _new_heads(self, qkv: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Allocate [tokens, heads, head_dim] in the type that attention computes with."""
+        dtype = cache.keys.dtype if cache.scales is None else qkv.dtype
+        return qkv.new_empty(qkv.shape[0], self.heads, self.head_dim, dtype=dtype)
+
     def max_tile_tokens(self, tokens: int, dtype: torch.dtype) -> int:
         """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`.
 
         Args:
             tokens: the tokens of the step.
-            dtype: the type of the cache.
+            dtype: the type that attention computes with.
         """
         from shotcast.device.triton.intrinsics import num_sms
         from shotcast.kernels.triton.prompt_attention import tile_tokens
@@ -119,11 +147,22 @@ class Attention:
         from shotcast.kernels.triton.prompt_attention import attend
 
         shape = self._first_heads, self._group, cache.block_size, self.window
-        attend(queries, cache.keys, cache.values, tables, tiles.table, tiles.max_tokens, *shape, out)
+        attend(
+            queries,
+            cache.keys,
+            cache.values,
+            tables,
+            tiles.table,
+            tiles.max_tokens,
+            *shape,
+            out,
+            *self._scoring,
+            cache.scales,
+        )
 
     def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, part: slice) -> torch.Tensor:
         """Return rotated queries [tokens, heads, head_dim], and write keys and values to the cache."""
-        queries = cache.keys.new_empty(qkv.shape[0], self.heads, self.head_dim)
+        queries = self._new_heads(qkv, cache)
         rotation = (
             self._cosines,
             self._sines,
@@ -141,7 +180,7 @@ class Attention:
         else:
             from shotcast.kernels.triton import rope
 
-            rope.rotate_into_cache(qkv, *rotation, self._norms, self._eps)
+            rope.rotate_into_cache(qkv, *rotation, self._norms, self._eps, cache.scales)
         return queries
 
     def _decode(self, queries: torch.Tensor, cache: KVCache, batch: Batch, out: torch.Tensor) -> None:
@@ -149,7 +188,7 @@ class Attention:
         from shotcast.kernels.cpu.attention import decode
 
         paged = queries, cache.keys, cache.values, batch.block_tables, batch.table_rows, batch.seq_lens
-        decode(*paged, self._kv_head_of, cache.block_size, self.window, out)
+        decode(*paged, self._kv_head_of, cache.block_size, self.window, out, *self._scoring)
 
     def _prefill(self, queries: torch.Tensor, cache: KVCache, prefill: PrefillMetadata, out: torch.Tensor) -> None:
         """Attend with the last tokens of each sequence, [tokens, heads, head_dim], to themselves and all before
@@ -161,19 +200,24 @@ class Attention:
     def _attend(self, queries: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
         """Do the work of :meth:`_prefill` for one sequence."""
         length, count = slots.shape[0], queries.shape[0]
+        scale, cap = self._scoring
+        even = self._even_groups and not cap
         # [1, heads, tokens, head_dim], as scaled_dot_product_attention takes it
         keys, values = (
-            (cached[slots] if self._even_groups else cached[slots][:, self._kv_head_of]).transpose(0, 1)[None]
+            (cached[slots] if even else cached[slots][:, self._kv_head_of]).transpose(0, 1)[None]
             for cached in (cache.keys, cache.values)
         )
-        options: dict[str, Any] = {"enable_gqa": self._even_groups and self.heads != self.kv_heads}
-        if count == length and not 0 < self.window < length:
+        options: dict[str, Any] = {"enable_gqa": even and self.heads != self.kv_heads}
+        if count == length and not 0 < self.window < length and not cap:
             options["is_causal"] = True
         else:
             positions = torch.arange(length, device=queries.device)
             ages = positions[length - count :, None] - positions
             seen = ages >= 0
             options["attn_mask"] = seen & (ages < self.window) if self.window else seen
-        scale = 1.0 / math.sqrt(self.head_dim)
+        if cap:
+            scores = queries.transpose(0, 1)[None] @ keys.transpose(2, 3) * (scale / cap)
+            weights = (cap * scores.tanh_()).masked_fill_(~options["attn_mask"], -math.inf).softmax(-1)
+            return (weights @ values)[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, scale=scale, **options)
         return out[0].transpose(0, 1)

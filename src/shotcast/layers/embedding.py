@@ -18,21 +18,37 @@ class VocabParallelEmbedding:
     Args:
         name: the name of the tensor in the checkpoint.
         vocab: the number of its rows.
+        scale: the factor of the rows that are looked up.
+        logit_cap: logits x become ``logit_cap * tanh(x / logit_cap)``; 0 for as they are.
     """
 
-    def __init__(self, weights: Weights, name: str, vocab: int, parallel: Parallel):
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        vocab: int,
+        parallel: Parallel,
+        scale: float = 1.0,
+        logit_cap: float = 0.0,
+    ):
         self._parallel = parallel
         parts = partition(vocab, parallel.size, VOCAB_UNIT)
         self._own_rows = parts[parallel.rank]
         self._widths = [len(part) for part in parts]
         self.weight = weights.load(name, slice(self._own_rows.start, self._own_rows.stop))
         self._product = Linear(self.weight)
+        self._scale = torch.tensor(scale, dtype=self.weight.dtype).item()  # rounded as in training
+        self._logit_cap = logit_cap
         bounds = [part.start for part in parts] + [vocab]
         self._starts = torch.tensor(bounds, dtype=torch.int32, device=self.weight.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up [tokens] to [tokens, hidden]: this rank's rows, and zeros for tokens of other ranks. To be summed
         over ranks."""
+        rows = self._rows(tokens)
+        return rows if self._scale == 1 else rows * self._scale
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.weight.is_cuda:
             from shotcast.kernels.triton.embedding import embed
 
@@ -54,9 +70,11 @@ class VocabParallelEmbedding:
             if out is None:
                 values = torch.empty(rows, sum(self._widths), device=x.device)
                 out = Logits(values, torch.empty(rows, 2, dtype=torch.int64, device=x.device))
-            concat_columns(parts, self._widths, self._starts, out.values, out.best)
+            concat_columns(parts, self._widths, self._starts, out.values, out.best, self._logit_cap)
             return out
         columns = [part.view(rows, -1) for part in parts.split([rows * width for width in self._widths])]
         values = (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).float()
+        if self._logit_cap:
+            values = self._logit_cap * torch.tanh(values / self._logit_cap)
         token = values.argmax(1, keepdim=True)  # in a row that holds NaN, the position of a NaN
         return Logits(values, torch.cat((token, values.gather(1, token).isfinite().long()), dim=1))

@@ -31,6 +31,15 @@ class Float8Rows(NamedTuple):
     values: torch.Tensor
     scale: torch.Tensor
 
+    def to(self, device: torch.device) -> Float8Rows:
+        """Return the rows on a device."""
+        return Float8Rows(self.values.to(device), self.scale.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of both tensors."""
+        return self.values.nbytes + self.scale.nbytes
+
 
 def quantize(matrix: torch.Tensor) -> Float8Rows:
     """Quantize [rows, columns] to FP8 row by row, a slice at a time, on the device of ``matrix``."""

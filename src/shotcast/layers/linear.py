@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.errors import ConfigError
+from shotcast.kernels.activation import Activation
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.weights import Weights
+from shotcast.layers.grouped import GroupedRows, join
+from shotcast.layers.weights import Matrix, Weights
 
 if TYPE_CHECKING:
     from shotcast.overlap.products import Product
@@ -47,13 +49,16 @@ class Linear:
     With FP8 weights (on CUDA), x is multiplied as it is while it has few rows, and in FP8 otherwise.
 
     Args:
-        weight: [outputs, inputs], or in FP8.
+        weight: [outputs, inputs], in FP8, or as a checkpoint stores it (on CUDA).
         bias: [outputs].
     """
 
-    def __init__(self, weight: torch.Tensor | Float8Rows, bias: torch.Tensor | None = None):
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None):
         self._scale: torch.Tensor | None = None
-        if isinstance(weight, Float8Rows):
+        self._grouped = weight if isinstance(weight, GroupedRows) else None
+        if isinstance(weight, GroupedRows):
+            weight = weight.values
+        elif isinstance(weight, Float8Rows):
             weight, self._scale = weight
         self.weight, self.bias = weight, bias
         self._counters: torch.Tensor | None = None
@@ -83,20 +88,22 @@ class Linear:
         out = self._by_own_kernel(x, gated=False)
         return self._by_library(x) if out is None else out
 
-    def gated(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:
-        """Return ``silu(first half of the outputs) * second half``, in FP8 where a layer like this one takes it so."""
+    def gated(self, x: torch.Tensor | Float8Rows, activation: Activation = "silu") -> torch.Tensor | Float8Rows:
+        """Return ``activation(first half of the outputs) * second half``, in FP8 where a layer like this one takes it
+        so."""
         if self.weight.device.type == "cpu":
             gate, up = self(x).chunk(2, dim=-1)
-            return F.silu(gate) * up
+            return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
         from shotcast.kernels.triton import activations
 
         x = self._as_taken(x)
-        out = self._by_own_kernel(x, gated=True)
+        fuses = activation == "silu" and self._grouped is None
+        out = self._by_own_kernel(x, gated=True) if fuses else None
         if out is None:
-            both = self._by_library(x)
+            both = self._by_library(x) if fuses else self(x)
             if self.takes_float8(both.shape[0]):
-                return Float8Rows(*activations.quantize(both, gated=True))
-            return activations.gate(both)
+                return Float8Rows(*activations.quantize(both, gated=True, activation=activation))
+            return activations.gate(both, activation)
         return Float8Rows(*activations.quantize(out)) if self.takes_float8(out.shape[0]) else out
 
     def _as_taken(self, x: torch.Tensor | Float8Rows) -> torch.Tensor | Float8Rows:
@@ -113,6 +120,12 @@ class Linear:
         from shotcast.kernels.triton import gemv, skinny_gemm
 
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
+        if self._grouped is not None:
+            if gated or values.shape[0] > skinny_gemm.MAX_ROWS or self._counters is None:
+                return None
+            weight, scales, zeros, group = self._grouped
+            x = values.contiguous()
+            return skinny_gemm.grouped_linear(x, weight, self._counters, scales, zeros, group, self.bias)
         if gemv.serves(values, self.weight):
             return gemv.linear(values, self.weight, self._scale, self.bias, gated)
         if self._counters is not None and skinny_gemm.serves(values, self.weight):
@@ -125,10 +138,15 @@ class Linear:
                 x = self._quantized(x)
             return float8.scaled_matmul(x, Float8Rows(self.weight, self._scale), self.bias)
         assert not isinstance(x, Float8Rows)
+        weight = self.weight
+        if self._grouped is not None:
+            from shotcast.kernels.triton.dequantize import dequantize
+
+            weight = dequantize(*self._grouped, x.dtype)
         own = _own_product.get()
         if own is not None and self.bias is None and x.dtype in (torch.bfloat16, torch.float16):
-            return own(x, self.weight.t())
-        return F.linear(x, self.weight, self.bias)
+            return own(x, weight.t())
+        return F.linear(x, weight, self.bias)
 
     def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
         from shotcast.kernels.cpu import gemv
@@ -159,9 +177,18 @@ def row_parallel(
     return Linear(matrix, weights.load(f"{name}.bias") if bias and rank == 0 else None)
 
 
-def _joined(matrices: list[torch.Tensor | Float8Rows]) -> torch.Tensor | Float8Rows:
-    """Concatenate the rows of several matrices."""
+def _joined(matrices: list[Matrix]) -> Matrix:
+    """Concatenate the rows of several matrices.
+
+    Raises:
+        ConfigError: they are stored in different formats.
+    """
+    if len({type(matrix) for matrix in matrices}) > 1:
+        raise ConfigError("some matrices of a layer are quantized and others are not, which is not supported on GPUs")
+    grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedRows)]
     quantized = [matrix for matrix in matrices if isinstance(matrix, Float8Rows)]
+    if grouped:
+        return join(grouped)
     if quantized:
         values, scales = zip(*quantized, strict=True)
         return Float8Rows(torch.cat(values), torch.cat(scales))

@@ -131,11 +131,7 @@ class Parallel:
         """
         with self._timed():
             if sms is not None:
-                total = self.comm.all_reduce(x, out=x, sms=sms)
-                norm, tensors = norm_operands(
-                    "reduce_norm", x.device, total, residual, weight, eps, 1, False, (x, residual)
-                )
-                separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
+                self._separate_norm(self.comm.all_reduce(x, out=x, sms=sms), residual, weight, eps, x)
                 normed = x
             elif residual.shape[0] == x.shape[0] and self._unfused:
                 residual += self.comm.all_reduce(x, out=x, algorithm=self.algorithm)
@@ -146,6 +142,36 @@ class Parallel:
             else:
                 normed, residual = self.comm.reduce_scatter_rms_norm(x, residual, weight, eps, gather=True)
         return normed, residual
+
+    def reduce_post_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        post: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum ``x`` over the ranks, normalize it with ``post``, add the residual and normalize that with ``weight``.
+
+        Either norm may be None. The residual is not divided between the ranks; both tensors are overwritten.
+
+        Returns:
+            The norm (the residual itself if ``weight`` is None), and the new residual.
+        """
+        total = self.all_reduce(x) if post is None else self.reduce_norm(x, torch.zeros_like(x), post, eps)[0]
+        if weight is None:
+            residual += total
+            return residual, residual
+        self._separate_norm(total, residual, weight, eps, total)
+        return total, residual
+
+    def _separate_norm(
+        self, total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """Add the sum to the residual, in place, and write its norm to ``out``."""
+        operands = total, residual, weight, eps, 1, False, (out, residual)
+        norm, tensors = norm_operands("reduce_norm", out.device, *operands)
+        separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over the ranks of the stage, in place."""

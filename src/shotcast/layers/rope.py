@@ -10,7 +10,7 @@ import torch
 
 from shotcast.errors import ConfigError
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 
 _NUMBERS = (
@@ -43,7 +43,8 @@ class Rope:
       turns (kept) to ``beta_slow`` (divided); sine and cosine are multiplied by ``attention_factor`` (Peng et al.,
       arXiv 2309.00071).
 
-    ``divisors``, if given, replace all this: each pair's frequency is divided by its number.
+    ``divisors``, if given, replace all this: each pair's frequency is divided by its number; with ``longrope``, by that
+    of ``short_divisors`` if the served length is at most ``original_max_position`` (Ding et al., arXiv 2402.13753).
 
     Raises:
         ConfigError: a number is so small or large that no model has it, or that float32 might not hold the results; or
@@ -60,10 +61,13 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     divisors: tuple[float, ...] | None = None
+    short_divisors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         numbers = [(name, getattr(self, name)) for name in _NUMBERS]
-        for name, value in numbers + [("a divisor", divisor) for divisor in self.divisors or ()]:
+        for name, value in numbers + [
+            ("a divisor", divisor) for divisor in (self.divisors or ()) + (self.short_divisors or ())
+        ]:
             if value is not None and not _LEAST <= value <= 1 / _LEAST:
                 raise ConfigError(
                     f"{name} of rotary embedding must be from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}"
@@ -87,7 +91,11 @@ class Rope:
         if self.rope_type == "dynamic":
             stretched = max(positions / self.original_max_position, 1.0)
             theta *= (1 + self.factor * (stretched - 1)) ** (head_dim / (head_dim - 2))
-        base = 1.0 / theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
+        wavelengths = theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
+        if self.short_divisors is not None:
+            each = self.short_divisors if positions <= self.original_max_position else self.divisors
+            return 1.0 / (torch.tensor(each, device="cpu") * wavelengths)
+        base = 1.0 / wavelengths
         if self.divisors is not None:
             return base / torch.tensor(self.divisors, device="cpu")
         if self.rope_type == "linear":

@@ -8,12 +8,20 @@ from typing import Protocol
 import torch
 
 from shotcast.layers.float8 import Float8Rows, quantize
+from shotcast.layers.grouped import GroupedRows
+
+Matrix = torch.Tensor | Float8Rows | GroupedRows
+"""A matrix [outputs, inputs] of a linear layer."""
 
 
 class TensorSource(Protocol):
-    """Named tensors, of which parts can be read."""
+    """Named tensors, of which parts can be read: as values, or as they are stored (None if they have no format that
+    layers multiply with)."""
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor: ...
+    def read_stored(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> Float8Rows | GroupedRows | None: ...
 
 
 class Weights:
@@ -24,6 +32,7 @@ class Weights:
         dtype, device: the type and the device of the parameters.
         on_read: called with the bytes of each parameter that is kept, for a progress bar.
         quantization: how matrices of linear layers are quantized: "" for not at all, or "fp8".
+        stored: the formats in which such a matrix is kept if it is stored so.
     """
 
     def __init__(
@@ -33,9 +42,10 @@ class Weights:
         device: torch.device,
         on_read: Callable[[int], None] = lambda nbytes: None,
         quantization: str = "",
+        stored: tuple[type[Float8Rows | GroupedRows], ...] = (),
     ):
         self._source, self.dtype, self.device, self._on_read = source, dtype, device, on_read
-        self._quantization = quantization
+        self._quantization, self._stored = quantization, stored
 
     def load(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Load the tensor ``name``, or a part of it."""
@@ -45,9 +55,14 @@ class Weights:
 
     def load_matrix(
         self, name: str, rows: slice | None = None, columns: slice | None = None, zeroed: bool = False
-    ) -> torch.Tensor | Float8Rows:
-        """Load a linear layer's matrix, or a part of it, quantized if that was asked for; no other one is held in full
-        meanwhile. With ``zeroed``, it holds zeros."""
+    ) -> Matrix:
+        """Load a linear layer's matrix, or a part of it, as it is stored or quantized if that was asked for; no other
+        one is held in full meanwhile. With ``zeroed``, it holds zeros."""
+        if self._stored and isinstance(kept := self._source.read_stored(name, rows, columns), self._stored):
+            if zeroed:
+                (kept.scale if isinstance(kept, Float8Rows) else kept.scales).zero_()
+            self._on_read(kept.nbytes)
+            return kept.to(self.device)
         part = self._read(name, rows, columns)
         if zeroed:
             part = torch.zeros_like(part)
@@ -55,7 +70,7 @@ class Weights:
             self._on_read(part.nbytes)
             return part
         quantized = quantize(part)
-        self._on_read(quantized.values.nbytes + quantized.scale.nbytes)
+        self._on_read(quantized.nbytes)
         return quantized
 
     def _read(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:

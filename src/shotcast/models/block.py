@@ -1,6 +1,8 @@
-"""One decoder layer of the Llama architecture (Touvron et al., arXiv 2302.13971)."""
+"""One decoder layer of the Llama architecture (Touvron et al., arXiv 2302.13971), and of those that follow it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -10,24 +12,43 @@ from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.linear import Linear, RowShard, column_parallel, row_parallel
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import FFN_UNIT, partition_heads, shard
+from shotcast.layers.projection_norm import ProjectionNorm
 from shotcast.layers.weights import Weights
 from shotcast.models.config import ModelConfig
+
+
+def load_norm(weights: Weights, config: ModelConfig, name: str) -> torch.Tensor:
+    """Load the weight of a norm. One that is stored less one is float32, which holds the sum as it is."""
+    weight = weights.load(f"{name}.weight")
+    return weight.float() + 1 if config.norms_less_one else weight
+
+
+def row_shards(matrices: Sequence[tuple[str, int, range]]) -> list[RowShard]:
+    """Return the rows of matrices, each of a name, its number of rows and the rows wanted, in the tensors that hold
+    them: matrices of one name follow each other there."""
+    found, sizes = [], dict[str, int]()
+    for name, size, rows in matrices:
+        before = sizes.get(name, 0)
+        found.append(RowShard(name, range(before + rows.start, before + rows.stop)))
+        sizes[name] = before + size
+    return found
 
 
 class Block:
     """One layer: attention, then the feed-forward network, each after a norm and added to the residual.
 
     The norm *before* either one follows the sum of partial results before it, in one fused operation. A block is
-    therefore given its normed input, and returns partial sums for the next norm.
+    therefore given its normed input, and returns partial sums for the next norm. In some families the sum itself has a
+    norm before it is added, and there may be no norm before attention and MLP.
 
     Args:
         config: the model.
         number: the number of the layer.
         weights: the source of the parameters.
         parallel: the ranks.
-        cosines, sines: float32 [positions, head_dim / 2].
+        rotation: cosines and sines, float32 [positions, head_dim / 2].
         max_sequences: the largest number of sequences that decode together.
-        share_scratch_with: another block whose scratch memory this one uses too; None for memory of its own.
+        previous: the block before this one in the stage, whose scratch memory this one uses too; None for the first.
     """
 
     def __init__(
@@ -36,10 +57,9 @@ class Block:
         number: int,
         weights: Weights,
         parallel: Parallel,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
         max_sequences: int,
-        share_scratch_with: Block | None,
+        previous: Block | None,
     ):
         names, head_dim = config.names, config.head_dim
         rank, ranks = parallel.rank, parallel.size
@@ -49,32 +69,52 @@ class Block:
         def weight_name(name: str) -> str:
             return names.of_layer(number, name)
 
-        def head_rows(name: str, heads: range) -> RowShard:
-            return RowShard(weight_name(name), range(heads.start * head_dim, heads.stop * head_dim))
+        def norm(name: str) -> torch.Tensor | None:
+            return load_norm(weights, config, weight_name(name)) if name else None
 
-        self._parallel, self._eps = parallel, config.norm_eps
-        self.attention_norm = weights.load(f"{weight_name(names.attention_norm)}.weight")
+        def head_rows(name: str, count: int, heads: range) -> tuple[str, int, range]:
+            return weight_name(name), count * head_dim, range(heads.start * head_dim, heads.stop * head_dim)
+
+        self._parallel, self._eps, self._activation = parallel, config.norm_eps, config.activation
+        self.attention_norm, self.attention_post_norm = norm(names.attention_norm), norm(names.attention_post_norm)
+        self._input_post_norm = None if previous is None else previous.mlp_post_norm
         self.qkv = column_parallel(
             weights,
-            (head_rows(names.query, heads), head_rows(names.key, kv_heads), head_rows(names.value, kv_heads)),
+            row_shards(
+                (
+                    head_rows(names.query, config.heads, heads),
+                    head_rows(names.key, config.kv_heads, kv_heads),
+                    head_rows(names.value, config.kv_heads, kv_heads),
+                )
+            ),
             config.attention_bias,
         )
-        head_norms = None
-        if config.qk_norm:
-            norms = [weights.load(f"{weight_name(name)}.weight") for name in (names.query_norm, names.key_norm)]
+        head_norms = self._projection_norm = None
+        if config.qk_norm == "head":
+            norms = [load_norm(weights, config, weight_name(name)) for name in (names.query_norm, names.key_norm)]
             head_norms = torch.stack([norms[0]] * len(heads) + [norms[1]] * len(kv_heads))
-        window = config.sliding_window or 0
+        elif config.qk_norm:
+            self._projection_norm = ProjectionNorm(
+                weights,
+                (weight_name(names.query_norm), weight_name(names.key_norm)),
+                config.heads,
+                config.kv_heads,
+                head_dim,
+                config.norm_eps,
+                parallel,
+            )
         self.attention: Attention = Attention(
             len(heads),
             head_dim,
             kv_head_of,
-            cosines,
-            sines,
+            *rotation,
             max_sequences,
-            window,
+            config.window_of(number) or 0,
             head_norms,
             config.norm_eps,
-            None if share_scratch_with is None else share_scratch_with.attention,
+            None if previous is None else previous.attention,
+            config.attention_scale,
+            config.attention_cap,
         )
         self.output = row_parallel(
             weights,
@@ -84,10 +124,11 @@ class Block:
             rank,
             no_heads,
         )
-        self.mlp_norm = weights.load(f"{weight_name(names.mlp_norm)}.weight")
+        self.mlp_norm = norm(names.mlp_norm)
+        self.mlp_post_norm: torch.Tensor | None = norm(names.mlp_post_norm)
         self.gate_up = column_parallel(
             weights,
-            [RowShard(weight_name(name), columns) for name in (names.gate, names.up)],
+            row_shards([(weight_name(name), config.intermediate, columns) for name in (names.gate, names.up)]),
             config.mlp_bias,
         )
         self.down = row_parallel(weights, weight_name(names.down), columns, config.mlp_bias, rank, no_columns)
@@ -105,29 +146,40 @@ class Block:
 
     def attend(self, normed: torch.Tensor | Float8Rows, cache: KVCache, batch: Batch) -> torch.Tensor:
         """Compute partial sums of the attention's output."""
-        return self.output(self.attention(self.qkv(normed), cache, batch))
+        qkv = self.qkv(normed)
+        if self._projection_norm is not None:
+            qkv = self._projection_norm(qkv)
+        return self.output(self.attention(qkv, cache, batch))
 
     def mlp_input(
         self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         """Sum the partial results of the attention, on ``sms`` SMs if they are given; return the normed input of the
         MLP and the new residual."""
-        return self._reduce_norm(partial, residual, self.mlp_norm, self.gate_up, sms)
+        return self._reduce_norm(partial, residual, self.attention_post_norm, self.mlp_norm, self.gate_up, sms)
 
     def feed_forward(self, normed: torch.Tensor | Float8Rows) -> torch.Tensor:
         """Compute partial sums of the MLP's output."""
-        return self.down(self.gate_up.gated(normed))
+        return self.down(self.gate_up.gated(normed, self._activation))
 
     def normed_input(
         self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
         """Sum the partial results of the operation before, on ``sms`` SMs if they are given; return this block's
         normed input and the new residual."""
-        return self._reduce_norm(partial, residual, self.attention_norm, self.qkv, sms)
+        return self._reduce_norm(partial, residual, self._input_post_norm, self.attention_norm, self.qkv, sms)
 
     def _reduce_norm(
-        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, following: Linear, sms: int | None
+        self,
+        partial: torch.Tensor,
+        residual: torch.Tensor,
+        post: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        following: Linear,
+        sms: int | None,
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
+        if post is not None or weight is None:
+            return self._parallel.reduce_post_norm(partial, residual, post, weight, self._eps)
         if following.takes_float8(partial.shape[0]):
             return self._parallel.reduce_norm_float8(partial, residual, weight, self._eps, sms)
         return self._parallel.reduce_norm(partial, residual, weight, self._eps, sms)

@@ -18,7 +18,7 @@ from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import partition
 from shotcast.layers.shaping import UNSHAPED, Shaping
 from shotcast.layers.weights import Weights
-from shotcast.models.block import Block
+from shotcast.models.block import Block, load_norm
 from shotcast.models.config import ModelConfig
 from shotcast.models.registry import find_family
 from shotcast.overlap.controller import Controller
@@ -34,42 +34,64 @@ class CausalLM:
         parallel: the ranks.
         max_positions: the largest number of tokens of a sequence.
         max_sequences: the largest number of sequences that decode together.
+        cache_dtype: the type of cached keys and values; None for that of activations, on the CPU float32.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, parallel: Parallel, max_positions: int, max_sequences: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        parallel: Parallel,
+        max_positions: int,
+        max_sequences: int,
+        cache_dtype: torch.dtype | None = None,
     ):
         self.config, self.parallel, self._eps = config, parallel, config.norm_eps
-        cosines, sines = config.rope.tables(config.head_dim, max_positions, weights.device)
+        rotation = config.rope.tables(config.head_dim, max_positions, weights.device)
+        local_rotation = rotation
+        if config.local_rope is not None:
+            local_rotation = config.local_rope.tables(config.head_dim, max_positions, weights.device)
         self.layers = partition(config.layers, parallel.stages)[parallel.stage]
         self.embeddings = self.head = None
         if parallel.first:
             self.embeddings = VocabParallelEmbedding(
-                weights, f"{config.names.embeddings}.weight", config.vocab, parallel
+                weights,
+                f"{config.names.embeddings}.weight",
+                config.vocab,
+                parallel,
+                config.embedding_scale,
+                config.logit_cap,
             )
         block = find_family(config.family).block
         self.blocks: list[Block] = []
         for number in self.layers:
-            first = self.blocks[0] if self.blocks else None
-            self.blocks.append(block(config, number, weights, parallel, cosines, sines, max_sequences, first))
+            previous = self.blocks[-1] if self.blocks else None
+            turns = rotation if config.window_of(number) is None else local_rotation
+            self.blocks.append(block(config, number, weights, parallel, turns, max_sequences, previous))
         if parallel.last:
-            self.final_norm = weights.load(f"{config.names.final_norm}.weight")
+            self.final_norm = load_norm(weights, config, config.names.final_norm)
             if config.tied and self.embeddings is not None:
                 self.head = self.embeddings
             else:
                 name = config.names.embeddings if config.tied else config.names.head
-                self.head = VocabParallelEmbedding(weights, f"{name}.weight", config.vocab, parallel)
-        self.dtype = weights.dtype
+                self.head = VocabParallelEmbedding(
+                    weights, f"{name}.weight", config.vocab, parallel, logit_cap=config.logit_cap
+                )
+        self.dtype, self.device = weights.dtype, weights.device
+        self._attention_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
+        self._cache_dtype = cache_dtype or self._attention_dtype
 
     @property
-    def cache_dtype(self) -> torch.dtype:
-        """The type of cached keys and values."""
-        return torch.float32 if self.blocks[0].mlp_norm.device.type == "cpu" else self.dtype
+    def overlap_obstacle(self) -> str:
+        """Why :meth:`overlapped` cannot run the model; empty if it can."""
+        if self.config.has_post_norms or self.config.qk_norm == "projection":
+            return f"the family {self.config.family} has norms that need the sums of all ranks"
+        return ""
 
     def max_tile_tokens(self, tokens: int) -> int:
         """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of
         ``tokens``."""
-        return self.blocks[0].attention.max_tile_tokens(tokens, self.cache_dtype)
+        return self.blocks[0].attention.max_tile_tokens(tokens, self._attention_dtype)
 
     def allocate_caches(self, blocks: int, block_size: int) -> list[KVCache]:
         """Allocate caches for this rank's layers and heads: ``blocks`` blocks of ``block_size`` tokens each."""
@@ -79,8 +101,8 @@ class CausalLM:
                 block_size,
                 block.attention.kv_heads,
                 block.attention.head_dim,
-                self.cache_dtype,
-                block.mlp_norm.device,
+                self._cache_dtype,
+                self.device,
             )
             for block in self.blocks
         ]
@@ -105,8 +127,8 @@ class CausalLM:
     def overlapped(self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller) -> Logits | None:
         """Run one step in parts, each of which communicates under the computation of the others.
 
-        The model is one stage, and no step divides the residual. Return the logits of the ``logits_indices`` of all
-        parts, None if they are empty.
+        The model is one stage without :attr:`overlap_obstacle`, and no step divides the residual. Return the logits of
+        the ``logits_indices`` of all parts, None if they are empty.
 
         Args:
             batches: the parts. One that has later tokens of a sequence follows that with the earlier ones.
@@ -192,17 +214,24 @@ class CausalLM:
             hidden = torch.empty(tokens, self.config.hidden, dtype=self.dtype, device=batch.tokens.device)
             parallel.receive(hidden)
             weight = self.blocks[0].attention_norm
-            normed = F.rms_norm(hidden.float(), (self.config.hidden,), weight.float(), self._eps).to(self.dtype)
+            normed = hidden if weight is None else self._norm(hidden, weight)
             residual = hidden[parallel.part(tokens)].contiguous()
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
             partial, residual = block(normed, residual, cache, batch)
             if index + 1 < len(self.blocks):
                 normed, residual = self.blocks[index + 1].normed_input(partial, residual)
+        post = self.blocks[-1].mlp_post_norm
         if self.head is None:
             hidden = parallel.all_reduce(partial)
+            if post is not None:
+                hidden = self._norm(hidden, post)
             if parallel.divides_residual(tokens):
                 residual = parallel.gather_rows(residual)
             parallel.send(hidden + residual)
             return None
-        last, _ = parallel.reduce_norm(partial, residual, self.final_norm, self._eps)
-        return last
+        if post is not None:
+            return parallel.reduce_post_norm(partial, residual, post, self.final_norm, self._eps)[0]
+        return parallel.reduce_norm(partial, residual, self.final_norm, self._eps)[0]
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), weight.shape, weight.float(), self._eps).to(self.dtype)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from shotcast.errors import ConfigError
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.grouped import GroupedRows
 from shotcast.models.config import ModelConfig
 
 
@@ -53,18 +55,33 @@ class Checkpoint(ABC):
         Raises:
             ConfigError: there is no such tensor, the part is not within it, or the checkpoint is closed.
         """
+        return self._read(name, *self._part(name, rows, columns))
+
+    def read_stored(
+        self, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> Float8Rows | GroupedRows | None:
+        """Read a matrix or a part of it as it is stored, None where :meth:`read` alone can read it.
+
+        Args and errors are those of :meth:`read`.
+        """
+        return self._read_stored(name, *self._part(name, rows, columns))
+
+    def _part(self, name: str, rows: slice | None, columns: slice | None) -> tuple[slice, slice]:
+        """Return both bounds of a part in each dimension. Raise ConfigError as :meth:`read` does."""
         shape = self.shape(name)
         if self._closed:
             raise ConfigError("the checkpoint is closed")
         if len(shape) < 2 and columns is not None:
             raise ConfigError(f"{name!r} is a vector, which has no columns")
         row_part = _within(rows, shape[0], f"rows of {name!r}")
-        column_part = _within(columns, shape[1] if len(shape) > 1 else 1, f"columns of {name!r}")
-        return self._read(name, row_part, column_part)
+        return row_part, _within(columns, shape[1] if len(shape) > 1 else 1, f"columns of {name!r}")
 
     @abstractmethod
     def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         """Read the part ``rows`` and ``columns``, which are within the tensor; a vector is one column."""
+
+    def _read_stored(self, name: str, rows: slice, columns: slice) -> Float8Rows | GroupedRows | None:
+        return None
 
     def close(self) -> None:
         """Release the memory and the files of the checkpoint."""

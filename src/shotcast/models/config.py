@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from shotcast.errors import ConfigError, UnsupportedError, shorten
+from shotcast.kernels.activation import Activation
 from shotcast.layers.rope import Rope
 from shotcast.models.config_fields import MAX_COUNT
 from shotcast.models.weight_names import HF_LLAMA, WeightNames
@@ -28,10 +30,19 @@ class ModelConfig:
         tied: the output projection is the embedding matrix.
         attention_bias: the query, key and value projections have biases; ``output_bias``: the projection after
             attention has one.
-        qk_norm: each head of queries and keys is normalized.
-        sliding_window: the number of tokens that a token sees, itself included, in every layer; None for all before it.
+        qk_norm: queries and keys are normalized, "head" by head or in each "projection"; empty for not at all.
+        sliding_window: the number of tokens that a token sees, itself included; None for all before it.
+        full_layers: the layers in which it sees all of them in spite of ``sliding_window``.
+        local_rope: the rotary embedding of the other layers; None for ``rope``.
+        attention_scale: the factor of products of queries and keys; None for ``head_dim ** -0.5``.
+        attention_cap, logit_cap: scores of attention, and logits, x become ``cap * tanh(x / cap)``; 0 for neither.
+        activation: the activation of gates: SiLU, or GELU approximated by tanh.
+        embedding_scale: the factor of embeddings.
+        norms_less_one: weights of norms are stored less one.
         family: the name of the model family, as it is registered in :mod:`shotcast.models.registry`.
-        dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is quantized.
+        dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is a quantized GGUF file.
+        stored_bytes: the bytes of a weight of the layers' matrices in the checkpoint, if GPUs can keep it as it is
+            quantized there; None otherwise.
         bos: the token that begins a text, None if there is none.
         eos: the tokens that end a text.
         names: the names of the weights.
@@ -51,10 +62,19 @@ class ModelConfig:
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "projection"] = ""
     sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    local_rope: Rope | None = None
+    attention_scale: float | None = None
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    norms_less_one: bool = False
     family: str = "llama"
     dtype: str = "bfloat16"
+    stored_bytes: float | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
     names: WeightNames = HF_LLAMA
@@ -81,38 +101,40 @@ class ModelConfig:
             raise ConfigError(f"sliding_window must be at least 1, not {self.sliding_window}")
         if not 0 < self.norm_eps < math.inf:
             raise ConfigError(f"norm_eps must be above 0 and finite, not {self.norm_eps}")
-        if self.rope.rope_type == "dynamic" and self.head_dim == 2:
-            raise ConfigError("head_dim must be above 2 for dynamic rotary embedding")
-        divisors = self.rope.divisors
-        if divisors is not None and len(divisors) != self.head_dim // 2:
-            raise ConfigError(
-                f"rotary embedding takes {self.head_dim // 2} divisors, half of head_dim, not {len(divisors)}"
-            )
+        for rope in (self.rope, self.local_rope or self.rope):
+            if rope.rope_type == "dynamic" and self.head_dim == 2:
+                raise ConfigError("head_dim must be above 2 for dynamic rotary embedding")
+            for divisors in (rope.divisors, rope.short_divisors):
+                if divisors is not None and len(divisors) != self.head_dim // 2:
+                    raise ConfigError(
+                        f"rotary embedding takes {self.head_dim // 2} divisors, half of head_dim, not {len(divisors)}"
+                    )
         if self.dtype not in DTYPES:
             raise UnsupportedError(f"weights of type {self.dtype} are not supported; accepted: {', '.join(DTYPES)}")
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every parameter, matrices as [outputs, inputs]."""
         names, query_width, kv_width = self.names, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        linear = {
-            names.query: (query_width, self.hidden, self.attention_bias),
-            names.key: (kv_width, self.hidden, self.attention_bias),
-            names.value: (kv_width, self.hidden, self.attention_bias),
-            names.output: (self.hidden, query_width, self.output_bias),
-            names.gate: (self.intermediate, self.hidden, self.mlp_bias),
-            names.up: (self.intermediate, self.hidden, self.mlp_bias),
-            names.down: (self.hidden, self.intermediate, self.mlp_bias),
-        }
-        layer: dict[str, tuple[int, ...]] = {
-            f"{names.attention_norm}.weight": (self.hidden,),
-            f"{names.mlp_norm}.weight": (self.hidden,),
-        }
+        linear = (
+            (names.query, query_width, self.hidden, self.attention_bias),
+            (names.key, kv_width, self.hidden, self.attention_bias),
+            (names.value, kv_width, self.hidden, self.attention_bias),
+            (names.output, self.hidden, query_width, self.output_bias),
+            (names.gate, self.intermediate, self.hidden, self.mlp_bias),
+            (names.up, self.intermediate, self.hidden, self.mlp_bias),
+            (names.down, self.hidden, self.intermediate, self.mlp_bias),
+        )
+        norms = (names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm)
+        layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (self.hidden,) for name in norms if name}
         if self.qk_norm:
-            layer |= {f"{name}.weight": (self.head_dim,) for name in (names.query_norm, names.key_norm)}
-        for name, (outputs, inputs, bias) in linear.items():
-            layer[f"{name}.weight"] = (outputs, inputs)
+            whole = self.qk_norm == "projection"
+            layer[f"{names.query_norm}.weight"] = (query_width if whole else self.head_dim,)
+            layer[f"{names.key_norm}.weight"] = (kv_width if whole else self.head_dim,)
+        for name, outputs, inputs, bias in linear:
+            before = layer.get(f"{name}.weight", (0,))[0]  # another matrix of this name
+            layer[f"{name}.weight"] = (before + outputs, inputs)
             if bias:
-                layer[f"{name}.bias"] = (outputs,)
+                layer[f"{name}.bias"] = (before + outputs,)
         tensors: dict[str, tuple[int, ...]] = {f"{names.embeddings}.weight": (self.vocab, self.hidden)}
         for number in range(self.layers):
             tensors |= {names.of_layer(number, name): shape for name, shape in layer.items()}
@@ -120,6 +142,20 @@ class ModelConfig:
         if not self.tied:
             tensors[f"{names.head}.weight"] = (self.vocab, self.hidden)
         return tensors
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the number of tokens that a token sees in a layer; None for all before it."""
+        return None if layer in self.full_layers else self.sliding_window
+
+    @property
+    def longest_window(self) -> int | None:
+        """The number of tokens that a token sees in the layers where it sees most; None for all before it."""
+        return None if self.full_layers else self.sliding_window
+
+    @property
+    def has_post_norms(self) -> bool:
+        """True if the outputs of attention and MLP are normalized before they are added."""
+        return bool(self.names.mlp_post_norm)
 
     @property
     def parameters(self) -> int:

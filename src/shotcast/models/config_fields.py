@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from shotcast.errors import ConfigError, shorten
+from shotcast.errors import ConfigError, UnsupportedError, shorten
 
 Fields = Mapping[str, Any]
 """The object of a ``config.json``, or one within it."""
@@ -49,6 +49,18 @@ def number(config: Fields, key: str, default: float | None = None) -> float:
     return float(value)
 
 
+def numbers(config: Fields, key: str) -> tuple[float, ...]:
+    """Return a list of finite numbers above 0.
+
+    Raises:
+        ConfigError: the value is something else, or is missing.
+    """
+    values = _given(config, key, None)
+    if not isinstance(values, list):
+        raise ConfigError(f"{key} in config.json must be a list of numbers, not {shorten(values)}")
+    return tuple(number({key: value}, key) for value in values)
+
+
 def strings(config: Fields, key: str) -> list[str]:
     """Return a list of strings; the empty list if the field is missing.
 
@@ -59,6 +71,29 @@ def strings(config: Fields, key: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{key} in config.json must be a list of names, not {shorten(value)}")
     return value
+
+
+def full_layers(config: Fields, layers: int, default: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return the layers whose ``layer_types`` is ``full_attention``, where the others are ``sliding_attention``.
+
+    Args:
+        layers: the number of layers.
+        default: whether a layer is one of these if config.json has no ``layer_types``.
+
+    Raises:
+        ConfigError: there are more or fewer types than layers.
+        UnsupportedError: a layer is of another type.
+    """
+    kinds = strings(config, "layer_types")
+    if not kinds:
+        return tuple(layer for layer in range(layers) if default(layer))
+    if others := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        raise UnsupportedError(
+            f"layer_types {', '.join(others)} is not supported; accepted: full_attention, sliding_attention"
+        )
+    if len(kinds) != layers:
+        raise ConfigError(f"layer_types in config.json has {len(kinds)} layers, not {layers}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def token_ids(config: Fields, key: str) -> tuple[int, ...]:

@@ -26,7 +26,10 @@ from shotcast.units import about_size
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+TYPES = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+)
 """Accepted types of tensors."""
 
 _DIVISORS = "rope_freqs.weight"

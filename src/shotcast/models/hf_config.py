@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.rope import ROPE_TYPES, Rope
 from shotcast.models.config import ModelConfig
-from shotcast.models.config_fields import Fields, count, number, strings, token_ids
+from shotcast.models.config_fields import Fields, count, number, numbers, strings, token_ids
 from shotcast.models.family import ModelFamily
+from shotcast.models.quantized_matrix import read_quantization
 from shotcast.models.registry import by_hf_name
+
+_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+"""The names in a config.json of each activation, the usual one first."""
 
 
 def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
@@ -33,7 +37,8 @@ def family_of(config: Fields) -> ModelFamily:
 
 def read_of_family(family: ModelFamily, config: Fields, generation: Fields | None = None) -> ModelConfig:
     """Read what a ``config.json`` says of a model of a family, as :func:`read_hf_config` does."""
-    _refuse_unsupported(config)
+    config = {**family.defaults, **config}
+    _refuse_unsupported(family, config)
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     is_optional = family.kv_heads_default_to_heads or "num_key_value_heads" in config
     default_head_dim = hidden // heads if family.default_head_dim is None else family.default_head_dim
@@ -43,8 +48,9 @@ def read_of_family(family: ModelFamily, config: Fields, generation: Fields | Non
         )
     bias = bool(config.get("attention_bias")) if family.attention_bias == "config" else family.attention_bias
     max_position = count(config, "max_position_embeddings")
-    rope = _rope(config, max_position)
+    rope, local_rope = _ropes(family, config, max_position)
     layers = count(config, "num_hidden_layers")
+    quantization = read_quantization(config)
     bos = token_ids(config, "bos_token_id")
     eos = token_ids(config, "eos_token_id") + token_ids(generation or {}, "eos_token_id")
     return ModelConfig(
@@ -57,39 +63,58 @@ def read_of_family(family: ModelFamily, config: Fields, generation: Fields | Non
         vocab=count(config, "vocab_size"),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        max_position=rope.context_length(max_position),
+        max_position=max_position if family.local_rope else rope.context_length(max_position),
         tied=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bias,
         output_bias=bias and family.output_bias,
         mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         sliding_window=family.sliding_window(config, layers),
+        local_rope=local_rope,
+        activation=family.activation,
         family=family.name,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        stored_bytes=None if quantization is None else quantization.weight_bytes(),
         bos=bos[0] if bos else None,
         eos=tuple(dict.fromkeys(eos)),
         names=family.names,
+        **family.details(config, layers),
     )
 
 
-def _refuse_unsupported(config: Fields) -> None:
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UnsupportedError(f"hidden_act {activation!r} is not supported; accepted: silu")
-    if quantisation := config.get("quantization_config"):
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-        raise UnsupportedError(
-            f"the checkpoint is quantised (quantization_config: {method}), which is not supported in this format; "
-            "accepted: weights that are not quantised, or a GGUF file"
-        )
+def _refuse_unsupported(family: ModelFamily, config: Fields) -> None:
+    accepted = _ACTIVATIONS[family.activation]
+    if (activation := config.get(family.activation_field, accepted[0])) not in accepted:
+        raise UnsupportedError(f"{family.activation_field} {activation!r} is not supported; accepted: {accepted[0]}")
     if config.get("rope_interleaved"):
         raise UnsupportedError("rope_interleaved is not supported; accepted: rotation of the two halves of a head")
 
 
-def _rope(config: Fields, max_position: int) -> Rope:
-    """Read ``rope_parameters`` of Transformers 5, or ``rope_theta`` and ``rope_scaling`` of Transformers 4."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _ropes(family: ModelFamily, config: Fields, max_position: int) -> tuple[Rope, Rope | None]:
+    """Read the rotary embedding of all layers, and that of layers with a window if they have one of their own.
+
+    ``rope_parameters`` of Transformers 5 has both; in Transformers 4 ``rope_local_base_freq`` is the theta of the
+    second.
+    """
+    parameters = _rope_parameters(config)
+    if not family.local_rope:
+        return _rope(config, parameters, max_position), None
+    local: Fields = {"rope_theta": number(config, "rope_local_base_freq", 10000.0)}
+    if set(parameters) <= {"full_attention", "sliding_attention"}:
+        own = {kind: _rope_parameters(parameters, kind) for kind in ("full_attention", "sliding_attention")}
+        parameters, local = own["full_attention"], {**local, **own["sliding_attention"]}
+    return _rope(config, parameters, max_position), _rope(config, local, max_position)
+
+
+def _rope_parameters(config: Fields, key: str = "rope_parameters") -> Fields:
+    parameters = config.get(key) or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
-        raise ConfigError(f"rope_parameters in config.json must be an object, not {parameters!r}")
+        raise ConfigError(f"{key} in config.json must be an object, not {parameters!r}")
+    return parameters
+
+
+def _rope(config: Fields, parameters: Fields, max_position: int) -> Rope:
+    """Read ``rope_parameters`` of Transformers 5, or ``rope_theta`` and ``rope_scaling`` of Transformers 4."""
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedError("rope_parameters that differ between layers are not supported")
     theta = number(parameters if parameters.get("rope_theta") is not None else config, "rope_theta", 10000.0)
@@ -113,9 +138,28 @@ def _rope(config: Fields, max_position: int) -> Rope:
         if low >= high:
             raise ConfigError(f"low_freq_factor ({low:g}) of rope_parameters must be below high_freq_factor ({high:g})")
         return Rope(theta, "llama3", number(parameters, "factor"), low, high, original_max_position)
+    if rope_type in ("longrope", "su") or (rope_type == "yarn" and "long_factor" in parameters):
+        return _longrope(parameters, theta, original_max_position, max_position)
     if rope_type == "yarn":
         return _yarn(parameters, theta, original_max_position, max_position)
     raise UnsupportedError(f"rope_type {rope_type!r} is not supported; accepted: {', '.join(ROPE_TYPES)}")
+
+
+def _longrope(parameters: Fields, theta: float, original_max_position: int, max_position: int) -> Rope:
+    factor = number(parameters, "factor", max_position / original_max_position)
+    attention_factor = 1.0
+    if parameters.get("attention_factor") is not None:
+        attention_factor = number(parameters, "attention_factor")
+    elif factor > 1 and original_max_position > 1:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_position))
+    return Rope(
+        theta,
+        "longrope",
+        original_max_position=original_max_position,
+        attention_factor=attention_factor,
+        divisors=numbers(parameters, "long_factor"),
+        short_divisors=numbers(parameters, "short_factor"),
+    )
 
 
 def _yarn(parameters: Fields, theta: float, original_max_position: int, max_position: int) -> Rope:

@@ -39,7 +39,8 @@ def weight_bytes(
         dtype_bytes: bytes of a weight.
         tensor_parallel: the number of ranks that share each layer.
         pipeline_parallel: the number of stages that the layers are divided between.
-        quantization: ``fp8`` if the matrices of layers take a byte a weight, and a float32 for each output.
+        quantization: ``fp8`` if the matrices of layers take a byte a weight, and a float32 for each output; ``stored``
+            if a weight takes ``config.stored_bytes`` instead.
     """
     require_division(config, tensor_parallel, pipeline_parallel)
     layer = attention_bytes(config, dtype_bytes, tensor_parallel, quantization)
@@ -48,14 +49,17 @@ def weight_bytes(
 
 
 def attention_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
-    """Return the bytes of a layer's attention and its two norms on the rank that has most."""
+    """Return the bytes of a layer's attention and its norms on the rank that has most."""
     parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
     heads, kv_heads = max(len(part.queries) for part in parts), max(len(part.kv) for part in parts)
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
-    rest = 2 * config.hidden + 2 * config.head_dim * config.qk_norm
+    norms = config.names.attention_norm, config.names.attention_post_norm, config.names.mlp_norm
+    rest = config.hidden * (sum(map(bool, norms)) + config.has_post_norms)
+    if config.qk_norm:
+        rest += queries + keys if config.qk_norm == "projection" else 2 * config.head_dim
     rest += (queries + 2 * keys) * config.attention_bias + config.hidden * config.output_bias
     matrices, outputs = config.hidden * (2 * queries + 2 * keys), queries + 2 * keys + config.hidden
-    return rest * dtype_bytes + _matrix_bytes(matrices, outputs, dtype_bytes, quantization)
+    return rest * dtype_bytes + _matrix_bytes(config, matrices, outputs, dtype_bytes, quantization)
 
 
 def network_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
@@ -63,7 +67,7 @@ def network_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, q
     shards = [shard(config.intermediate, rank, tensor_parallel, FFN_UNIT) for rank in range(tensor_parallel)]
     columns = max(len(each.part) for each in shards)
     matrices, outputs = 3 * config.hidden * columns, 2 * columns + config.hidden
-    return outputs * config.mlp_bias * dtype_bytes + _matrix_bytes(matrices, outputs, dtype_bytes, quantization)
+    return outputs * config.mlp_bias * dtype_bytes + _matrix_bytes(config, matrices, outputs, dtype_bytes, quantization)
 
 
 def most_of_stages(
@@ -80,8 +84,11 @@ def most_of_stages(
     return max(stages)
 
 
-def _matrix_bytes(matrices: int, outputs: int, dtype_bytes: int, quantization: str) -> int:
-    return matrices + 4 * outputs if quantization else matrices * dtype_bytes
+def _matrix_bytes(config: ModelConfig, matrices: int, outputs: int, dtype_bytes: int, quantization: str) -> int:
+    if not quantization:
+        return matrices * dtype_bytes
+    each = config.stored_bytes if quantization == "stored" and config.stored_bytes is not None else 1
+    return math.ceil(matrices * each) + 4 * outputs
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int, kv_heads_of_rank: int, layers_of_rank: int) -> int:

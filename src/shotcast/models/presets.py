@@ -88,7 +88,7 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
         rope=Rope(1000000.0),
         max_position=40960,
         tied=tied,
-        qk_norm=True,
+        qk_norm="head",
         family="qwen3",
         bos=151643,
         eos=(151645, 151643),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.models.families.gemma import GEMMA2, GEMMA3
 from shotcast.models.families.llama import LLAMA
 from shotcast.models.families.mistral import MISTRAL
+from shotcast.models.families.olmo import OLMO2
+from shotcast.models.families.phi import PHI3
 from shotcast.models.families.qwen import QWEN2, QWEN3
 from shotcast.models.family import ModelFamily
 
@@ -27,7 +30,7 @@ def register_family(family: ModelFamily) -> None:
     _FAMILIES[family.name] = family
 
 
-for _family in (LLAMA, MISTRAL, QWEN2, QWEN3):
+for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3):
     register_family(_family)
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.grouped import GroupedRows
 from shotcast.models.checkpoint import Checkpoint, read_json
 from shotcast.models.config import ModelConfig
 from shotcast.models.hf_config import family_of, read_hf_config
+from shotcast.models.quantized_matrix import QuantizedMatrix, read_quantization
 from shotcast.units import about_size
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -21,7 +25,8 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class SafetensorsFolder(Checkpoint):
-    """A checkpoint in a folder. The files are mapped into memory; a read touches only the pages of the part.
+    """A checkpoint in a folder. The files are mapped into memory; a read touches only the pages of the part, and
+    dequantizes it.
 
     Raises:
         ConfigError: a file is missing, truncated or not in its format.
@@ -35,6 +40,7 @@ class SafetensorsFolder(Checkpoint):
             raise ConfigError(f"{folder} is not a checkpoint: it has no config.json")
         family_of(read_json(folder / "config.json"))  # whoever has an unsupported model needs no advice on its weights
         self._slices: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             for path, listed in weight_files(folder).items():
                 try:
@@ -46,28 +52,45 @@ class SafetensorsFolder(Checkpoint):
                 if listed is not None and (absent := sorted(listed - names)):
                     raise ConfigError(f"{path} lacks {absent[0]!r}, which {INDEX} says is in it")
                 for name in names if listed is None else listed:
-                    self._slices[name] = file.get_slice(name)
+                    self._slices[name], files[name] = file.get_slice(name), file
             shapes = {name: tuple(part.get_shape()) for name, part in self._slices.items()}
-            types = {name: str(part.get_dtype()) for name, part in self._slices.items()}
+            nbytes = sum(_nbytes(part) for part in self._slices.values())
+            self._quantized: dict[str, QuantizedMatrix] = {}
+            if quantization := read_quantization(read_json(folder / "config.json")):
+                self._quantized, used = quantization.matrices(self._slices, lambda name: files[name].get_tensor(name))
+                shapes = {name: shape for name, shape in shapes.items() if name not in used}
+            types = {name: str(self._slices[name].get_dtype()) for name in shapes}
             for name, kind in types.items():
                 if kind not in _DTYPES:
                     raise UnsupportedError(
                         f"tensor {name!r} in {folder} is of type {kind}, which is not supported; "
                         f"accepted: {', '.join(_DTYPES)}"
                     )
-            nbytes = sum(math.prod(shapes[name]) * _DTYPES[kind].itemsize for name, kind in types.items())
+            shapes |= {name: matrix.shape for name, matrix in self._quantized.items()}
             super().__init__(_config(folder, types), shapes, nbytes)
             self._files = stack.pop_all()
 
     def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        if name in self._quantized:
+            return self._quantized[name].read(rows, columns)
         # the result is a view of the mapped file
         part: torch.Tensor = self._slices[name][(rows, columns)[: len(self._shapes[name])]]
         return part.clone(memory_format=torch.contiguous_format)
 
+    def _read_stored(self, name: str, rows: slice, columns: slice) -> Float8Rows | GroupedRows | None:
+        return self._quantized[name].stored(rows, columns) if name in self._quantized else None
+
     def close(self) -> None:
         super().close()
         self._slices.clear()
+        self._quantized.clear()
         self._files.close()
+
+
+def _nbytes(part: Any) -> int:
+    kind = str(part.get_dtype())
+    bits = re.search(r"\d+", kind)  # as in F8_E4M3 and BF16; BOOL has none
+    return math.prod(part.get_shape()) * (int(bits[0]) if bits else 8) // 8
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +13,10 @@ class WeightNames:
     Attributes:
         layer: the prefix of a layer's weights; ``{}`` stands for its number.
         embeddings, final_norm, head: weights outside the layers. The other attributes are relative to ``layer``.
+        attention_norm, mlp_norm: norms of what attention and MLP are given; empty if there are none.
+        attention_post_norm, mlp_post_norm: norms of their outputs, before these are added; empty if there are none.
+
+    Matrices of one name are stored as one, their rows in the order of the attributes.
     """
 
     layer: str
@@ -30,6 +34,8 @@ class WeightNames:
     gate: str
     up: str
     down: str
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
 
     def of_layer(self, number: int, name: str) -> str:
         """Return the full name of a weight of layer ``number``."""
@@ -70,6 +76,11 @@ HF_LLAMA = WeightNames(
     down="mlp.down_proj",
 )
 """Names in Hugging Face checkpoints of Llama and the families that follow it."""
+
+HF_POST_NORMS = replace(
+    HF_LLAMA, attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm", mlp_norm=""
+)
+"""Names in Hugging Face checkpoints of families that normalize the outputs of attention and MLP."""
 
 GGUF_LLAMA = WeightNames(
     layer="blk.{}",

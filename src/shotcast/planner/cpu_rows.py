@@ -188,7 +188,7 @@ class CpuStepModel(StepModel):
 
     def _add_attention(self, layer: Estimate, costs: RowsCosts, work: StepWork) -> None:
         share, head_dim = self.share, self.model.head_dim
-        window = self.model.sliding_window or math.inf
+        window = self.model.longest_window or math.inf
         if work.decoding:
             context = min(work.context + 1, window)
             read = decode_attention(work.decoding, context, share.kv_heads, head_dim, self.itemsize, beginning=0)

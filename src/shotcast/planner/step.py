@@ -328,7 +328,7 @@ class StepModel:
 
     def _attention(self, work: StepWork) -> Priced:
         share, model = self.share, self.model
-        window = model.sliding_window or math.inf
+        window = model.longest_window or math.inf
         context = min(work.context + 1, window)
         decoding = decode_attention(work.decoding, context, share.kv_heads, model.head_dim, self._kv_item)
         if not work.prompts:

@@ -59,6 +59,7 @@ def _decode(
     kv_head_of: Any,
     block_size: int,
     scale: float,
+    cap: float,
     window: int,
     first: int,
     stop: int,
@@ -82,6 +83,8 @@ def _decode(
                 for i in range(head_dim):
                     score += query[i] * key[i]
                 score *= scale
+                if cap > 0:
+                    score = np.float32(cap * math.tanh(score / cap))
                 scores[position] = score
                 largest = max(largest, score)
             total = np.float32(0.0)
@@ -111,6 +114,7 @@ _SIGNATURES: dict[Callable[..., None], Any] = {
         _INTS,
         _LONGS,
         types.int64,
+        types.float32,
         types.float32,
         types.int64,
         types.int64,
@@ -173,6 +177,8 @@ def decode(
     block_size: int,
     window: int,
     out: torch.Tensor,
+    scale: float | None = None,
+    cap: float = 0.0,
 ) -> None:
     """Attend with one query a sequence to the sequence's blocks.
 
@@ -186,12 +192,15 @@ def decode(
         lengths: int32 [sequences], the number of tokens of each in the cache.
         kv_head_of: int64 [heads], the key-value head of each query head.
         window: the number of tokens that a query sees, its own included; 0 for all.
+        scale: the factor of scores; None for ``head_dim ** -0.5``.
+        cap: scores x become ``cap * tanh(x / cap)``; 0 for as they are.
     """
     arrays = [argument.numpy() for argument in (queries, keys, values, tables, rows, lengths, kv_head_of)]
-    scale, run, result = 1.0 / math.sqrt(queries.shape[2]), _compiled(_decode), out.numpy()
+    scale = queries.shape[2] ** -0.5 if scale is None else scale
+    run, result = _compiled(_decode), out.numpy()
     parts = None if queries[0].numel() * int(lengths.sum()) >= _THREADS_FROM else 1
 
     def attend(first: int, stop: int) -> None:
-        run(*arrays, block_size, scale, window, first, stop, result)
+        run(*arrays, block_size, scale, cap, window, first, stop, result)
 
     in_parallel(attend, queries.shape[0], parts)

@@ -12,13 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
+from shotcast.kernels.triton.activations import tanh
+
 TILE = 1024
 """Columns of a program."""
 
 
 @triton.jit
-def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, TILE: tl.constexpr):
-    """Program (row, rank, tile): copy the tile, and store its largest value and that token.
+def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, cap, TILE: tl.constexpr):
+    """Program (row, rank, tile): copy the tile, soft-capped unless ``cap`` is None, and store its largest value and
+    that token.
 
     NaN counts as infinity, so that a row that holds either has an infinite largest value.
     """
@@ -30,6 +33,8 @@ def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, TILE: tl.
     inside = i < width
     source = parts + start.to(tl.int64) * rows + row * width
     value = tl.load(source + i, mask=inside, other=float("-inf")).to(tl.float32)
+    if cap is not None:
+        value = tl.where(inside, cap * tanh(value / cap), value)
     tl.store(values + row * vocab + start + i, value, mask=inside)
     order = tl.where(value != value, float("inf"), value)
     value_max, column = tl.max(order, axis=0, return_indices=True)
@@ -57,6 +62,7 @@ def concat_columns(
     starts: torch.Tensor,
     values: torch.Tensor,
     best: torch.Tensor,
+    cap: float = 0.0,
 ) -> None:
     """Fill ``values`` and ``best`` from the ranks' columns.
 
@@ -67,11 +73,14 @@ def concat_columns(
         values: float32 [rows, sum(widths)], output.
         best: int64 [rows, 2], output: the token of the largest logit (the lowest of equal ones), and 1 if all logits of
             the row are numbers (at least one above minus infinity, none NaN or plus infinity), else 0.
+        cap: values x become ``cap * tanh(x / cap)``; 0 for as they are.
     """
     rows, vocab = values.shape
     tiles = triton.cdiv(max(widths), TILE)
     count = len(widths) * tiles
     largest = torch.empty(rows * count, dtype=torch.float32, device=values.device)
     tokens = torch.empty(rows * count, dtype=torch.int32, device=values.device)
-    concat_kernel[(rows, len(widths), tiles)](parts, starts, values, largest, tokens, rows, vocab, TILE, num_warps=4)
+    concat_kernel[(rows, len(widths), tiles)](
+        parts, starts, values, largest, tokens, rows, vocab, cap or None, TILE, num_warps=4
+    )
     argmax_kernel[(rows,)](largest, tokens, best, count, triton.next_power_of_2(count), num_warps=4)

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shotcast.device.triton.float8 import from_e4m3
 from shotcast.device.triton.intrinsics import (
     await_prior_kernel,
     dot,
@@ -25,7 +26,16 @@ from shotcast.device.triton.intrinsics import (
 )
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.triton import gemv
-from shotcast.kernels.triton.rope import load_halves, norm_and_rotate
+from shotcast.kernels.triton.activations import tanh
+from shotcast.kernels.triton.rope import (
+    CacheScales,
+    as_stored,
+    from_cache,
+    load_halves,
+    norm_and_rotate,
+    quantize_halves,
+    stored,
+)
 
 WIDE_TILE, TILE, SMALL_TILE = 128, 64, 32
 """Keys that a program multiplies at a time; :meth:`PagedDecoding.tiles` chooses between them."""
@@ -78,8 +88,10 @@ def load_kv(
     HALF_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """Load the halves of keys and of values at positions ``tile`` to ``tile + TILE``; 0 from ``stop`` on."""
+    """Load the halves of keys and of values at positions ``tile`` to ``tile + TILE``, without scales; 0 from ``stop``
+    on."""
     position = tile + tl.arange(0, TILE)
     valid = position < stop
     row = (cache_slots(table, position, valid, BLOCK_SIZE) * KV_HEADS + kv)[:, None]
@@ -87,23 +99,83 @@ def load_kv(
     mask = valid[:, None] & (i < HALF)
     first, second = load_halves(keys, row, i, mask, HALF)
     low, high = load_halves(values, row, i, mask, HALF)
-    return first, second, low, high
+    return from_cache(first, DTYPE), from_cache(second, DTYPE), from_cache(low, DTYPE), from_cache(high, DTYPE)
 
 
 @triton.jit
-def attend(q1, q2, kv_tile, tile, stop, scale, largest, total, low, high, TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """Add TILE keys and values to a running softmax: largest scores, sums of weights and halves of weighted values."""
+def load_scales(
+    key_scales,
+    value_scales,
+    table,
+    kv,
+    tile,
+    stop,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Load the scales of keys and of values at positions ``tile`` to ``tile + TILE``; 0 from ``stop`` on."""
+    position = tile + tl.arange(0, TILE)
+    valid = position < stop
+    row = cache_slots(table, position, valid, BLOCK_SIZE) * KV_HEADS + kv
+    return tl.load(key_scales + row, mask=valid, other=0.0), tl.load(value_scales + row, mask=valid, other=0.0)
+
+
+@triton.jit
+def squashed(products, squash):
+    """Return ``tanh(squash * products)``, the products themselves if ``squash`` is None."""
+    if squash is not None:
+        products = tanh(products * squash)
+    return products
+
+
+@triton.jit
+def attend(
+    q1,
+    q2,
+    kv_tile,
+    scales,
+    tile,
+    stop,
+    scale,
+    squash,
+    largest,
+    total,
+    low,
+    high,
+    TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Add TILE keys and values to a running softmax: largest scores, sums of weights and halves of weighted values.
+
+    ``scales`` are those of keys and values, or None.
+    """
     k1, k2, v1, v2 = kv_tile
-    scores = (dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))) * scale
+    products = dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))
+    if scales is not None:
+        products = products * scales[0][None, :]
+    scores = squashed(products, squash) * scale
     scores = tl.where((tile + tl.arange(0, TILE) < stop)[None, :], scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     weight = tl.exp(scores - new_largest[:, None])
     rescale = tl.exp(largest - new_largest)
     total = total * rescale + tl.sum(weight, axis=1)
+    if scales is not None:
+        weight = weight * scales[1][None, :]
     weight = weight.to(DTYPE)
     low = low * rescale[:, None] + dot(weight, v1)
     high = high * rescale[:, None] + dot(weight, v2)
     return new_largest, total, low, high
+
+
+@triton.jit
+def store_quantized(cache, scales, offset, index, a, b, mask, HALF: tl.constexpr):
+    """Quantize one head, given by its halves [1, HALF_TILE], and store it; return what is stored, in float32."""
+    low_byte, high_byte, scale = quantize_halves(a, b)
+    tl.store(cache + offset, as_stored(low_byte, cache), mask=mask)
+    tl.store(cache + offset + HALF, as_stored(high_byte, cache), mask=mask)
+    tl.store(scales + index, scale)
+    return from_e4m3(low_byte) * scale, from_e4m3(high_byte) * scale
 
 
 @triton.jit
@@ -114,6 +186,8 @@ def decode_kernel(
     sines,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     rows,
     lengths,
@@ -125,6 +199,7 @@ def decode_kernel(
     eps,
     blocks,
     window,
+    squash,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -141,12 +216,14 @@ def decode_kernel(
 
     ``partial_out`` is float32 [sequences, heads, splits, head_dim], sums of values weighted relative to the largest
     score; ``partial_stats`` is [..., 2], that score and the sum of the weights. With a single split, the output goes to
-    ``result``, [sequences, heads, head_dim].
+    ``result``, [sequences, heads, head_dim]. Scores are ``scale`` times products of queries and keys, or times their
+    ``tanh(squash * product)`` if there is a ``squash``. Scales, [slots, KV_HEADS], are None unless the cache is FP8.
 
     Everything but ``x`` is complete before the previous kernel ends, so the first keys and values are loaded before
     waiting for it. The new key and value come from ``x``; the first split writes them to the cache and attends to them.
     """
     release_next_kernel(PDL)
+    DTYPE: tl.constexpr = x.dtype.element_ty
     sequence = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -161,11 +238,15 @@ def decode_kernel(
     each = ((last - begin + SPLITS - 1) // SPLITS + FIRST_TILE - 1) // FIRST_TILE * FIRST_TILE
     start = begin + split * each
     stop = tl.minimum(start + each, last)
-    first_kv = load_kv(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, FIRST_TILE)
+    first_kv = load_kv(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, FIRST_TILE, DTYPE)
+    first_scales = (
+        None
+        if key_scales is None
+        else load_scales(key_scales, value_scales, table, kv, start, stop, KV_HEADS, BLOCK_SIZE, FIRST_TILE)
+    )
     cosine = tl.load(cosines + last * HALF + i, mask=in_half)
     sine = tl.load(sines + last * HALF + i, mask=in_half)
     await_prior_kernel(PDL)
-    DTYPE: tl.constexpr = x.dtype.element_ty
     token = x + sequence * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
     q1, q2 = load_halves(token, head, i, own & in_half, HALF)
     gains = None if norms is None else load_halves(norms, head, i, own & in_half, HALF)
@@ -180,25 +261,36 @@ def decode_kernel(
         new_gains = None if norms is None else load_halves(norms, index, i, in_half, HALF)
         new1, new2 = norm_and_rotate(new1, new2, new_gains, cosine, sine, eps, 1, HALF, DTYPE)
         new_low, new_high = load_halves(token, index + KV_HEADS, i, in_half, HALF)
-        offset = (cache_slots(table, last, last >= 0, BLOCK_SIZE) * KV_HEADS + kv) * (2 * HALF) + i
-        tl.store(keys + offset, new1, mask=in_half)
-        tl.store(keys + offset + HALF, new2, mask=in_half)
-        tl.store(values + offset, new_low, mask=in_half)
-        tl.store(values + offset + HALF, new_high, mask=in_half)
+        of_head = cache_slots(table, last, last >= 0, BLOCK_SIZE) * KV_HEADS + kv
+        offset = of_head * (2 * HALF) + i
+        if key_scales is None:
+            tl.store(keys + offset, new1, mask=in_half)
+            tl.store(keys + offset + HALF, new2, mask=in_half)
+            tl.store(values + offset, new_low, mask=in_half)
+            tl.store(values + offset + HALF, new_high, mask=in_half)
+        else:  # it attends to what later tokens read
+            index = of_head + tl.zeros([1, 1], tl.int32)
+            new1, new2 = store_quantized(keys, key_scales, offset, index, new1, new2, in_half, HALF)
+            new_low, new_high = store_quantized(values, value_scales, offset, index, new_low, new_high, in_half, HALF)
         products = q1.to(tl.float32) * new1.to(tl.float32) + q2.to(tl.float32) * new2.to(tl.float32)
-        largest = tl.sum(products, axis=1) * scale
+        largest = squashed(tl.sum(products, axis=1), squash) * scale
         total = total + 1.0
         low = low + new_low.to(tl.float32)
         high = high + new_high.to(tl.float32)
     if start + FIRST_TILE < stop:  # otherwise skip even the loop's first loads, which would wait for nothing
         for tile in tl.range(start + FIRST_TILE, stop, TILE, num_stages=STAGES):
-            kv_tile = load_kv(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE)
+            kv_tile = load_kv(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE, DTYPE)
+            scales = (
+                None
+                if key_scales is None
+                else load_scales(key_scales, value_scales, table, kv, tile, stop, KV_HEADS, BLOCK_SIZE, TILE)
+            )
             largest, total, low, high = attend(
-                q1, q2, kv_tile, tile, stop, scale, largest, total, low, high, TILE, DTYPE
+                q1, q2, kv_tile, scales, tile, stop, scale, squash, largest, total, low, high, TILE, DTYPE
             )
     if start < stop:
         largest, total, low, high = attend(
-            q1, q2, first_kv, start, stop, scale, largest, total, low, high, FIRST_TILE, DTYPE
+            q1, q2, first_kv, first_scales, start, stop, scale, squash, largest, total, low, high, FIRST_TILE, DTYPE
         )
     index = (sequence * HEADS + head) * SPLITS + split
     address = index * (2 * HALF) + i
@@ -316,6 +408,9 @@ class PagedDecoding:
         out: torch.Tensor,
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
+        scale: float | None = None,
+        cap: float = 0.0,
+        scales: CacheScales = None,
     ) -> None:
         """Do :func:`~shotcast.kernels.triton.rope.rotate_into_cache` of these tokens, then attend as
         :func:`shotcast.kernels.cpu.attention.decode` does.
@@ -324,9 +419,11 @@ class PagedDecoding:
 
         Args:
             x: [sequences, (heads + 2 kv heads) * head_dim]; caches and ``out`` are of its dtype.
+            scales: float32 [slots, kv heads], of keys and of values, if the caches are float8_e4m3fn.
         """
         sequences = x.shape[0]
         splits, half = self.splits(sequences), self._head_dim // 2
+        scale = self._head_dim**-0.5 if scale is None else scale
         options = launch_options(x.device, WARPS)
         pdl = options["launch_pdl"]
         first, tile, stages = self.tiles(
@@ -337,8 +434,7 @@ class PagedDecoding:
             norms,
             cosines,
             sines,
-            keys,
-            values,
+            *stored(keys, values, scales),
             tables,
             rows,
             lengths,
@@ -346,10 +442,11 @@ class PagedDecoding:
             self._partial_out,
             self._partial_stats,
             out,
-            self._head_dim**-0.5,
+            cap or scale,
             eps,
             tables.shape[1],
             window,
+            scale / cap if cap else None,
             self._heads,
             self._kv_heads,
             half,

@@ -16,6 +16,8 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, dot, launch_options, release_next_kernel
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.step_fields import TILE_FIELDS
+from shotcast.kernels.triton.activations import tanh
+from shotcast.kernels.triton.rope import CacheScales, from_cache, stored
 
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
 """Rows of a program: usually; where those would leave SMs idle, or wide heads would not fit into registers; and in
@@ -37,6 +39,8 @@ def _attend_keys(
     out,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     kv,
     begin,
@@ -44,6 +48,7 @@ def _attend_keys(
     stop,
     scale,
     window,
+    squash,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -78,7 +83,13 @@ def _attend_keys(
         else:
             key = tl.load(keys + address)
             value = tl.load(values + address)
+        key, value = from_cache(key, query.dtype), from_cache(value, query.dtype)
         scores = dot(query, tl.trans(key))
+        if key_scales is not None:
+            of_head = (block * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv
+            scores = scores * tl.load(key_scales + of_head, mask=valid, other=0.0)[None, :]
+        if squash is not None:
+            scores = tanh(scores * squash)
         if CAUSAL:
             seen = key_position[None, :] <= position[:, None]
             if WINDOWED:
@@ -88,6 +99,8 @@ def _attend_keys(
         weight = tl.exp2(scores * scale - new_largest[:, None])
         rescale = tl.exp2(largest - new_largest)
         total = total * rescale + tl.sum(weight, axis=1)
+        if value_scales is not None:
+            weight = weight * tl.load(value_scales + of_head, mask=valid, other=0.0)[None, :]
         out = out * rescale[:, None] + dot(weight.to(value.dtype), value)
         largest = new_largest
     return largest, total, out
@@ -98,6 +111,8 @@ def _attend_tile(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     first_heads,
     result,
@@ -107,6 +122,7 @@ def _attend_tile(
     start,
     scale,
     window,
+    squash,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -148,6 +164,8 @@ def _attend_tile(
             out,
             keys,
             values,
+            key_scales,
+            value_scales,
             table,
             kv,
             begin,
@@ -155,6 +173,7 @@ def _attend_tile(
             stop,
             scale,
             window,
+            squash,
             KV_HEADS,
             HEAD_DIM,
             WIDTH,
@@ -172,6 +191,8 @@ def _attend_tile(
         out,
         keys,
         values,
+        key_scales,
+        value_scales,
         table,
         kv,
         all_from,
@@ -179,6 +200,7 @@ def _attend_tile(
         stop,
         scale,
         window,
+        squash,
         KV_HEADS,
         HEAD_DIM,
         WIDTH,
@@ -196,6 +218,8 @@ def _attend_tile(
         out,
         keys,
         values,
+        key_scales,
+        value_scales,
         table,
         kv,
         tl.maximum(all_from, all_to),
@@ -203,6 +227,7 @@ def _attend_tile(
         stop,
         scale,
         window,
+        squash,
         KV_HEADS,
         HEAD_DIM,
         WIDTH,
@@ -221,6 +246,8 @@ def prompt_kernel(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     tiles,
     first_heads,
@@ -228,6 +255,7 @@ def prompt_kernel(
     scale,
     blocks,
     window,
+    squash,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -244,8 +272,9 @@ def prompt_kernel(
 ):
     """Program (tile, key-value head), in reverse order of tiles: the last tile of a sequence has the most keys.
 
-    ``scale`` is that of the scores, times log2(e). A tile of one token, as for sequences that decode, or of few tokens
-    takes SHORT_ROWS rows.
+    Scores are products of queries and keys, or their ``tanh(squash * product)`` if there is a ``squash``. ``scale`` is
+    their factor, times log2(e). The scales of a cache in FP8, [slots, KV_HEADS], are None for another. A tile of one
+    token, as for sequences that decode, or of few tokens takes SHORT_ROWS rows.
     """
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
@@ -260,6 +289,8 @@ def prompt_kernel(
             queries,
             keys,
             values,
+            key_scales,
+            value_scales,
             table,
             first_heads,
             result,
@@ -269,6 +300,7 @@ def prompt_kernel(
             start,
             scale,
             window,
+            squash,
             HEADS,
             KV_HEADS,
             HEAD_DIM,
@@ -285,6 +317,8 @@ def prompt_kernel(
             queries,
             keys,
             values,
+            key_scales,
+            value_scales,
             table,
             first_heads,
             result,
@@ -294,6 +328,7 @@ def prompt_kernel(
             start,
             scale,
             window,
+            squash,
             HEADS,
             KV_HEADS,
             HEAD_DIM,
@@ -336,8 +371,11 @@ def attend(
     block_size: int,
     window: int,
     out: torch.Tensor,
+    scale: float | None = None,
+    cap: float = 0.0,
+    scales: CacheScales = None,
 ) -> None:
-    """Attend causally within each sequence: ``out`` is softmax(queries . keys / sqrt(head_dim)) . values.
+    """Attend causally within each sequence: ``out`` is softmax(queries . keys * scale) . values.
 
     Args:
         queries: [tokens, heads, head_dim], sequence by sequence.
@@ -350,8 +388,12 @@ def attend(
         block_size: the number of slots of a block of the cache.
         window: the number of keys that a query sees, its own included; 0 for all.
         out: the output, like queries. All tensors are of one dtype.
+        scales: float32 [slots, key-value heads], of keys and of values, if the caches are float8_e4m3fn.
+        scale: the factor of scores; None for ``head_dim ** -0.5``.
+        cap: scores x become ``cap * tanh(x / cap)``; 0 for as they are.
     """
     heads, head_dim = queries.shape[1:]
+    scale = head_dim**-0.5 if scale is None else scale
     width = max(16, triton.next_power_of_2(head_dim))
     rows, short = (
         max(16, triton.next_power_of_2(tokens * group)) for tokens in (max_tile_tokens, 1)
@@ -364,15 +406,15 @@ def attend(
     options = launch_options(queries.device, warps=8 if rows >= ROWS else 4)
     prompt_kernel[(tiles.shape[0], keys.shape[1])](
         queries,
-        keys,
-        values,
+        *stored(keys, values, scales),
         tables,
         tiles,
         first_heads,
         out,
-        head_dim**-0.5 * _LOG2_E,
+        (cap or scale) * _LOG2_E,
         tables.shape[1],
         window,
+        scale / cap if cap else None,
         heads,
         keys.shape[1],
         head_dim,

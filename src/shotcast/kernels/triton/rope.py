@@ -2,6 +2,10 @@
 
 In decoding this is part of attention (:mod:`shotcast.kernels.triton.paged_attention`), which uses the functions of this
 module. Steps with prompts run a separate kernel, which also writes keys and values to the paged cache.
+
+A cache in FP8 has e4m3 values, and a scale for each key and value of each head:
+
+    scale = max |head| / 448, at least 2^-126;   value = e4m3(head / scale)
 """
 
 from __future__ import annotations
@@ -10,8 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from shotcast.device.triton.intrinsics import await_prior_kernel, launch_options, release_next_kernel
+from shotcast.device.triton.float8 import from_e4m3
+from shotcast.device.triton.intrinsics import (
+    await_prior_kernel,
+    has_float8_conversions,
+    launch_options,
+    release_next_kernel,
+)
 from shotcast.device.triton.words import round_float
+from shotcast.kernels.triton.norm import e4m3_byte, magnitude, scale_of
 
 
 @triton.jit
@@ -38,6 +49,29 @@ def load_halves(base, rows, i, mask, HALF: tl.constexpr):
 
 
 @triton.jit
+def quantize_halves(a, b):
+    """Quantize heads, given by their halves: their bytes as int32, and the scale of each head, float32 [heads, 1]."""
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    scale = scale_of(tl.maximum(tl.max(magnitude(a), axis=1), tl.max(magnitude(b), axis=1)))[:, None]
+    inverse = tl.div_rn(1.0, scale)
+    return e4m3_byte(a * inverse), e4m3_byte(b * inverse), scale
+
+
+@triton.jit
+def as_stored(byte, cache):
+    """Return bytes, given as int32, as elements of a cache."""
+    return byte.to(tl.uint8).to(cache.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
+def from_cache(stored, DTYPE: tl.constexpr):
+    """Return elements of a cache in DTYPE, without their scale: they are of DTYPE, e4m3, or bytes of that."""
+    if stored.dtype == tl.uint8:
+        stored = from_e4m3(stored.to(tl.int32))
+    return stored.to(DTYPE)
+
+
+@triton.jit
 def rotate_kernel(
     x,
     norms,
@@ -47,6 +81,8 @@ def rotate_kernel(
     slots,
     keys,
     values,
+    key_scales,
+    value_scales,
     queries,
     eps,
     HEADS: tl.constexpr,
@@ -57,7 +93,7 @@ def rotate_kernel(
     PDL: tl.constexpr,
 ):
     """Program (token, part): process HEADS_TILE heads, of the queries, then the keys, then the values. ``norms`` may be
-    None."""
+    None, and so are the scales, [slots, KV_HEADS], unless the cache is FP8."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
     ALL_HEADS: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -78,12 +114,31 @@ def rotate_kernel(
     query = queries + (token * HEADS + head) * (2 * HALF) + i
     tl.store(query, first, mask=in_half & (head < HEADS))
     tl.store(query + HALF, second, mask=in_half & (head < HEADS))
+    if key_scales is not None:
+        low_byte, high_byte, scale = quantize_halves(first, second)
+        first, second = as_stored(low_byte, keys), as_stored(high_byte, keys)
+        of_head = slot * KV_HEADS + head - HEADS
+        tl.store(key_scales + of_head, scale, mask=rotates & (head >= HEADS))
+        tl.store(value_scales + of_head - KV_HEADS, scale, mask=(head >= HEADS + KV_HEADS) & (head < ALL_HEADS))
     cache_offset = (slot * KV_HEADS + head - HEADS) * (2 * HALF) + i
     tl.store(keys + cache_offset, first, mask=in_half & rotates & (head >= HEADS))
     tl.store(keys + cache_offset + HALF, second, mask=in_half & rotates & (head >= HEADS))
     cache_offset -= KV_HEADS * (2 * HALF)
     tl.store(values + cache_offset, first, mask=in_half & (head >= HEADS + KV_HEADS) & (head < ALL_HEADS))
     tl.store(values + cache_offset + HALF, second, mask=in_half & (head >= HEADS + KV_HEADS) & (head < ALL_HEADS))
+
+
+CacheScales = tuple[torch.Tensor, torch.Tensor] | None
+"""The scales of keys and of values of a cache in FP8; None for another cache."""
+
+
+def stored(keys: torch.Tensor, values: torch.Tensor, scales: CacheScales) -> tuple[torch.Tensor | None, ...]:
+    """Return caches and scales as kernels take them: FP8 is bytes where the GPU has no instructions for it."""
+    if scales is None:
+        return keys, values, None, None
+    if has_float8_conversions(keys.device):
+        return keys, values, *scales
+    return keys.view(torch.uint8), values.view(torch.uint8), *scales
 
 
 _PAIRS = 1024
@@ -101,10 +156,12 @@ def rotate_into_cache(
     queries: torch.Tensor,
     norms: torch.Tensor | None = None,
     eps: float = 0.0,
+    scales: CacheScales = None,
 ) -> None:
     """Do what :func:`shotcast.kernels.cpu.attention.rotate_into_cache` does; x, queries and caches are of one dtype.
 
     Args:
+        scales: float32 [slots, kv heads], of keys and of values, if the caches are float8_e4m3fn.
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head before the rotation.
         eps: the epsilon of the norm.
     """
@@ -121,8 +178,7 @@ def rotate_into_cache(
         sines,
         positions,
         slots,
-        keys,
-        values,
+        *stored(keys, values, scales),
         queries,
         eps,
         heads,

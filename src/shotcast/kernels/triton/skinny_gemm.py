@@ -3,6 +3,9 @@
     out = (x * x_scale) @ weight.T * scale + bias;   GATED: the first half of the outputs are gates of the second half,
                                                      out = silu(gates) * others
 
+With GROUP, the weight has codes of 4 bits or FP8, and a scale for each group of columns (``dequantize.py``), by which
+the sums of each step are multiplied.
+
 They are made for decoding a batch. The weight is the left operand, of which tensor cores take 64 rows at a time; rows
 of x are columns of the right operand. A program computes one tile of outputs. Where there are fewer tiles than SMs,
 several programs divide the columns of a tile (split-K): each stores its sums, and the last one to arrive adds all of
@@ -22,11 +25,15 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import (
     add_dot,
     await_prior_kernel,
+    dot,
+    has_float8_conversions,
     launch_options,
     num_sms,
     release_next_kernel,
     shared_memory_per_sm,
 )
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels.triton.dequantize import load_codes, step_columns
 from shotcast.kernels.triton.gemv import DTYPES, UNIT, check, weight_rows, write_outputs
 
 FLOAT8 = torch.float8_e4m3fn
@@ -38,6 +45,7 @@ def skinny_gemm_kernel(
     x_scale,
     weight,
     scale,
+    zeros,
     bias,
     out,
     partial_sums,
@@ -51,13 +59,16 @@ def skinny_gemm_kernel(
     STAGES: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (tile, part): multiply one of SPLIT_K parts of the columns of TILE outputs.
 
     ``partial_sums`` is float32 [tiles, SPLIT_K, TILE, M_TILE]; ``counters`` is int32 [tiles], zero before and after.
-    EVEN_K: the number of inputs is a multiple of COLUMNS.
+    EVEN_K: the number of inputs is a multiple of COLUMNS. GROUP: the columns that share a scale, 0 for all of them.
+    With groups, ``scale`` and ``zeros`` are [groups, outputs]. NATIVE: as in ``device/triton/float8.py``.
     """
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -72,7 +83,15 @@ def skinny_gemm_kernel(
     sums = tl.zeros([TILE, M_TILE], tl.float32)
     for start in tl.range(first, end, COLUMNS, num_stages=STAGES):
         k = start + i
-        if EVEN_K:
+        if GROUP > 0:
+            group = start // GROUP
+            weights = load_codes(weight, zeros, rows, group, start, outputs, inputs, TILE, COLUMNS, NATIVE)
+            values = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
+            # whole numbers up to 15, and FP8, are exact in 16 bits
+            sums += (
+                dot(weights.to(values.dtype), values) * tl.load(scale + group * outputs + rows).to(tl.float32)[:, None]
+            )
+        elif EVEN_K:
             weights = tl.load(weight + rows[:, None] * inputs + k[None, :], eviction_policy="evict_first")
             values = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
         else:
@@ -86,7 +105,8 @@ def skinny_gemm_kernel(
             values = tl.load(
                 x + m[None, :] * inputs + k[:, None], mask=(m[None, :] < count) & inside[:, None], other=0.0
             )
-        sums = add_dot(sums, weights, values)
+        if GROUP == 0:
+            sums = add_dot(sums, weights, values)
     is_last = True
     if SPLIT_K > 1:
         offset = tl.arange(0, TILE)[:, None] * M_TILE + m[None, :]
@@ -101,7 +121,8 @@ def skinny_gemm_kernel(
                 sums += tl.load(tile_sums + other * (TILE * M_TILE), cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if is_last:
-        write_outputs(tl.trans(sums), rows, x_scale, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+        output_scale = scale if GROUP == 0 else None
+        write_outputs(tl.trans(sums), rows, x_scale, output_scale, bias, out, outputs, count, M_TILE, TILE, GATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +148,8 @@ STEP_BYTES = 256
 WARPS = 4
 MAX_ROWS = 64
 """The number of rows of x up to which this is mostly faster than a library (benchmarks/data/h200/linear.json)."""
+_LEAST_COLUMNS = 32
+"""The smallest step of a weight in groups."""
 _LEAST_ROWS = 16
 """The smallest number of columns of the right operand; 8 would be no faster."""
 _MOST_STAGES = 10
@@ -232,10 +255,74 @@ def linear(
     itemsize = weight.element_size()
     if config is None:
         config = choose_config(outputs, inputs, itemsize, rows, num_sms(x.device), shared_memory_per_sm(x.device))
+    return _launch(x, x_scale, weight, scale, None, bias, counters, inputs, gated, 0, STEP_BYTES // itemsize, config)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    counters: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+    config: SkinnyGemmConfig | None = None,
+) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
+
+    Args:
+        x: contiguous [rows, inputs] of bfloat16 or float16; at most MAX_ROWS rows.
+        weight, scales, zeros, group: as in :class:`~shotcast.layers.grouped.GroupedRows`.
+        counters: from :func:`new_counters`.
+        bias: [outputs].
+        config: the launch configuration; None for one that fits.
+
+    Raises:
+        UnsupportedError: the dtype is another, or there are more rows.
+        ConfigError: the shapes do not fit.
+    """
+    rows, inputs = x.shape
+    columns = step_columns(group)
+    if x.dtype not in DTYPES or not 0 < rows <= MAX_ROWS:
+        raise UnsupportedError(
+            f"this product takes 1 to {MAX_ROWS} rows of bfloat16 or float16, not {rows} of {x.dtype}"
+        )
+    if (
+        weight.shape[1] * (1 if zeros is None else 8) != inputs
+        or columns < _LEAST_COLUMNS
+        or scales.shape != (inputs // group, weight.shape[0])
+        or inputs % group
+        or not x.is_contiguous()
+    ):
+        raise ConfigError(
+            f"x {list(x.shape)} must be contiguous and have the columns of the weight {list(weight.shape)}, in groups "
+            f"of a multiple of {_LEAST_COLUMNS} columns, not of {group} with scales {list(scales.shape)}"
+        )
+    if config is None:
+        # of each weight's step, 16 bits are loaded for x
+        config = choose_config(weight.shape[0], inputs, 2, rows, num_sms(x.device), shared_memory_per_sm(x.device))
+    return _launch(x, None, weight, scales, zeros, bias, counters, inputs, False, group, columns, config)
+
+
+def _launch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    counters: torch.Tensor,
+    inputs: int,
+    gated: bool,
+    group: int,
+    columns: int,
+    config: SkinnyGemmConfig,
+) -> torch.Tensor:
+    rows, outputs = x.shape[0], weight.shape[0]
     dtype = torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
     out = x.new_empty(rows, outputs // 2 if gated else outputs, dtype=dtype)
     grid = (-(-outputs // TILE), config.split_k)
-    m_tile, columns = row_tile(rows), STEP_BYTES // itemsize
+    m_tile = row_tile(rows)
     partial_sums = x.new_empty(*grid, TILE, m_tile, dtype=torch.float32) if config.split_k > 1 else counters
     options = launch_options(x.device, WARPS)
     skinny_gemm_kernel[grid](
@@ -243,6 +330,7 @@ def linear(
         x_scale,
         weight,
         scale,
+        zeros,
         bias,
         out,
         partial_sums,
@@ -256,6 +344,8 @@ def linear(
         config.stages,
         config.split_k,
         inputs % columns == 0,
+        group,
+        group > 0 and has_float8_conversions(x.device),
         gated,
         options["launch_pdl"],
         **options,

@@ -4,8 +4,10 @@ each head of queries and keys instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 from shotcast.errors import UnsupportedError
-from shotcast.models.config_fields import Fields, count, strings
+from shotcast.models.config_fields import Fields, count, full_layers, strings
 from shotcast.models.family import ModelFamily
 
 
@@ -13,24 +15,26 @@ def sliding_window(config: Fields, layers: int) -> int | None:
     """Read the window, which holds only with ``use_sliding_window``.
 
     Raises:
-        UnsupportedError: layers differ in their attention.
+        UnsupportedError: layers have a window, and its size is missing.
     """
-    kinds = strings(config, "layer_types")
     if not config.get("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
+        kinds = strings(config, "layer_types")
         if kinds and set(kinds) != {"full_attention"}:
             raise UnsupportedError(f"layer_types {sorted(set(kinds))} without sliding_window is not supported")
         return None
-    if not kinds:
-        first = count(config, "max_window_layers", 28, least=0)
-        kinds = ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
-    if set(kinds) == {"full_attention"}:
+    if len(_full_layers(config, layers)) == layers:
         return None
-    if set(kinds) != {"sliding_attention"}:
-        raise UnsupportedError(
-            f"layers with different attention ({', '.join(sorted(set(kinds)))}) are not supported; "
-            "accepted: the same attention in all layers"
-        )
     return count(config, "sliding_window", 4096)
+
+
+def _full_layers(config: Fields, layers: int) -> tuple[int, ...]:
+    first = count(config, "max_window_layers", 28, least=0)
+    return full_layers(config, layers, lambda layer: layer < first)
+
+
+def details(config: Fields, layers: int) -> dict[str, Any]:
+    """Read the layers without a window, if others have one."""
+    return {"full_layers": _full_layers(config, layers)} if sliding_window(config, layers) else {}
 
 
 QWEN2 = ModelFamily(
@@ -40,13 +44,15 @@ QWEN2 = ModelFamily(
     attention_bias=True,
     output_bias=False,
     sliding_window=sliding_window,
+    details=details,
 )
 
 QWEN3 = ModelFamily(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     gguf_architectures=("qwen3",),
-    qk_norm=True,
+    qk_norm="head",
     default_head_dim=128,
     sliding_window=sliding_window,
+    details=details,
 )

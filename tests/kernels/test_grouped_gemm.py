@@ -1,0 +1,111 @@
+"""Products with weights as checkpoints store them: kernels under Triton's interpreter against float64, and compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grouped_targets as targets
+import pytest
+import torch
+from grouped_targets import Case
+
+import cross
+from quick_interpreter import interpret
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels.triton import skinny_gemm
+from shotcast.kernels.triton.dequantize import dequantize_kernel, step_columns
+from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, skinny_gemm_kernel
+
+CASES = [
+    Case(1, 256, 70, 128, True, "bfloat16", False),
+    Case(3, 768, 38, 64, True, "float16", True, SkinnyGemmConfig(2, 3)),
+    Case(17, 384, 64, 192, True, "bfloat16", True, SkinnyGemmConfig(2, 2)),  # steps of 64
+    Case(64, 160, 130, 32, True, "bfloat16", False),
+    Case(2, 512, 66, 512, True, "bfloat16", False),
+    Case(1, 256, 70, 128, False, "bfloat16", True, SkinnyGemmConfig(2, 2)),
+    Case(33, 256, 64, 64, False, "float16", False),
+]
+
+
+def test_as_exact_as_float32_sums() -> None:
+    (found,) = interpret(targets.excesses, 1, CASES)
+    wrong = [(case, excess) for case, excess in zip(CASES, found, strict=True) if not max(excess) <= 1]
+    assert not wrong
+
+
+def test_layers_multiply_many_rows_by_the_library() -> None:
+    cases = [Case(rows, 128, 48, 64, int4, "bfloat16", False) for rows in (1, 64, 65) for int4 in (True, False)]
+    (found,) = interpret(targets.layers, 1, cases)
+    assert [by_kernel for _, by_kernel in found] == [True] * 4 + [False] * 2
+    assert max(off for off, _ in found) < 1e-2
+
+
+@pytest.mark.parametrize(("group", "columns"), [(128, 128), (512, 128), (192, 64), (32, 32), (8, 8), (96, 32)])
+def test_a_step_is_of_one_group(group: int, columns: int) -> None:
+    assert step_columns(group) == columns
+
+
+def test_what_is_not_served_is_refused() -> None:
+    (weight, scales, zeros, group), _ = targets.made(CASES[0])
+    counters = skinny_gemm.new_counters(weight)
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="not 65 of"):
+        skinny_gemm.grouped_linear(x.repeat(65, 1), weight, counters, scales, zeros, group)
+    with pytest.raises(UnsupportedError, match=r"not 1 of torch\.float32"):
+        skinny_gemm.grouped_linear(x.float(), weight, counters, scales, zeros, group)
+    with pytest.raises(ConfigError, match="have the columns of the weight"):
+        skinny_gemm.grouped_linear(x[:, :128].contiguous(), weight, counters, scales, zeros, group)
+    with pytest.raises(ConfigError, match="of a multiple of 32 columns, not of 16"):
+        skinny_gemm.grouped_linear(x, weight, counters, scales.repeat(8, 1), zeros.repeat(8, 1), 16)
+
+
+# -- compiled ---------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
+    **dict.fromkeys(("x", "out"), "*bf16"),
+    "partial_sums": "*fp32",
+    "counters": "*i32",
+}
+
+
+def compiled(kernel: Any, int4: bool, capability: int, constants: dict[str, Any], warps: int) -> Any:
+    constants = constants | {"GROUP": 128, "COLUMNS": 128, "NATIVE": capability >= 89 and not int4}
+    kinds = KINDS | {
+        **dict.fromkeys(("weight", "values"), "*i32" if int4 else "*fp8e4nv" if capability >= 89 else "*u8"),
+        **dict.fromkeys(("scale", "scales"), "*fp16" if int4 else "*fp32"),
+        "zeros": "*u8",
+    }
+    if not int4:
+        constants["zeros"] = None
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
+    aligned = tuple(name for name in ("x", "weight", "values", "inputs", "out", "partial_sums") if name in signature)
+    return cross.build(kernel, signature, constants, warps, capability, {}, aligned)
+
+
+@pytest.mark.parametrize("int4", [True, False])
+@pytest.mark.parametrize(("capability", "memory"), [(80, 164), (90, 228), (100, 228)])
+def test_kernels_compile_without_spills(int4: bool, capability: int, memory: int, tmp_path: Path) -> None:
+    for rows in (1, 64):
+        config = skinny_gemm.choose_config(4096, 4096, 2, rows, 132, memory << 10)
+        constants: dict[str, Any] = {
+            "M_TILE": skinny_gemm.row_tile(rows),
+            "TILE": skinny_gemm.TILE,
+            "STAGES": config.stages,
+            "SPLIT_K": config.split_k,
+            "EVEN_K": True,
+            "GATED": False,
+            "PDL": capability >= 90,
+            "bias": None,
+            "x_scale": None,
+        }
+        kernel = compiled(skinny_gemm_kernel, int4, capability, constants, skinny_gemm.WARPS)
+        found = cross.resources(kernel, tmp_path)
+        assert found["LOCAL"] == found["STACK"] == 0
+        assert kernel.metadata.shared <= (memory - 1) << 10
+        assert "mma" in kernel.asm["ptx"]
+    kernel = compiled(dequantize_kernel, int4, capability, {"TILE": 16}, 4)
+    assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
+    if int4:
+        assert "cvt.rn.f32.s32" not in kernel.asm["ptx"], "codes become floats by their bits"
