@@ -33,7 +33,7 @@ LATENT_STAND_IN = 0.3
 """The error of kernels of ordinary attention in place of latent ones, as a part of their time.
 
 No kernel of latent attention was measured here. Published tables of a framework on the H200 lie that far from what is
-predicted, as a root mean square (docs/design/mixture_of_experts.md); no constant is fitted to them.
+predicted, as a root mean square (research/notes/mixture_of_experts.md); no constant is fitted to them.
 """
 
 

@@ -53,7 +53,7 @@ STAND_IN, STAND_IN_OF_GROUPS = 0.25, 0.5
 """The error of dense products in place of grouped ones, a part of routed experts' time: without and with groups.
 
 No grouped product was measured here. These are root mean squares of how far published tables of two frameworks' kernels
-on the H200 lie from it (docs/design/mixture_of_experts.md), nearly all of them above; no constant is fitted to them.
+on the H200 lie from it (research/notes/mixture_of_experts.md), nearly all of them above; no constant is fitted to them.
 """
 _SCORE_BYTES = 4
 _CHOICE_BYTES = 8
