@@ -6,7 +6,8 @@ from shotcast.engine.step_plan import StepPlan
 
 
 def decode_capture_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Return the numbers of sequences for which decode graphs are captured, ascending up to ``max_sequences``.
+    """Return the numbers of sequences for which decode graphs are captured, ascending up to ``max_sequences``; also the
+    numbers of sampled tokens for which those of the head are.
 
     They are powers of two up to 8; from there they are an eighth to a quarter apart, so that padding adds little work:
     1, 2, 4, 8, 16, 24, ..., 64, 80, ..., 128, 160, ...

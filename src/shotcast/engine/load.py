@@ -85,9 +85,18 @@ def load(
 
     def new_runner(num_blocks: int) -> ModelRunner:
         limits = num_blocks, config.block_size, config.max_sequences, max_model_len
-        reports = job.rank == config.output_rank
-        sizes, overlap = (decode_sizes, prefill_sizes), (config.overlap, config.max_batch_tokens)
-        return ModelRunner(part, *limits, int(salt), *sizes, reports, *overlap, decisions)
+        return ModelRunner(
+            part,
+            *limits,
+            int(salt),
+            decode_sizes,
+            prefill_sizes,
+            reports=job.rank == config.output_rank,
+            overlap=config.overlap,
+            max_batch_tokens=config.max_batch_tokens,
+            decisions=decisions,
+            max_proposals=config.max_proposals,
+        )
 
     started = time.perf_counter()
     blocks = _num_cache_blocks(config, part, budget, max_model_len, job, new_runner)
@@ -152,7 +161,7 @@ def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
     """Return the size of the longest message of a stage's collectives, at most what a communicator can have."""
     largest = config.max_batch_tokens * model.hidden
     if config.device == "cuda":  # the logits of a step must fit, or the project's own kernels would not gather them
-        largest = max(largest, config.max_sequences * model.vocab)
+        largest = max(largest, (config.max_sequences + config.max_proposals) * model.vocab)
     return min(max(_MIN_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from shotcast.engine.capture_sizes import decode_capture_size
+from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
 from shotcast.engine.cuda_graphs import CudaGraphs
 from shotcast.engine.decode_graphs import DecodeGraphs
 from shotcast.engine.device_state import DeviceState
@@ -101,6 +101,7 @@ class ModelRunner:
         max_batch_tokens: the most tokens of a step, for that measurement.
         decisions: what another runner of this model decided about overlap, by number of tokens of steps on static
             memory; what this one decides is added.
+        max_proposals: the most proposals that a step verifies.
         reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
             which with static memory may be planned before the host knows the tokens.
     """
@@ -119,8 +120,10 @@ class ModelRunner:
         overlap: str = "off",
         max_batch_tokens: int = 2048,
         decisions: dict[int, Decision] | None = None,
+        max_proposals: int = 0,
     ) -> None:
-        self._reports = reports
+        self._reports, self._max_proposals = reports, max_proposals
+        max_sampled = max_sequences + max_proposals
         static = bool(decode_sizes)
         caches = model.allocate_caches(num_blocks + static, block_size)
         device, last_stage = caches[0].keys.device, model.parallel.last
@@ -135,8 +138,8 @@ class ModelRunner:
         self._sampler = Sampler(max_sequences, model.config.vocab, device, salt) if samples else None
         logits = None
         if last_stage and static and device.type == "cuda":
-            values = torch.empty(max_sequences, model.config.vocab, device=device)
-            logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
+            values = torch.empty(max_sampled, model.config.vocab, device=device)
+            logits = Logits(values, torch.empty(max_sampled, 2, dtype=torch.int64, device=device))
         self._state = DeviceState(model, caches, block_tables, last_tokens, logits)
         self._forms = PrefillForms(model, overlap, {} if decisions is None else decisions, bool(prefill_sizes))
         self._overlap = None
@@ -149,9 +152,8 @@ class ModelRunner:
             self._graphs = CudaGraphs(device, model.parallel.timer)
             self._decode_graphs = DecodeGraphs(self._state, decode_sizes, self._graphs)
             if prefill_sizes:
-                self._prefill_graphs = PrefillGraphs(
-                    self._state, prefill_sizes, decode_sizes, self._graphs, self._forms
-                )
+                head_sizes = decode_capture_sizes(max_sampled)
+                self._prefill_graphs = PrefillGraphs(self._state, prefill_sizes, head_sizes, self._graphs, self._forms)
 
     @property
     def lookahead(self) -> int:
@@ -194,7 +196,7 @@ class ModelRunner:
         if stamped:
             self._decode_graphs.capture(stamped=True)
         if self._sampler is not None:
-            self._sampler.warm_up()
+            self._sampler.warm_up(self._max_proposals)
         if self._feedback is not None:
             self._feedback.warm_up()
         logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
@@ -318,10 +320,14 @@ class ModelRunner:
             target_logprobs: as of :meth:`_target_logprobs`.
         """
         assert self._sampler is not None
-        slots = [sequence.slot for sequence in plan.sequences if sequence.do_sample]
+        sampling = [sequence for sequence in plan.sequences if sequence.do_sample]
+        for sequence in sampling:
+            self._sampler.advance(sequence.slot, sequence.accepted)
+        slots, drafts = [each.slot for each in sampling], [each.proposals for each in sampling]
         sampled = None
         if logits is not None:
-            sampled = self._sampler.sample(logits.values, slots, logits.best, self._state.last_tokens, best_is_stored)
+            stored = self._state.last_tokens, best_is_stored
+            sampled = self._sampler.sample(logits.values, slots, logits.best, *stored, drafts)
         if not self._reports:
             return AsyncModelRunnerOutput(plan.number)
         targets = [sequence.targets for sequence in plan.sequences if sequence.targets is not None]
@@ -352,23 +358,26 @@ class ModelRunner:
         """Build the tensors of a step that is not on static memory, and update the device's block tables."""
         state = self._state
         pending = np.flatnonzero(inputs.tokens < 0)
-        has_prefills = int(inputs.num_scheduled.max()) > 1
-        tile_tokens = (
-            state.model.max_tile_tokens(len(inputs.tokens)) if has_prefills and state.device.type == "cuda" else 0
-        )
-        num_decodes = 0 if tile_tokens else int((inputs.num_scheduled == 1).sum())
+        tile_tokens = 0
+        if state.device.type == "cuda" and int(inputs.num_scheduled.max()) > 1:
+            tile_tokens = state.model.max_tile_tokens(len(inputs.tokens))
+        # A token after which a sequence samples is a row of its own on a CPU, where the keys of all rows are written
+        # before any row is computed.
+        decoding = int(inputs.decodes.sum())
+        counts = inputs.num_scheduled[: 0 if tile_tokens else decoding]
+        num_decodes = int(counts.sum())
         int64_arrays = (
             inputs.tokens,
             inputs.positions,
             inputs.cache_slots,
-            inputs.rows[:num_decodes],
+            np.repeat(inputs.rows[: len(counts)], counts),
             inputs.logits_indices,
             pending,
             -1 - inputs.tokens[pending],
             block_updates[:, 0],
         )
         int32_arrays = (
-            inputs.context_lengths[:num_decodes],
+            inputs.positions[:num_decodes] + 1,
             attention_tiles(inputs, tile_tokens) if tile_tokens else inputs.rows[:0],
             block_updates[:, 1].copy(),
         )
@@ -381,14 +390,15 @@ class ModelRunner:
         if len(block_updates):
             state.block_tables.view(-1)[table_indices] = blocks
         tiles = AttentionTiles(tile_table, tile_tokens) if tile_tokens else None
-        prefills = self._prefills(inputs, num_decodes) if has_prefills and not tile_tokens else None
+        has_prefills = not tile_tokens and decoding < len(inputs.rows)
+        prefills = self._prefills(inputs, decoding) if has_prefills else None
         wanted = None if len(inputs.logits_indices) == len(inputs.tokens) else logits_indices
         return Batch(tokens, positions, slots, num_decodes, rows, lengths, prefills, tiles, state.block_tables, wanted)
 
-    def _prefills(self, inputs: InputBatch, num_decodes: int) -> PrefillMetadata:
-        """Describe the prompts of a step on a CPU, whose first ``num_decodes`` sequences have one token each."""
-        rows, counts = inputs.rows[num_decodes:], inputs.num_scheduled[num_decodes:]
-        lengths = inputs.context_lengths[num_decodes:]
+    def _prefills(self, inputs: InputBatch, decoding: int) -> PrefillMetadata:
+        """Describe the prompts of a step on a CPU, whose first ``decoding`` sequences decode."""
+        rows, counts = inputs.rows[decoding:], inputs.num_scheduled[decoding:]
+        lengths = inputs.context_lengths[decoding:]
         positions = np.concatenate([np.arange(length) for length in lengths])
         slots = cache_slots(self._host_tables, np.repeat(rows, lengths), positions, self._state.block_size)
         queries, keys = ((0, *np.cumsum(sizes).tolist()) for sizes in (counts, lengths))
