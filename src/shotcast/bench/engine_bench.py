@@ -38,6 +38,7 @@ from shotcast.engine.layout_choice import choose_layout
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.speculative_config import SpeculativeConfig
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
@@ -68,7 +69,8 @@ class EngineBenchConfig:
     """The points to measure: each batch with each algorithm, and each of the ways of ``overlaps``, on each layout.
 
     With ``baseline``, Transformers is measured first. With ``hosts``, the ranks are on simulated hosts, and each layout
-    takes all of them.
+    takes all of them. With ``speculative_config``, every engine is measured without it and with it. Prompts repeat
+    ``period`` random tokens; 0 for random tokens throughout.
     """
 
     model: str
@@ -84,6 +86,8 @@ class EngineBenchConfig:
     quantization: str = ""
     hosts: HostsConfig | None = None
     overlaps: tuple[str, ...] = ("auto",)
+    speculative_config: str = ""
+    period: int = 0
 
     def __post_init__(self) -> None:
         known = benchmark_algorithms(self.hosts is not None)
@@ -95,6 +99,10 @@ class EngineBenchConfig:
             raise ConfigError(
                 "batches, prompt and rounds must be at least 1, and output at least 2 (one token has no TPOT)"
             )
+        if self.period < 0:
+            raise ConfigError(f"period must be at least 0, not {self.period}")
+        if self.speculative_config:
+            SpeculativeConfig.read(self.speculative_config)
         if self.hosts is None:
             return
         if self.device != "cpu" or self.baseline:
@@ -149,18 +157,20 @@ def measure(config: EngineBenchConfig, advance: Callable[[str], None] = lambda w
             bandwidths[layout.ranks] = min(spawn(read_bandwidth_gbps, layout.ranks, config.device))
         ways = list(itertools.product(config.algorithms, config.overlaps))
         # a single rank does not communicate, so it is measured once
-        for algorithm, overlap in ways if layout.tensor_parallel > 1 else ways[:1]:
+        ways = ways if layout.tensor_parallel > 1 else ways[:1]
+        speculations = ("", config.speculative_config) if config.speculative_config else ("",)
+        for (algorithm, overlap), speculation in itertools.product(ways, speculations):
             advance(f"{layout} {algorithm}" + (f", overlap {overlap}" if len(config.overlaps) > 1 else ""))
             with (
                 _environment(_NCCL if algorithm == "nccl" else {}),
-                _engine(config, layout, algorithm, overlap) as llm,
+                _engine(config, layout, algorithm, overlap, speculation) as llm,
             ):
                 for batch in config.batches:
                     row = _point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
-                    yield replace(row, overlap=overlap)
+                    yield replace(row, overlap=overlap, speculation=speculation)
 
 
-def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str) -> LLM:
+def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str, speculation: str = "") -> LLM:
     return LLM(
         config.model,
         **_engine_options(config),
@@ -168,6 +178,7 @@ def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: 
         prefix_caching=False,
         algorithm=benchmark_algorithms(config.hosts is not None)[algorithm],
         overlap=overlap,
+        speculative_config=speculation or None,
         # graphs with timestamps are captured when the model is loaded, not in the round that uses them
         stamp_every=int(config.device == "cuda"),
     )
@@ -329,7 +340,9 @@ def _point(
     model = llm.model
 
     def run_round() -> tuple[list[RequestOutput], float]:
-        prompts = [[numbers.randrange(model.vocab) for _ in range(config.prompt)] for _ in range(batch)]
+        period = config.period or config.prompt
+        parts = [[numbers.randrange(model.vocab) for _ in range(period)] for _ in range(batch)]
+        prompts = [(part * (config.prompt // period + 1))[: config.prompt] for part in parts]
         started = time.perf_counter()
         outputs = llm.generate(prompts, params)
         return outputs, time.perf_counter() - started
@@ -342,6 +355,9 @@ def _point(
     llm.stamp_every(0)
     rounds = [run_round() for _ in range(config.rounds)]
     stats.append(llm.stats())
+    proposed, accepted = (
+        getattr(stats[2], name) - getattr(stats[1], name) for name in ("proposed_tokens", "accepted_tokens")
+    )
     before, after = stats[:2] if config.device == "cuda" else stats[1:]
     ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
@@ -358,13 +374,16 @@ def _point(
         itl_ms=median(_gaps_s(rounds)) * 1e3,
         tokens_per_s=median(batch * config.output / seconds for _, seconds in rounds),
         communication=(after.communication_s - before.communication_s) / max(after.step_s - before.step_s, 1e-9),
+        period=config.period,
+        accepted=accepted / proposed if proposed else None,
     )
 
 
 def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
-    """Return the seconds between neighboring tokens of all requests."""
+    """Return the seconds between neighboring tokens of all requests, unless one step gave both."""
     times = [output.times_s for outputs, _ in rounds for output in outputs]
-    return [later - earlier for request_times in times for earlier, later in itertools.pairwise(request_times)]
+    pairs = [pair for request_times in times for pair in itertools.pairwise(request_times)]
+    return [later - earlier for earlier, later in pairs if later > earlier]
 
 
 def _row(
