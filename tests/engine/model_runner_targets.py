@@ -14,6 +14,7 @@ import torch.distributed as dist
 import shotcast
 from shotcast.engine import prefill_forms
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
+from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.grammar import Vocabulary
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput
 from shotcast.engine.outputs import EngineCoreOutput
@@ -21,7 +22,7 @@ from shotcast.engine.prefill_graphs import PrefillGraphs
 from shotcast.engine.requests import Request
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.sequence import SequenceState
-from shotcast.engine.speculation import Speculation
+from shotcast.engine.speculation import RankProposer, Speculation
 from shotcast.engine.step_plan import PENDING_TOKEN, StepPlan
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer, StepTimer
@@ -46,7 +47,7 @@ def outputs_of(
     device: str = "cpu",
     overlap: str = "off",
     vocabulary: Vocabulary | None = None,
-    oracle: dict[str, list[int]] | None = None,
+    proposer: dict[str, list[int]] | str | None = None,
 ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
     """Return the step outputs of each request, and the number of steps of each kind.
 
@@ -57,7 +58,7 @@ def outputs_of(
             no step does.
         overlap: as for the model runner; steps of 4 tokens or more are divided.
         vocabulary: the tokens, for requests with grammars.
-        oracle: the outputs, from which proposals are made, right or wrong by chance.
+        proposer: the outputs, from which proposals are made, right or wrong by chance; or the folder of a draft model.
     """
     prefill_forms.LEAST_TOKENS.update({True: 4, False: 4})
     checkpoint = open_checkpoint(folder)
@@ -69,18 +70,25 @@ def outputs_of(
         timer: StepTimer = DeviceStepTimer(comm.device) if device == "cuda" else HostStepTimer()
         model = CausalLM(checkpoint.config, weights, Parallel(comm, job, stages, timer=timer), LIMIT, sequences)
         sizes = decode_capture_sizes(sequences) if static else ()
-        proposals = 0 if oracle is None else 3 * sequences
-        options = {"overlap": overlap, "max_proposals": proposals}
-        runner = ModelRunner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static, **options)
+        limits = blocks, BLOCK, sequences, LIMIT, 11, sizes, static
+        proposals = 0 if proposer is None else 3 * sequences
+        draft = None
+        if isinstance(proposer, str) and model.parallel.last:
+            drafting = open_checkpoint(proposer)
+            weights = Weights(drafting, torch.float32, comm.device)
+            smaller = CausalLM(drafting.config, weights, Parallel(comm, timer=timer), LIMIT, sequences)
+            draft = DraftModel(ModelRunner(smaller, *limits), checkpoint.config.vocab)
+        runner = ModelRunner(model, *limits, overlap=overlap, max_proposals=proposals, draft=draft)
         assert runner.lookahead >= lookahead
         assert runner.execute(StepPlan(-1, (), prepares=vocabulary)) is None
         eos = checkpoint.config.eos
 
         def scheduler() -> Scheduler:
-            if oracle is None:
+            if proposer is None:
                 return Scheduler(config)
-            guesses = Oracle(oracle)
-            return Scheduler(config, Speculation(3, proposals, guesses, guesses))
+            guesses = Oracle(proposer if isinstance(proposer, dict) else {})
+            source = guesses if isinstance(proposer, dict) else RankProposer()
+            return Scheduler(config, Speculation(3, proposals, source, guesses))
 
         config = SchedulerConfig(sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, pipeline=stages, eos=eos)
         with (
@@ -190,7 +198,7 @@ def run_requests(
             outstanding.append(async_output)
         output = output_of_last_rank(outstanding.popleft(), comm)
         comm.check()
-        results = output.tokens, output.logprobs, output.prompt_logprobs, output.failures
+        results = output.tokens, output.logprobs, output.prompt_logprobs, output.failures, output.proposals
         for step_output in scheduler.update(output.number, *results):
             found[step_output.request_id].append(step_output)
     stats = scheduler.stats()

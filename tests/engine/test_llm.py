@@ -290,6 +290,21 @@ def test_speculation_changes_no_output(tiny: str, tiny_reference: Any, tensor: i
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+def test_a_draft_model_proposes_what_the_model_samples(
+    tiny: str, tiny_reference: Any, tensor: int, stages: int
+) -> None:
+    """It is the model itself here, so nearly all of its proposals are accepted."""
+    draft = {"model": tiny, "num_speculative_tokens": 3}
+    layout = {"tensor_parallel": tensor, "pipeline_parallel": stages, "max_model_len": 112}
+    with LLM(tiny, speculative_config=draft, **layout) as llm:
+        prompts = [[first, 7, 9, first + 1] * 5 for first in range(3)]
+        found = llm.generate(prompts, [greedy(40), greedy(60), SamplingParams(seed=1, max_tokens=30, ignore_eos=True)])
+        stats = llm.stats()
+    assert_greedy(tiny_reference, found[:2])
+    assert stats.accepted_tokens > 0.9 * stats.proposed_tokens > 20
+
+
 @torch.inference_mode()
 def assert_prompt_logprobs(reference: Any, output: RequestOutput, alternatives: int) -> None:
     """Check the log-probabilities of a prompt in float32 against those of Transformers."""

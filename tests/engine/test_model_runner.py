@@ -283,12 +283,17 @@ Outputs = dict[str, list[EngineCoreOutput]]
 
 
 def run_constrained(
-    folder: Path, tensor: int, stages: int, static: tuple[int, ...], blocks: int, oracle: dict[str, list[int]] | None
+    folder: Path,
+    tensor: int,
+    stages: int,
+    static: tuple[int, ...],
+    blocks: int,
+    proposer: dict[str, list[int]] | str | None,
 ) -> tuple[Outputs, dict[str, int]]:
-    """Run requests of every kind, with proposals from an oracle if there is one."""
+    """Run requests of every kind, with proposals if there is a proposer."""
     wanted = [one for one in constrained_requests()[5::2] if one.request_id != "dead end"] + requests()[1:7]
     tokens = vocabulary(VOCAB, tuple(range(0, 24, 3)))
-    options = str(folder), wanted, 7, blocks, static, int(bool(static)), stages, "cpu", "off", tokens, oracle
+    options = str(folder), wanted, 7, blocks, static, int(bool(static)), stages, "cpu", "off", tokens, proposer
     ranks = interpret(targets.outputs_of, tensor * stages, *options)
     assert all(found == ranks[-1][0] for found, _ in ranks)
     found: tuple[Outputs, dict[str, int]] = ranks[-1]
@@ -319,14 +324,71 @@ def test_proposals_change_no_output(
     """Proposals are right or wrong by chance, and some steps have none."""
     oracle = {name: tokens for name, (tokens, _) in outputs(without_proposals).items()}
     found, counts = run_constrained(folder, tensor, stages, static, blocks, oracle)
-    assert outputs(found) == outputs(without_proposals)
+    assert_equal(found, without_proposals)
     assert (counts["preemptions"] > 0) == (blocks == 22)
     assert counts["proposed"] > counts["accepted"] > 30
     assert not static or min(counts["static"], counts["pending"]) > 3, "other steps are planned ahead as usual"
-    for name, progress in without_proposals.items():
+
+
+def assert_equal(found: Outputs, expected: Outputs) -> None:
+    """Check that outputs have the same tokens, and log-probabilities that differ by rounding."""
+    assert outputs(found) == outputs(expected)
+    for name, progress in expected.items():
         one, other = ([entry for output in each for entry in output.logprobs or ()] for each in (progress, found[name]))
         assert [entry.token for entry in one] == [entry.token for entry in other]
         assert [entry.logprob for entry in one] == pytest.approx([entry.logprob for entry in other], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "static", "blocks", "same"),
+    [
+        (1, 1, (), 64, True),
+        (1, 1, (), 24, False),
+        pytest.param(2, 1, SIZES, 64, True, marks=pytest.mark.full),
+        pytest.param(1, 2, SIZES, 64, False, marks=pytest.mark.full),
+        pytest.param(2, 2, (), 24, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_draft_model_changes_no_output(
+    folder: Path,
+    tmp_path: Path,
+    without_proposals: Outputs,
+    tensor: int,
+    stages: int,
+    static: tuple[int, ...],
+    blocks: int,
+    same: bool,
+) -> None:
+    """The draft is the model itself, or one of other weights and another size, with a smaller vocabulary."""
+    draft = folder
+    if not same:
+        torch.manual_seed(1)
+        sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=VOCAB - 9, max_position_embeddings=256, **sizes)
+        transformers.LlamaForCausalLM(config).float().save_pretrained(tmp_path)
+        draft = tmp_path
+    found, counts = run_constrained(folder, tensor, stages, static, blocks, str(draft))
+    assert_equal(found, without_proposals)
+    assert counts["proposed"] > 60
+    assert counts["accepted"] > 10 if same else counts["accepted"] < 0.3 * counts["proposed"]
+    assert (counts["preemptions"] > 0) == (blocks == 24)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "static", "blocks"), [(1, (), 64), (1, (), 21), pytest.param(2, SIZES, 64, marks=pytest.mark.full)]
+)
+def test_a_draft_that_is_the_model_itself_is_always_right(
+    folder: Path, tensor: int, static: tuple[int, ...], blocks: int
+) -> None:
+    """So its cache holds the tokens of the model's, and it samples by the same noise."""
+    params = [SamplingParams(temperature=0.0, max_tokens=25), SamplingParams(seed=3, max_tokens=25, top_k=5)]
+    params = [replace(each, ignore_eos=True) for each in params]
+    wanted = [Request(f"{number}", (40 + number % 3,) * (3 + number), params[number % 2]) for number in range(9)]
+    options = str(folder), wanted, 7, blocks, static, int(bool(static)), 1, "cpu", "off", None, str(folder)
+    _, counts = interpret(targets.outputs_of, tensor, *options)[-1]
+    assert counts["accepted"] / counts["proposed"] > 0.97
+    assert counts["proposed"] > 50
+    assert (counts["preemptions"] > 0) == (blocks == 21)
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])

@@ -39,6 +39,6 @@ def decode_capture_size(plan: StepPlan, sizes: tuple[int, ...]) -> int | None:
     A decode graph serves steps in which every sequence has one token and none is new to its slot, so that no sequence
     gets more than the block of that token. The result depends on the plan only, so all ranks take the same path.
     """
-    if not sizes or any(len(sequence.tokens) > 1 or sequence.is_new for sequence in plan.sequences):
+    if not sizes or any(len(each.tokens) > 1 or each.is_new or each.propose for each in plan.sequences):
         return None
     return next((size for size in sizes if size >= len(plan.sequences)), None)

@@ -15,6 +15,7 @@ from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicato
 from shotcast.collectives.rank_device import gpu_of, local_world_size, ranks_of_a_gpu
 from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.config import EngineConfig
+from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_one_sequence
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
@@ -76,6 +77,7 @@ def load(
             max_model_len,
             config.max_sequences,
         )
+    draft = _load_draft(config, parallel, dtype, max_model_len, budget)
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
     decode_sizes = decode_capture_sizes(config.max_sequences) if device == "cuda" else ()
@@ -85,12 +87,15 @@ def load(
 
     def new_runner(num_blocks: int) -> ModelRunner:
         limits = num_blocks, config.block_size, config.max_sequences, max_model_len
+        static = int(salt), decode_sizes, prefill_sizes
+        drafting = None
+        if draft is not None:
+            drafting = DraftModel(ModelRunner(draft, *limits, *static), model.vocab)
         return ModelRunner(
             part,
             *limits,
-            int(salt),
-            decode_sizes,
-            prefill_sizes,
+            *static,
+            draft=drafting,
             reports=job.rank == config.output_rank,
             overlap=config.overlap,
             max_batch_tokens=config.max_batch_tokens,
@@ -99,7 +104,9 @@ def load(
         )
 
     started = time.perf_counter()
-    blocks = _num_cache_blocks(config, part, budget, max_model_len, job, new_runner)
+    blocks = _num_cache_blocks(
+        config, [part, *([draft] if draft is not None else [])], budget, max_model_len, job, new_runner
+    )
     allocating = f"allocating a cache of {blocks * config.block_size} tokens and capturing graphs on it"
     with budget.explained(allocating, "Lower gpu_memory_utilization, kv_cache_bytes or max_sequences"):
         runner = new_runner(blocks)
@@ -108,6 +115,25 @@ def load(
     capture_s = time.perf_counter() - started
     info = EngineInfo(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)
     return runner, info, job, comm
+
+
+def _load_draft(
+    config: EngineConfig, parallel: Parallel, dtype: torch.dtype, max_model_len: int, budget: MemoryBudget
+) -> CausalLM | None:
+    """Load this rank's part of the draft model; None if there is none, or the rank is in another stage than the last.
+
+    Collective on the last stage, whose ranks share its layers.
+    """
+    if config.speculation is None or not config.speculation.model or not parallel.last:
+        return None
+    comm = parallel.comm
+    ranks = Parallel(comm, algorithm=config.algorithm, timer=parallel.timer)
+    with (
+        contextlib.closing(open_checkpoint(config.speculation.model, comm.device)) as checkpoint,
+        budget.explained("reading the weights of the draft model", "Use more ranks or another draft model"),
+    ):
+        weights = Weights(checkpoint, dtype, comm.device, lambda read: None, config.quantization)
+        return CausalLM(checkpoint.config, weights, ranks, max_model_len, config.max_sequences)
 
 
 def communicators(
@@ -192,6 +218,9 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
     sharers = ranks_of_a_gpu() if on_gpu else local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
     weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization)
+    if config.speculation is not None and config.speculation.model:  # on the last stage; the fullest rank counts
+        with contextlib.closing(open_checkpoint(config.speculation.model)) as checkpoint:
+            weights += weight_bytes(checkpoint.config, dtype.itemsize, config.tensor_parallel, 1, config.quantization)
     dtype_name = config.quantization or str(dtype).removeprefix("torch.")
     memory = GpuMemory(_device_of(config)) if on_gpu else HostMemory()
     return MemoryBudget.find(config, memory, sharers, weights, dtype_name)
@@ -199,7 +228,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
 
 def _num_cache_blocks(
     config: EngineConfig,
-    part: CausalLM,
+    parts: list[CausalLM],
     budget: MemoryBudget,
     max_model_len: int,
     job: Communicator,
@@ -210,7 +239,7 @@ def _num_cache_blocks(
     Raises:
         ConfigError: there is too little room for one sequence, or for the largest step.
     """
-    one_block = part.allocate_caches(1, config.block_size)
+    one_block = [cache for part in parts for cache in part.allocate_caches(1, config.block_size)]
     bytes_per_block = sum(
         tensor.numel() * tensor.element_size() for cache in one_block for tensor in (cache.keys, cache.values)
     )

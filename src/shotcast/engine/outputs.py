@@ -39,6 +39,8 @@ class ModelRunnerOutput:
         logprobs: log-probabilities for each of them, or None where they are not wanted.
         prompt_logprobs: those of all :class:`~shotcast.engine.step_plan.PromptTargets` of the plan, in order.
         failures: which of ``tokens`` should not have been sampled, by their index, and why.
+        proposals: the draft model's proposals for each of the first sequences that sample, in their order; the others
+            have none.
     """
 
     number: int
@@ -46,6 +48,7 @@ class ModelRunnerOutput:
     logprobs: tuple[TokenLogprob | None, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     failures: tuple[tuple[int, str], ...] = ()
+    proposals: tuple[tuple[int, ...], ...] = ()
 
 
 class EngineCoreOutput(NamedTuple):

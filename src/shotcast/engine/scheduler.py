@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from math import isnan
 from typing import NamedTuple
 
@@ -104,6 +104,7 @@ class Scheduler:
         self.config = config
         self._speculation = speculation
         self._updated_s = 0.0
+        self._asks_ranks = False  # for proposals, in the plan that is being made
         self._blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
         self._eos = frozenset(config.eos)
         # Both are in order of arrival.
@@ -193,6 +194,7 @@ class Scheduler:
             return None
         chosen: dict[SequenceState, int] = {}  # how many tokens of each sequence
         speculates = self._speculation is not None and self._speculation.policy.speculates(len(self._running))
+        self._asks_ranks = speculates and self._speculation is not None and self._speculation.by_ranks
         lookahead = 0 if speculates else config.lookahead  # proposals follow known tokens
 
         prefilling = None  # at most one: the next is admitted only when a step has more room than this one needs
@@ -254,16 +256,24 @@ class Scheduler:
         speculation, size = self._speculation, self.config.block_size
         room = min(speculation.most, self.config.max_batch_tokens - len(chosen))
         for sequence in chosen:
-            spare = max(0, self._blocks.free - len(self._running))
-            reserved = (len(sequence.blocks) + spare) * size - sequence.num_computed - 1
+            reserved = (len(sequence.blocks) + self._spare_blocks) * size - sequence.num_computed - 1
             # The token after the last proposal is the last one at most.
             count = min(speculation.count, room, reserved, sequence.limit - sequence.length - 1)
             if count > 0 and (drafts := tuple(speculation.proposer.propose(sequence, count))):
-                blocks = self._blocks.blocks_for(sequence.num_computed + 1 + len(drafts)) - len(sequence.blocks)
-                sequence.blocks += self._blocks.allocate(max(0, blocks))
+                self._extend(sequence, sequence.num_computed + 1 + len(drafts))
                 sequence.drafts = drafts
                 chosen[sequence] += len(drafts)
                 room -= len(drafts)
+
+    @property
+    def _spare_blocks(self) -> int:
+        """The number of free blocks beyond one for each running sequence."""
+        return max(0, self._blocks.free - len(self._running))
+
+    def _extend(self, sequence: SequenceState, tokens: int) -> None:
+        """Give a sequence spare blocks, up to what this many tokens need."""
+        blocks = self._blocks.blocks_for(tokens) - len(sequence.blocks)
+        sequence.blocks += self._blocks.allocate(max(0, min(blocks, self._spare_blocks)))
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
         """Give a running sequence blocks for ``count`` more tokens, and preempt later ones if necessary.
@@ -349,18 +359,27 @@ class Scheduler:
         sequence.num_accepted = 0
         count -= drafts
         tokens = (tuple(sequence.tokens[start : start + count]) or (PENDING_TOKEN,)) + sequence.drafts
-        blocks = tuple(sequence.blocks[sequence.num_sent_blocks :])
         do_sample = count == sequence.num_uncomputed
+        propose = 0
+        if self._asks_ranks and do_sample and self._speculation is not None:
+            # After this step, one token at least is known.
+            propose = max(0, min(self._speculation.count, sequence.limit - sequence.length - 2))
+            self._extend(sequence, min(sequence.limit, start + len(tokens) + propose))
+        blocks = tuple(sequence.blocks[sequence.num_sent_blocks :])
         targets = None
         if self._wants_prompt(sequence) and (followers := sequence.tokens[start + 1 : start + count + 1]):
             targets = PromptTargets(tuple(followers), sequence.params.prompt_logprobs or 0)
         if sequence.num_sent_blocks:
             part = ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample, targets=targets)
-            return part._replace(drafts=drafts, accepted=accepted) if drafts or accepted else part
+            if drafts or accepted or propose:
+                part = part._replace(drafts=drafts, accepted=accepted, propose=propose)
+            return part
         penalised = sequence.params.repetition_penalty != 1
         prompt = tuple(sequence.tokens[: sequence.prompt_length]) if penalised else ()
         request = sequence.params, sequence.request_id, sequence.output, prompt, self._end_tokens(sequence)
-        return ScheduledSequence(sequence.slot, start, tokens, blocks, True, do_sample, *request, targets)
+        return ScheduledSequence(
+            sequence.slot, start, tokens, blocks, True, do_sample, *request, targets, propose=propose
+        )
 
     def _end_tokens(self, sequence: SequenceState) -> tuple[int, ...]:
         """Return the tokens that would end an output too early; () if it may have any length."""
@@ -392,6 +411,7 @@ class Scheduler:
         logprobs: Sequence[TokenLogprob | None] | None = None,
         prompt_logprobs: Sequence[TokenLogprob] = (),
         failures: Sequence[tuple[int, str]] = (),
+        proposals: Sequence[tuple[int, ...]] = (),
     ) -> list[EngineCoreOutput]:
         """Process the results of plan ``number``: a token for each of its sequences that samples, in their order, and
         then the tokens after each of its proposals.
@@ -400,7 +420,7 @@ class Scheduler:
         that is among ``failures`` ends with that error.
 
         Args:
-            number, tokens, logprobs, prompt_logprobs, failures: as in
+            number, tokens, logprobs, prompt_logprobs, failures, proposals: as in
                 :class:`~shotcast.engine.outputs.ModelRunnerOutput`.
 
         Returns:
@@ -427,7 +447,8 @@ class Scheduler:
             sequence.prompt_logprobs[start : start + count] = islice(entries, count)
         outputs = []
         reasons, row = dict(failures), 0
-        for sequence, drafts in sampling:
+        for (sequence, drafts), reported in zip(sampling, chain(proposals, repeat(())), strict=False):
+            sequence.reported = reported
             if not sequence.ended:
                 outputs.append(self._take(sequence, drafts, row, tokens, logprobs, reasons))
             row += 1 + len(drafts)

@@ -163,5 +163,12 @@ class Speculation:
         """Return the speculation of an engine; None if it has none."""
         if (found := config.speculation) is None:
             return None
-        proposer = NgramProposer(found.prompt_lookup_max, found.prompt_lookup_min)
+        proposer: Proposer = RankProposer()
+        if not found.model:
+            proposer = NgramProposer(found.prompt_lookup_max, found.prompt_lookup_min)
         return cls(found.num_speculative_tokens, config.max_proposals, proposer)
+
+    @property
+    def by_ranks(self) -> bool:
+        """Return whether the ranks propose, where plans ask them to."""
+        return isinstance(self.proposer, RankProposer)

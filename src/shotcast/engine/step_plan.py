@@ -43,6 +43,8 @@ class ScheduledSequence(NamedTuple):
         drafts: how many of ``tokens``, the last ones, are proposals for tokens that are not sampled yet. The step
             samples after each of them, and after the token before them.
         accepted: how many proposals of the step before were accepted, all of whose tokens are in the cache.
+        propose: how many tokens the draft model proposes after those that the step samples. Blocks for these may be
+            among ``blocks``.
     """
 
     slot: int
@@ -59,6 +61,7 @@ class ScheduledSequence(NamedTuple):
     targets: PromptTargets | None = None
     drafts: int = 0
     accepted: int = 0
+    propose: int = 0
 
     @property
     def num_sampled(self) -> int:
@@ -94,6 +97,11 @@ class StepPlan(NamedTuple):
     def do_sample(self) -> bool:
         """Return whether the step samples a token for any of its sequences."""
         return any(sequence.do_sample for sequence in self.sequences)
+
+    @property
+    def proposes(self) -> bool:
+        """Return whether the draft model proposes tokens after the step."""
+        return any(sequence.propose for sequence in self.sequences)
 
     @property
     def has_targets(self) -> bool:
