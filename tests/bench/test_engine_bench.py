@@ -92,6 +92,25 @@ def test_ways_of_long_prompts_beside_each_other(folder: Path, tmp_path: Path, mo
     assert engine_report.markdown(rows[2:]).startswith("| layout | algorithm | batch |"), "the default needs no name"
 
 
+def test_speculation_beside_steps_without_it(folder: Path, tmp_path: Path) -> None:
+    stored, picture = tmp_path / "a.json", tmp_path / "a.png"
+    options = ["--layouts", "1x1", "--batches", "1,2", "--prompt", "30", "--period", "5", "--output", "40"]
+    ngram = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}'
+    more = ["--rounds", "1", "--speculative-config", ngram, "--json", str(stored), "--plot", str(picture)]
+    result = CliRunner().invoke(app, ["bench", "engine", "-m", str(folder), *options, *more])
+    assert result.exit_code == 0, result.output
+    rows = engine_report.read(stored)
+    assert [(row.speculation, row.batch, row.period) for row in rows] == [
+        (text, batch, 5) for text in ("", ngram) for batch in (1, 2)
+    ]
+    assert [row.accepted for row in rows[:2]] == [None, None]
+    assert any(row.accepted is not None and 0 < row.accepted <= 1 for row in rows[2:])
+    lines = engine_report.markdown(rows).splitlines()
+    assert lines[0].startswith("| layout | algorithm | speculation | accepted | batch |")
+    assert [line.split("|")[3].strip() for line in lines[2:]] == ["-", "-", "ngram 3", "ngram 3"]
+    assert picture.stat().st_size > 0
+
+
 def test_a_table_names_what_serves_hosts_without_all_reduces_too() -> None:
     """Messages of a pipeline are served by own connections or by Gloo; on one host they have one way."""
     row = engine_report.read(DATA / "cpu" / "engine_smollm2_f32.json")[-1]
@@ -162,6 +181,8 @@ def test_layouts_that_are_none(text: str) -> None:
         ({"algorithms": ("fast",)}, "'fast'"),
         ({"overlaps": ("off", "half")}, "there is no overlap 'half'; choose from"),
         ({"output": 1}, "output at least 2"),
+        ({"period": -1}, "period must be at least 0"),
+        ({"speculative_config": '{"method": "ngram"}'}, "needs num_speculative_tokens"),
         ({"batches": (0,)}, "must be at least 1"),
         ({"algorithms": ("gloo",)}, "'gloo'"),
         ({"hosts": HostsConfig(2), "algorithms": ("nccl",)}, "'nccl'"),

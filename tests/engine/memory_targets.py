@@ -63,7 +63,7 @@ def measured_blocks(sequences: int, blocks_each: int, gib_of_first: int = 1) -> 
         def new_runner(num_blocks: int) -> Any:
             return FakeRunner(memory, num_blocks, (gib_of_first + job.rank) * GIB)
 
-        blocks = _num_cache_blocks(config, part, budget, blocks_each * config.block_size, job, new_runner)
+        blocks = _num_cache_blocks(config, [part], budget, blocks_each * config.block_size, job, new_runner)
     return blocks, memory.calls
 
 

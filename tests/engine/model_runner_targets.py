@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import deque
 from typing import Any
 from unittest import mock
@@ -13,12 +14,15 @@ import torch.distributed as dist
 import shotcast
 from shotcast.engine import prefill_forms
 from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
+from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.grammar import Vocabulary
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput
 from shotcast.engine.outputs import EngineCoreOutput
 from shotcast.engine.prefill_graphs import PrefillGraphs
 from shotcast.engine.requests import Request
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.engine.sequence import SequenceState
+from shotcast.engine.speculation import RankProposer, Speculation
 from shotcast.engine.step_plan import PENDING_TOKEN, StepPlan
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer, StepTimer
@@ -43,6 +47,7 @@ def outputs_of(
     device: str = "cpu",
     overlap: str = "off",
     vocabulary: Vocabulary | None = None,
+    proposer: dict[str, list[int]] | str | None = None,
 ) -> tuple[dict[str, list[EngineCoreOutput]], dict[str, int]]:
     """Return the step outputs of each request, and the number of steps of each kind.
 
@@ -53,6 +58,7 @@ def outputs_of(
             no step does.
         overlap: as for the model runner; steps of 4 tokens or more are divided.
         vocabulary: the tokens, for requests with grammars.
+        proposer: the outputs, from which proposals are made, right or wrong by chance; or the folder of a draft model.
     """
     prefill_forms.LEAST_TOKENS.update({True: 4, False: 4})
     checkpoint = open_checkpoint(folder)
@@ -64,10 +70,26 @@ def outputs_of(
         timer: StepTimer = DeviceStepTimer(comm.device) if device == "cuda" else HostStepTimer()
         model = CausalLM(checkpoint.config, weights, Parallel(comm, job, stages, timer=timer), LIMIT, sequences)
         sizes = decode_capture_sizes(sequences) if static else ()
-        runner = ModelRunner(model, blocks, BLOCK, sequences, LIMIT, 11, sizes, static, overlap=overlap)
+        limits = blocks, BLOCK, sequences, LIMIT, 11, sizes, static
+        proposals = 0 if proposer is None else 3 * sequences
+        draft = None
+        if isinstance(proposer, str) and model.parallel.last:
+            drafting = open_checkpoint(proposer)
+            weights = Weights(drafting, torch.float32, comm.device)
+            smaller = CausalLM(drafting.config, weights, Parallel(comm, timer=timer), LIMIT, sequences)
+            draft = DraftModel(ModelRunner(smaller, *limits), checkpoint.config.vocab)
+        runner = ModelRunner(model, *limits, overlap=overlap, max_proposals=proposals, draft=draft)
         assert runner.lookahead >= lookahead
         assert runner.execute(StepPlan(-1, (), prepares=vocabulary)) is None
         eos = checkpoint.config.eos
+
+        def scheduler() -> Scheduler:
+            if proposer is None:
+                return Scheduler(config)
+            guesses = Oracle(proposer if isinstance(proposer, dict) else {})
+            source = guesses if isinstance(proposer, dict) else RankProposer()
+            return Scheduler(config, Speculation(3, proposals, source, guesses))
+
         config = SchedulerConfig(sequences, TOKENS, BLOCK, blocks, LIMIT, lookahead=lookahead, pipeline=stages, eos=eos)
         with (
             counted(CausalLM, "hidden_of_parts") as divided,
@@ -78,14 +100,35 @@ def outputs_of(
             heads.reset_mock()
             divided.reset_mock()
             measured = sum(len(decision.median_us) for decision in runner.overlap.values())
-            found, counts = run_requests(runner, Scheduler(config), requests, sizes, static, job, False)
+            found, counts = run_requests(runner, scheduler(), requests, sizes, static, job, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
             counts |= {"divided": divided.call_count, "measured": measured}
         if device == "cuda" or stages > 1:  # everything is compiled by now
-            again, _ = run_requests(runner, Scheduler(config), requests, sizes, static, job, device == "cuda")
+            again, _ = run_requests(runner, scheduler(), requests, sizes, static, job, device == "cuda")
             assert again == found, "another run gives something else"
         runner.close()
     return found, counts
+
+
+class Oracle:
+    """Proposes the tokens of outputs that are known, some of them wrong, in two of three steps."""
+
+    def __init__(self, outputs: dict[str, list[int]]):
+        self._outputs, self._steps = outputs, 0
+        self._draw = random.Random(3)
+
+    def speculates(self, running: int) -> bool:
+        self._steps += 1
+        return self._steps // 8 % 3 > 0
+
+    def record(self, running: int, speculated: bool, tokens: float, seconds: float) -> None:
+        """Learn nothing."""
+
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
+        known = self._outputs[sequence.request_id]
+        place = len(sequence.tokens) - sequence.prompt_length
+        right = known[place : place + self._draw.randrange(count + 1)]
+        return [token if self._draw.random() < 0.8 else (token + 1) % 200 for token in right]
 
 
 def counted(owner: type, name: str) -> Any:
@@ -155,8 +198,9 @@ def run_requests(
             outstanding.append(async_output)
         output = output_of_last_rank(outstanding.popleft(), comm)
         comm.check()
-        results = output.tokens, output.logprobs, output.prompt_logprobs, output.failures
+        results = output.tokens, output.logprobs, output.prompt_logprobs, output.failures, output.proposals
         for step_output in scheduler.update(output.number, *results):
             found[step_output.request_id].append(step_output)
-    counts["preemptions"] = scheduler.stats().preemptions
+    stats = scheduler.stats()
+    counts |= {"preemptions": stats.preemptions, "proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}
     return found, counts

@@ -265,6 +265,46 @@ def test_prompts_longer_than_a_step_run_in_chunks(tiny: str, tiny_reference: Any
         assert_greedy(tiny_reference, outputs)
 
 
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+def test_speculation_changes_no_output(tiny: str, tiny_reference: Any, tensor: int, stages: int) -> None:
+    prompts = [[first, 7, 9, first + 1] * 5 for first in range(5)]
+    params = [
+        greedy(60),
+        greedy(60, logprobs=1),
+        SamplingParams(temperature=0.3, seed=3, max_tokens=60, ignore_eos=True),
+        SamplingParams(top_p=0.6, seed=4, max_tokens=60, ignore_eos=True, presence_penalty=-1.0),
+        SamplingParams(min_p=0.3, seed=5, max_tokens=60, ignore_eos=True, logit_bias={9: 4.0}),
+    ]
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    layout = {"tensor_parallel": tensor, "pipeline_parallel": stages, "max_model_len": 112}
+    with LLM(tiny, **layout) as llm:
+        plain = llm.generate(prompts, params)
+        assert llm.stats().proposed_tokens == 0
+    with LLM(tiny, speculative_config=ngram, **layout) as llm:
+        found = llm.generate(prompts, params)
+        stats = llm.stats()
+    assert stats.proposed_tokens > stats.accepted_tokens > 20
+    assert [output.tokens for output in found] == [output.tokens for output in plain]
+    assert_greedy(tiny_reference, found[:2])
+    for one, other in zip(found[1].logprobs or (), plain[1].logprobs or (), strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+def test_a_draft_model_proposes_what_the_model_samples(
+    tiny: str, tiny_reference: Any, tensor: int, stages: int
+) -> None:
+    """It is the model itself here, so nearly all of its proposals are accepted."""
+    draft = {"model": tiny, "num_speculative_tokens": 3}
+    layout = {"tensor_parallel": tensor, "pipeline_parallel": stages, "max_model_len": 112}
+    with LLM(tiny, speculative_config=draft, **layout) as llm:
+        prompts = [[first, 7, 9, first + 1] * 5 for first in range(3)]
+        found = llm.generate(prompts, [greedy(40), greedy(60), SamplingParams(seed=1, max_tokens=30, ignore_eos=True)])
+        stats = llm.stats()
+    assert_greedy(tiny_reference, found[:2])
+    assert stats.accepted_tokens > 0.9 * stats.proposed_tokens > 20
+
+
 @torch.inference_mode()
 def assert_prompt_logprobs(reference: Any, output: RequestOutput, alternatives: int) -> None:
     """Check the log-probabilities of a prompt in float32 against those of Transformers."""

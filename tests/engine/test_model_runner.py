@@ -160,7 +160,7 @@ def test_only_steps_with_prompts_are_divided() -> None:
 
     def step(*counts: int) -> InputBatch:
         tokens, rows = np.zeros(sum(counts), np.int32), np.zeros(len(counts), np.int32)
-        return InputBatch(tokens, tokens, tokens, rows, rows, np.array(counts, np.int32), rows, rows > 0)
+        return InputBatch(tokens, tokens, tokens, rows, rows, np.array(counts, np.int32), rows, rows)
 
     assert overlap.serves(step(64))
     assert overlap.serves(step(*[1] * 62, 2))
@@ -180,15 +180,18 @@ def test_overlap_is_measured_where_there_is_a_network(folder: Path) -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> StepPlan:
-    """Sequences of one token first, then prompts."""
-    counts = [1] * draw(st.integers(0, 4)) + draw(st.lists(st.integers(2, 9), max_size=4))
+    """Sequences that decode first, some with proposals, then prompts."""
+    proposals = draw(st.lists(st.integers(0, 4), max_size=4))
+    counts = [1 + count for count in proposals] + draw(st.lists(st.integers(2, 9), max_size=4))
     if sum(counts) < 4:
         counts.append(5)
     sequences = []
     for slot, count in enumerate(counts):
         before = draw(st.integers(0, 6))
         tokens = tuple(range(10 * slot, 10 * slot + count))
-        sequences.append(ScheduledSequence(slot, before, tokens, (), False, draw(st.booleans())))
+        drafts = proposals[slot] if slot < len(proposals) else 0
+        do_sample = drafts > 0 or draw(st.booleans())
+        sequences.append(ScheduledSequence(slot, before, tokens, (), False, do_sample, drafts=drafts))
     return StepPlan(0, tuple(sequences))
 
 
@@ -199,6 +202,8 @@ def test_halves_are_steps(plan: StepPlan) -> None:
     halves = whole.halves()
     for name in ("tokens", "positions", "cache_slots"):
         assert np.array_equal(np.concatenate([getattr(half, name) for half in halves]), getattr(whole, name))
+    wanted = [token for each in plan.sequences for token in each.tokens[len(each.tokens) - each.num_sampled :]]
+    assert whole.tokens[whole.logits_indices].tolist() == wanted
     first = halves[0]
     sampled = np.concatenate([half.tokens[half.logits_indices] for half in halves])
     assert np.array_equal(sampled, whole.tokens[whole.logits_indices])
@@ -208,8 +213,7 @@ def test_halves_are_steps(plan: StepPlan) -> None:
         assert np.array_equal(half.positions[half.query_starts], half.num_computed)
         assert half.num_scheduled.sum() == len(half.tokens)
         assert np.array_equal(half.query_starts, np.cumsum(half.num_scheduled) - half.num_scheduled)
-        ones = half.num_scheduled == 1
-        assert not ones[ones.sum() :].any(), "sequences of one token come first"
+        assert not half.decodes[half.decodes.sum() :].any(), "sequences that decode come first"
 
 
 class FixedModel:
@@ -273,6 +277,118 @@ def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, 
     assert counts["preemptions"] > 0
     assert 0 < counts["eager"] < counts["prompts"], "steps that are too long are computed as without static memory"
     assert outputs(little) == outputs(plain)
+
+
+Outputs = dict[str, list[EngineCoreOutput]]
+
+
+def run_constrained(
+    folder: Path,
+    tensor: int,
+    stages: int,
+    static: tuple[int, ...],
+    blocks: int,
+    proposer: dict[str, list[int]] | str | None,
+) -> tuple[Outputs, dict[str, int]]:
+    """Run requests of every kind, with proposals if there is a proposer."""
+    wanted = [one for one in constrained_requests()[5::2] if one.request_id != "dead end"] + requests()[1:7]
+    tokens = vocabulary(VOCAB, tuple(range(0, 24, 3)))
+    options = str(folder), wanted, 7, blocks, static, int(bool(static)), stages, "cpu", "off", tokens, proposer
+    ranks = interpret(targets.outputs_of, tensor * stages, *options)
+    assert all(found == ranks[-1][0] for found, _ in ranks)
+    found: tuple[Outputs, dict[str, int]] = ranks[-1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def without_proposals(folder: Path) -> Outputs:
+    found = run_constrained(folder, 1, 1, (), 64, None)[0]
+    assert {finish for _, finish in outputs(found).values()} == {"stop", "length"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "static", "blocks"),
+    [
+        (1, 1, (), 64),
+        (1, 1, (), 22),
+        (2, 1, SIZES, 64),
+        pytest.param(1, 2, SIZES, 64, marks=pytest.mark.full),
+        pytest.param(2, 1, SIZES, 22, marks=pytest.mark.full),
+        pytest.param(2, 2, (), 64, marks=pytest.mark.full),
+    ],
+)
+def test_proposals_change_no_output(
+    folder: Path, without_proposals: Outputs, tensor: int, stages: int, static: tuple[int, ...], blocks: int
+) -> None:
+    """Proposals are right or wrong by chance, and some steps have none."""
+    oracle = {name: tokens for name, (tokens, _) in outputs(without_proposals).items()}
+    found, counts = run_constrained(folder, tensor, stages, static, blocks, oracle)
+    assert_equal(found, without_proposals)
+    assert (counts["preemptions"] > 0) == (blocks == 22)
+    assert counts["proposed"] > counts["accepted"] > 30
+    assert not static or min(counts["static"], counts["pending"]) > 3, "other steps are planned ahead as usual"
+
+
+def assert_equal(found: Outputs, expected: Outputs) -> None:
+    """Check that outputs have the same tokens, and log-probabilities that differ by rounding."""
+    assert outputs(found) == outputs(expected)
+    for name, progress in expected.items():
+        one, other = ([entry for output in each for entry in output.logprobs or ()] for each in (progress, found[name]))
+        assert [entry.token for entry in one] == [entry.token for entry in other]
+        assert [entry.logprob for entry in one] == pytest.approx([entry.logprob for entry in other], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "static", "blocks", "same"),
+    [
+        (1, 1, (), 64, True),
+        (1, 1, (), 24, False),
+        pytest.param(2, 1, SIZES, 64, True, marks=pytest.mark.full),
+        pytest.param(1, 2, SIZES, 64, False, marks=pytest.mark.full),
+        pytest.param(2, 2, (), 24, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_draft_model_changes_no_output(
+    folder: Path,
+    tmp_path: Path,
+    without_proposals: Outputs,
+    tensor: int,
+    stages: int,
+    static: tuple[int, ...],
+    blocks: int,
+    same: bool,
+) -> None:
+    """The draft is the model itself, or one of other weights and another size, with a smaller vocabulary."""
+    draft = folder
+    if not same:
+        torch.manual_seed(1)
+        sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=VOCAB - 9, max_position_embeddings=256, **sizes)
+        transformers.LlamaForCausalLM(config).float().save_pretrained(tmp_path)
+        draft = tmp_path
+    found, counts = run_constrained(folder, tensor, stages, static, blocks, str(draft))
+    assert_equal(found, without_proposals)
+    assert counts["proposed"] > 60
+    assert counts["accepted"] > 10 if same else counts["accepted"] < 0.3 * counts["proposed"]
+    assert (counts["preemptions"] > 0) == (blocks == 24)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "static", "blocks"), [(1, (), 64), (1, (), 21), pytest.param(2, SIZES, 64, marks=pytest.mark.full)]
+)
+def test_a_draft_that_is_the_model_itself_is_always_right(
+    folder: Path, tensor: int, static: tuple[int, ...], blocks: int
+) -> None:
+    """So its cache holds the tokens of the model's, and it samples by the same noise."""
+    params = [SamplingParams(temperature=0.0, max_tokens=25), SamplingParams(seed=3, max_tokens=25, top_k=5)]
+    params = [replace(each, ignore_eos=True) for each in params]
+    wanted = [Request(f"{number}", (40 + number % 3,) * (3 + number), params[number % 2]) for number in range(9)]
+    options = str(folder), wanted, 7, blocks, static, int(bool(static)), 1, "cpu", "off", None, str(folder)
+    _, counts = interpret(targets.outputs_of, tensor, *options)[-1]
+    assert counts["accepted"] / counts["proposed"] > 0.97
+    assert counts["proposed"] > 50
+    assert (counts["preemptions"] > 0) == (blocks == 21)
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])
@@ -424,12 +540,16 @@ def plans(draw: st.DrawFn) -> StepPlan:
     for slot in draw(st.permutations(range(ROWS)))[: draw(st.integers(1, ROWS))]:
         count = draw(st.just(1) | st.integers(2, 40))
         tokens = tuple(draw(st.lists(st.integers(0, 999), min_size=count, max_size=count)))
+        drafts = draw(st.sampled_from([0, count - 1])) if count <= 5 else 0
         if count == 1 and draw(st.booleans()):
             tokens = (PENDING_TOKEN,)
-        made.append(
-            ScheduledSequence(slot, draw(st.integers(0, BLOCK * WIDTH - 40)), tokens, (), False, draw(st.booleans()))
-        )
-    return StepPlan(0, tuple(sorted(made, key=lambda sequence: len(sequence.tokens) > 1)))
+        before, do_sample = draw(st.integers(0, BLOCK * WIDTH - 40)), drafts > 0 or draw(st.booleans())
+        made.append(ScheduledSequence(slot, before, tokens, (), False, do_sample, drafts=drafts))
+    return StepPlan(0, tuple(sorted(made, key=lambda sequence: len(sequence.tokens) > 1 + sequence.drafts)))
+
+
+SAMPLED = 5 * ROWS
+"""The most tokens that such a plan samples."""
 
 
 @given(plans(), st.integers(1, 50), st.integers(0, 50), st.integers(0, 5), st.integers(0, 9), st.integers(1, 3))
@@ -442,7 +562,7 @@ def test_a_step_with_prompts_is_packed(
     size = plan.tokens + padding
     bounds = part_bounds(size, parts)
     assert [first for first, _ in bounds] + [size] == [0, *(stop for _, stop in bounds)]
-    layout = prefill_layout(size, ROWS, [max_tiles(stop - first, ROWS, most) + more for first, stop in bounds])
+    layout = prefill_layout(size, SAMPLED, [max_tiles(stop - first, ROWS, most) + more for first, stop in bounds])
     filled = np.arange(2 * cells, dtype=np.int32).reshape(cells, 2)
     out = np.full(layout.block_updates.start + 2 * cells, 12345, np.int32)
     pack_prefill(batch, filled, most, 77, 88, layout, out)
@@ -454,14 +574,14 @@ def test_a_step_with_prompts_is_packed(
             positions.append(place)
             slots.append(tables[sequence.slot, place // BLOCK] * BLOCK + place % BLOCK)
             owners.append((sequence.slot, place))
-        if sequence.do_sample:
-            logits_indices.append(len(tokens) - 1)
-            rows.append(sequence.slot)
+        for place in range(sequence.num_sampled):
+            logits_indices.append(len(tokens) - sequence.num_sampled + place)
+            rows.append(77 if sequence.drafts else sequence.slot)
     assert out[layout.tokens].tolist() == tokens + [0] * padding
     assert out[layout.positions].tolist() == positions + [0] * padding
     assert out[layout.cache_slots].tolist() == slots + [88] * padding
-    assert out[layout.logits_indices].tolist() == logits_indices + [0] * (ROWS - len(logits_indices))
-    assert out[layout.logits_rows].tolist() == rows + [77] * (ROWS - len(rows))
+    assert out[layout.logits_indices].tolist() == logits_indices + [0] * (SAMPLED - len(logits_indices))
+    assert out[layout.logits_rows].tolist() == rows + [77] * (SAMPLED - len(rows))
     assert out[layout.num_block_updates] == cells
     assert out[layout.block_updates].tolist() == list(range(2 * cells))
     covered: list[tuple[int, int] | None] = [(-1, -1)] * size

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.engine.output_processor import OutputProcessor
-from shotcast.engine.outputs import EngineCoreOutput
+from shotcast.engine.outputs import EngineCoreOutput, TokenLogprob
 from shotcast.engine.sampling_params import SamplingParams
 
 END, SPECIAL = 0, 25
@@ -76,6 +76,35 @@ def test_special_tokens_are_shown_on_request(at_end: bool, skip: bool, text: str
 def test_a_stop_string_ends_an_output_at_once() -> None:
     output, _, _ = process(True, [1, 2, 3, 4], ("c",), False)
     assert (output.text, output.finish_reason, output.stop_reason) == ("b", "stop", "c")
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=12),
+    st.lists(st.integers(1, 4), min_size=12, max_size=12),
+    st.sampled_from([(), ("bc",), ("c", "dd")]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_several_tokens_of_a_step_are_as_one_after_the_other(
+    tokens: list[int], sizes: list[int], stop: tuple[str, ...], ends: bool, at_end: bool, least: int
+) -> None:
+    expected, grown, _ = process(at_end, tokens, stop, ends, least)
+    letters: Any = Letters()
+    params = SamplingParams(stop=stop, min_tokens=least, logprobs=0)
+    processor = OutputProcessor("a", (1,), params, letters, (END,), at_end)
+    text = ""
+    while tokens and not processor.copy().finished:
+        some, tokens = tokens[: sizes[0]], tokens[sizes.pop(0) :]
+        entries = tuple(TokenLogprob(token, -1.0, 1, ()) for token in some)
+        finish = None if tokens else "stop" if ends else "length"
+        step = EngineCoreOutput("a", tuple(some), entries, finish, some[-1] if ends and not tokens else None)  # type: ignore[arg-type]
+        text += processor.update(step, 1.0).delta
+    found = processor.copy()
+    assert (found.tokens, found.text, found.finish_reason) == (expected.tokens, expected.text, expected.finish_reason)
+    assert found.stop_reason == expected.stop_reason
+    assert text == found.text == grown[-1]
+    assert [entry.token for entry in found.logprobs or ()] == found.tokens
 
 
 def test_a_stop_string_of_bytes_ends_an_output_with_its_last_byte() -> None:

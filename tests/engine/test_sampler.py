@@ -150,6 +150,66 @@ def test_kernels_sample_from_the_requested_distribution() -> None:
         assert abs(chi_square(observed, [120 * probability for probability in reference(row, p, output)])) < 4
 
 
+CONSTRAINED = [
+    params(logit_bias={4: 3.0, 9: -50.0}, seed=4, logprobs=2),
+    params(allowed_token_ids=[2, 3, 5, 7, 11], temperature=0, frequency_penalty=1.0),
+    params(min_tokens=6, logit_bias={targets.END: 9.0}, seed=8),
+    params(temperature=0, logprobs=0),
+    params(temperature=0),
+]
+
+
+def test_proposals_change_no_token() -> None:
+    """Outputs with proposals, some of them wrong, equal those without, whatever the parameters."""
+    kinds = [*SETTINGS, *CONSTRAINED]
+    plain, logprobs, steps = targets.outputs_of(kinds, VOCAB, 40, False)
+    assert steps == 40
+    assert len(set(map(tuple, plain))) > 20
+    found, with_proposals, steps = targets.outputs_of(kinds, VOCAB, 40, False, plain)
+    assert found == plain
+    assert with_proposals == logprobs
+    assert 15 < steps < 40
+
+
+def test_proposals_change_no_token_of_the_kernels() -> None:
+    kinds = [*(SETTINGS[number] for number in (0, 11, 16, 18)), *CONSTRAINED[:4]]
+    ((plain, logprobs, _),) = interpret(targets.outputs_of, 1, kinds, VOCAB, 9, True)
+    ((found, with_proposals, steps),) = interpret(targets.outputs_of, 1, kinds, VOCAB, 9, True, plain)
+    assert (found, with_proposals) == (plain, logprobs)
+    assert steps < 9
+
+
+def test_a_greedy_step_with_proposals_runs_without_noise() -> None:
+    kinds = [params(temperature=0)] * 3
+    plain, _, _ = targets.outputs_of(kinds, VOCAB, 12, False)
+    assert plain[0] == plain[1] == [int(targets.logits_after(plain[0][:place], VOCAB).argmax()) for place in range(12)]
+    assert targets.outputs_of(kinds, VOCAB, 12, False, plain)[0] == plain
+
+
+@pytest.mark.parametrize("number", [0, 11, 16, 19])
+def test_accepted_tokens_have_the_requested_distribution(number: int) -> None:
+    """A proposal is accepted with its probability, as by rejection sampling; so the distribution does not change, of
+    the first token or of the one after an accepted proposal."""
+    p, count, output = SETTINGS[number], 4000, (3, 4, 4, 4)
+    first, second = logits(2, seed=number)
+    expected = reference(first, p, output)
+    proposal = sorted(range(VOCAB), key=lambda token: -expected[token])[1]
+    sampler = Sampler(count, VOCAB, "cpu", salt=2)
+    for slot in range(count):
+        sampler.assign(slot, p, f"request {slot}", output)
+    x = torch.stack((first, second)).repeat(count, 1)
+    last_tokens = torch.zeros(count, dtype=torch.int64)
+    made = sampler.sample(x, range(count), best_of(x), last_tokens, False, [(proposal,)] * count)
+    one, two = made.tokens[:, 0].view(count, 2).T
+    assert abs(chi_square(one.bincount(minlength=VOCAB).tolist(), [count * each for each in expected])) < 4
+    accepted = one == proposal
+    probability, times = expected[proposal], int(accepted.sum())
+    assert abs(times - count * probability) < 4 * math.sqrt(count * probability * (1 - probability))
+    after = reference(second, p, (*output, proposal))
+    assert abs(chi_square(two[accepted].bincount(minlength=VOCAB).tolist(), [times * each for each in after])) < 4
+    assert last_tokens.equal(torch.where(accepted, two, one))
+
+
 def test_positions_of_one_output_are_independent() -> None:
     """This tests pairs of successive tokens of one request."""
     row = logits(1, vocab=4, scale=1.0)[0]
@@ -501,7 +561,7 @@ def test_impossible_tokens_are_not_sampled() -> None:
 def test_other_logits_are_refused(x: torch.Tensor) -> None:
     sampler = Sampler(1, VOCAB, "cpu", salt=0)
     sampler.assign(0, params(), "a", ())
-    with pytest.raises(ConfigError, match=r"the logits of 1 slots must be float32 \[1, 32\], not"):
+    with pytest.raises(ConfigError, match=r"the logits of 1 rows must be float32 \[1, 32\], not"):
         sample_all(sampler, x, [0])
 
 

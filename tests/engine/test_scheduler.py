@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -19,6 +20,8 @@ from shotcast.engine.outputs import EngineCoreOutput, TokenLogprob
 from shotcast.engine.requests import Request
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
+from shotcast.engine.sequence import SequenceState
+from shotcast.engine.speculation import Proposer, RankProposer, Speculation
 from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, StepPlan
 from shotcast.errors import ConfigError
 
@@ -51,15 +54,47 @@ class Slot:
     table: list[int]
     tokens: list[int]  # all computed tokens, and the token sampled last
     last_token: int | None = None
+    accepted: int = 0  # proposals of the last step
+
+
+class Guesses:
+    """Proposes some right tokens, and then wrong ones, as the tokens so far decide."""
+
+    def propose(self, sequence: SequenceState, count: int) -> list[int]:
+        return self.after(list(sequence.tokens), count)
+
+    @staticmethod
+    def after(tokens: list[int], count: int) -> list[int]:
+        draw = random.Random(zlib.crc32(array("q", tokens).tobytes()))
+        right, proposals = draw.randrange(count + 1), []
+        for place in range(draw.randrange(count + 1)):
+            proposals.append((next_token(tokens) + (place >= right)) % VOCAB)
+            tokens.append(proposals[-1])
+        return proposals
+
+
+class Turns:
+    """Speculates in steps by a pattern."""
+
+    def __init__(self, pattern: list[bool]):
+        self.pattern = itertools.cycle(pattern)
+
+    def speculates(self, running: int) -> bool:
+        return next(self.pattern)
+
+    def record(self, running: int, speculated: bool, tokens: float, seconds: float) -> None:
+        assert tokens >= 1 or running
 
 
 class Ranks:
     """Executes plans in order on a cache that holds (token, position) by block, and checks every read."""
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, proposals: int = 0):
         self.config = config
+        self.proposals = proposals
         self.cache = [[-1] * config.block_size for _ in range(config.num_blocks)]
         self.slots: dict[int, Slot] = {}
+        self.reported: list[tuple[int, ...]] = []  # proposals of the last step
 
     def read(self, slot: Slot, count: int) -> list[int]:
         size = self.config.block_size
@@ -71,8 +106,8 @@ class Ranks:
         size = self.config.block_size
         assert plan.tokens <= self.config.max_batch_tokens
         assert 0 < len({s.slot for s in plan.sequences}) == len(plan.sequences) <= self.config.max_sequences
-        several = [len(s.tokens) > 1 for s in plan.sequences]
-        assert several == sorted(several)
+        chunks = [len(s.tokens) > 1 + s.drafts for s in plan.sequences]
+        assert chunks == sorted(chunks)
         written: set[int] = set()
         parts = []
         for s in plan.sequences:
@@ -85,13 +120,17 @@ class Ranks:
                 assert (s.params, s.request_id, s.output) == (None, "", ())
                 self.slots[s.slot].table += s.blocks
             slot = self.slots[s.slot]
+            assert s.accepted == slot.accepted
             tokens = list(s.tokens)
             if tokens == [PENDING_TOKEN]:
                 assert slot.last_token is not None
                 tokens = [slot.last_token]
-            # The table has no more blocks than the tokens need, each once.
-            assert len(slot.table) == -(-(s.num_computed + len(tokens)) // size) == len(set(slot.table))
-            assert tokens == slot.tokens[s.num_computed : s.num_computed + len(tokens)]
+            # The table has no more blocks than the tokens need, each once, and those of proposals.
+            needed = -(-(s.num_computed + len(tokens)) // size)
+            assert needed <= len(slot.table) == len(set(slot.table)) <= needed + -(-2 * self.proposals // size)
+            known = len(tokens) - s.drafts
+            assert tokens[:known] == slot.tokens[s.num_computed : s.num_computed + known]
+            assert not s.drafts or (s.do_sample and s.num_computed + known == len(slot.tokens))
             # No sequence reads what this step writes: neither this one (it starts after), nor any other.
             assert self.read(slot, s.num_computed) == slot.tokens[: s.num_computed]
             parts.append((s, slot, tokens))
@@ -103,15 +142,25 @@ class Ranks:
             for place, token in enumerate(tokens, s.num_computed):
                 self.cache[slot.table[place // size]][place % size] = token
         sampled = []
+        self.reported = []
         for s, slot, tokens in parts:
-            computed = s.num_computed + len(tokens)
+            computed = s.num_computed + len(tokens) - s.drafts
             assert self.read(slot, computed) == slot.tokens[:computed]
             assert s.do_sample == (computed == len(slot.tokens))
+            slot.accepted = 0
             if s.do_sample:
-                slot.last_token = next_token(slot.tokens)
-                slot.tokens.append(slot.last_token)
+                proposals = list(s.proposals)
+                rows = [next_token(slot.tokens + proposals[:place]) for place in range(s.drafts + 1)]
+                while slot.accepted < s.drafts and rows[slot.accepted] == proposals[slot.accepted]:
+                    slot.accepted += 1
+                slot.tokens += rows[: slot.accepted + 1]
+                slot.last_token = slot.tokens[-1]
                 assert len(slot.tokens) <= self.config.max_model_len
-                sampled.append(slot.last_token)
+                sampled += rows
+                room = len(slot.table) * size - len(slot.tokens) + 1  # the last proposal is not computed
+                self.reported.append(tuple(Guesses.after(list(slot.tokens), max(0, min(s.propose, room)))))
+            else:
+                assert not s.propose
         entries = []
         for s, slot, tokens in parts:
             if s.targets is not None:
@@ -127,10 +176,10 @@ class Ranks:
 class Engine:
     """A scheduler with its ranks; as many plans stay outstanding as the scheduler makes."""
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None):
         self.config = config
-        self.scheduler = Scheduler(config)
-        self.ranks = Ranks(config)
+        self.scheduler = Scheduler(config, speculation)
+        self.ranks = Ranks(config, speculation.count if speculation else 0)
         self.plans: deque[StepPlan] = deque()
         self.prompts: deque[dict[str, tuple[int, ...]]] = deque()  # as of the time of each plan
         self.made: list[StepPlan] = []
@@ -165,7 +214,8 @@ class Engine:
             return False
         plan = self.plans.popleft()
         assert plan.number == self.scheduler.oldest_outstanding
-        for output in self.scheduler.update(plan.number, *self.ranks.step(plan, self.prompts.popleft())):
+        results = self.ranks.step(plan, self.prompts.popleft())
+        for output in self.scheduler.update(plan.number, *results, (), self.ranks.reported):
             assert output.request_id not in self.ended
             wanted = self.requests[output.request_id].params.prompt_logprobs
             if wanted is not None and not self.outputs[output.request_id]:
@@ -249,10 +299,21 @@ actions = st.lists(
 )
 
 
+speculations = st.none() | st.builds(
+    lambda count, most, proposer, pattern: Speculation(count, most, proposer, Turns(pattern)),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.sampled_from([Guesses(), RankProposer()]),
+    st.lists(st.booleans(), min_size=1, max_size=4),
+)
+
+
 @settings(max_examples=2000, derandomize=True)
-@given(configs, actions)
-def test_every_output_equals_that_of_the_request_alone(config: SchedulerConfig, actions: list[object]) -> None:
-    engine = Engine(config)
+@given(configs, speculations, actions)
+def test_every_output_equals_that_of_the_request_alone(
+    config: SchedulerConfig, speculation: Speculation | None, actions: list[object]
+) -> None:
+    engine = Engine(config, speculation)
     for number, action in enumerate(actions):
         if action in ("schedule", "turn"):
             engine.schedule()
@@ -274,9 +335,10 @@ def test_every_output_equals_that_of_the_request_alone(config: SchedulerConfig, 
     engine.check()
 
 
+@pytest.mark.parametrize("proposer", [None, Guesses(), RankProposer()])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("pipeline", [1, 2, 3])
-def test_a_tiny_cache_under_load(lookahead: int, pipeline: int) -> None:
+def test_a_tiny_cache_under_load(lookahead: int, pipeline: int, proposer: Proposer | None) -> None:
     """There is much preemption and much sharing, and both must occur."""
     draw = random.Random(1)
     engine = Engine(
@@ -287,7 +349,8 @@ def test_a_tiny_cache_under_load(lookahead: int, pipeline: int) -> None:
             lookahead=lookahead,
             pipeline=pipeline,
             max_batch_tokens=24,
-        )
+        ),
+        proposer and Speculation(3, 9, proposer, Turns([True, True, False])),
     )
     for number in range(150):
         prompt = (draw.randrange(2),) * draw.randrange(12) + (draw.randrange(VOCAB),)
@@ -303,6 +366,7 @@ def test_a_tiny_cache_under_load(lookahead: int, pipeline: int) -> None:
     stats = engine.scheduler.stats()
     assert stats.preemptions > 20
     assert stats.cached_tokens > 100
+    assert (stats.proposed_tokens > stats.accepted_tokens > 20) == (proposer is not None)
     engine.check()
 
 

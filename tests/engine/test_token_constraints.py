@@ -78,6 +78,37 @@ def test_a_grammar_allows_what_continues_one_of_its_texts(
             constraints.assign(1, SamplingParams(grammar=Grammar.choice(texts)), output, ENDS)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.text("ab", min_size=1, max_size=6), st.text("abc", max_size=4), st.text("ab", max_size=3))
+def test_a_grammar_is_followed_through_proposals(
+    constraints: TokenConstraints, text: str, proposed: str, rest: str
+) -> None:
+    """Masks after proposals are those of the text with them; afterwards the grammar is where the output is."""
+    whole = text + proposed.replace("c", "") + rest
+
+    def follows(before: str) -> set[int]:
+        if whole == before:
+            return set(ENDS)
+        return {tokens_of(whole[len(before) :])[0]} if whole.startswith(before) else set()
+
+    constraints.assign(1, SamplingParams(grammar=Grammar.choice([whole])), tokens_of(text), ENDS)
+    drafts = [(), tuple(tokens_of(proposed))] if proposed else [(), ()]
+    found = constraints.next([0, 1], [3, len(text)], drafts)
+    assert found is not None
+    assert found.rows == list(range(1, len(proposed) + 2))
+    for row, mask in zip(found.rows, unpack(found.masks, VOCAB), strict=True):
+        wanted = follows(text + proposed[: row - 1])
+        assert set(np.flatnonzero(mask).tolist()) == (wanted or set(range(VOCAB)))
+        assert (row in dict(found.failures)) == (not wanted)
+    accepted = max(count for count in range(len(proposed) + 1) if whole.startswith(text + proposed[:count]))
+    last = min(follows(text + proposed[:accepted]))
+    sampled = [*tokens_of(proposed[:accepted]), last, *[9] * (len(proposed) - accepted)]
+    constraints.follow([0, 1], torch.tensor([[9, 1], *([token, 1] for token in sampled)]), drafts)
+    if last not in ENDS:
+        after = text + proposed[:accepted] + text_of([last])
+        assert allowed(constraints.next([1], [0, len(after)])) == follows(after)
+
+
 def test_constraints_combine(constraints: TokenConstraints) -> None:
     params = SamplingParams(allowed_token_ids=[40, 5, 41], min_tokens=2, stop_token_ids=[41], logit_bias={40: 2, 7: -1})
     constraints.assign(2, params, (), (*ENDS, 41))
@@ -92,6 +123,19 @@ def test_constraints_combine(constraints: TokenConstraints) -> None:
     assert constraints.next([2], [0, 0, 2, 0]) is None
     constraints.assign(2, SamplingParams(), (), ENDS)
     assert constraints.next([2], [0, 0, 0, 0]) is None
+
+
+def test_constraints_of_rows_with_proposals(constraints: TokenConstraints) -> None:
+    """A row is as far in the output as its proposals are many."""
+    params = SamplingParams(min_tokens=3, logit_bias={40: 2})
+    constraints.assign(2, params, (), ENDS)
+    constraints.assign(1, SamplingParams(min_tokens=2), (), ENDS)
+    found = constraints.next([1, 0, 2], [0, 1, 1, 0], [(7,), (8, 9), (7, 7)])
+    assert found is not None
+    assert found.rows == [0, 5, 6, 7]
+    ends = [bool(row[list(ENDS)].any()) for row in unpack(found.masks, VOCAB)]
+    assert ends == [False, False, False, True]
+    assert found.biased[0].tolist() == [row * VOCAB + 40 for row in (5, 6, 7)]
 
 
 def test_a_row_that_nothing_may_follow_is_reported(constraints: TokenConstraints) -> None:
@@ -113,7 +157,7 @@ def test_a_grammar_without_a_vocabulary_is_reported() -> None:
 
 def test_a_fault_of_the_library_ends_only_its_requests(constraints: TokenConstraints) -> None:
     class Faulty:
-        def consume_token(self, token: int) -> None:
+        def consume_tokens(self, tokens: list[int]) -> None:
             raise SystemError("a panic")
 
     for slot in (0, 1):

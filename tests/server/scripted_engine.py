@@ -296,6 +296,8 @@ class ScriptedEngine:
             cached_tokens=400,
             output_tokens=500,
             preemptions=7,
+            proposed_tokens=90,
+            accepted_tokens=80,
             steps=60,
             step_s=1.5,
             communication_s=0.25,

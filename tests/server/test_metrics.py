@@ -29,6 +29,8 @@ def test_engine_counters_are_current() -> None:
             "cached_prompt_tokens_total": 400,
             "output_tokens_total": 500,
             "preemptions_total": 7,
+            "proposed_tokens_total": 90,
+            "accepted_tokens_total": 80,
             "steps_total": 60,
             "step_seconds_total": 1.5,
             "communication_seconds_total": 0.25,

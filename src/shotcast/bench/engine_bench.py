@@ -39,6 +39,7 @@ from shotcast.engine.layout_choice import choose_layout
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.speculative_config import SpeculativeConfig
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
@@ -69,7 +70,8 @@ class EngineBenchConfig:
     """The points to measure: each batch with each algorithm, and each of the ways of ``overlaps``, on each layout.
 
     With ``baseline``, Transformers is measured first. With ``hosts``, the ranks are on simulated hosts, and each layout
-    takes all of them.
+    takes all of them. With ``speculative_config``, every engine is measured without it and with it. Prompts repeat
+    ``period`` random tokens; 0 for random tokens throughout.
     """
 
     model: str
@@ -85,6 +87,8 @@ class EngineBenchConfig:
     quantization: str = ""
     hosts: HostsConfig | None = None
     overlaps: tuple[str, ...] = ("auto",)
+    speculative_config: str = ""
+    period: int = 0
 
     def __post_init__(self) -> None:
         known = benchmark_algorithms(self.hosts is not None)
@@ -96,6 +100,10 @@ class EngineBenchConfig:
             raise ConfigError(
                 "batches, prompt and rounds must be at least 1, and output at least 2 (one token has no TPOT)"
             )
+        if self.period < 0:
+            raise ConfigError(f"period must be at least 0, not {self.period}")
+        if self.speculative_config:
+            SpeculativeConfig.read(self.speculative_config)
         if self.hosts is None:
             return
         if self.device != "cpu" or self.baseline:
@@ -114,6 +122,7 @@ class _Engine(NamedTuple):
     layout: Layout
     algorithm: str
     overlap: str
+    speculation: str
     name: str
 
 
@@ -163,9 +172,12 @@ def _engines(config: EngineBenchConfig) -> Iterator[_Engine]:
         ways = itertools.product(config.algorithms, config.overlaps)
         # a single rank does not communicate, so it is measured once
         once = layout.tensor_parallel == 1 and config.hosts is None
-        for algorithm, overlap in itertools.islice(ways, 1 if once else None):
+        speculates = config.speculative_config and config.hosts is None
+        speculations = ("", config.speculative_config) if speculates else ("",)
+        few = itertools.islice(ways, 1 if once else None)
+        for (algorithm, overlap), speculation in itertools.product(few, speculations):
             name = f"{layout} {algorithm}" + (f", overlap {overlap}" if len(config.overlaps) > 1 else "")
-            yield _Engine(layout, algorithm, overlap, name)
+            yield _Engine(layout, algorithm, overlap, speculation, name + ", speculating" * bool(speculation))
 
 
 def _measure_here(
@@ -178,20 +190,23 @@ def _measure_here(
         # in a process of its own, so that its memory and threads are gone before the next measurement
         yield from spawn(transformers_rows, 1, config)[0]
     bandwidths: dict[int, float] = {}
-    for layout, algorithm, overlap, name in engines:
+    for layout, algorithm, overlap, speculation, name in engines:
         batches = [f"{name}, {batch} request{'s' * (batch > 1)}" for batch in config.batches]
         advance(batches[0])
         if layout.ranks not in bandwidths:
             bandwidths[layout.ranks] = min(spawn(read_bandwidth_gbps, layout.ranks, config.device))
-        with _environment(_NCCL if algorithm == "nccl" else {}), _engine(config, layout, algorithm, overlap) as llm:
+        with (
+            _environment(_NCCL if algorithm == "nccl" else {}),
+            _engine(config, layout, algorithm, overlap, speculation) as llm,
+        ):
             for number, batch in enumerate(config.batches):
                 if number:
                     advance(batches[number])
                 row = _point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
-                yield replace(row, overlap=overlap)
+                yield replace(row, overlap=overlap, speculation=speculation)
 
 
-def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str) -> LLM:
+def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str, speculation: str = "") -> LLM:
     return LLM(
         config.model,
         **_engine_options(config),
@@ -199,6 +214,7 @@ def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: 
         prefix_caching=False,
         algorithm=benchmark_algorithms(config.hosts is not None)[algorithm],
         overlap=overlap,
+        speculative_config=speculation or None,
         # graphs with timestamps are captured when the model is loaded, not in the round that uses them
         stamp_every=int(config.device == "cuda"),
     )
@@ -222,7 +238,7 @@ def _measure_on_hosts(
     options = {"delay_us": hosts.delay_us, "bandwidth_gbps": hosts.bandwidth_gbps}
     with SimulatedHosts(hosts.hosts, **options) as network:
         bandwidth = min(network.run(read_bandwidth_gbps, hosts.ranks_per_host, config.device))
-        for layout, algorithm, overlap, name in engines:
+        for layout, algorithm, overlap, _, name in engines:
             advance(name)
             environment = _ALL_BY_GLOO if algorithm == _GLOO else {}
             arguments = config, layout, algorithm, overlap, bandwidth
@@ -360,7 +376,9 @@ def _point(
     model = llm.model
 
     def run_round() -> tuple[list[RequestOutput], float]:
-        prompts = [[numbers.randrange(model.vocab) for _ in range(config.prompt)] for _ in range(batch)]
+        period = config.period or config.prompt
+        parts = [[numbers.randrange(model.vocab) for _ in range(period)] for _ in range(batch)]
+        prompts = [(part * (config.prompt // period + 1))[: config.prompt] for part in parts]
         started = time.perf_counter()
         outputs = llm.generate(prompts, params)
         return outputs, time.perf_counter() - started
@@ -373,6 +391,9 @@ def _point(
     llm.stamp_every(0)
     rounds = [run_round() for _ in range(config.rounds)]
     stats.append(llm.stats())
+    proposed, accepted = (
+        getattr(stats[2], name) - getattr(stats[1], name) for name in ("proposed_tokens", "accepted_tokens")
+    )
     before, after = stats[:2] if config.device == "cuda" else stats[1:]
     ttft_ms = median(sum((output.ttft_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
     tpot_ms = median(sum((output.tpot_s or 0.0) for output in outputs) / batch for outputs, _ in rounds) * 1e3
@@ -389,13 +410,16 @@ def _point(
         itl_ms=median(_gaps_s(rounds)) * 1e3,
         tokens_per_s=median(batch * config.output / seconds for _, seconds in rounds),
         communication=(after.communication_s - before.communication_s) / max(after.step_s - before.step_s, 1e-9),
+        period=config.period,
+        accepted=accepted / proposed if proposed else None,
     )
 
 
 def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
-    """Return the seconds between neighboring tokens of all requests."""
+    """Return the seconds between neighboring tokens of all requests, unless one step gave both."""
     times = [output.times_s for outputs, _ in rounds for output in outputs]
-    return [later - earlier for request_times in times for earlier, later in itertools.pairwise(request_times)]
+    pairs = [pair for request_times in times for pair in itertools.pairwise(request_times)]
+    return [later - earlier for earlier, later in pairs if later > earlier]
 
 
 def _row(

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from shotcast.bench.report import stamped
+from shotcast.engine.speculative_config import SpeculativeConfig
 from shotcast.errors import ConfigError
 from shotcast.planner.picture import check_format
 
@@ -26,8 +27,8 @@ class EngineRow:
     Attributes:
         prompt, output: tokens of each request.
         ttft_ms, tpot_ms: of a request; TPOT includes the delay caused by the prompts of other requests.
-        itl_ms: the median time between neighboring tokens of all requests, which is a step in which all of them
-            decode.
+        itl_ms: the median time between neighboring tokens of all requests that different steps gave, which is a step in
+            which all of them decode.
         tokens_per_s: output tokens of all requests divided by the time of the round.
         communication: share of the steps' time that rank 0 spent in collectives, including waiting for other ranks; on
             CUDA, of decoding steps, in a round that is not timed otherwise.
@@ -37,6 +38,9 @@ class EngineRow:
         quantization: of the layers' weight matrices.
         hosts, delay_us: the simulated hosts that the ranks were on, and the one-way delay between them.
         overlap: the way of prompts in halves, as :class:`~shotcast.engine.config.EngineConfig` has it.
+        speculation: the configuration of speculative decoding, in JSON; empty for none.
+        accepted: the share of proposals that were accepted; None if there were none.
+        period: the number of random tokens that each prompt repeats; 0 for random prompts.
     """
 
     model: str
@@ -59,6 +63,17 @@ class EngineRow:
     hosts: int = 1
     delay_us: float = 0.0
     overlap: str = "auto"
+    speculation: str = ""
+    accepted: float | None = None
+    period: int = 0
+
+    @property
+    def speculates(self) -> str:
+        """The method of speculative decoding, and the most proposals; "-" for none."""
+        if not self.speculation:
+            return "-"
+        config = SpeculativeConfig.read(self.speculation)
+        return f"{config.method} {config.num_speculative_tokens}"
 
 
 def reduces(row: EngineRow) -> bool:
@@ -67,10 +82,11 @@ def reduces(row: EngineRow) -> bool:
 
 
 def _columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
-    """Return the heads of the columns; two more where ranks were on simulated hosts, one where overlap was named."""
+    """Return the heads of the columns; some are for simulated hosts, for overlap by name, and for proposals."""
     hosts = ("hosts", "one way us") if any(row.hosts > 1 for row in rows) else ()
     overlap = ("overlap",) if _names_overlap(rows) else ()
-    return (*hosts, *_COLUMNS[:2], *overlap, *_COLUMNS[2:])
+    speculation = ("speculation", "accepted") if any(row.speculation for row in rows) else ()
+    return (*hosts, *_COLUMNS[:2], *overlap, *speculation, *_COLUMNS[2:])
 
 
 def _names_overlap(rows: Sequence[EngineRow]) -> bool:
@@ -80,12 +96,14 @@ def _names_overlap(rows: Sequence[EngineRow]) -> bool:
 def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
     """Return the cells of each row, in the order of :func:`_columns`."""
     hosts, overlap = any(row.hosts > 1 for row in rows), _names_overlap(rows)
+    speculation = any(row.speculation for row in rows)
     return [
         (
             *((str(row.hosts), f"{row.delay_us:g}" if row.hosts > 1 else "-") if hosts else ()),
             row.layout,
             row.algorithm if reduces(row) or row.hosts > 1 or row.algorithm == TRANSFORMERS else "-",
             *((row.overlap if reduces(row) else "-",) if overlap else ()),
+            *((row.speculates, "-" if row.accepted is None else f"{row.accepted:.0%}") if speculation else ()),
             str(row.batch),
             f"{row.ttft_ms:.1f}",
             f"{row.tpot_ms:.2f}",
@@ -102,7 +120,7 @@ def table(rows: Sequence[EngineRow]) -> Table:
     """Return the rows as a table for a terminal."""
     view = Table(box=None, pad_edge=False, header_style="bold")
     for name in _columns(rows):
-        view.add_column(name, justify="left" if name in ("layout", "algorithm", "overlap") else "right")
+        view.add_column(name, justify="left" if name in ("layout", "algorithm", "overlap", "speculation") else "right")
     for cells in _cells(rows):
         view.add_row(*cells)
     return view
@@ -154,14 +172,16 @@ def plot(rows: Sequence[EngineRow], path: Path) -> None:
     check_format(path)
     figure = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for key in dict.fromkeys((row.layout, row.algorithm, row.overlap) for row in rows):
-        of_curve = [row for row in rows if (row.layout, row.algorithm, row.overlap) == key]
+    for key in dict.fromkeys((row.layout, row.algorithm, row.overlap, row.speculates) for row in rows):
+        of_curve = [row for row in rows if (row.layout, row.algorithm, row.overlap, row.speculates) == key]
         curve = sorted(of_curve, key=lambda row: row.batch)
         xs, ys = [row.tokens_per_s for row in curve], [row.tpot_ms for row in curve]
         layout = f"TP{key[0].replace('x', ' x PP')}"
         label = key[1] if key[1] == TRANSFORMERS else f"{layout}, {key[1]}" if reduces(curve[0]) else layout
         if reduces(curve[0]) and _names_overlap(rows):
             label += f", overlap {key[2]}"
+        if curve[0].speculation:
+            label += f", {key[3]}"
         axes.plot(xs, ys, marker="o", label=label)
         for row, x, y in zip(curve, xs, ys, strict=True):
             axes.annotate(str(row.batch), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)

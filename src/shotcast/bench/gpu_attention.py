@@ -209,7 +209,7 @@ def _inputs(new: np.ndarray, before: np.ndarray) -> InputBatch:
     firsts, nothing = np.cumsum(new, dtype=np.int32) - new, np.zeros(0, np.int32)
     rows = np.arange(len(new), dtype=np.int32)
     tokens = np.zeros(int(new.sum()), np.int32)
-    return InputBatch(tokens, nothing, nothing, rows, before, new, firsts, nothing.astype(bool))
+    return InputBatch(tokens, nothing, nothing, rows, before, new, firsts, nothing)
 
 
 def _reference(query: torch.Tensor, cache: KVCache, table: torch.Tensor, length: int) -> torch.Tensor:

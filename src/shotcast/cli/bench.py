@@ -323,6 +323,12 @@ def _engine_command(
         str,
         typer.Option("--overlap", help="Ways of long prompts, as for shotcast generate: auto, on, plain, ..., off."),
     ] = "auto",
+    speculative_config: Annotated[
+        str, typer.Option("--speculative-config", help="Also time speculative decoding, as for shotcast generate.")
+    ] = "",
+    period: Annotated[
+        int, typer.Option("--period", help="Random tokens that each prompt repeats. Default: all tokens are random.")
+    ] = 0,
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
     ] = False,
@@ -350,6 +356,8 @@ def _engine_command(
         quantization,
         simulated,
         names_in(overlap),
+        speculative_config,
+        period,
     )
     config = engine_bench.with_layouts(config, names_in(layouts), say)
     screen = new_console()

@@ -70,6 +70,13 @@ def engine(
             help="CUDA: the part of a GPU's memory for weights, steps and KV cache together.",
         ),
     ] = 0.9,
+    speculative_config: Annotated[
+        str,
+        typer.Option(
+            "--speculative-config",
+            help='Speculative decoding, in JSON such as {"method": "ngram", "num_speculative_tokens": 4}.',
+        ),
+    ] = "",
 ) -> dict[str, Any]:
     """Return the options of every engine."""
     division = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
@@ -82,6 +89,7 @@ def engine(
         "kv_cache_dtype": kv_cache_dtype,
         "max_model_len": max_model_len,
         "gpu_memory_utilization": gpu_memory_utilization,
+        "speculative_config": speculative_config or None,
         "progress": sys.stderr.isatty(),
     }
 

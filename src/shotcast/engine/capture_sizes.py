@@ -6,7 +6,8 @@ from shotcast.engine.step_plan import StepPlan
 
 
 def decode_capture_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Return the numbers of sequences for which decode graphs are captured, ascending up to ``max_sequences``.
+    """Return the numbers of sequences for which decode graphs are captured, ascending up to ``max_sequences``; also the
+    numbers of sampled tokens for which those of the head are.
 
     They are powers of two up to 8; from there they are an eighth to a quarter apart, so that padding adds little work:
     1, 2, 4, 8, 16, 24, ..., 64, 80, ..., 128, 160, ...
@@ -38,6 +39,6 @@ def decode_capture_size(plan: StepPlan, sizes: tuple[int, ...]) -> int | None:
     A decode graph serves steps in which every sequence has one token and none is new to its slot, so that no sequence
     gets more than the block of that token. The result depends on the plan only, so all ranks take the same path.
     """
-    if not sizes or any(len(sequence.tokens) > 1 or sequence.is_new for sequence in plan.sequences):
+    if not sizes or any(len(each.tokens) > 1 or each.is_new or each.propose for each in plan.sequences):
         return None
     return next((size for size in sizes if size >= len(plan.sequences)), None)

@@ -103,7 +103,8 @@ class EngineClient:
         self.config = config = select_device(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
         self._checker: GrammarChecker | ConfigError = ConfigError("the model has no tokenizer, which grammars need")
-        self._model = locate(config.model)  # once: a name of the Hub may come to mean other files
+        located = _located(config)  # once: a name of the Hub may come to mean other files
+        self._model = located.model
         with contextlib.closing(open_checkpoint(self._model)) as checkpoint:  # before processes are started
             model = checkpoint.config
         if config.sequence_parallel and model.has_post_norms:
@@ -113,9 +114,13 @@ class EngineClient:
             )
         if not config.plans_layout:
             require_division(model, config.tensor_parallel, config.pipeline_parallel)
-        self.sampling_defaults = _sampling_defaults(replace(config, model=self._model))
+        if config.speculation is not None and config.speculation.model:
+            from shotcast.engine.draft_check import require_draft
+
+            require_draft(located, model)
+        self.sampling_defaults = _sampling_defaults(located)
         if leader is not None:
-            leader.gather(start_facts(replace(config, model=self._model)))
+            leader.gather(start_facts(located))
         self.layout_choice: LayoutChoice | None = None
         if config.plans_layout:
             # an engine that is told its layout needs no planner
@@ -124,6 +129,7 @@ class EngineClient:
             self.layout_choice = choose_layout(config, model)
             logger.info("%s", self.layout_choice)
             self.config = config = config.divided(str(self.layout_choice.layout))
+            located = located.divided(config.layout)
         if leader is not None:
             require_ranks(config, leader.world_size)
         self._dead: EngineDead | None = None
@@ -134,7 +140,7 @@ class EngineClient:
         self._death_callbacks: list[Callable[[EngineDead], None]] = []
         self._next_id = itertools.count()
         self._stats = EngineStats()
-        key, located = secrets.token_bytes(32), replace(config, model=self._model)
+        key = secrets.token_bytes(32)
         self._owner_pid = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="shotcast-", dir=env.socket_dir())
         self._address = address = os.path.join(self._folder, "engine")
@@ -438,11 +444,20 @@ class EngineClient:
             on_update([RequestUpdate(name, EngineDead("it was closed"), time.perf_counter())])
 
 
+def _located(config: EngineConfig) -> EngineConfig:
+    """Return a configuration that names its models as the paths by which each process finds the same files."""
+    located = replace(config, model=locate(config.model))
+    if config.speculation is not None and config.speculation.model:
+        draft = replace(config.speculation, model=locate(config.speculation.model))
+        located = replace(located, speculative_config=draft)
+    return located
+
+
 def _serve_as_member(config: EngineConfig, member: JobMember) -> NoReturn:
     """Serve rank 0 of the job until it ends, in the layout that it has."""
 
     def facts() -> tuple[Mapping[str, str], tuple[EngineConfig]]:
-        selected = replace(select_device(config), model=locate(config.model))
+        selected = _located(select_device(config))
         return start_facts(selected), (selected,)
 
     def serve(config: EngineConfig) -> None:

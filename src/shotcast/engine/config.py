@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any
 
 from shotcast.collectives.registry import import_named, registered
+from shotcast.engine.speculative_config import SpeculativeConfig
 from shotcast.errors import ConfigError
 
 _CPU_DTYPES, _CUDA_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16", "float32")
@@ -16,6 +18,8 @@ QUANTIZATIONS = ("", "fp8")
 MAX_RANKS = 1024
 """The largest number of ranks of one engine."""
 _AUTO = re.compile(r"auto(?::([1-9]\d{0,3}))?")
+MAX_SPECULATING = 16
+"""Sequences whose proposals may all be verified in one step; the logits of a step have room for no more."""
 DEFAULT_TARGET = "throughput"
 _TEXTS = (
     "layout",
@@ -114,6 +118,9 @@ class EngineConfig:
         algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
             norms.
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
+        speculative_config: speculative decoding, as options in a mapping or in JSON, such as ``{"method": "ngram",
+            "num_speculative_tokens": 4}``; see :class:`SpeculativeConfig`. None for none. It changes no output, and is
+            used where measurement finds that it pays.
         seed: seed of the requests that have none of their own; None samples differently each time.
         generation_config: where sampling parameters come from that a request does not give: ``auto`` for
             ``generation_config.json`` of the model, a folder that has such a file, or ``none``.
@@ -144,6 +151,7 @@ class EngineConfig:
     overlap: str = "auto"
     algorithm: str = "auto"
     timeout_s: float = 60.0
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
     seed: int | None = None
     generation_config: str = "auto"
     progress: bool = False
@@ -171,6 +179,8 @@ class EngineConfig:
         for name in _TEXTS:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a string, not {getattr(self, name)!r}")
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
         self._divide()
         if self.ranks > MAX_RANKS:
             raise ConfigError(f"tensor_parallel x pipeline_parallel is {self.ranks}, above {MAX_RANKS} ranks")
@@ -247,6 +257,18 @@ class EngineConfig:
         if options.get("layout") and any(name in options for name in _DIVISION):
             raise _two_layouts(options["layout"], *(options.get(name, 1) for name in _DIVISION))
         return cls(fspath(model) if isinstance(model, PathLike) else model, **options)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The options of speculative decoding; None without it."""
+        assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
+        return self.speculative_config
+
+    @property
+    def max_proposals(self) -> int:
+        """The most proposals that a step verifies."""
+        found = self.speculation
+        return found.num_speculative_tokens * min(self.max_sequences, MAX_SPECULATING) if found else 0
 
     @property
     def plans_layout(self) -> bool:

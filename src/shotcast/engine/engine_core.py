@@ -172,9 +172,8 @@ class EngineCore:
             output = self._channel.recv_output(self._stage_timeout_s) if pending is None else pending.result()
             self._check()
             assert output.number == plan.number
-            outputs = self._scheduler.update(
-                output.number, output.tokens, output.logprobs, output.prompt_logprobs, output.failures
-            )
+            results = output.tokens, output.logprobs, output.prompt_logprobs, output.failures, output.proposals
+            outputs = self._scheduler.update(output.number, *results)
             self._client.send(EngineCoreOutputs.pack(outputs, self._stats()))
 
     def _stats(self) -> EngineStats:

@@ -36,7 +36,7 @@ class InputBatch(NamedTuple):
         rows: [sequences], rows of the block tables.
         num_computed, num_scheduled: [sequences], tokens before this step, and tokens in it.
         query_starts: [sequences], the index of each sequence's first token among the tokens of the step.
-        sample_mask: bool [sequences], the sequences for which a token is sampled.
+        num_sampled: [sequences], how many of its last tokens a token is sampled after.
     """
 
     tokens: Int32Array
@@ -46,12 +46,18 @@ class InputBatch(NamedTuple):
     num_computed: Int32Array
     num_scheduled: Int32Array
     query_starts: Int32Array
-    sample_mask: npt.NDArray[np.bool_]
+    num_sampled: Int32Array
 
     @property
     def logits_indices(self) -> Int32Array:
         """The indices of the tokens whose logits are needed."""
-        return (self.query_starts + self.num_scheduled - 1)[self.sample_mask]
+        ends = self.query_starts + self.num_scheduled
+        return spans(ends - self.num_sampled, self.num_sampled)
+
+    @property
+    def decodes(self) -> npt.NDArray[np.bool_]:
+        """Bool [sequences]: those of one token, and those that sample after each of their tokens."""
+        return (self.num_scheduled == 1) | (self.num_scheduled == self.num_sampled)
 
     @property
     def context_lengths(self) -> Int32Array:
@@ -62,7 +68,7 @@ class InputBatch(NamedTuple):
         """Divide a step of 4 tokens or more into two halves, of which the first is computed first.
 
         A sequence that is cut is in both: its second part has the first in the cache. No part of a prompt is one token,
-        unless the other half begins with it, so sequences of one token still come first.
+        unless the other half begins with it, so sequences that decode still come first.
         """
         at = len(self.tokens) // 2
         ends = self.query_starts + self.num_scheduled
@@ -71,7 +77,7 @@ class InputBatch(NamedTuple):
         return self.part(0, at), self.part(at, len(self.tokens))
 
     def part(self, first: int, stop: int) -> InputBatch:
-        """Return the tokens from ``first`` up to ``stop``. A sequence that continues behind them samples no token."""
+        """Return the tokens from ``first`` up to ``stop``."""
         starts, ends = self.query_starts, self.query_starts + self.num_scheduled
         inside = (starts < stop) & (ends > first)
         begins, stops = np.maximum(starts, first)[inside], np.minimum(ends, stop)[inside]
@@ -84,23 +90,29 @@ class InputBatch(NamedTuple):
             self.num_computed[inside] + begins - starts[inside],
             stops - begins,
             begins - first,
-            self.sample_mask[inside] & (stops == ends[inside]),
+            np.maximum(0, stops - np.maximum(begins, (ends - self.num_sampled)[inside])),
         )
 
 
 def build_input_batch(plan: StepPlan, block_tables: Int32Array, block_size: int) -> InputBatch:
     """Build the arrays of a step. ``block_tables`` [rows, blocks] already hold the blocks that the plan hands out."""
     sequences = plan.sequences
-    fields = [(each.slot, each.num_computed, len(each.tokens), each.do_sample) for each in sequences]
-    rows, num_computed, num_scheduled, sample_mask = np.array(fields, np.int32).T
+    fields = [(each.slot, each.num_computed, len(each.tokens), each.num_sampled) for each in sequences]
+    rows, num_computed, num_scheduled, num_sampled = np.array(fields, np.int32).T
     ends = np.cumsum(num_scheduled, dtype=np.int32)
     starts = ends - num_scheduled
     tokens = np.empty(ends[-1], np.int32)
     for sequence, start, end in zip(sequences, starts.tolist(), ends.tolist(), strict=True):
         tokens[start:end] = -1 - sequence.slot if sequence.tokens[0] == PENDING_TOKEN else sequence.tokens
-    positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(num_computed - starts, num_scheduled)
+    positions = spans(num_computed, num_scheduled)
     slots = cache_slots(block_tables, np.repeat(rows, num_scheduled), positions, block_size)
-    return InputBatch(tokens, positions, slots, rows, num_computed, num_scheduled, starts, sample_mask.astype(bool))
+    return InputBatch(tokens, positions, slots, rows, num_computed, num_scheduled, starts, num_sampled)
+
+
+def spans(firsts: Int32Array, counts: Int32Array) -> Int32Array:
+    """Return the numbers ``first``, ``first + 1``, ... of each span, ``count`` of them."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.arange(counts.sum(), dtype=np.int32) + np.repeat(firsts - ends + counts, counts)
 
 
 def cache_slots(block_tables: Int32Array, rows: Int32Array, positions: Int32Array, block_size: int) -> Int32Array:
@@ -144,8 +156,9 @@ class PrefillLayout(NamedTuple):
 
     Attributes:
         num_block_updates: one word, how many entries of the block tables change.
-        logits_indices: [max_sequences], indices of the tokens whose logits are needed.
-        logits_rows: [max_sequences], the table rows of their sequences, and the spare row beyond those.
+        logits_indices: [max_sampled], indices of the tokens whose logits are needed.
+        logits_rows: [max_sampled], the table rows of their sequences; the spare row beyond those, and for sequences
+            that sample more than one token.
         tokens, positions, cache_slots: [size], as in :class:`InputBatch`.
         tiles: [max_tiles, TILE_FIELDS] for each part of the step, whose tokens they count from its first one.
         block_updates: [updates, 2], pairs of an index into the block tables and a block; any number of them.
@@ -161,10 +174,10 @@ class PrefillLayout(NamedTuple):
     block_updates: slice
 
 
-def prefill_layout(size: int, max_sequences: int, max_tiles: Sequence[int]) -> PrefillLayout:
-    """Return the layout of a step of ``size`` tokens with padding, at most this many sequences, and at most this many
-    tiles in each of its parts."""
-    words = 1, max_sequences, max_sequences, size, size, size, *(tiles * TILE_FIELDS for tiles in max_tiles)
+def prefill_layout(size: int, max_sampled: int, max_tiles: Sequence[int]) -> PrefillLayout:
+    """Return the layout of a step of ``size`` tokens with padding, which samples at most this many tokens, and has at
+    most this many tiles in each of its parts."""
+    words = 1, max_sampled, max_sampled, size, size, size, *(tiles * TILE_FIELDS for tiles in max_tiles)
     ends = list(itertools.accumulate(words))
     fields = [slice(end - count, end) for end, count in zip(ends, words, strict=True)]
     updates, indices, rows, tokens, positions, slots, *tiles = fields
@@ -196,10 +209,11 @@ def pack_prefill(
         out: the packed step.
     """
     count, size = len(batch.tokens), layout.tokens.stop - layout.tokens.start
+    rows = np.where(batch.num_sampled > 1, spare_row, batch.rows)
     out[layout.num_block_updates] = len(block_updates)
     for part, values, padding in (
         (layout.logits_indices, batch.logits_indices, 0),
-        (layout.logits_rows, batch.rows[batch.sample_mask], spare_row),
+        (layout.logits_rows, np.repeat(rows, batch.num_sampled), spare_row),
         (layout.tokens, batch.tokens, 0),
         (layout.positions, batch.positions, 0),
         (layout.cache_slots, batch.cache_slots, spare_slot),

@@ -15,6 +15,7 @@ from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicato
 from shotcast.collectives.rank_device import gpu_of, local_world_size, ranks_of_a_gpu
 from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.config import EngineConfig
+from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_one_sequence
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
@@ -79,6 +80,7 @@ def load(
             config.max_sequences,
             torch.float8_e4m3fn if config.kv_cache_dtype else None,
         )
+    draft = _load_draft(config, parallel, dtype, max_model_len, budget)
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
     job.broadcast(salt, 0)
     decode_sizes = decode_capture_sizes(config.max_sequences) if device == "cuda" else ()
@@ -88,12 +90,26 @@ def load(
 
     def new_runner(num_blocks: int) -> ModelRunner:
         limits = num_blocks, config.block_size, config.max_sequences, max_model_len
-        reports = job.rank == config.output_rank
-        sizes, overlap = (decode_sizes, prefill_sizes), (config.overlap, config.max_batch_tokens)
-        return ModelRunner(part, *limits, int(salt), *sizes, reports, *overlap, decisions)
+        static = int(salt), decode_sizes, prefill_sizes
+        drafting = None
+        if draft is not None:
+            drafting = DraftModel(ModelRunner(draft, *limits, *static), model.vocab)
+        return ModelRunner(
+            part,
+            *limits,
+            *static,
+            draft=drafting,
+            reports=job.rank == config.output_rank,
+            overlap=config.overlap,
+            max_batch_tokens=config.max_batch_tokens,
+            decisions=decisions,
+            max_proposals=config.max_proposals,
+        )
 
     started = time.perf_counter()
-    blocks = _num_cache_blocks(config, part, budget, max_model_len, job, new_runner)
+    blocks = _num_cache_blocks(
+        config, [part, *([draft] if draft is not None else [])], budget, max_model_len, job, new_runner
+    )
     allocating = f"allocating a cache of {blocks * config.block_size} tokens and capturing graphs on it"
     with budget.explained(allocating, "Lower gpu_memory_utilization, kv_cache_bytes or max_sequences"):
         runner = new_runner(blocks)
@@ -102,6 +118,27 @@ def load(
     capture_s = time.perf_counter() - started
     info = EngineInfo(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)
     return runner, info, job, comm
+
+
+def _load_draft(
+    config: EngineConfig, parallel: Parallel, dtype: torch.dtype, max_model_len: int, budget: MemoryBudget
+) -> CausalLM | None:
+    """Load this rank's part of the draft model; None if there is none, or the rank is in another stage than the last.
+
+    Collective on the last stage, whose ranks share its layers.
+    """
+    if config.speculation is None or not config.speculation.model or not parallel.last:
+        return None
+    comm = parallel.comm
+    ranks = Parallel(comm, algorithm=config.algorithm, timer=parallel.timer)
+    with (
+        contextlib.closing(open_checkpoint(config.speculation.model, comm.device)) as checkpoint,
+        budget.explained("reading the weights of the draft model", "Use more ranks or another draft model"),
+    ):
+        formats = stored_formats(config, dtype)
+        weights = Weights(checkpoint, dtype, comm.device, lambda read: None, config.quantization, formats)
+        cache = torch.float8_e4m3fn if config.kv_cache_dtype else None
+        return CausalLM(checkpoint.config, weights, ranks, max_model_len, config.max_sequences, cache)
 
 
 def communicators(
@@ -155,7 +192,7 @@ def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
     """Return the size of the longest message of a stage's collectives, at most what a communicator can have."""
     largest = config.max_batch_tokens * model.hidden
     if config.device == "cuda":  # the logits of a step must fit, or the project's own kernels would not gather them
-        largest = max(largest, config.max_sequences * model.vocab)
+        largest = max(largest, (config.max_sequences + config.max_proposals) * model.vocab)
     return min(max(_MIN_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
 
 
@@ -201,8 +238,16 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
     on_gpu = config.device == "cuda"
     sharers = ranks_of_a_gpu() if on_gpu else local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
-    kept = "stored" if model.stored_bytes is not None and stored_formats(config, dtype) else ""
-    weights = weight_bytes(model, dtype.itemsize, *layout, config.quantization or kept)
+    stores = bool(stored_formats(config, dtype))
+
+    def bytes_of(one: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> int:
+        kept = config.quantization or ("stored" if one.stored_bytes is not None and stores else "")
+        return weight_bytes(one, dtype.itemsize, tensor_parallel, pipeline_parallel, kept)
+
+    weights = bytes_of(model, *layout)
+    if config.speculation is not None and config.speculation.model:  # on the last stage; the fullest rank counts
+        with contextlib.closing(open_checkpoint(config.speculation.model)) as checkpoint:
+            weights += bytes_of(checkpoint.config, config.tensor_parallel, 1)
     dtype_name = config.quantization or str(dtype).removeprefix("torch.")
     memory = GpuMemory(_device_of(config)) if on_gpu else HostMemory()
     return MemoryBudget.find(config, memory, sharers, weights, dtype_name)
@@ -210,7 +255,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
 
 def _num_cache_blocks(
     config: EngineConfig,
-    part: CausalLM,
+    parts: list[CausalLM],
     budget: MemoryBudget,
     max_model_len: int,
     job: Communicator,
@@ -221,7 +266,7 @@ def _num_cache_blocks(
     Raises:
         ConfigError: there is too little room for one sequence, or for the largest step.
     """
-    one_block = part.allocate_caches(1, config.block_size)
+    one_block = [cache for part in parts for cache in part.allocate_caches(1, config.block_size)]
     bytes_per_block = sum(cache.nbytes for cache in one_block)
     del one_block
     if budget.measured:  # beside the blocks that it is told, a runner has a spare one

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from shotcast.engine.capture_sizes import decode_capture_size
+from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
 from shotcast.engine.cuda_graphs import CudaGraphs
 from shotcast.engine.decode_graphs import DecodeGraphs
 from shotcast.engine.device_state import DeviceState
@@ -44,6 +46,8 @@ class AsyncModelRunnerOutput:
         target_logprobs: Sequence[torch.Tensor] = (),
     ):
         self.number = number
+        self._draft: Draft | None = None
+        self._drafted: Drafted = []
         self._targets = targets
         self._logprob_rows: tuple[tuple[int, int], ...] = ()
         self._failures: tuple[tuple[int, str], ...] = ()
@@ -58,7 +62,11 @@ class AsyncModelRunnerOutput:
     @property
     def ready(self) -> bool:
         """Return whether :meth:`result` returns without waiting."""
-        return self._copy is None or self._copy.done
+        return (self._copy is None or self._copy.done) and all(pending.ready for _, pending in self._drafted)
+
+    def add_proposals(self, draft: Draft, drafted: Drafted) -> None:
+        """Add what a draft model has made for each sequence that samples."""
+        self._draft, self._drafted = draft, drafted
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the output. It is sound only if the ``check`` of the communicators passes afterwards."""
@@ -74,13 +82,30 @@ class AsyncModelRunnerOutput:
         sampled, *logprobs = copied
         tokens = [token if valid else INVALID_TOKEN for token, valid in sampled.tolist()]
         found = token_logprobs(tokens, self._logprob_rows, logprobs)
-        return ModelRunnerOutput(self.number, tuple(tokens), tuple(found), prompt_logprobs, self._failures)
+        output = ModelRunnerOutput(self.number, tuple(tokens), tuple(found), prompt_logprobs, self._failures)
+        if self._draft is None:
+            return output
+        return replace(output, proposals=self._draft.proposals(self._drafted))
 
     def _prompt_logprobs(self, logprobs: Sequence[torch.Tensor]) -> tuple[TokenLogprob, ...]:
         counts = [targets.alternatives for targets in self._targets for _ in targets.tokens]
         tokens = [token for targets in self._targets for token in targets.tokens]
         found = token_logprobs(tokens, list(enumerate(counts)), logprobs)
         return tuple(entry for entry in found if entry is not None)
+
+
+Drafted = list[tuple[tuple[int, ...], AsyncModelRunnerOutput]]
+"""The outputs of the steps that a draft model has decoded, with the sequences of each by their places among those that
+the plan samples."""
+
+
+class Draft(Protocol):
+    """A draft model: a :class:`~shotcast.engine.draft_model.DraftModel`."""
+
+    @property
+    def runner(self) -> ModelRunner: ...
+    def propose(self, plan: StepPlan, output: AsyncModelRunnerOutput | None, last_tokens: torch.Tensor) -> Drafted: ...
+    def proposals(self, drafted: Drafted) -> tuple[tuple[int, ...], ...]: ...
 
 
 class ModelRunner:
@@ -101,6 +126,8 @@ class ModelRunner:
         max_batch_tokens: the most tokens of a step, for that measurement.
         decisions: what another runner of this model decided about overlap, by number of tokens of steps on static
             memory; what this one decides is added.
+        max_proposals: the most proposals that a step verifies.
+        draft: the draft model, on ranks of the last stage.
         reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
             which with static memory may be planned before the host knows the tokens.
     """
@@ -119,8 +146,12 @@ class ModelRunner:
         overlap: str = "off",
         max_batch_tokens: int = 2048,
         decisions: dict[int, Decision] | None = None,
+        max_proposals: int = 0,
+        draft: Draft | None = None,
     ) -> None:
-        self._reports = reports
+        self._draft = draft
+        self._reports, self._max_proposals = reports, max_proposals
+        max_sampled = max_sequences + max_proposals
         static = bool(decode_sizes)
         caches = model.allocate_caches(num_blocks + static, block_size)
         device, last_stage = caches[0].keys.device, model.parallel.last
@@ -131,12 +162,12 @@ class ModelRunner:
         block_tables = torch.from_numpy(self._host_tables).to(device, copy=True)
         self._num_blocks_of_slot = [0] * max_sequences
         last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int64, device=device)
-        samples = last_stage and (reports or static)
-        self._sampler = Sampler(max_sequences, model.config.vocab, device, salt) if samples else None
+        samples = last_stage and (reports or static or draft is not None)
+        self.sampler = Sampler(max_sequences, model.config.vocab, device, salt) if samples else None
         logits = None
         if last_stage and static and device.type == "cuda":
-            values = torch.empty(max_sequences, model.config.vocab, device=device)
-            logits = Logits(values, torch.empty(max_sequences, 2, dtype=torch.int64, device=device))
+            values = torch.empty(max_sampled, model.config.vocab, device=device)
+            logits = Logits(values, torch.empty(max_sampled, 2, dtype=torch.int64, device=device))
         self._state = DeviceState(model, caches, block_tables, last_tokens, logits)
         self._forms = PrefillForms(model, overlap, {} if decisions is None else decisions, bool(prefill_sizes))
         self._overlap = None
@@ -149,9 +180,8 @@ class ModelRunner:
             self._graphs = CudaGraphs(device, model.parallel.timer)
             self._decode_graphs = DecodeGraphs(self._state, decode_sizes, self._graphs)
             if prefill_sizes:
-                self._prefill_graphs = PrefillGraphs(
-                    self._state, prefill_sizes, decode_sizes, self._graphs, self._forms
-                )
+                head_sizes = decode_capture_sizes(max_sampled)
+                self._prefill_graphs = PrefillGraphs(self._state, prefill_sizes, head_sizes, self._graphs, self._forms)
 
     @property
     def lookahead(self) -> int:
@@ -160,6 +190,20 @@ class ModelRunner:
         It is 1 with static memory, where the token stays on the device from one step to the next; otherwise 0.
         """
         return int(self._feedback is not None)
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """The token sampled last for each slot, int64 [slots + 1], on the last stage."""
+        return self._state.last_tokens
+
+    @property
+    def vocab(self) -> int:
+        """The number of tokens that the model knows."""
+        return self._state.model.config.vocab
+
+    def capacity(self, slot: int) -> int:
+        """Return how many tokens the blocks of a slot hold."""
+        return self._num_blocks_of_slot[slot] * self._state.block_size
 
     @property
     def overlap(self) -> Mapping[int, Decision]:
@@ -180,9 +224,13 @@ class ModelRunner:
     def capture(self, stamped: bool) -> None:
         """Decide on overlap, and capture the graphs and compile the kernels of steps on static memory. Collective.
 
+        The draft model comes first.
+
         Args:
             stamped: also capture the graphs of stamped steps.
         """
+        if self._draft is not None:
+            self._draft.runner.capture(stamped=False)
         if self._overlap is not None:
             self._overlap.measure(lambda step: self._eager_batch(step, np.empty((0, 2), np.int32)))
         if self._decode_graphs is None:
@@ -193,16 +241,18 @@ class ModelRunner:
         self._decode_graphs.capture(stamped=False)
         if stamped:
             self._decode_graphs.capture(stamped=True)
-        if self._sampler is not None:
-            self._sampler.warm_up()
+        if self.sampler is not None:
+            self.sampler.warm_up(self._max_proposals)
         if self._feedback is not None:
             self._feedback.warm_up()
         logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def close(self) -> None:
         """Release the graphs. Call this before the communicators are closed."""
-        if self._sampler is not None:
-            self._sampler.constraints.close()
+        if self._draft is not None:
+            self._draft.runner.close()
+        if self.sampler is not None:
+            self.sampler.constraints.close()
         self._forms.close()
         if self._decode_graphs is not None:
             self._graphs.close()
@@ -211,16 +261,20 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> AsyncModelRunnerOutput | None:
         """Compute a step. Return its output on ranks that sample, None on others, and for a plan without sequences."""
         if not plan.sequences:
-            if self._sampler is not None and plan.prepares is not None:
-                self._sampler.constraints.prepare(plan.prepares)
+            if self.sampler is not None and plan.prepares is not None:
+                self.sampler.constraints.prepare(plan.prepares)
             return None
-        if self._sampler is not None:  # before the step, so that grammars are compiled beside it
-            self._assign_new(plan, self._sampler)
+        if self.sampler is not None:  # before the step, so that grammars are compiled beside it
+            self._assign_new(plan, self.sampler)
         if self._feedback is not None:
             self._feedback.before_step(plan)
         output = self._execute_model(plan)
         if self._feedback is not None:
             self._feedback.after_step(plan)
+        if self._draft is not None:
+            drafted = self._draft.propose(plan, output, self.last_tokens)
+            if output is not None and drafted:
+                output.add_proposals(self._draft, drafted)
         return output
 
     @staticmethod
@@ -238,11 +292,11 @@ class ModelRunner:
         size = None if self._decode_graphs is None else decode_capture_size(plan, self._decode_graphs.sizes)
         if self._decode_graphs is not None and size is not None:
             logits = self._decode_graphs.run(plan, size)
-            return None if self._sampler is None else self._sample(plan, self._select_logits(plan, logits), True)
+            return None if self.sampler is None else self._sample(plan, self._select_logits(plan, logits), True)
         inputs = build_input_batch(plan, self._host_tables, self._state.block_size)
         if self._prefill_graphs is not None and self._prefill_graphs.serves(inputs):
             logits = self._prefill_graphs.run(inputs, block_updates)
-            return None if self._sampler is None else self._sample(plan, logits, True)
+            return None if self.sampler is None else self._sample(plan, logits, True)
         with self._state.model.parallel.timer.step():
             if self._overlap is not None and self._overlap.serves(inputs):
                 first, second = inputs.halves()
@@ -250,7 +304,7 @@ class ModelRunner:
                 logits = self._overlap.run(halves)
             else:
                 logits = self._state.model(self._eager_batch(inputs, block_updates), self._state.caches)
-            return None if self._sampler is None else self._sample(plan, logits, False)
+            return None if self.sampler is None else self._sample(plan, logits, False)
 
     def _execute_with_targets(self, plan: StepPlan, block_updates: Int32Array) -> AsyncModelRunnerOutput | None:
         """Compute a step that reports log-probabilities of prompts: without graphs, and as a whole."""
@@ -263,7 +317,7 @@ class ModelRunner:
                 return None
             logits = state.model.next_logits(hidden, batch)
             target_logprobs = self._target_logprobs(plan, inputs, hidden)
-            return None if self._sampler is None else self._sample(plan, logits, False, target_logprobs)
+            return None if self.sampler is None else self._sample(plan, logits, False, target_logprobs)
 
     def _target_logprobs(self, plan: StepPlan, inputs: InputBatch, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the log-probabilities of all targets of a plan, as in :class:`SamplerOutput`; () on ranks whose output
@@ -290,7 +344,7 @@ class ModelRunner:
         found = []
         for part in (slice(first, first + size) for first in range(0, len(places), size)):
             logits = self._state.model.logits(hidden[rows[part]])
-            if self._sampler is not None and self._reports:
+            if self.sampler is not None and self._reports:
                 found.append(logprobs_of(logits.values, tokens[part], alternatives))
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
@@ -317,12 +371,16 @@ class ModelRunner:
             best_is_stored: ``last_tokens`` already holds the likeliest tokens.
             target_logprobs: as of :meth:`_target_logprobs`.
         """
-        assert self._sampler is not None
-        slots = [sequence.slot for sequence in plan.sequences if sequence.do_sample]
+        assert self.sampler is not None
+        sampling = [sequence for sequence in plan.sequences if sequence.do_sample]
+        for sequence in sampling:
+            self.sampler.advance(sequence.slot, sequence.accepted)
+        slots, drafts = [each.slot for each in sampling], [each.proposals for each in sampling]
         sampled = None
         if logits is not None:
-            sampled = self._sampler.sample(logits.values, slots, logits.best, self._state.last_tokens, best_is_stored)
-        if not self._reports:
+            stored = self._state.last_tokens, best_is_stored
+            sampled = self.sampler.sample(logits.values, slots, logits.best, *stored, drafts)
+        if not self._reports and not plan.proposes:
             return AsyncModelRunnerOutput(plan.number)
         targets = [sequence.targets for sequence in plan.sequences if sequence.targets is not None]
         return AsyncModelRunnerOutput(plan.number, sampled, targets, target_logprobs)
@@ -352,23 +410,26 @@ class ModelRunner:
         """Build the tensors of a step that is not on static memory, and update the device's block tables."""
         state = self._state
         pending = np.flatnonzero(inputs.tokens < 0)
-        has_prefills = int(inputs.num_scheduled.max()) > 1
-        tile_tokens = (
-            state.model.max_tile_tokens(len(inputs.tokens)) if has_prefills and state.device.type == "cuda" else 0
-        )
-        num_decodes = 0 if tile_tokens else int((inputs.num_scheduled == 1).sum())
+        tile_tokens = 0
+        if state.device.type == "cuda" and int(inputs.num_scheduled.max()) > 1:
+            tile_tokens = state.model.max_tile_tokens(len(inputs.tokens))
+        # A token after which a sequence samples is a row of its own on a CPU, where the keys of all rows are written
+        # before any row is computed.
+        decoding = int(inputs.decodes.sum())
+        counts = inputs.num_scheduled[: 0 if tile_tokens else decoding]
+        num_decodes = int(counts.sum())
         int64_arrays = (
             inputs.tokens,
             inputs.positions,
             inputs.cache_slots,
-            inputs.rows[:num_decodes],
+            np.repeat(inputs.rows[: len(counts)], counts),
             inputs.logits_indices,
             pending,
             -1 - inputs.tokens[pending],
             block_updates[:, 0],
         )
         int32_arrays = (
-            inputs.context_lengths[:num_decodes],
+            inputs.positions[:num_decodes] + 1,
             attention_tiles(inputs, tile_tokens) if tile_tokens else inputs.rows[:0],
             block_updates[:, 1].copy(),
         )
@@ -381,14 +442,15 @@ class ModelRunner:
         if len(block_updates):
             state.block_tables.view(-1)[table_indices] = blocks
         tiles = AttentionTiles(tile_table, tile_tokens) if tile_tokens else None
-        prefills = self._prefills(inputs, num_decodes) if has_prefills and not tile_tokens else None
+        has_prefills = not tile_tokens and decoding < len(inputs.rows)
+        prefills = self._prefills(inputs, decoding) if has_prefills else None
         wanted = None if len(inputs.logits_indices) == len(inputs.tokens) else logits_indices
         return Batch(tokens, positions, slots, num_decodes, rows, lengths, prefills, tiles, state.block_tables, wanted)
 
-    def _prefills(self, inputs: InputBatch, num_decodes: int) -> PrefillMetadata:
-        """Describe the prompts of a step on a CPU, whose first ``num_decodes`` sequences have one token each."""
-        rows, counts = inputs.rows[num_decodes:], inputs.num_scheduled[num_decodes:]
-        lengths = inputs.context_lengths[num_decodes:]
+    def _prefills(self, inputs: InputBatch, decoding: int) -> PrefillMetadata:
+        """Describe the prompts of a step on a CPU, whose first ``decoding`` sequences decode."""
+        rows, counts = inputs.rows[decoding:], inputs.num_scheduled[decoding:]
+        lengths = inputs.context_lengths[decoding:]
         positions = np.concatenate([np.arange(length) for length in lengths])
         slots = cache_slots(self._host_tables, np.repeat(rows, lengths), positions, self._state.block_size)
         queries, keys = ((0, *np.cumsum(sizes).tolist()) for sizes in (counts, lengths))

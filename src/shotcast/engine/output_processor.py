@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shotcast.engine.detokenizer import IncrementalDetokenizer
@@ -44,6 +44,7 @@ class OutputProcessor:
         self._detokenizer = (
             None if tokenizer is None or self._at_end else IncrementalDetokenizer(tokenizer, self._skip_special)
         )
+        self._has_stops = bool(params.stop)
         self._stops = StopStrings(params.stop)
         self._min_tokens = params.min_tokens
         self._end_tokens = frozenset(end_tokens)
@@ -58,12 +59,24 @@ class OutputProcessor:
     def update(self, step: EngineCoreOutput, arrived: float) -> RequestOutput:
         """Add the output of a step, and return the request's output, which later updates change.
 
-        If a stop string ends the output, the engine core does not know that yet.
+        If a stop string ends the output, the engine core does not know that yet; it ends with the token that completes
+        the string, even if a step gives more.
 
         Args:
             step: the output of a step.
             arrived: when it arrived, by :func:`time.perf_counter`.
         """
+        output = self._output
+        delta = ""
+        for part in _single_tokens(step) if self._has_stops and len(step.tokens) > 1 else (step,):
+            self._add(part, arrived)
+            delta += output.delta
+            if output.finished:
+                break
+        output.delta = delta
+        return output
+
+    def _add(self, step: EngineCoreOutput, arrived: float) -> None:
         output = self._output
         output.time_s = arrived - self._started
         if not output.tokens:
@@ -83,7 +96,6 @@ class OutputProcessor:
             output.finish_reason, output.error = step.finish_reason, step.error
             if step.stop_token not in self._end_tokens:
                 output.stop_reason = step.stop_token
-        return output
 
     def _detokenize(self, step: EngineCoreOutput) -> str | None:
         """Turn new tokens into text, and return the stop string that they complete."""
@@ -105,3 +117,12 @@ class OutputProcessor:
         released, stop_string = self._stops.push(text, last)
         self._output.delta = early + released
         return stop_string
+
+
+def _single_tokens(step: EngineCoreOutput) -> Iterator[EngineCoreOutput]:
+    """Divide the output of a step into outputs of one token each, the last of which ends as the step does."""
+    last = len(step.tokens) - 1
+    for place in range(last + 1):
+        some = slice(place, place + 1)
+        part = step._replace(tokens=step.tokens[some], logprobs=step.logprobs and step.logprobs[some])
+        yield part if place == last else part._replace(finish_reason=None, stop_token=None)

@@ -34,10 +34,13 @@ class ModelRunnerOutput:
 
     Attributes:
         number: the number of the plan.
-        tokens: one token, or INVALID_TOKEN, for each sequence that samples, in their order.
+        tokens: one token, or INVALID_TOKEN, for each sequence that samples, in their order, and for each of its
+            proposals the token after it.
         logprobs: log-probabilities for each of them, or None where they are not wanted.
         prompt_logprobs: those of all :class:`~shotcast.engine.step_plan.PromptTargets` of the plan, in order.
-        failures: which of the sequences that sample cannot go on, by their index, and why.
+        failures: which of ``tokens`` should not have been sampled, by their index, and why.
+        proposals: the draft model's proposals for each of the first sequences that sample, in their order; the others
+            have none.
     """
 
     number: int
@@ -45,6 +48,7 @@ class ModelRunnerOutput:
     logprobs: tuple[TokenLogprob | None, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     failures: tuple[tuple[int, str], ...] = ()
+    proposals: tuple[tuple[int, ...], ...] = ()
 
 
 class EngineCoreOutput(NamedTuple):
@@ -137,6 +141,7 @@ class EngineStats:
         prompt_tokens, cached_tokens, output_tokens: sums over all requests; ``cached_tokens`` are prompt tokens that
             were found in the prefix cache.
         preemptions: how often a request lost its blocks to others and was computed again.
+        proposed_tokens, accepted_tokens: proposals of speculative decoding that were verified, and those accepted.
         steps: steps of the engine.
         step_s, communication_s: time of steps on rank 0, and the part of it in collectives; on CUDA over stamped steps
             only (``EngineConfig.stamp_every``).
@@ -150,6 +155,8 @@ class EngineStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     steps: int = 0
     step_s: float = 0.0
     communication_s: float = 0.0

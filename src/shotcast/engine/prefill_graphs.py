@@ -42,7 +42,7 @@ class PrefillGraphs:
     Args:
         state: the state of this rank; ``last_tokens`` gets the likeliest tokens of every step.
         sizes: numbers of tokens, ascending.
-        head_sizes: numbers of sequences that sample a token, ascending; the last is the number of slots.
+        head_sizes: numbers of tokens that are sampled, ascending; the last is the most of a step.
         graphs: where the graphs are kept.
         forms: decides in which form the steps of a size are computed.
     """
@@ -57,14 +57,14 @@ class PrefillGraphs:
     ):
         self._state, self._sizes, self._head_sizes, self._graphs = state, sizes, head_sizes, graphs
         self._forms, self._form = forms, dict.fromkeys(sizes, WHOLE)
-        model, device, sequences = state.model, state.device, head_sizes[-1]
+        model, device, sampled = state.model, state.device, head_sizes[-1]
         # Halves have tiles of the same length as the whole, so that queries are computed alike.
         self._tile_tokens = {size: model.max_tile_tokens(size) for size in sizes}
         self._layouts = {
             (size, parts): prefill_layout(
                 size,
-                sequences,
-                [max_tiles(stop - first, sequences, tile_tokens) for first, stop in part_bounds(size, parts)],
+                sampled,
+                [max_tiles(stop - first, sampled, tile_tokens) for first, stop in part_bounds(size, parts)],
             )
             for size, tile_tokens in self._tile_tokens.items()
             for parts in (WHOLE.parts, HALVES.parts)
@@ -76,8 +76,8 @@ class PrefillGraphs:
         self._tokens, self._positions, self._cache_slots = (
             torch.zeros(sizes[-1], dtype=torch.int64, device=device) for _ in range(3)
         )
-        self._rows = torch.zeros(sequences, dtype=torch.int64, device=device)
-        self._last_hidden = torch.zeros(sequences, model.config.hidden, dtype=model.dtype, device=device)
+        self._rows = torch.zeros(sampled, dtype=torch.int64, device=device)
+        self._last_hidden = torch.zeros(sampled, model.config.hidden, dtype=model.dtype, device=device)
         self._results: dict[int, Logits] = {}
 
     def capture(self) -> None:
@@ -96,7 +96,7 @@ class PrefillGraphs:
         return len(batch.tokens) <= self._sizes[-1]
 
     def run(self, batch: InputBatch, block_updates: Int32Array) -> Logits | None:
-        """Compute a step. On the last stage, return the logits of the sequences that sample a token, if any.
+        """Compute a step. On the last stage, return the logits of the tokens after which it samples, if any.
 
         The logits are valid until the next step.
 
@@ -109,7 +109,7 @@ class PrefillGraphs:
         replay = self._graphs.get(("prefill", size))
         self._packed[: host.numel()].copy_(host, non_blocking=True)
         replay()
-        count = int(batch.sample_mask.sum())
+        count = int(batch.num_sampled.sum())
         if not count or not self._state.model.parallel.last:
             return None
         head_size = self._head_sizes[bisect.bisect_left(self._head_sizes, count)]
@@ -201,7 +201,7 @@ class PrefillGraphs:
         positions = (np.arange(total) - np.repeat(starts, lengths)).astype(np.int32)
         tokens = np.random.default_rng(0).integers(0, state.model.config.vocab, total, dtype=np.int32)
         slots, rows = np.full(total, state.spare_slot, np.int32), np.full(count, state.spare_row, np.int32)
-        return InputBatch(tokens, positions, slots, rows, np.zeros_like(rows), lengths, starts, rows < 0)
+        return InputBatch(tokens, positions, slots, rows, np.zeros_like(rows), lengths, starts, rows * 0)
 
     def _compute_head(self, size: int) -> None:
         state, part = self._state, slice(0, size)

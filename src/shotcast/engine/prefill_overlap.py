@@ -55,7 +55,7 @@ class PrefillOverlap:
         def run_of(form: Form) -> Callable[[], Any]:
             slots = cache_slots(self._tables, np.repeat(row, size), positions, state.block_size)
             count = np.array([size], np.int32)
-            step = InputBatch(np.zeros(size, np.int32), positions, slots, row, row, count, row, np.array([True]))
+            step = InputBatch(np.zeros(size, np.int32), positions, slots, row, row, count, row, row + 1)
             if form.parts == 1:
                 return partial(state.model, batch_of(step), state.caches)
             return partial(self.run, [batch_of(half) for half in step.halves()])
@@ -66,7 +66,7 @@ class PrefillOverlap:
         """Return whether the step is computed by halves."""
         if self._forms.form(self._size).parts == 1 or len(step.tokens) < self._least:
             return False
-        return bool((step.num_scheduled > 1).any())  # a step of decode alone reads all weights for each half
+        return not step.decodes.all()  # a step of decode alone reads all weights for each half
 
     def run(self, halves: Sequence[Batch]) -> Logits | None:
         """Compute the logits of a step from its halves."""

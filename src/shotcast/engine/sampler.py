@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -94,8 +95,39 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -
     return chosen[:, 0], ranks, top.values, top.indices
 
 
+class _Rows(NamedTuple):
+    """The rows of a step: for each slot one for its next token, and one for the token after each of its proposals.
+
+    Attributes:
+        slots: [rows], the slot of each row.
+        owners: [rows], the index of that slot in the step.
+        offsets: [rows], how many proposals of the slot precede the row.
+        firsts: [slots of the step], the first row of each slot.
+        drafts: the proposals of each slot.
+    """
+
+    slots: list[int]
+    owners: list[int]
+    offsets: list[int]
+    firsts: list[int]
+    drafts: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> _Rows:
+        places = [(owner, offset) for owner, each in enumerate(drafts) for offset in range(len(each) + 1)]
+        owners, offsets = [owner for owner, _ in places], [offset for _, offset in places]
+        firsts = [row for row, offset in enumerate(offsets) if not offset]
+        return cls([slots[owner] for owner in owners], owners, offsets, firsts, drafts)
+
+
 class Sampler:
     """Samples the next token of each sequence of a step by its request's parameters.
+
+    Where a step has proposals for a sequence, it also samples the token after each of them, as if those before had been
+    sampled. A proposal is accepted if it equals the token sampled in its place, and all before it are accepted; the
+    token after the last accepted one is sampled as without proposals, by the same noise. So proposals change neither
+    the distribution of an output nor, but for the rounding of logits, any of its tokens. A token that was proposed
+    without knowing the noise is accepted as often as by rejection sampling: with its probability.
 
     It waits for the device only where a grammar needs the token before.
 
@@ -132,18 +164,22 @@ class Sampler:
         else:
             self._noise = token_noise(vocab)
 
-    def warm_up(self) -> None:
+    def warm_up(self, proposals: int = 0) -> None:
         """Sample once for all slots and no request, so that no request waits for kernels to be compiled, and that
-        PyTorch holds as much memory as sampling may need."""
-        if self._kernels:
-            slots = range(len(self._requests))
-            sampler = Sampler(len(slots), self.vocab, self.device, 0, kernels=True)
-            params = SamplingParams(top_k=1, presence_penalty=1.0, logprobs=MAX_LOGPROBS, logit_bias={0: 1.0})
-            for slot in slots:
-                sampler.assign(slot, params, "", ())
-            best = torch.zeros(len(slots), 2, dtype=torch.int64, device=self.device)
-            logits = torch.zeros(len(slots), self.vocab, device=self.device)
-            sampler.sample(logits, slots, best, best.new_zeros(len(slots)), False)
+        PyTorch holds as much memory as sampling may need; with ``proposals``, once more with so many in the step."""
+        if not self._kernels:
+            return
+        slots = range(len(self._requests))
+        sampler = Sampler(len(slots), self.vocab, self.device, 0, kernels=True)
+        params = SamplingParams(top_k=1, presence_penalty=1.0, logprobs=MAX_LOGPROBS, logit_bias={0: 1.0})
+        for slot in slots:
+            sampler.assign(slot, params, "", ())
+        for count in {0, proposals}:
+            rows = len(slots) + count
+            best = torch.zeros(rows, 2, dtype=torch.int64, device=self.device)
+            logits = torch.zeros(rows, self.vocab, device=self.device)
+            drafts = [(0,) * count, *[()] * (len(slots) - 1)]
+            sampler.sample(logits, slots, best, best.new_zeros(len(slots)), False, drafts)
 
     def assign(
         self,
@@ -170,7 +206,7 @@ class Sampler:
             self._counts[slot] = copy_to_device([counts], self.device)[0]
         if self._kernels:
             top_k, top_p = (params.top_k, params.top_p) if params.has_top_k_or_top_p else (0, 1.0)
-            self._integers[slot, :2] = slot, 0 if top_k >= self.vocab else top_k
+            self._integers[slot, 1] = 0 if top_k >= self.vocab else top_k
             self._top_p[slot] = top_p
             # All weights beyond this distance from the largest logit add up to less than 1 - top_p.
             distance = math.log(self.vocab / (1 - top_p)) + 1 if top_p < 1 else math.inf
@@ -185,43 +221,102 @@ class Sampler:
         best: torch.Tensor,
         last_tokens: torch.Tensor,
         best_is_stored: bool,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> SamplerOutput:
-        """Sample a token for each row, and store it in ``last_tokens``.
+        """Sample a token for each row, and store the last one that is accepted of each slot in ``last_tokens``.
+
+        The position in an output moves by one; :meth:`advance` moves it by the accepted proposals.
 
         Args:
             logits: float32 [rows, vocab], contiguous if a row has a bias; on return as before.
-            slots: the slots of the rows; each is assigned, and none occurs twice.
+            slots: each is assigned, and none occurs twice.
             best: int64 [rows, 2], as in :class:`~shotcast.layers.batch.Logits`; not modified.
             last_tokens: int64 [max_slots or more], the token sampled last for each slot.
-            best_is_stored: ``last_tokens`` already holds the tokens of ``best``.
+            best_is_stored: ``last_tokens`` already holds the tokens of ``best`` of slots without proposals.
+            drafts: the proposals of each slot, which has one row more than proposals; () for one row a slot.
 
         Raises:
             ConfigError: the logits have another shape or dtype, or a slot is not assigned.
         """
-        if logits.shape != (len(slots), self.vocab) or logits.dtype != torch.float32:
+        rows = _Rows.of(slots, drafts or [()] * len(slots))
+        if logits.shape != (len(rows.slots), self.vocab) or logits.dtype != torch.float32:
             raise ConfigError(
-                f"the logits of {len(slots)} slots must be float32 {[len(slots), self.vocab]}, "
+                f"the logits of {len(rows.slots)} rows must be float32 {[len(rows.slots), self.vocab]}, "
                 f"not {str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
             )
-        params = [self._params(slot) for slot in slots]
-        constraints = self.constraints.next(slots, self._positions)
+        params = [self._params(slot) for slot in rows.slots]
+        constraints = self.constraints.next(slots, self._positions, rows.drafts)
         takes_best = constraints is None and all(p.greedy and not p.has_penalties for p in params)
+        verifies = len(rows.slots) > len(slots)
+        in_place = self._kernels and not verifies  # the kernels also store tokens and count them
+        penalized = [row for row, p in enumerate(params) if p.has_penalties]
+        counts = None
+        if penalized:
+            counts = self._counts if in_place else self._row_counts(rows, penalized)
         if takes_best:
             tokens = best
         else:
             with self._biased(logits, constraints):
                 if self._kernels:
-                    tokens = self._sample_with_kernels(logits, slots, params, constraints, best, last_tokens)
+                    places = rows.slots
+                    if verifies:  # no two rows of one table may have the same place
+                        places = [0] * len(params)
+                        for place, row in enumerate(penalized):
+                            places[row] = place
+                    table = last_tokens if in_place else torch.empty_like(best[:, 0])
+                    tokens = self._sample_with_kernels(logits, rows, params, places, counts, constraints, best, table)
                 else:
-                    sampled = self._sample_with_torch(logits, slots, params, constraints, best[:, 0])
+                    sampled = self._sample_with_torch(logits, rows, params, penalized, counts, constraints, best[:, 0])
                     tokens = torch.stack((sampled, best[:, 1]), dim=1)
-        if not (best_is_stored if takes_best else self._kernels):
-            last_tokens.index_copy_(0, self._index(slots), tokens[:, 0])
+        accepted = self._accepted(rows, tokens) if verifies else None
+        if verifies or not (best_is_stored if takes_best else self._kernels):
+            last = tokens[:, 0] if accepted is None else tokens[self._index(rows.firsts) + accepted, 0]
+            last_tokens.index_copy_(0, self._index(slots), last)
+        if penalized and not in_place:
+            self._count(rows, penalized, tokens, accepted)
         for slot in slots:
             self._positions[slot] += 1
         if constraints is not None:
-            self.constraints.follow(slots, tokens)
+            self.constraints.follow(slots, tokens, rows.drafts)
         return self._output(logits, tokens, params, () if constraints is None else constraints.failures)
+
+    def advance(self, slot: int, count: int) -> None:
+        """Move the position in a slot's output by ``count`` tokens, back if it is negative."""
+        self._positions[slot] += count
+
+    def _accepted(self, rows: _Rows, tokens: torch.Tensor) -> torch.Tensor:
+        """Return how many proposals of each slot are accepted, int64 [slots]."""
+        proposed = np.full((len(rows.firsts), max(map(len, rows.drafts))), -1, np.int64)
+        for row, each in zip(proposed, rows.drafts, strict=True):
+            row[: len(each)] = each
+        places = np.minimum(np.array(rows.firsts)[:, None] + np.arange(proposed.shape[1]), len(tokens) - 1)
+        drafts, indices = copy_to_device([proposed, places], self.device)
+        return (tokens[:, 0][indices] == drafts).long().cumprod(1).sum(1)
+
+    # -- counts for penalties -----------------------------------------------------------------------------------------
+
+    def _row_counts(self, rows: _Rows, penalized: list[int]) -> torch.Tensor:
+        """Return the counts of rows with penalties, int32 [penalized, vocab]; proposals before a row are counted."""
+        assert self._counts is not None
+        counts = self._counts[self._index([rows.slots[row] for row in penalized])]
+        before = [
+            (place, token)
+            for place, row in enumerate(penalized)
+            for token in rows.drafts[rows.owners[row]][: rows.offsets[row]]
+        ]
+        if before:
+            places, tokens = (self._index(column) for column in zip(*before, strict=True))
+            counts.index_put_((places, tokens), counts.new_ones(()), accumulate=True)
+        return counts
+
+    def _count(self, rows: _Rows, penalized: list[int], tokens: torch.Tensor, accepted: torch.Tensor | None) -> None:
+        """Count the tokens of rows with penalties, but for those after a proposal that is not accepted."""
+        assert self._counts is not None
+        columns = [[values[row] for row in penalized] for values in (rows.slots, rows.offsets, rows.owners)]
+        slots, offsets, owners = (self._index(column) for column in columns)
+        kept = torch.ones_like(slots) if accepted is None else offsets <= accepted[owners]
+        where = slots, tokens[self._index(penalized), 0]
+        self._counts.index_put_(where, kept.int(), accumulate=True)
 
     @contextmanager
     def _biased(self, logits: torch.Tensor, constraints: Constraints | None) -> Iterator[None]:
@@ -245,9 +340,10 @@ class Sampler:
     def _index(self, values: Sequence[int]) -> torch.Tensor:
         return copy_to_device([np.array(values, np.int64)], self.device)[0]
 
-    def _noise_keys(self, slots: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Return the noise keys of the slots' next positions, int32 [rows, 2]."""
-        keys = b"".join(noise_key(self._seeds[slot], self._positions[slot]) for slot in slots)
+    def _noise_keys(self, rows: _Rows) -> npt.NDArray[np.int32]:
+        """Return the noise keys of the rows' positions, int32 [rows, 2]."""
+        places = zip(rows.slots, rows.offsets, strict=True)
+        keys = b"".join(noise_key(self._seeds[slot], self._positions[slot] + offset) for slot, offset in places)
         return np.frombuffer(keys, np.int32).reshape(-1, 2)
 
     # -- on a GPU -----------------------------------------------------------------------------------------------------
@@ -255,24 +351,27 @@ class Sampler:
     def _sample_with_kernels(
         self,
         logits: torch.Tensor,
-        slots: Sequence[int],
+        rows: _Rows,
         params: list[SamplingParams],
+        places: list[int],
+        counts: torch.Tensor | None,
         constraints: Constraints | None,
         best: torch.Tensor,
         last_tokens: torch.Tensor,
     ) -> torch.Tensor:
+        """Sample with kernels, which update ``counts`` and ``last_tokens`` at the ``places`` of the rows."""
         from shotcast.kernels.triton import sampling
 
-        indices = np.array(slots)
+        indices = np.array(rows.slots)
         integers = self._integers[indices]
-        integers[:, 2:4] = self._noise_keys(slots)
+        integers[:, 0] = places
+        integers[:, 2:4] = self._noise_keys(rows)
         integers[:, 4] = -1
-        states = np.array([sampling.INITIAL_STATE] * len(slots))
+        states = np.array([sampling.INITIAL_STATE] * len(indices))
         fields = [integers, self._reals[indices], self._top_p[indices], states]
         if constraints is not None:
             integers[constraints.rows, 4] = range(len(constraints.rows))
             fields.append(constraints.masks)
-        counts = self._counts if any(p.has_penalties for p in params) else None
         columns = copy_to_device(fields, self.device)
         masks = None if constraints is None else columns.pop()
         metadata = sampling.SamplingMetadata(*columns)
@@ -284,27 +383,22 @@ class Sampler:
     def _sample_with_torch(
         self,
         logits: torch.Tensor,
-        slots: Sequence[int],
+        rows: _Rows,
         params: list[SamplingParams],
+        penalized: list[int],
+        counts: torch.Tensor | None,
         constraints: Constraints | None,
         best: torch.Tensor,
     ) -> torch.Tensor:
-        keys = torch.tensor(self._noise_keys(slots))
+        keys = torch.tensor(self._noise_keys(rows))
         if constraints is not None:
             logits = apply_masks(logits, constraints.rows, torch.from_numpy(unpack(constraints.masks, self.vocab)))
             best = logits.argmax(1)
-        penalized = [row for row, p in enumerate(params) if p.has_penalties]
-        if not penalized:
-            return sample(logits, best, params, keys, self._noise)
-        assert self._counts is not None
-        penalized_slots = self._index([slots[row] for row in penalized])
-        logits = apply_penalties(logits, penalized, params, self._counts[penalized_slots])
-        if any(p.greedy for p in params):
-            best = logits.argmax(1)
-        tokens = sample(logits, best, params, keys, self._noise)
-        # No slot occurs twice, so no index pair does, and the addition counts every token.
-        self._counts[penalized_slots, tokens[self._index(penalized)]] += 1
-        return tokens
+        if counts is not None:
+            logits = apply_penalties(logits, penalized, params, counts)
+            if any(p.greedy for p in params):
+                best = logits.argmax(1)
+        return sample(logits, best, params, keys, self._noise)
 
     # -- log-probabilities --------------------------------------------------------------------------------------------
 

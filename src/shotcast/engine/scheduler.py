@@ -6,6 +6,10 @@ sequence that arrived last is preempted: it loses its blocks, waits, and has its
 
 Plans take effect in order on every rank. So tokens that an outstanding plan writes count as written for the plans after
 it, and blocks may pass from one sequence to another between two plans that are both outstanding.
+
+A plan may compute a decoding sequence's last token together with proposals for the next ones. How many of these are
+accepted is known when the results arrive, so no other plan contains the sequence until then. The keys and values of
+those that are not are overwritten by the next plans; the blocks stay with the sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from math import isnan
 from typing import NamedTuple
 
@@ -21,6 +25,7 @@ from shotcast.engine.block_manager import BlockManager
 from shotcast.engine.outputs import EngineCoreOutput, EngineStats, FinishReason, TokenLogprob
 from shotcast.engine.requests import Request, max_output_tokens
 from shotcast.engine.sequence import SequenceState
+from shotcast.engine.speculation import Speculation, num_accepted
 from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, PromptTargets, ScheduledSequence, StepPlan
 from shotcast.errors import ConfigError
 
@@ -71,21 +76,35 @@ class _OutstandingPlan(NamedTuple):
 
     Attributes:
         number: its number.
-        sampling: the sequences for which it samples.
+        sampling: the sequences for which it samples, and the proposals that it verifies.
         targets: sequences whose prompts have targets in it, the place of the first one among the log-probabilities of
             the prompt, and how many there are.
+        running: sequences that were running.
+        speculates: whether it was to have proposals; None if it is not to be measured.
+        begun_s: when it was made.
     """
 
     number: int
-    sampling: list[SequenceState]
+    sampling: list[tuple[SequenceState, tuple[int, ...]]]
     targets: list[tuple[SequenceState, int, int]]
+    running: int = 0
+    speculates: bool | None = None
+    begun_s: float = 0.0
 
 
 class Scheduler:
-    """Takes requests and results of plans; makes plans and outputs of requests."""
+    """Takes requests and results of plans; makes plans and outputs of requests.
 
-    def __init__(self, config: SchedulerConfig):
+    Args:
+        config: the limits.
+        speculation: how steps get proposals; None for no proposals.
+    """
+
+    def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None):
         self.config = config
+        self._speculation = speculation
+        self._updated_s = 0.0
+        self._asks_ranks = False  # for proposals, in the plan that is being made
         self._blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
         self._eos = frozenset(config.eos)
         # Both are in order of arrival.
@@ -98,6 +117,8 @@ class Scheduler:
         self._cached_tokens = 0
         self._output_tokens = 0
         self._preemptions = 0
+        self._proposed_tokens = 0
+        self._accepted_tokens = 0
 
     @property
     def unfinished(self) -> int:
@@ -128,6 +149,8 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             output_tokens=self._output_tokens,
             preemptions=self._preemptions,
+            proposed_tokens=self._proposed_tokens,
+            accepted_tokens=self._accepted_tokens,
             steps=self._next_plan - len(self._outstanding),
         )
 
@@ -170,6 +193,9 @@ class Scheduler:
         if len(self._outstanding) >= config.pipeline + config.lookahead:
             return None
         chosen: dict[SequenceState, int] = {}  # how many tokens of each sequence
+        speculates = self._speculation is not None and self._speculation.policy.speculates(len(self._running))
+        self._asks_ranks = speculates and self._speculation is not None and self._speculation.by_ranks
+        lookahead = 0 if speculates else config.lookahead  # proposals follow known tokens
 
         prefilling = None  # at most one: the next is admitted only when a step has more room than this one needs
         num_decoding = 0
@@ -181,22 +207,28 @@ class Scheduler:
                 prefilling = sequence
             elif sequence.length < sequence.limit:
                 num_decoding += 1
-                if sequence.num_pending <= config.lookahead:
+                if sequence.num_pending <= lookahead and not sequence.drafts:
                     in_pipeline = sequence.num_pending and sequence.last_plan > self._next_plan - config.pipeline
                     (blocked if in_pipeline else ready).append(sequence)
 
         self._choose_decodes(ready, num_decoding, chosen)
+        if speculates:
+            self._add_proposals(chosen)
+        decodes = len(chosen)
         if prefilling is None or prefilling.slot is None:
             self._admit(chosen)
         else:
-            count = min(prefilling.num_uncomputed, config.max_batch_tokens - len(chosen))
+            count = min(prefilling.num_uncomputed, config.max_batch_tokens - sum(chosen.values()))
             # It arrived last, so if it lacks blocks it waits for them, and no other sequence takes them meanwhile.
             if count and self._reserve(prefilling, count, chosen):
                 chosen[prefilling] = count
                 self._admit(chosen)
         if not chosen:
             self._choose_decodes(blocked, num_decoding, chosen)
-        return self._make_plan(chosen) if chosen else None
+            decodes = len(chosen)
+        if not chosen:
+            return None
+        return self._make_plan(chosen, speculates if len(chosen) == decodes else None)
 
     def _choose_decodes(
         self, candidates: list[SequenceState], num_decoding: int, chosen: dict[SequenceState, int]
@@ -216,6 +248,32 @@ class Scheduler:
                 continue  # it was preempted for one before it in this loop
             if self._reserve(sequence, 1, chosen):
                 chosen[sequence] = 1
+
+    def _add_proposals(self, chosen: dict[SequenceState, int]) -> None:
+        """Add proposals to decoding sequences, as far as the step and blocks that no running sequence needs next have
+        room."""
+        assert self._speculation is not None
+        speculation, size = self._speculation, self.config.block_size
+        room = min(speculation.most, self.config.max_batch_tokens - len(chosen))
+        for sequence in chosen:
+            reserved = (len(sequence.blocks) + self._spare_blocks) * size - sequence.num_computed - 1
+            # The token after the last proposal is the last one at most.
+            count = min(speculation.count, room, reserved, sequence.limit - sequence.length - 1)
+            if count > 0 and (drafts := tuple(speculation.proposer.propose(sequence, count))):
+                self._extend(sequence, sequence.num_computed + 1 + len(drafts))
+                sequence.drafts = drafts
+                chosen[sequence] += len(drafts)
+                room -= len(drafts)
+
+    @property
+    def _spare_blocks(self) -> int:
+        """The number of free blocks beyond one for each running sequence."""
+        return max(0, self._blocks.free - len(self._running))
+
+    def _extend(self, sequence: SequenceState, tokens: int) -> None:
+        """Give a sequence spare blocks, up to what this many tokens need."""
+        blocks = self._blocks.blocks_for(tokens) - len(sequence.blocks)
+        sequence.blocks += self._blocks.allocate(max(0, min(blocks, self._spare_blocks)))
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
         """Give a running sequence blocks for ``count`` more tokens, and preempt later ones if necessary.
@@ -270,13 +328,13 @@ class Scheduler:
                 self._cached_tokens += sequence.num_cached
                 self._prompt_tokens += sequence.prompt_length
 
-    def _make_plan(self, chosen: dict[SequenceState, int]) -> StepPlan:
+    def _make_plan(self, chosen: dict[SequenceState, int], speculates: bool | None) -> StepPlan:
         number = self._next_plan
         self._next_plan += 1
         scheduled = []
         sampling = []
         targets = []
-        for sequence, count in sorted(chosen.items(), key=lambda item: item[1] > 1):
+        for sequence, count in sorted(chosen.items(), key=lambda item: item[1] > 1 + len(item[0].drafts)):
             part = self._scheduled_sequence(sequence, count)
             scheduled.append(part)
             if part.targets is not None:
@@ -286,27 +344,42 @@ class Scheduler:
             sequence.last_plan = number
             if part.do_sample:
                 sequence.num_pending += 1
-                sampling.append(sequence)
+                sampling.append((sequence, sequence.drafts))
             # No other sequence of this plan can find these blocks any more: all of its sequences are chosen.
             self._publish(sequence)
-        self._outstanding.append(_OutstandingPlan(number, sampling, targets))
+        begun_s = 0.0 if self._speculation is None else self._speculation.clock()
+        plan = _OutstandingPlan(number, sampling, targets, len(self._running), speculates, begun_s)
+        self._outstanding.append(plan)
         return StepPlan(number, tuple(scheduled))
 
     def _scheduled_sequence(self, sequence: SequenceState, count: int) -> ScheduledSequence:
         start = sequence.num_computed
         assert sequence.slot is not None
-        tokens = tuple(sequence.tokens[start : start + count]) or (PENDING_TOKEN,)
-        blocks = tuple(sequence.blocks[sequence.num_sent_blocks :])
+        drafts, accepted = len(sequence.drafts), sequence.num_accepted
+        sequence.num_accepted = 0
+        count -= drafts
+        tokens = (tuple(sequence.tokens[start : start + count]) or (PENDING_TOKEN,)) + sequence.drafts
         do_sample = count == sequence.num_uncomputed
+        propose = 0
+        if self._asks_ranks and do_sample and self._speculation is not None:
+            # After this step, one token at least is known.
+            propose = max(0, min(self._speculation.count, sequence.limit - sequence.length - 2))
+            self._extend(sequence, min(sequence.limit, start + len(tokens) + propose))
+        blocks = tuple(sequence.blocks[sequence.num_sent_blocks :])
         targets = None
         if self._wants_prompt(sequence) and (followers := sequence.tokens[start + 1 : start + count + 1]):
             targets = PromptTargets(tuple(followers), sequence.params.prompt_logprobs or 0)
         if sequence.num_sent_blocks:
-            return ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample, targets=targets)
+            part = ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample, targets=targets)
+            if drafts or accepted or propose:
+                part = part._replace(drafts=drafts, accepted=accepted, propose=propose)
+            return part
         penalised = sequence.params.repetition_penalty != 1
         prompt = tuple(sequence.tokens[: sequence.prompt_length]) if penalised else ()
         request = sequence.params, sequence.request_id, sequence.output, prompt, self._end_tokens(sequence)
-        return ScheduledSequence(sequence.slot, start, tokens, blocks, True, do_sample, *request, targets)
+        return ScheduledSequence(
+            sequence.slot, start, tokens, blocks, True, do_sample, *request, targets, propose=propose
+        )
 
     def _end_tokens(self, sequence: SequenceState) -> tuple[int, ...]:
         """Return the tokens that would end an output too early; () if it may have any length."""
@@ -338,14 +411,16 @@ class Scheduler:
         logprobs: Sequence[TokenLogprob | None] | None = None,
         prompt_logprobs: Sequence[TokenLogprob] = (),
         failures: Sequence[tuple[int, str]] = (),
+        proposals: Sequence[tuple[int, ...]] = (),
     ) -> list[EngineCoreOutput]:
-        """Process the results of plan ``number``: a token for each of its sequences that samples, in their order.
+        """Process the results of plan ``number``: a token for each of its sequences that samples, in their order, and
+        then the tokens after each of its proposals.
 
         A request whose token is INVALID_TOKEN ends with an error, and its blocks in the cache are not used again. One
         that is among ``failures`` ends with that error.
 
         Args:
-            number, tokens, logprobs, prompt_logprobs, failures: as in
+            number, tokens, logprobs, prompt_logprobs, failures, proposals: as in
                 :class:`~shotcast.engine.outputs.ModelRunnerOutput`.
 
         Returns:
@@ -356,10 +431,12 @@ class Scheduler:
         """
         if number != self.oldest_outstanding:
             raise ConfigError(f"the oldest outstanding plan is {self.oldest_outstanding}, not {number}")
-        sampling, targets = self._outstanding[0].sampling, self._outstanding[0].targets
-        if len(tokens) != len(sampling) or (logprobs is not None and len(logprobs) != len(sampling)):
+        plan = self._outstanding[0]
+        sampling, targets = plan.sampling, plan.targets
+        rows = len(sampling) + sum(len(drafts) for _, drafts in sampling)
+        if len(tokens) != rows or (logprobs is not None and len(logprobs) != rows):
             got = f"{len(tokens)}" + ("" if logprobs is None else f" with {len(logprobs)} log-probabilities")
-            raise ConfigError(f"plan {number} samples {len(sampling)} tokens, not {got}")
+            raise ConfigError(f"plan {number} samples {rows} tokens, not {got}")
         wanted = sum(count for _, _, count in targets)
         if len(prompt_logprobs) != wanted:
             raise ConfigError(f"plan {number} reports {wanted} tokens of prompts, not {len(prompt_logprobs)}")
@@ -369,38 +446,85 @@ class Scheduler:
             # A prompt that was preempted is computed again, maybe in other chunks.
             sequence.prompt_logprobs[start : start + count] = islice(entries, count)
         outputs = []
-        reasons = dict(failures)
-        for index, (sequence, token) in enumerate(zip(sampling, tokens, strict=True)):
-            if sequence.ended:
-                continue
-            request_id, cached = sequence.request_id, sequence.num_cached or 0
-            if reason := reasons.get(index):
-                self._end(sequence)
-                outputs.append(EngineCoreOutput(request_id, (), None, "error", cached_tokens=cached, error=reason))
-                continue
-            first = len(sequence.tokens) == sequence.prompt_length
-            if token == INVALID_TOKEN or (first and any(isnan(entry.logprob) for entry in sequence.prompt_logprobs)):
-                self._blocks.withdraw(sequence.digests)
-                self._end(sequence)
-                outputs.append(
-                    EngineCoreOutput(request_id, (), finish_reason="error", cached_tokens=cached, error=_INVALID_LOGITS)
-                )
-                continue
-            sequence.tokens.append(token)
-            sequence.num_pending -= 1
-            new_tokens = (token,) if sequence.params.max_tokens else ()
-            self._output_tokens += len(new_tokens)
-            finish_reason, stop_token = self._finish(sequence, token)
-            self._publish(sequence)
-            if finish_reason:
-                self._end(sequence)
-            logprob = None if logprobs is None else logprobs[index]
-            token_logprobs = None if logprob is None else (logprob,)[: len(new_tokens)]
-            output = EngineCoreOutput(request_id, new_tokens, token_logprobs, finish_reason, stop_token, cached)
-            if first and sequence.params.prompt_logprobs is not None:
-                output = output._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
-            outputs.append(output)
+        reasons, row = dict(failures), 0
+        for (sequence, drafts), reported in zip(sampling, chain(proposals, repeat(())), strict=False):
+            sequence.reported = reported
+            if not sequence.ended:
+                outputs.append(self._take(sequence, drafts, row, tokens, logprobs, reasons))
+            row += 1 + len(drafts)
+        if self._speculation is not None:
+            self._measure(plan, sum(len(output.tokens) for output in outputs))
         return outputs
+
+    def _take(
+        self,
+        sequence: SequenceState,
+        drafts: tuple[int, ...],
+        row: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None] | None,
+        reasons: dict[int, str],
+    ) -> EngineCoreOutput:
+        """Process the tokens of a sequence, whose first is number ``row``, up to that after the last accepted one of
+        its ``drafts``; the other arguments are as of :meth:`update`."""
+        first = len(sequence.tokens) == sequence.prompt_length
+        sequence.num_pending -= 1
+        accepted = 0
+        if drafts:
+            accepted = num_accepted(drafts, tokens[row : row + len(drafts)])
+            self._proposed_tokens += len(drafts)
+            self._accepted_tokens += accepted
+            sequence.drafts = ()
+            if sequence.slot is not None:
+                sequence.num_computed -= len(drafts) - accepted
+                sequence.num_accepted = accepted
+        stop = row
+        error, finish_reason, stop_token = "", None, None
+        for stop, token in enumerate(tokens[row : row + accepted + 1], row):
+            if stop in reasons:
+                error = reasons[stop]
+                break
+            if token == INVALID_TOKEN or (first and any(isnan(each.logprob) for each in sequence.prompt_logprobs)):
+                error = _INVALID_LOGITS
+                self._blocks.withdraw(sequence.digests)
+                break
+            sequence.tokens.append(token)
+            finish_reason, stop_token = self._finish(sequence, token)
+            if finish_reason:
+                break
+        if not error:
+            stop += 1
+            self._publish(sequence)
+        if error or finish_reason:
+            self._end(sequence)
+        if not sequence.params.max_tokens:
+            stop = row
+        new_tokens = tuple(tokens[row:stop])
+        self._output_tokens += len(new_tokens)
+        entries = None
+        if logprobs is not None and logprobs[row] is not None:
+            entries = tuple(entry for entry in logprobs[row:stop] if entry is not None)
+        output = EngineCoreOutput(
+            sequence.request_id,
+            new_tokens,
+            entries,
+            "error" if error else finish_reason,
+            stop_token,
+            sequence.num_cached or 0,
+            error,
+        )
+        if first and not error and sequence.params.prompt_logprobs is not None:
+            output = output._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
+        return output
+
+    def _measure(self, plan: _OutstandingPlan, tokens: int) -> None:
+        """Have the policy take note of a plan that has given so many tokens."""
+        assert self._speculation is not None
+        now_s = self._speculation.clock()
+        if plan.speculates is not None:
+            seconds = now_s - max(plan.begun_s, self._updated_s)
+            self._speculation.policy.record(plan.running, plan.speculates, tokens / len(plan.sampling), seconds)
+        self._updated_s = now_s
 
     def _finish(self, sequence: SequenceState, token: int) -> tuple[FinishReason | None, int | None]:
         """Return why the last token of a sequence ends it, if it does, and the token if it is a stop token."""
@@ -433,4 +557,4 @@ class Scheduler:
         self._blocks.release(sequence.blocks)
         sequence.slot = None
         sequence.blocks = []
-        sequence.num_computed = sequence.num_sent_blocks = sequence.num_published_blocks = 0
+        sequence.num_computed = sequence.num_sent_blocks = sequence.num_published_blocks = sequence.num_accepted = 0

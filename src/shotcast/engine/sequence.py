@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from shotcast.engine.outputs import TokenLogprob
@@ -30,6 +31,10 @@ class SequenceState:
         last_plan: the number of the last plan that contains it.
         prompt_logprobs: those of the prompt's tokens after the first, as far as they are known.
         ended: whether it has finished or was aborted.
+        drafts: the proposals that an outstanding plan verifies; no later plan contains the sequence meanwhile.
+        num_accepted: how many of the last plan's proposals were accepted, until the ranks are told.
+        reported: proposals of the ranks for the tokens after ``tokens``.
+        history: the first of ``tokens``, as many as have been searched.
     """
 
     request_id: str
@@ -48,6 +53,10 @@ class SequenceState:
     last_plan: int = -1
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     ended: bool = False
+    drafts: tuple[int, ...] = ()
+    num_accepted: int = 0
+    reported: tuple[int, ...] = ()
+    history: array[int] = field(default_factory=lambda: array("i"))
 
     @classmethod
     def from_request(cls, request: Request, max_model_len: int) -> SequenceState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -29,6 +29,10 @@ def start_facts(config: EngineConfig) -> dict[str, str]:
         ConfigError: there is no such model on this host.
     """
     options = {name: repr(value) for name, value in asdict(config).items() if name not in _OWN}
+    draft = {}
+    if config.speculation is not None and config.speculation.model:
+        options["speculative_config"] = repr(replace(config.speculation, method="draft_model", model="a model"))
+        draft = {f"{name} of the draft model": fact for name, fact in fingerprints(config.speculation.model).items()}
     if config.plans_layout:  # rank 0 plans for machines such as its own
         options["the number of ranks on a host"] = str(local_world_size())
         if config.device == "cuda":
@@ -39,7 +43,7 @@ def start_facts(config: EngineConfig) -> dict[str, str]:
         "the version of torch": torch.__version__,
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
     }
-    return versions | options | fingerprints(config.model)
+    return versions | options | fingerprints(config.model) | draft
 
 
 def require_ranks(config: EngineConfig, world_size: int) -> None:

@@ -40,6 +40,11 @@ class ScheduledSequence(NamedTuple):
         prompt: with ``is_new`` and a repetition penalty, the tokens of the prompt; otherwise ().
         end_tokens: with ``is_new`` and ``min_tokens``, the tokens that would end the output; otherwise ().
         targets: None where the step reports no log-probabilities of the prompt.
+        drafts: how many of ``tokens``, the last ones, are proposals for tokens that are not sampled yet. The step
+            samples after each of them, and after the token before them.
+        accepted: how many proposals of the step before were accepted, all of whose tokens are in the cache.
+        propose: how many tokens the draft model proposes after those that the step samples. Blocks for these may be
+            among ``blocks``.
     """
 
     slot: int
@@ -54,10 +59,23 @@ class ScheduledSequence(NamedTuple):
     prompt: tuple[int, ...] = ()
     end_tokens: tuple[int, ...] = ()
     targets: PromptTargets | None = None
+    drafts: int = 0
+    accepted: int = 0
+    propose: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of tokens of the step after which it samples."""
+        return self.drafts + 1 if self.do_sample else 0
+
+    @property
+    def proposals(self) -> tuple[int, ...]:
+        """The proposals among the tokens."""
+        return self.tokens[len(self.tokens) - self.drafts :]
 
 
 class StepPlan(NamedTuple):
-    """One step: first the sequences with one token to compute (decode), then those with more (prefill).
+    """One step: first the sequences that decode (one token, and proposals to verify), then chunks of prompts.
 
     Attributes:
         stamped: on CUDA, if all sequences decode, the step's time and that of its communication are measured.
@@ -79,6 +97,11 @@ class StepPlan(NamedTuple):
     def do_sample(self) -> bool:
         """Return whether the step samples a token for any of its sequences."""
         return any(sequence.do_sample for sequence in self.sequences)
+
+    @property
+    def proposes(self) -> bool:
+        """Return whether the draft model proposes tokens after the step."""
+        return any(sequence.propose for sequence in self.sequences)
 
     @property
     def has_targets(self) -> bool:

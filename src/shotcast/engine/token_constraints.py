@@ -8,6 +8,7 @@ the same on all of these ranks; so are the masks, since the library bounds its w
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from shotcast.collectives.rank_device import local_world_size
 from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary, mask_executor, reason_of
 from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.speculation import num_accepted
 from shotcast.engine.transfer import HostCopy
 from shotcast.errors import ConfigError
 from shotcast.hardware.detect import available_cores
@@ -131,54 +133,86 @@ class TokenConstraints:
                 self._start, state, list(output), None if before is None else before.ready
             )
 
-    def next(self, slots: Sequence[int], positions: Sequence[int]) -> Constraints | None:
+    def next(
+        self, slots: Sequence[int], positions: Sequence[int], drafts: Sequence[Sequence[int]] = ()
+    ) -> Constraints | None:
         """Return the constraints of the rows of a step; None if there are none. This waits for grammars.
 
         Args:
-            slots: the slot of each row.
+            slots: the slots of the step.
             positions: how many tokens the output of each slot has.
+            drafts: the proposals of each slot of the step, which has one row more than proposals; () for none.
         """
-        if not self._states:
+        rows: list[int] = []
+        states: list[_SlotState] = []
+        masks: list[Words] = []
+        for state, first, proposed in self._constrained(slots, drafts):
+            position = positions[state.slot]
+            offsets = [offset for offset in range(len(proposed) + 1) if state.applies(position + offset)]
+            if not offsets:
+                continue
+            grammar_masks = self._grammar_masks(state, proposed)
+            for offset in offsets:
+                mask = grammar_masks[offset]
+                if state.allowed is not None:
+                    mask &= state.allowed
+                if position + offset < state.min_tokens:
+                    mask &= ~state.banned
+                masks.append(mask)
+                rows.append(first + offset)
+                states.append(state)
+        if not rows:
             return None
-        found = ((row, self._states.get(slot)) for row, slot in enumerate(slots))
-        states = [(row, s) for row, s in found if s is not None and s.applies(positions[s.slot])]
-        if not states:
-            return None
-        for _, state in states:
-            if state.ready is not None:
-                state.ready.result()
-        masks = self._table[[state.slot for _, state in states]]
-        for mask, (_, state) in zip(masks, states, strict=True):
-            if state.grammar is None:
-                mask[:] = self._every_token
-            if state.allowed is not None:
-                mask &= state.allowed
-            if positions[state.slot] < state.min_tokens:
-                mask &= ~state.banned
         failures = []
-        for mask, (row, state) in zip(masks, states, strict=True):
+        for row, state, mask in zip(rows, states, masks, strict=True):
             if state.failure or not mask.any():
                 failures.append((row, state.failure or NO_TOKEN_LEFT))
                 mask[:] = self._every_token
-        biased = [row * self.vocab + state.bias[0] for row, state in states]
-        values = [state.bias[1] for _, state in states]
-        return Constraints(
-            [row for row, _ in states], masks, (np.concatenate(biased), np.concatenate(values)), tuple(failures)
-        )
+        biased = [row * self.vocab + state.bias[0] for row, state in zip(rows, states, strict=True)]
+        values = [state.bias[1] for state in states]
+        return Constraints(rows, np.stack(masks), (np.concatenate(biased), np.concatenate(values)), tuple(failures))
 
-    def follow(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
+    def follow(self, slots: Sequence[int], tokens: torch.Tensor, drafts: Sequence[Sequence[int]] = ()) -> None:
         """Compute the masks of the tokens after those that a step sampled, on the thread.
 
         Args:
-            slots: the slot of each row.
-            tokens: int64 [rows, 2], its tokens in the first column.
+            slots, drafts: as of :meth:`next`.
+            tokens: int64 [rows, 2], the tokens of the rows in the first column.
         """
-        found = ((row, self._states.get(slot)) for row, slot in enumerate(slots))
-        states = [(row, state) for row, state in found if state is not None and state.grammar is not None]
-        if states:
-            ready = self._masking.submit(self._follow, states, HostCopy([tokens]))
-            for _, state in states:
+        found = [each for each in self._constrained(slots, drafts) if each[0].grammar is not None]
+        if found:
+            ready = self._masking.submit(self._follow, found, HostCopy([tokens]))
+            for state, _, _ in found:
                 state.ready = ready
+
+    def _constrained(
+        self, slots: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> list[tuple[_SlotState, int, Sequence[int]]]:
+        """Return the constrained slots of a step, the first row of each, and its proposals."""
+        if not self._states:
+            return []
+        drafts = drafts or [()] * len(slots)
+        firsts = itertools.accumulate((len(proposed) + 1 for proposed in drafts), initial=0)
+        found = zip(map(self._states.get, slots), firsts, drafts, strict=False)
+        return [(state, first, proposed) for state, first, proposed in found if state is not None]
+
+    def _grammar_masks(self, state: _SlotState, proposed: Sequence[int]) -> Words:
+        """Return the masks of a slot's grammar for its next token and after each proposal: [proposals + 1, words].
+
+        They are 0 after a proposal that the grammar does not allow, which is not accepted.
+        """
+        if state.grammar is None:
+            return np.tile(self._every_token, (len(proposed) + 1, 1))
+        assert state.ready is not None
+        state.ready.result()
+        masks = np.zeros((len(proposed) + 1, len(self._every_token)), np.int32)
+        masks[0] = self._table[state.slot]
+        if proposed and not state.failure:
+            try:
+                self._compute([(state, 0, proposed)], masks)
+            except BaseException as error:  # as in _start
+                state.failure = str(error)
+        return masks
 
     # -- on the threads -----------------------------------------------------------------------------------------------
 
@@ -205,33 +239,43 @@ class TokenConstraints:
                 raise self._compiler
             state.matcher = self._compiler.matcher(state.grammar)
             state.matcher.consume_tokens(output)
-            self._compute([state])
+            self._compute([(state, state.slot, ())], self._table)
         except BaseException as error:  # a panic of the library, too, ends only its request
             state.failure = str(error)
 
-    def _follow(self, states: Sequence[tuple[int, _SlotState]], copy: HostCopy) -> None:
+    def _follow(self, found: Sequence[tuple[_SlotState, int, Sequence[int]]], copy: HostCopy) -> None:
         tokens = copy.wait()[0][:, 0].tolist()
-        going = [(row, state) for row, state in states if not state.failure and tokens[row] not in self._end_tokens]
+        going = []
+        for state, first, proposed in found:
+            sampled = tokens[first : first + 1 + num_accepted(proposed, tokens[first:])]
+            if not state.failure and not any(token in self._end_tokens for token in sampled):
+                going.append((state, sampled))
         try:
-            for row, state in going:
-                state.matcher.consume_token(tokens[row])
-            self._compute([state for _, state in going])
+            for state, sampled in going:
+                state.matcher.consume_tokens(sampled)
+            self._compute([(state, state.slot, ()) for state, _ in going], self._table)
         except BaseException as error:
-            for _, state in going:
+            for state, _ in going:
                 state.failure = str(error)
 
-    def _compute(self, states: Sequence[_SlotState]) -> None:
+    def _compute(self, states: Sequence[tuple[_SlotState, int, Sequence[int]]], table: Words) -> None:
+        """Compute the next mask of each state, and those after its proposals, in the rows of a table from one on.
+
+        All of the states have proposals, or none of them.
+        """
         if not states:
             return
-        matchers = [(state.matcher, state.slot) for state in states]
-        self._executor.unsafe_compute_mask_ptr(
-            matchers, self._table.ctypes.data, self._table[0].nbytes, len(self._table)
-        )
+        where = table.ctypes.data, table[0].nbytes, len(table)
+        if states[0][2]:
+            matchers = [(state.matcher, row, list(proposed)) for state, row, proposed in states]
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(matchers, *where)
+        else:
+            self._executor.unsafe_compute_mask_ptr([(state.matcher, row) for state, row, _ in states], *where)
         first = self._end_tokens[0]  # the one that matchers know
-        for state in states:
-            mask = self._table[state.slot]
-            if mask[first // 32] >> first % 32 & 1:
-                mask |= pack(self._end_tokens, self.vocab)
+        for state, row, proposed in states:
+            for mask in table[row : row + len(proposed) + 1]:
+                if mask[first // 32] >> first % 32 & 1:
+                    mask |= pack(self._end_tokens, self.vocab)
             if state.matcher.is_error():
                 state.failure = f"the output's grammar cannot be followed further: {reason_of(state.matcher)}"
 

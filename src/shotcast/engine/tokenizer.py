@@ -93,6 +93,11 @@ class Tokenizer:
         """The number of tokens of the tokenizer; the vocabulary of a model may be larger."""
         return len(self._tokenizer)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return all tokens, special ones too, by their spelling."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
+
     def to_json(self) -> str:
         """Return the tokenizer in the JSON of Hugging Face's library of tokenizers.
 

@@ -17,6 +17,7 @@ from shotcast.engine.load import load
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner
 from shotcast.engine.rank_channels import DriverChannel, WorkerChannel
 from shotcast.engine.scheduler import Scheduler
+from shotcast.engine.speculation import Speculation
 
 _POLL_S = 5e-5
 """Seconds that a rank that reports waits for the next plan before it checks again whether the last step has
@@ -54,7 +55,7 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
             channel = DriverChannel(job, config.output_rank, config.timeout_s)
             stack.callback(channel.close)
             client = ClientConnection(requests)
-            scheduler = Scheduler(scheduler_config(config, info, runner.lookahead))
+            scheduler = Scheduler(scheduler_config(config, info, runner.lookahead), Speculation.of(config))
             stage_timeout_s = config.timeout_s * STAGE_TIMEOUTS
             core = EngineCore(scheduler, runner, channel, client, check, config.stamp_every, stage_timeout_s)
             client.send(replace(info, load_s=time.perf_counter() - started))

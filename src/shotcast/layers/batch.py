@@ -52,7 +52,7 @@ class Logits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The input of one step. Sequences with one token in this step (decoding) come first, then those with more.
+    """The input of one step. Tokens of sequences that decode come first, then those of prompts.
 
     With ``tiles``, one kernel attends to all sequences alike, and ``num_decodes`` is 0.
 
@@ -60,13 +60,13 @@ class Batch:
         tokens: [tokens], the token ids.
         positions: [tokens], the position of each token in its sequence, from 0.
         slot_mapping: [tokens], the cache slot of each token's key and value: block * block size + offset in the block.
-        num_decodes: the number of sequences with one token.
+        num_decodes: the number of tokens that attend one by one. On a GPU they belong to as many sequences.
         table_rows: [num_decodes], the row of ``block_tables`` of each of these.
-        seq_lens: [num_decodes] int32, the number of tokens of each that are in the cache after this step.
+        seq_lens: [num_decodes] int32, the number of tokens that each attends to, itself included.
         prefill: the other sequences; None if there are none.
         tiles: all sequences, in steps of a GPU that do not only decode.
         block_tables: [rows, blocks] int32, the blocks of each sequence in order.
-        logits_indices: [sequences that sample], the tokens whose logits are wanted; None for all tokens.
+        logits_indices: [sampled tokens], the tokens whose logits are wanted; None for all tokens.
         logits_out: where the logits are written; None for new tensors.
     """
 

@@ -82,6 +82,8 @@ class _EngineCollector:
             ("cached_prompt_tokens", "Prompt tokens that were found in the prefix cache.", stats.cached_tokens),
             ("output_tokens", "Tokens sampled.", stats.output_tokens),
             ("preemptions", "How often a request lost its blocks to others.", stats.preemptions),
+            ("proposed_tokens", "Proposals of speculative decoding that were verified.", stats.proposed_tokens),
+            ("accepted_tokens", "Those of them that were accepted.", stats.accepted_tokens),
             ("steps", "Steps of the engine.", stats.steps),
             ("step_seconds", "Time of all steps; on CUDA, of stamped steps.", stats.step_s),
             ("communication_seconds", "Part of the step time that rank 0 spent in collectives.", stats.communication_s),

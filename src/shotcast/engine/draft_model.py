@@ -1,0 +1,138 @@
+"""A smaller model that proposes tokens, on the ranks of the last pipeline stage.
+
+It computes each step after the model has, for the same tokens, in a cache with the same blocks. So the scheduler's
+plans for prefixes, preemption and blocks hold for it too. Then it decodes the proposals that the plan asks for, a step
+for each.
+
+It samples by the noise by which the model samples the same position, so both often take the same token even where many
+are likely. Penalties, masks and biases are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from shotcast.engine.model_runner import AsyncModelRunnerOutput, Drafted, ModelRunner
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.speculation import num_accepted
+from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, StepPlan
+
+
+class _Start(NamedTuple):
+    """A sequence that proposals are made for.
+
+    Attributes:
+        place: its place among the sequences of the plan that sample.
+        slot: its slot.
+        token, position: its last token, and the position of that.
+        accepted: how many proposals the step has accepted.
+        wanted: how many proposals are made.
+    """
+
+    place: int
+    slot: int
+    token: int
+    position: int
+    accepted: int
+    wanted: int
+
+
+class DraftModel:
+    """Proposes tokens after each step that asks for them. Collective among the ranks of the last stage.
+
+    Args:
+        runner: runs the smaller model, with as many slots and blocks as the model has.
+        vocab: the tokens of the model. Others are not proposed; those that the smaller model does not know, since its
+            vocabulary is padded less, are its last one.
+    """
+
+    def __init__(self, runner: ModelRunner, vocab: int):
+        self.runner, self._vocab, self._last = runner, vocab, runner.vocab - 1
+
+    def propose(self, plan: StepPlan, output: AsyncModelRunnerOutput | None, last_tokens: torch.Tensor) -> Drafted:
+        """Compute a plan that the model has computed, and the proposals that it asks for.
+
+        Args:
+            plan: the plan.
+            output: what the model has sampled, which this waits for if the plan asks for proposals.
+            last_tokens: the token that the model sampled last for each slot.
+
+        Returns:
+            The outputs of the decoding steps, for :meth:`proposals`.
+        """
+        runner, sampler = self.runner, self.runner.sampler
+        assert sampler is not None
+        runner.execute(StepPlan(plan.number, tuple(map(self._computed, plan.sequences))))
+        sampling = [sequence for sequence in plan.sequences if sequence.do_sample]
+        for sequence in sampling:
+            sampler.advance(sequence.slot, sequence.accepted + 1)
+        made: Drafted = []
+        if plan.proposes:
+            assert output is not None
+            starts = self._starts(sampling, output.result().tokens)
+            for start in starts:
+                sampler.advance(start.slot, start.accepted)
+            for number in range(max((start.wanted for start in starts), default=0)):
+                going = [start for start in starts if number < start.wanted]
+                step = StepPlan(plan.number, tuple(_decoded(start, number) for start in going))
+                pending = runner.execute(step)
+                assert pending is not None
+                made.append((tuple(start.place for start in going), pending))
+            for start in starts:
+                sampler.advance(start.slot, -start.accepted - start.wanted)
+        torch.clamp(last_tokens, max=self._last, out=runner.last_tokens)
+        return made
+
+    def _computed(self, sequence: ScheduledSequence) -> ScheduledSequence:
+        """Return a sequence of a plan without what only the model does with it."""
+        params = sequence.params and _simplified(sequence.params)
+        tokens = sequence.tokens
+        if self._last + 1 < self._vocab:
+            tokens = tuple(min(token, self._last) for token in tokens)
+        return sequence._replace(tokens=tokens, do_sample=False, drafts=0, accepted=0, params=params, targets=None)
+
+    def _starts(self, sampling: list[ScheduledSequence], tokens: tuple[int, ...]) -> list[_Start]:
+        starts, row = [], 0
+        for index, sequence in enumerate(sampling):
+            sampled = tokens[row : row + sequence.num_sampled]
+            row += sequence.num_sampled
+            accepted = num_accepted(sequence.proposals, sampled)
+            position = sequence.num_computed + len(sequence.tokens) - sequence.drafts + accepted
+            count = min(sequence.propose, self.runner.capacity(sequence.slot) - position)
+            if count > 0 and sampled[accepted] != INVALID_TOKEN:
+                token = min(sampled[accepted], self._last)
+                starts.append(_Start(index, sequence.slot, token, position, accepted, count))
+        return starts
+
+    def proposals(self, drafted: Drafted) -> tuple[tuple[int, ...], ...]:
+        """Wait for the result of :meth:`propose`, and return the proposals of each sequence that samples."""
+        found: dict[int, list[int]] = {}
+        for number, (indices, pending) in enumerate(drafted):
+            for index, token in zip(indices, pending.result().tokens, strict=True):
+                proposals = found.setdefault(index, [])
+                if len(proposals) == number and 0 <= token < self._vocab:
+                    proposals.append(token)
+        return tuple(tuple(found.get(index, ())) for index in range(max(found, default=-1) + 1))
+
+
+def _simplified(params: SamplingParams) -> SamplingParams:
+    return replace(
+        params,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias=(),
+        allowed_token_ids=None,
+        grammar=None,
+        min_tokens=0,
+        logprobs=None,
+    )
+
+
+def _decoded(start: _Start, number: int) -> ScheduledSequence:
+    """Return the step of a sequence that samples its proposal of this number."""
+    token = PENDING_TOKEN if number else start.token
+    return ScheduledSequence(start.slot, start.position + number, (token,), (), False, True)

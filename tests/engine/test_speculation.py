@@ -1,0 +1,182 @@
+"""Proposals from n-grams, the configuration of speculative decoding, and when it is used."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shotcast.engine.config import EngineConfig
+from shotcast.engine.sampling_params import SamplingParams
+from shotcast.engine.sequence import SequenceState
+from shotcast.engine.speculation import (
+    KEPT_STEPS,
+    SETTLING_STEPS,
+    TRIAL_STEPS,
+    MeasuringPolicy,
+    NgramProposer,
+    Speculation,
+    num_accepted,
+)
+from shotcast.engine.speculative_config import SpeculativeConfig
+from shotcast.errors import ConfigError
+
+
+def sequence(tokens: list[int]) -> SequenceState:
+    return SequenceState("a", SamplingParams(), 1, tokens, 1000)
+
+
+def expected(tokens: list[int], longest: int, shortest: int, count: int) -> list[int]:
+    """Return the proposals by the definition: extend the text, token by token, as the last occurrence went on."""
+    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        for place in range(len(tokens) - length - 1, -1, -1):
+            if tokens[place : place + length] == tokens[-length:]:
+                text = list(tokens)
+                for number in range(count):
+                    text.append(text[place + length + number])
+                return text[len(tokens) :]
+    return []
+
+
+texts = st.lists(st.sampled_from([0, 1, 2, 256, 65536, 2**24]), min_size=1, max_size=30)
+
+
+@given(texts, texts, st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
+def test_ngrams_are_looked_up_where_they_occurred_last(
+    text: list[int], later: list[int], longest: int, shortest: int, count: int
+) -> None:
+    """Some tokens have the bytes of others, shifted."""
+    shortest = min(shortest, longest)
+    proposer, state = NgramProposer(longest, shortest), sequence(list(text))
+    assert proposer.propose(state, count) == expected(text, longest, shortest, count)
+    state.tokens += later
+    assert proposer.propose(state, count) == expected(text + later, longest, shortest, count)
+
+
+@given(st.lists(st.integers(0, 2), max_size=5), st.lists(st.integers(0, 2), min_size=5, max_size=6))
+def test_proposals_are_accepted_up_to_the_first_that_differs(proposals: list[int], sampled: list[int]) -> None:
+    count = num_accepted(proposals, sampled)
+    assert proposals[:count] == sampled[:count]
+    assert count == len(proposals) or proposals[count] != sampled[count]
+
+
+class Decoding:
+    """A policy at work: steps take 1 s, and those with proposals give ``tokens`` in ``seconds``."""
+
+    def __init__(self) -> None:
+        self.policy = MeasuringPolicy()
+        self.tokens, self.seconds = 1.0, 1.0
+
+    def steps(self, count: int, running: int = 1) -> list[bool]:
+        found = []
+        for _ in range(count):
+            found.append(speculates := self.policy.speculates(running))
+            self.policy.record(running, speculates, *((self.tokens, self.seconds) if speculates else (1.0, 1.0)))
+        return found
+
+
+TRIAL = SETTLING_STEPS + TRIAL_STEPS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "pays"), [(2.0, 1.5, True), (2.0, 2.5, False), (1.0, 1.1, False), (1.0, 0.9, True)]
+)
+def test_steps_have_proposals_where_these_pay(tokens: float, seconds: float, pays: bool) -> None:
+    decoding = Decoding()
+    decoding.tokens, decoding.seconds = tokens, seconds
+    assert decoding.steps(2 * TRIAL) == [True] * TRIAL + [False] * TRIAL
+    kept = SETTLING_STEPS + KEPT_STEPS
+    assert decoding.steps(kept) == [pays] * kept
+    assert decoding.steps(TRIAL) == [not pays] * TRIAL
+    assert decoding.steps(10) == [pays] * 10
+
+
+def test_proposals_are_tried_again_since_texts_change() -> None:
+    decoding = Decoding()
+    decoding.steps(2 * TRIAL)
+    assert decoding.steps(SETTLING_STEPS + KEPT_STEPS)[-1] is False
+    decoding.tokens = 3.0
+    decoding.steps(TRIAL)
+    assert decoding.steps(1) == [True]
+
+
+def test_numbers_of_sequences_are_decided_on_apart() -> None:
+    """A step of many sequences takes longer with proposals than one of few."""
+    decoding = Decoding()
+    decoding.tokens = 2.0
+    decoding.steps(2 * TRIAL, running=2)
+    decoding.seconds = 4.0
+    decoding.steps(2 * TRIAL, running=40)
+    for _ in range(3):
+        assert decoding.policy.speculates(3)
+        assert not decoding.policy.speculates(63)
+
+
+def test_a_slow_first_step_and_steps_planned_before_a_change_do_not_count() -> None:
+    decoding = Decoding()
+    decoding.tokens, decoding.seconds = 2.0, 1000.0
+    decoding.steps(SETTLING_STEPS)
+    decoding.seconds = 1.5
+    decoding.steps(TRIAL_STEPS)
+    decoding.policy.record(1, True, 0.0, 1000.0)
+    decoding.steps(TRIAL)
+    assert decoding.steps(5) == [True] * 5
+
+
+def test_options_have_the_names_of_vllm() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+    config = EngineConfig("m", speculative_config=text)
+    assert config.speculation == SpeculativeConfig(4, "ngram", "", 4, 4)
+    assert EngineConfig("m", speculative_config=config.speculative_config) == config
+    assert config.max_proposals == 4 * 16
+    assert EngineConfig("m", speculative_config=text, max_sequences=3).max_proposals == 12
+    made = Speculation.of(config)
+    assert made is not None
+    assert (made.count, made.most, made.proposer) == (4, 64, NgramProposer(4, 4))
+    plain = EngineConfig("m")
+    assert (plain.speculation, plain.max_proposals, Speculation.of(plain)) == (None, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [({}, (5, 5)), ({"prompt_lookup_min": 2}, (2, 2)), ({"prompt_lookup_max": 6, "prompt_lookup_min": 2}, (6, 2))],
+)
+def test_defaults_of_the_lookup(given: dict[str, int], bounds: tuple[int, int]) -> None:
+    found = SpeculativeConfig.read({"method": "ngram", "num_speculative_tokens": 1, **given})
+    assert (found.prompt_lookup_max, found.prompt_lookup_min) == bounds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("{", "speculative_config is not JSON"),
+        ("[]", "must be options such as"),
+        (3, "must be options such as"),
+        ({"method": "ngram"}, "needs num_speculative_tokens"),
+        ({"num_speculative_tokens": 4}, "method of speculative_config must be ngram or draft_model, not ''"),
+        ({"method": "eagle", "num_speculative_tokens": 4}, "not 'eagle'"),
+        ({"method": 3, "num_speculative_tokens": 4}, "method of speculative_config must be a string"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "must be from 1 to 32, not 0"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "must be from 1 to 32, not True"),
+        ({"method": "ngram", "num_speculative_tokens": 33}, "must be from 1 to 32, not 33"),
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": -1}, "must be from 0 to 64, not -1"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 3},
+            "prompt_lookup_min (3) must not exceed prompt_lookup_max (2)",
+        ),
+        (
+            {"method": "ngram", "num_speculative_token": 4},
+            "no option 'num_speculative_token'; did you mean num_speculative_tokens?",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": 4, "quux": 1}, "no option 'quux'; it has num_speculative"),
+        ({"method": "ngram", "num_speculative_tokens": 4, "model": "m"}, "method ngram of speculative_config has no"),
+        ({"method": "draft_model", "num_speculative_tokens": 4}, "method draft_model of speculative_config needs"),
+        ({"model": "m", "num_speculative_tokens": 4, "prompt_lookup_max": 3}, "are for method ngram"),
+    ],
+)
+def test_options_that_cannot_be_used(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig("m", speculative_config=options)
