@@ -337,13 +337,12 @@ def compiled(
         "BLOCK": block_words(world_size, config),
         "WARPS": config.warps,
     }
-    wide = ("a", "b", "out", "own", "peers", "header_size", "header_call", "a_stride", "b_stride")
-    signature = dict.fromkeys(matmul_reduce.arg_names, "i32") | dict.fromkeys(wide, "i64")
+    signature = cross.signature_of(matmul_reduce)
     if tma:
         signature["a"] = f"tensordesc<{dtype}[{config.tile_m}, {config.tile_k}]>"
         signature["b"] = f"tensordesc<{dtype}[{config.tile_n}, {config.tile_k}]>"
-    signature |= dict.fromkeys(constants, "constexpr")
-    return cross.build(matmul_reduce, signature, constants, config.warps, capability, {"launch_pdl": False})
+    shape = {"SHAPE": cross.shape_of(matmul_reduce, constants)}
+    return cross.build(matmul_reduce, signature, shape, config.warps, capability, {"launch_pdl": False})
 
 
 @pytest.mark.parametrize(

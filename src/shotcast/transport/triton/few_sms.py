@@ -30,18 +30,20 @@ needs to begin.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
+from shotcast.device.triton.launch import Wide
 from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.sync import (
+    Entry,
     announce,
     await_progress,
     await_progress_by_warp,
@@ -110,46 +112,38 @@ def by_rank(others, own, rank, WORLD: tl.constexpr):
     return tiles + (tl.where(rank == WORLD - 1, own, others[WORLD - 2]),)
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class FewSmsShape(TileShape):
+    """A kernel of few SMs; ``KIND`` is its operation, and ``ANNOUNCES`` tells a product what has come."""
+
+    KIND: int
+    ANNOUNCES: bool
+
+
+@kernel(shape=FewSmsShape)
 def few_sms(
     x,
     out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
+    entry: Entry,
     part_nbytes: tl.int64,  # bytes of the largest part, and in x the distance between parts
-    start0: tl.int64,  # part r of the message is the bytes from start_r to start_(r + 1)
-    start1: tl.int64,
-    start2: tl.int64,
-    start3: tl.int64,
-    start4: tl.int64,
-    start5: tl.int64,
-    start6: tl.int64,
-    start7: tl.int64,
-    start8: tl.int64,
+    starts,  # part r of the message is the bytes from starts[r] to starts[r + 1], of 64 bits
     chunk_nbytes,  # a multiple of 16
     window_at,
     progress_at,
     arrivals,
-    KIND: tl.constexpr,
-    ANNOUNCES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Carry out the operation of KIND on x into out; ANNOUNCES: say which chunks are there to the kernel after it."""
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    KIND: tl.constexpr = SHAPE.KIND
+    WARPS: tl.constexpr = SHAPE.WARPS
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
-    addresses = peer_addresses(peers, rank, worker, WORLD)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
-    starts = (start0, start1, start2, start3, start4, start5, start6, start7, start8)
+    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    call = enter(entry, WARPS, SHAPE.PDL)
     part_nbytes = part_nbytes + call.epoch * 0  # the interpreter takes a small number for one of 32 bits
-    nbytes = start8 + call.epoch * 0
+    nbytes = starts[8] + call.epoch * 0
     own_start = nbytes * 0
     own_nbytes = nbytes * 0
     for r in tl.static_range(WORLD):
@@ -174,8 +168,8 @@ def few_sms(
     own_part = rank * part_nbytes
     raise_progress(call, progress, 0, WORLD, WARPS)
     call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call before left there
-    if ANNOUNCES:
-        release_next_kernel(PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
+    if SHAPE.ANNOUNCES:
+        release_next_kernel(SHAPE.PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
     for step in range(0, steps):
         turn = rank * 0 + step
         running = call.live
@@ -209,21 +203,21 @@ def few_sms(
             part = rotated_peer(rank, worker, i, WORLD) * part_nbytes
             sent_from = sent_from + (part + start,)
             sent_sizes = sent_sizes + (bytes_in_chunk(tl.minimum(part_nbytes, nbytes - part), start, chunk_nbytes),)
-            begin = start1
-            end = start2
+            begin = starts[1]
+            end = starts[2]
             for r in tl.static_range(WORLD):
                 chosen = other_rank(call, i) == r
                 begin = tl.where(chosen, starts[r], begin)
                 end = tl.where(chosen, starts[r + 1], end)
             taken_sizes = taken_sizes + (bytes_in_chunk(end - begin, taken_from, chunk_nbytes),)
             taken_to = taken_to + (begin + taken_from,)
-        for at in range(0, words_in(longest), BLOCK):
-            offs = at + tl.arange(0, BLOCK)
-            own_words = load_words(x, own_from, offs, own_size, UNIT)
+        for at in range(0, words_in(longest), SHAPE.BLOCK):
+            offs = at + tl.arange(0, SHAPE.BLOCK)
+            own_words = load_words(x, own_from, offs, own_size, SHAPE.UNIT)
             tiles = ()
             if KIND != ALL_GATHER:
                 for i in tl.static_range(PEERS):
-                    tiles = tiles + (load_words(x, sent_from[i], offs, sent_sizes[i], UNIT),)
+                    tiles = tiles + (load_words(x, sent_from[i], offs, sent_sizes[i], SHAPE.UNIT),)
             parts = ()
             taken = ()
             for i in tl.static_range(PEERS):
@@ -239,22 +233,24 @@ def few_sms(
                 else:
                     store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(sent_sizes[i]), False)
             if ADDS:
-                words = sum_words(by_rank(parts, own_words, rank, WORLD), WORLD, DTYPE)
+                words = sum_words(by_rank(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE)
                 if KIND == ALL_REDUCE:
                     for i in tl.static_range(PEERS):
                         store_to(call, addresses[i], sums_mine, offs, words, offs < words_in(own_size), False)
-                own_words = nan_unless(call.live, words, DTYPE)
+                own_words = nan_unless(call.live, words, SHAPE.DTYPE)
             own_to = own_from
             if KIND == REDUCE_SCATTER:
                 own_to = before
             elif KIND == ALL_GATHER:
                 own_to = own_start + start
-            store_words(out, own_to, offs, own_words, own_size, UNIT)
+            store_words(out, own_to, offs, own_words, own_size, SHAPE.UNIT)
             if KIND != REDUCE_SCATTER:
                 for i in tl.static_range(PEERS):
-                    store_words(out, taken_to[i], offs, nan_unless(call.live, taken[i], DTYPE), taken_sizes[i], UNIT)
+                    store_words(
+                        out, taken_to[i], offs, nan_unless(call.live, taken[i], SHAPE.DTYPE), taken_sizes[i], SHAPE.UNIT
+                    )
         call = join_warps(call, late_ranks, running, WORLD, WARPS)
-        if ANNOUNCES:
+        if SHAPE.ANNOUNCES:
             announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
         if step + 1 < steps:
             raise_progress(call, progress, step + 1, WORLD, WARPS)
@@ -300,12 +296,21 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
         )
     if steps + 2 * layout.STEPS_IN_FLIGHT >= 1 << layout.PROGRESS_STEP_BITS or shape.programs > layout.PROGRESS_ROWS:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")
-    arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
-    arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op]}
-    arguments |= {"arrivals": context.arrivals_address, "ANNOUNCES": announces}
-    options: dict[str, Any] = {}
+    block, options = shape.block_words, {}
     if context.unit(plan) != layout.QUAD:
-        arguments["BLOCK"] = min(shape.block_words, 32 * shape.num_warps * 2)  # each word takes several registers
-    elif announces and world_size == 2 and shape.block_words <= BESIDE_WORDS:
-        options["maxnreg"] = BESIDE_REGISTERS
-    return context.launch(few_sms, plan, programs=shape.programs, options=options, **arguments)
+        block = min(block, 32 * shape.num_warps * 2)  # each word takes several registers
+    elif announces and world_size == 2 and block <= BESIDE_WORDS:
+        options = {"maxnreg": BESIDE_REGISTERS}
+    return context.launch(
+        few_sms,
+        plan,
+        programs=shape.programs,
+        options=options,
+        part_nbytes=part,
+        starts=tuple(map(Wide, starts)),
+        chunk_nbytes=shape.chunk_bytes,
+        arrivals=context.arrivals_address,
+        KIND=_KINDS[plan.op].value,
+        ANNOUNCES=announces,
+        BLOCK=block,
+    )
