@@ -67,7 +67,10 @@ CASES = {
         "(call.generation % GENERATIONS).to(tl.int64)",
     ),
     "a call without slots advances the generation": Case(
-        "mixed", "barrier", "call.rank * 0, False,", "call.rank * 0, True,"
+        "mixed",
+        "barrier",
+        "False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)\n",
+        "True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)\n",
     ),
     "the extent is that of another generation": Case(
         "one_shot",
