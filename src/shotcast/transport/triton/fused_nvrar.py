@@ -148,6 +148,7 @@ def nvrar_norm(
                 clear_parts(call, slots, stride, offs, masks, LOCAL)
             at = Tile(worker, worker * BLOCK, slice_tiles * BLOCK, offs, span)
             begin_exchange(call, network, targets, place, at, value, SHAPE)
+        at = Tile(worker, worker * BLOCK, slice_tiles * BLOCK, offs, span)
         own_sum, call = finish_exchange(call, network, targets, place, at, value, SHAPE)
         sums = (own_sum,)
         if LOCAL > 1:
