@@ -25,7 +25,7 @@ import triton.language as tl
 import shotcast
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.sync import (
     await_words,
     clear_previous,
@@ -41,44 +41,30 @@ from shotcast.transport.triton.sync import (
 from shotcast.wire import CallPlan, Op
 
 
-@kernel
-def star_all_reduce(
-    x,
-    out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
-    nbytes,
-    slots_at,
-    slots_quads,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@kernel(shape=TileShape)
+def star_all_reduce(x, out, entry, nbytes, slots_at, slots_quads, SHAPE: tl.constexpr):
     """Rank r has slot r of rank 0; slot WORLD of every rank is for the sum. Program 0 exchanges headers."""
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
     quads = (nbytes + 15) // 16  # of a slot, 16 bytes each
     extent = quads * (WORLD + 1)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
         slots = slots_offset(call.generation, slots_at, slots_quads)
         total_slot = slots + quads * WORLD
-        root = region_address(peers, 0)
-        everyone = peer_addresses(peers, rank, worker, WORLD, False)
+        root = region_address(entry.peers, 0)
+        everyone = peer_addresses(entry.peers, rank, worker, WORLD, False)
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            words = escape_sentinel(load_words(x, 0, offs, nbytes, UNIT))
+            words = escape_sentinel(load_words(x, 0, offs, nbytes, SHAPE.UNIT))
             store_to(call, root, slots + rank * quads, offs, words, offs < quads * 4, False)
         dirty = leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
@@ -87,15 +73,15 @@ def star_all_reduce(
             for _ in tl.static_range(WORLD):
                 masks = masks + (inside & (rank == 0),)  # other ranks wait for the sum alone
             parts, call = await_words(call, slots, quads, offs, masks, 0, False, WORLD, WORLD)
-            total = escape_sentinel(sum_words(parts, WORLD, DTYPE))
+            total = escape_sentinel(sum_words(parts, WORLD, SHAPE.DTYPE))
             for i in tl.static_range(WORLD):
                 store_to(call, everyone[i], total_slot, offs, total, inside & (rank == 0), False)
             words, call = await_words(call, total_slot, 0, offs, (inside,), 0, False, 1, WORLD, True)
-            store_words(out, 0, offs, nan_unless(call.live, words[0], DTYPE), nbytes, UNIT)
+            store_words(out, 0, offs, nan_unless(call.live, words[0], SHAPE.DTYPE), nbytes, SHAPE.UNIT)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch: the context fills in all arguments that the kernel has by their usual names."""
+    """Return the launch: the context fills in all arguments that the kernel has, and SHAPE, by their usual names."""
     return context.launch(star_all_reduce, plan)
 
 

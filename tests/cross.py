@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from shotcast.device.triton import tiles
+from shotcast.device.triton.launch import unspecialized
 from shotcast.hardware.nodes import folded
-from shotcast.kernels.triton.norm import NORM_ADDRESSES, norm_rows
+from shotcast.kernels.triton.arriving_gemm import Arriving, arriving_gemm_kernel
+from shotcast.kernels.triton.gemm import Sizes, gemm_kernel
+from shotcast.kernels.triton.norm import NormAddresses, norm_rows
 from shotcast.memory import nvshmem_library
-from shotcast.transport.triton.barrier import barrier
+from shotcast.transport.triton.barrier import barrier, gate
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT
 from shotcast.transport.triton.few_sms import few_sms
 from shotcast.transport.triton.fused_nvrar import nvrar_norm
 from shotcast.transport.triton.fused_one_shot import one_shot_norm
 from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_norm
+from shotcast.transport.triton.fused_tiles import RowCells
 from shotcast.transport.triton.fused_two_shot import two_shot_norm
+from shotcast.transport.triton.matmul_reduce import matmul_reduce
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.transport.triton.nvrar import nvrar_all_reduce
 from shotcast.transport.triton.one_shot import one_shot_reduce
@@ -33,28 +40,25 @@ from shotcast.transport.triton.reductions import dtype_of, reduction_of
 from shotcast.transport.triton.ring import ring
 from shotcast.transport.triton.rooted import rooted_copy
 from shotcast.transport.triton.send_recv import send_recv
+from shotcast.transport.triton.sync import Blocks, Entry, EntryWithPuts, Places
 from shotcast.transport.triton.two_shot import two_shot_all_reduce
 from shotcast.transport.triton.two_shot_fp8 import compile_options, two_shot_fp8_all_reduce
-from shotcast.transport.triton.uneven import exchange_parts
+from shotcast.transport.triton.uneven import Spans, exchange_parts
 from shotcast.wire import NORM_KINDS, QUANTIZATIONS, REDUCED, REDUCIBLE, RMS
 
-ADDRESSES = (
-    "x",
-    "out",
-    "data",
-    "own",
-    "peers",
-    "puts",
-    "puts",
-    "header_size",
-    "header_call",
-    "sum_cells",
-    "mean_cells",
-    "amax_cells",
-    "blocks",
-    "arrivals",
-    *NORM_ADDRESSES[:-1],
-)
+NORM = NormAddresses(*["i64"] * 7, "fp32")
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("x", "out", "data", "arrivals", "a", "b", "out_stride"), "i64"),
+    "places": Places("i64", "i64"),
+    "blocks": Blocks("i32", "i64"),
+    "sizes": Sizes("i32", "i32", "i32", "i64", "i64"),
+    "arriving": Arriving(*["i32"] * 6),
+    **NORM._asdict(),
+    "norm": NORM,
+    "cells": RowCells("i64", "i64", "i64", "i32"),
+    "spans": Spans(("i64",) * 7, ("i64",) * 7, *["i64"] * 3, ("i64",) * 9, "i64", "i64", "i32"),
+}
+"""The kinds of arguments that are not 32-bit integers, as Triton writes them; see also :func:`signature_of`."""
 DTYPES = {name: dtype_of(name) for name in REDUCED}
 MULTICASTS = ("two_shot_multicast", "multimem", "gather_multicast", "broadcast_multicast")
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -101,6 +105,39 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+ALL = (
+    *dict.fromkeys(kernel for kernel, _ in (KERNELS | FUSED).values()),
+    *(gate, few_sms, exchange_parts, nvrar_all_reduce, nvrar_norm, matmul_reduce, gemm_kernel, arriving_gemm_kernel),
+)
+"""All kernels with a SHAPE that are launched by addresses."""
+SIZES = ("part_nbytes", "starts", *Spans._fields)
+"""Arguments of 64 bits that are sizes."""
+
+
+def signature_of(kernel: Any) -> dict[str, Any]:
+    """Return the kinds of a kernel's arguments where it is launched."""
+    puts = "PUTS" in fields_of(kernel)
+    kinds = KINDS | {
+        "entry": EntryWithPuts("i64", "i64", "i64", "i32", "i64", "i64")
+        if puts
+        else Entry("i64", "i64", "i32", "i64", "i64"),
+        "starts": ("i64" if kernel is few_sms else "i32",) * 9,
+        "SHAPE": "constexpr",
+    }
+    declared = {name: "i64" for name, kind in kernel.fn.__annotations__.items() if kind == "tl.int64"}
+    return {name: (kinds | declared).get(name, "i32") for name in kernel.arg_names}
+
+
+def fields_of(kernel: Any) -> list[str]:
+    """Return the names of what a kernel is compiled for."""
+    return [one.name for one in dataclasses.fields(kernel.shape)]
+
+
+def shape_of(kernel: Any, values: dict[str, Any]) -> Any:
+    """Return the argument SHAPE of a kernel, of those of the values that it has."""
+    return kernel.shape(**{name: values[name] for name in fields_of(kernel)})
+
+
 @functools.lru_cache(maxsize=256)
 def compiled(
     name: str,
@@ -126,12 +163,8 @@ def compiled(
         "PDL": capability >= 90,
         "NATIVE": capability >= 89,
     }
-    constants = {key: value for key, value in values.items() if key in kernel.arg_names}
-    signature = {
-        key: "constexpr" if key in constants else "i64" if key in ADDRESSES else "i32" for key in kernel.arg_names
-    }
     options = compile_options(world_size, capability >= 89) if kernel is two_shot_fp8_all_reduce else None
-    return build(kernel, signature, constants, warps, capability, options=options)
+    return build_shape(kernel, values, warps, capability, options)
 
 
 EXCHANGES = {
@@ -168,6 +201,8 @@ def compiled_nodes(
         "PUTS": puts,
         "EXCHANGE": EXCHANGES[exchange],
         "NODES": nodes,
+        "LOCAL": local,
+        "PARTS": 1 if dtype == "float32" else 2,
         "FOLDED": folded(nodes),
         "DOUBLINGS": nodes.bit_length() - 1,
         "CLEAR_AFTER_READ": clears,
@@ -184,11 +219,8 @@ def compiled_nodes(
         "WARPS": warps,
         "PDL": capability >= 90,
     }
-    constants = {key: value for key, value in values.items() if key in kernel.arg_names}
-    kinds = dict.fromkeys(ADDRESSES, "i64") | dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
-    signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
     options = {"extern_libs": nvshmem_library.extern_libs()} if puts else None
-    return build(kernel, signature, constants, warps, capability, options=options)
+    return build_shape(kernel, values, warps, capability, options)
 
 
 @functools.lru_cache(maxsize=256)
@@ -217,11 +249,7 @@ def compiled_few_sms(
         "WARPS": warps,
         "PDL": capability >= 90,
     }
-    # as Triton has it where a kernel is launched: sizes are declared as 64 bits wide
-    declared = {name: "i64" for name, kind in few_sms.fn.__annotations__.items() if kind == "tl.int64"}
-    kinds = dict.fromkeys(ADDRESSES, "i64") | declared | dict.fromkeys(values, "constexpr")
-    signature = {key: kinds.get(key, "i32") for key in few_sms.arg_names}
-    return build(few_sms, signature, values, warps, capability, {"maxnreg": registers} if registers else None)
+    return build_shape(few_sms, values, warps, capability, {"maxnreg": registers} if registers else None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -236,10 +264,7 @@ def compiled_uneven(dtype: str, unit: int, world_size: int, block: int, warps: i
         "WARPS": warps,
         "PDL": capability >= 90,
     }
-    declared = {name: "i64" for name, kind in exchange_parts.fn.__annotations__.items() if kind == "tl.int64"}
-    kinds = dict.fromkeys(ADDRESSES, "i64") | declared | dict.fromkeys(values, "constexpr")
-    signature = {key: kinds.get(key, "i32") for key in exchange_parts.arg_names}
-    return build(exchange_parts, signature, values, warps, capability)
+    return build_shape(exchange_parts, values, warps, capability)
 
 
 @functools.lru_cache(maxsize=256)
@@ -260,7 +285,7 @@ def compiled_fused(
     kernel, fixed = FUSED[name]
     words = hidden * (4 if dtype == "float32" else 2) // 4
     block, warps = tiles.row_tile(words)
-    if "ROW_TILES" in kernel.arg_names:
+    if "ROW_TILES" in fields_of(kernel):
         warps = 1  # a program has a tile, not a row
     values = {
         **fixed,
@@ -281,17 +306,19 @@ def compiled_fused(
         "WARPS": warps,
         "PDL": capability >= 90,
     }
-    constants = {key: value for key, value in values.items() if key in kernel.arg_names}
-    kinds = dict.fromkeys(ADDRESSES, "i64") | dict.fromkeys(constants, "constexpr") | {"eps": "fp32"}
-    signature = {key: kinds.get(key, "i32") for key in kernel.arg_names}
-    return build(
-        kernel, signature, constants, warps, capability, options=COMPILE_OPTIONS if kernel is scatter_norm else {}
-    )
+    return build_shape(kernel, values, warps, capability, COMPILE_OPTIONS if kernel is scatter_norm else None)
+
+
+def build_shape(
+    kernel: Any, values: dict[str, Any], warps: int, capability: int, options: dict[str, Any] | None = None
+) -> Any:
+    """Compile a kernel of the transport for what it takes of ``values``."""
+    return build(kernel, signature_of(kernel), {"SHAPE": shape_of(kernel, values)}, warps, capability, options)
 
 
 def build(
     kernel: Any,
-    signature: dict[str, str],
+    signature: dict[str, Any],
     constants: dict[str, Any],
     warps: int,
     capability: int,
@@ -346,13 +373,36 @@ def _run(tool: str, kernel: Any, folder: Path, *options: str) -> str:
     return _SAID[asked]
 
 
-def touched(ptx: str, signature: dict[str, str], addresses: Collection[str] = ()) -> list[tuple[str, str]]:
+def flat(signature: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the kind of each parameter of a compiled kernel; elements of tuples have names of their own.
+
+    Those are the names of fields, or that of the tuple with a number.
+    """
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            names = getattr(kind, "_fields", [f"{name}{place}" for place in range(len(kind))])
+            yield from flat(dict(zip(names, kind, strict=True)))
+        elif kind != "constexpr":
+            yield name, kind
+
+
+def kinds_where_launched(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the kinds of all arguments where :class:`Launch` compiles a kernel, which must not be specialized."""
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    _, specialization, _ = binder(**{name: unspecialized(value) for name, value in arguments.items()})[:3]
+    kinds = dict(zip(kernel.arg_names, (kind for kind, _ in specialization), strict=False))
+    for name, (_, special) in zip(kernel.arg_names, specialization, strict=False):
+        assert kinds[name] == "constexpr" or not re.search("D|1", str(special)), f"{name} is specialized: {special}"
+    return kinds
+
+
+def touched(ptx: str, signature: dict[str, Any], addresses: Collection[str] = ()) -> list[tuple[str, str]]:
     """Return which argument each access to global memory goes to: (instruction, argument).
 
     Registers are followed from the parameters they come from, which are pointers and ``addresses``. A value that was
     loaded from memory comes from none.
     """
-    arguments = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
+    arguments = list(flat(signature))
     origins: dict[str, frozenset[str]] = {}
     found = []
     for line in ptx.splitlines():

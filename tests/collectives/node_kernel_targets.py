@@ -34,9 +34,9 @@ ROUNDED = ("nvrar_16bit", "in_two_steps")
 
 def bind_in_two_steps(plan: CallPlan, context: Any) -> Any:
     from shotcast.transport.triton.exchanges import TWO_SHOT_16BIT
-    from shotcast.transport.triton.nvrar import nvrar_all_reduce, tree_arguments
+    from shotcast.transport.triton.nvrar import nodes_arguments, nvrar_all_reduce
 
-    return context.launch(nvrar_all_reduce, plan, EXCHANGE=TWO_SHOT_16BIT.value, **tree_arguments(context))
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=TWO_SHOT_16BIT.value, **nodes_arguments(plan, context))
 
 
 def _member(name: str) -> Algorithm:

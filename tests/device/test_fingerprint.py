@@ -33,6 +33,7 @@ SOURCE = Path(shotcast.__file__).parent
 
 KERNEL = '''
 """A kernel."""
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -48,6 +49,22 @@ class Pair(NamedTuple):
     second: tl.tensor
 
 
+class Numbers(NamedTuple):
+    left: tl.tensor
+    right: tl.tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    WIDTH: int
+    HEIGHT: int = 3
+
+
+@kernel(shape=Shape)
+def whole(numbers: Numbers, SHAPE: tl.constexpr):
+    product(numbers.left, numbers.right, SHAPE.WIDTH)
+
+
 @triton.jit
 def product(x, factor, BLOCK: tl.constexpr):
     """Multiply."""
@@ -59,7 +76,7 @@ def product(x, factor, BLOCK: tl.constexpr):
 
 def bind(plan, context):
     settings = {"maxnreg": 64}
-    return context.launch(product, plan, programs=3, options=settings)
+    return context.launch(whole, plan, programs=3, options=settings)
 '''
 HELPERS = """
 import triton
@@ -116,10 +133,15 @@ def unchanged() -> str:
         ("total", "sum_of_all"),
         (r"\bx\b", "values"),
         ("product", "multiplied"),
-        ("BLOCK", "WIDTH"),
+        ("BLOCK", "SIZE"),
+        ("Numbers", "Values"),
+        (r"\bleft\b", "one"),
+        (r"\bWIDTH\b", "COLUMNS"),
+        (r"\bSHAPE\b", "FACTS"),
+        (r"\bShape\b", "Facts"),
         ("LIMIT", "MOST"),
         ("Pair", "Two"),
-        (r"\bfirst\b", "left"),
+        (r"\bfirst\b", "one"),
         ('"""Multiply."""', '"""Return the product, and more."""'),
         ("# a comment", ""),
         (": tl.tensor =", " ="),
@@ -138,7 +160,7 @@ def test_what_is_not_code_changes_nothing(tmp_path: Path, old: str, new: str) ->
     if old == r"\btl\b":
         text = text.replace("import triton.language as tl", "import triton.language as language")
     if old == "plan, context":
-        text = text.replace("context.launch(product, plan", "rank.launch(product, call")
+        text = text.replace("context.launch(whole, plan", "rank.launch(whole, call")
     text = re.sub(old, new, text)
     assert text != KERNEL
     assert small_fingerprint(tmp_path, text) == unchanged()
@@ -184,6 +206,12 @@ def test_a_function_may_move_to_another_file(tmp_path: Path) -> None:
         (", options=settings", ""),
         ("@triton.jit", "@triton.jit(noinline=True)"),
         ("total: tl.tensor =", "total: tl.constexpr ="),
+        ("    left: tl.tensor\n    right: tl.tensor\n", "    right: tl.tensor\n    left: tl.tensor\n"),
+        ("    right: tl.tensor\n", "    right: tl.tensor\n    more: tl.tensor\n"),
+        ("numbers.left, numbers.right", "numbers.right, numbers.left"),
+        ("SHAPE.WIDTH", "SHAPE.HEIGHT"),
+        ("HEIGHT: int = 3", "HEIGHT: int = 4"),
+        ("SHAPE: tl.constexpr", "SHAPE"),
     ],
 )
 def test_a_change_of_the_code_is_seen(tmp_path: Path, old: str, new: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import itertools
 import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,11 +13,13 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import make_kernel_signature
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import cross
-from shotcast.device.triton.launch import KernelResources, Launch, descriptor
+from shotcast.device.triton.launch import KernelResources, Launch, Wide, descriptor
 from shotcast.memory import driver as cuda_driver
 from shotcast.memory import nvshmem_library
 
@@ -47,6 +49,7 @@ class Compiled:
     def __init__(self) -> None:
         self.runs: list[tuple[Any, ...]] = []
         self.loads = 0
+        self.attributes: list[dict[Any, Any]] = []
         self.src = SimpleNamespace(signature={})
         self.metadata = SimpleNamespace(
             num_warps=4,
@@ -67,6 +70,8 @@ class Compiled:
 
     def run(self, *args: Any) -> None:
         self.runs.append(args)
+
+    __getitem__ = CompiledKernel.__getitem__
 
 
 class Enqueued(NamedTuple):
@@ -100,10 +105,10 @@ class Library:
         stream, attributes, count = struct.unpack_from("<QQI", raw, 32)
         pairs = [struct.unpack_from("<I4xI", ctypes.string_at(attributes + 72 * place, 72)) for place in range(count)]
         kinds: list[str] = []
-        for kind in self._compiled.src.signature.values():
+        for _, kind in cross.flat(self._compiled.src.signature):
             if kind.startswith("tensordesc"):
                 kinds += ["u64", "i32", "i32", "i64", "i64"]  # the driver's form, of which 8 bytes count here
-            elif kind != "constexpr":
+            else:
                 kinds.append(kind)
         values = [ctypes.cast(params[place], ctypes.POINTER(self.KINDS[kind]))[0] for place, kind in enumerate(kinds)]
         assert [ctypes.cast(params[len(kinds) + place], ctypes.POINTER(ctypes.c_uint64))[0] for place in (0, 1)] == [
@@ -153,17 +158,27 @@ class Library:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     made = Compiled()
 
-    def compile_it(kernel: Any, key: Any, signature: dict[str, str], *args: Any, **kwargs: Any) -> Compiled:
+    def compile_it(
+        kernel: Any,
+        key: Any,
+        signature: dict[str, Any],
+        device: int,
+        constants: Any,
+        options: Any,
+        attributes: Any,
+        *_: Any,
+    ) -> Compiled:
         made.src.signature = signature
+        made.attributes.append({place: found for place, found in attributes.items() if found})
         return made
 
     monkeypatch.setattr(JITFunction, "_do_compile", compile_it)
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", triton.knobs.HookChain())
     monkeypatch.setattr(driver, "_active", Driver())
-    for kernel, _ in cross.KERNELS.values():
+    for kernel in cross.ALL:
         kernel.device_caches.clear()
     yield made
-    for kernel, _ in cross.KERNELS.values():
+    for kernel in cross.ALL:
         kernel.device_caches.clear()  # it holds code that no GPU can run
 
 
@@ -174,42 +189,101 @@ def library(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Library:
     return made
 
 
+KERNELS: dict[str, Any] = {kernel.__name__: kernel for kernel in cross.ALL}
+CALLED = ("a", "b", "x", "out", "data", "norm", "spans")
+"""Arguments that each call gives."""
+
+
 def arguments_of(name: str) -> dict[str, Any]:
-    kernel, fixed = cross.KERNELS[name]
-    given = {}
-    for number, param in enumerate(kernel.params):
-        if param.name in fixed:
-            given[param.name] = fixed[param.name]
-        elif param.is_constexpr:
-            given[param.name] = {"DTYPE": triton.language.bfloat16}.get(param.name, 4)
-        else:
-            given[param.name] = (1 << 40) + number if param.name in cross.ADDRESSES else number
-    return given
+    """Return arguments of a kernel that differ from each other."""
+    kernel = KERNELS[name]
+    numbers = itertools.count()
+
+    def value(kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            values = [value(inner) for inner in kind]
+            return type(kind)(*values) if hasattr(kind, "_fields") else tuple(values)
+        return 0.5 if kind == "fp32" else (1 << 40) + next(numbers) if kind == "i64" else next(numbers)
+
+    given = {name: value(kind) for name, kind in cross.signature_of(kernel).items() if kind != "constexpr"}
+    return given | {"SHAPE": cross.shape_of(kernel, dict.fromkeys(cross.fields_of(kernel), 4))}
 
 
-@pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring", "gather", "send", "barrier"])
-def test_the_kernel_gets_what_the_public_launcher_gives_it(name: str, compiled: Compiled, library: Library) -> None:
-    kernel, _ = cross.KERNELS[name]
-    arguments = arguments_of(name)
-    names = [name for name in ("x", "out", "data") if name in arguments]
-    given = [(1 << 41) + 16 * place for place, _ in enumerate(names)]
+def elements(value: Any) -> list[Any]:
+    """Return a value, or all elements of a tuple."""
+    return [inner for one in value for inner in elements(one)] if isinstance(value, tuple) else [value]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_gets_what_the_public_launcher_gives_it(
+    name: str, compiled: Compiled, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, arguments = KERNELS[name], arguments_of(name)
+    names = [name for name in CALLED if name in arguments]
+    given = [
+        1e-5 if kind == "fp32" else (1 << 41) + 16 * place if kind == "i64" else 16 * place
+        for place, (_, kind) in enumerate(cross.flat({name: cross.signature_of(kernel)[name] for name in names}))
+    ]
     launch = Launch(kernel, 7, arguments, names, OPTIONS)
     launch.load()
     assert compiled.loads == 1
     launch(STREAM, given)
-    kernel[(7,)](**(arguments | dict(zip(names, given, strict=True))), **OPTIONS)
+    triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
+    launch(STREAM, given)
     (ours,), (theirs,) = library.launches, compiled.runs
     assert theirs[:6] == (7, 1, 1, STREAM, Compiled.function, Compiled.packed_metadata)
-    kinds = compiled.src.signature
-    values = [value for value, kind in zip(theirs[9:], kinds.values(), strict=True) if kind != "constexpr"]
-    pdl = {6: 1}
-    assert ours == Enqueued((7, 1, 1), (128, 1, 1), 1024, STREAM, pdl, Compiled.function, tuple(values))
-    assert set(given) <= set(ours.values)
+    signature = compiled.src.signature
+    assert tuple(signature) == tuple(kernel.arg_names)
+    kinds = [kind for value in signature.values() for kind in elements(value)]
+    given_there = [value for argument in theirs[9:] for value in elements(argument)]
+    values = [value for value, kind in zip(given_there, kinds, strict=True) if kind != "constexpr"]
+    wanted = Enqueued((7, 1, 1), (128, 1, 1), 1024, STREAM, {6: 1}, Compiled.function, tuple(map(rounded, values)))
+    assert ours._replace(values=tuple(map(rounded, ours.values))) == wanted
+    assert {rounded(value) for value in given} <= set(wanted.values)
+    # Triton's launcher takes the elements of tuples in this order
+    monkeypatch.setattr(Driver, "utils", SimpleNamespace(build_signature_metadata=list), raising=False)
+    assert make_kernel_signature(signature.values()) == [kind for kind in kinds if kind != "constexpr"]
+
+
+def rounded(value: float) -> float:
+    """Return a float as a kernel gets it; integers as they are."""
+    return ctypes.c_float(value).value if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_element_of_a_tuple_is_compiled_in(name: str, compiled: Compiled, library: Library) -> None:
+    """Triton would compile in a rank of 1, and which addresses are multiples of 16."""
+    kernel, kinds = KERNELS[name], []
+    for number in (0, 1, 16):
+        given = {name: small(value, number) for name, value in arguments_of(name).items()}
+        Launch(kernel, 1, given, (), OPTIONS).load()
+        kinds.append(compiled.src.signature)
+    assert kinds[0] == kinds[1] == kinds[2] == cross.signature_of(kernel)
+    assert compiled.attributes == [{}] * len(compiled.attributes)
+
+
+def small(value: Any, number: int) -> Any:
+    """Replace all numbers, in tuples too, by others of as many bits, whatever these bits are."""
+    if isinstance(value, tuple):
+        values = [small(inner, number) for inner in value]
+        return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+    if type(value) is not int:
+        return value
+    return number if value < 1 << 31 else (1 << 40) + number
+
+
+def test_a_wide_number_is_wide_however_small_it_is(compiled: Compiled, library: Library) -> None:
+    given = arguments_of("few_sms") | {"starts": tuple(map(Wide, range(9)))}
+    Launch(KERNELS["few_sms"], 1, given, (), OPTIONS)(STREAM, ())
+    assert compiled.src.signature["starts"] == ("i64",) * 9
+    (launched,) = library.launches
+    places = [name for name, _ in cross.flat(compiled.src.signature)]
+    assert launched.values[places.index("starts0") :][:9] == tuple(range(9))
 
 
 def test_a_launch_without_attributes_has_none(compiled: Compiled, library: Library) -> None:
     compiled.metadata.launch_pdl = False
-    kernel, _ = cross.KERNELS["barrier"]
+    kernel = KERNELS["barrier"]
     Launch(kernel, 1, arguments_of("barrier"), (), OPTIONS)(STREAM, ())
     compiled.metadata.launch_cooperative_grid = True
     Launch(kernel, 1, arguments_of("barrier"), (), OPTIONS)(STREAM, ())
@@ -217,22 +291,22 @@ def test_a_launch_without_attributes_has_none(compiled: Compiled, library: Libra
 
 
 def test_later_calls_change_what_they_give_and_nothing_else(compiled: Compiled, library: Library) -> None:
-    kernel, _ = cross.KERNELS["two_shot"]
-    launch = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)
+    kernel = KERNELS["two_shot_all_reduce"]
+    launch = Launch(kernel, 7, arguments_of("two_shot_all_reduce"), ("x", "out"), OPTIONS)
     launch(STREAM, (1 << 41, 1 << 42))
     launch(STREAM + 1, (1 << 43, 1 << 42))
     first, second = library.launches
     differing = [place for place, (a, b) in enumerate(zip(first.values, second.values, strict=True)) if a != b]
     assert (first.stream, second.stream) == (STREAM, STREAM + 1)
-    names = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+    names = [name for name, _ in cross.flat(compiled.src.signature)]
     assert differing == [names.index("x")]
     assert first[:3] == second[:3]
     assert compiled.loads == 1
 
 
 def test_a_profilers_hook_sees_launches(compiled: Compiled, library: Library) -> None:
-    kernel, _ = cross.KERNELS["two_shot"]
-    launch = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)
+    kernel = KERNELS["two_shot_all_reduce"]
+    launch = Launch(kernel, 7, arguments_of("two_shot_all_reduce"), ("x", "out"), OPTIONS)
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
     launch(STREAM, (1 << 41, 1 << 42))
     assert not library.launches
@@ -241,32 +315,17 @@ def test_a_profilers_hook_sees_launches(compiled: Compiled, library: Library) ->
 
 
 @pytest.mark.parametrize("stream", [STREAM, STREAM + 1, 0])
-def test_a_hooked_launch_goes_to_the_stream_it_is_given(
-    stream: int, compiled: Compiled, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    current = [STREAM]
-
-    @contextlib.contextmanager
-    def on(handle: int) -> Iterator[None]:
-        current.append(handle)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(Driver, "get_current_stream", lambda self, device: current[-1])
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: handle or "one of a pool")
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "stream", on)
+def test_a_hooked_launch_goes_to_the_stream_it_is_given(stream: int, compiled: Compiled, library: Library) -> None:
     triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
-    kernel, _ = cross.KERNELS["two_shot"]
-    Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)(stream, (1 << 41, 1 << 42))
+    kernel = KERNELS["two_shot_all_reduce"]
+    Launch(kernel, 7, arguments_of("two_shot_all_reduce"), ("x", "out"), OPTIONS)(stream, (1 << 41, 1 << 42))
     (hooked,) = compiled.runs
     assert hooked[3] == stream
-    assert current == [STREAM]
 
 
 def test_an_error_of_the_driver_is_told(library: Library) -> None:
-    kernel, _ = cross.KERNELS["two_shot"]
-    launch = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)
+    kernel = KERNELS["two_shot_all_reduce"]
+    launch = Launch(kernel, 7, arguments_of("two_shot_all_reduce"), ("x", "out"), OPTIONS)
     library.error = 700
     with pytest.raises(RuntimeError, match=r"launching a kernel failed: out of order \(CUDA error 700\)"):
         launch(STREAM, (1 << 41, 1 << 42))
@@ -277,9 +336,9 @@ def test_a_kernel_that_needs_more_than_is_given_is_refused(
     asks: dict[str, int], compiled: Compiled, library: Library
 ) -> None:
     vars(compiled.metadata).update(asks)
-    kernel, _ = cross.KERNELS["two_shot"]
+    kernel = KERNELS["two_shot_all_reduce"]
     with pytest.raises(RuntimeError, match="needs scratch memory or clusters"):
-        Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS).load()
+        Launch(kernel, 7, arguments_of("two_shot_all_reduce"), ("x", "out"), OPTIONS).load()
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -289,15 +348,15 @@ def test_a_module_gets_the_state_of_nvshmem_once(
     joined: list[int] = []
     monkeypatch.setattr(nvshmem_library, "library", lambda: SimpleNamespace(initialise_module=joined.append))
     compiled.module = 0xBEEF
-    kernel, _ = cross.KERNELS["two_shot"]
-    plain = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), OPTIONS)
+    kernel = KERNELS["two_shot_all_reduce"]
+    plain = Launch(kernel, 7, arguments_of("two_shot_all_reduce"), ("x", "out"), OPTIONS)
     plain(STREAM, (1 << 41, 1 << 42))
     assert not joined, "NVSHMEM refuses a module without its functions"
     if hooked:
         triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
     for _ in range(2):
         options = OPTIONS | {"extern_libs": {nvshmem_library.EXTERN_LIBRARY: __file__}}
-        launch = Launch(kernel, 7, arguments_of("two_shot"), ("x", "out"), options)
+        launch = Launch(kernel, 7, arguments_of("two_shot_all_reduce"), ("x", "out"), options)
         launch(STREAM, (1 << 41, 1 << 42))
         launch(STREAM, (1 << 41, 1 << 42))
     assert joined == [0xBEEF]

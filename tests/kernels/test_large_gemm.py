@@ -153,18 +153,12 @@ def compiled(
         "b": b[::-1] if b_rows_are_n else b,
         "out": (config.tile_m, config.tile_n // 2),
     }
-    constants = {
-        name: value for name, value in (constants | {"PDL": capability >= 90}).items() if name in kernel.arg_names
-    }
-    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
-        ("a_stride", "b_stride", "out_stride", "arrivals"), "i64"
-    )
-    for name, (rows, columns) in tiles.items():
-        signature[name] = f"tensordesc<{dtype}[{rows}, {columns}]>" if tma else "i64"
-    signature |= dict.fromkeys(constants, "constexpr")
-    signature = {name: signature[name] for name in kernel.arg_names}
-    options = {"launch_pdl": "PDL" in constants} | ({"maxnreg": registers} if registers else {})
-    return cross.build(kernel, signature, constants, config.warps, capability, options)
+    shape = cross.shape_of(kernel, constants | {"PDL": capability >= 90})
+    signature = cross.signature_of(kernel)
+    if tma:
+        signature |= {name: f"tensordesc<{dtype}[{rows}, {columns}]>" for name, (rows, columns) in tiles.items()}
+    options = {"launch_pdl": kernel is not gemm_kernel} | ({"maxnreg": registers} if registers else {})
+    return cross.build(kernel, signature, {"SHAPE": shape}, config.warps, capability, options)
 
 
 def needs(kernel: Any, folder: Path, stack: int = 0) -> Kernel:

@@ -116,7 +116,7 @@ CHANGES = {
     "parts are not cleared": ("clear_parts(call, slots, stride, offs, masks, WORLD)", "pass"),
     "sums are not cleared": ("clear_parts(call, quads, 0, offs, masks, 1)", "pass"),
     "the slots of the call before are not cleared": (
-        "clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)",
+        "clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, SHAPE.BLOCK)",
         "pass",
     ),
     "tiles share a slot": ("slots_quads) + tile * TILE_QUADS", "slots_quads) + tile // 2 * TILE_QUADS"),
@@ -126,7 +126,7 @@ CHANGES = {
 
 @pytest.mark.full
 def test_the_kernel_unchanged_is_right() -> None:
-    assert interpreted(different, 2, "GATHER: tl.constexpr", "GATHER: tl.constexpr") == [0, 0]
+    assert interpreted(different, 2, "    GATHER: bool\n", "    GATHER: bool\n") == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -337,13 +337,12 @@ def compiled(
         "BLOCK": block_words(world_size, config),
         "WARPS": config.warps,
     }
-    wide = ("a", "b", "out", "own", "peers", "header_size", "header_call", "a_stride", "b_stride")
-    signature = dict.fromkeys(matmul_reduce.arg_names, "i32") | dict.fromkeys(wide, "i64")
+    signature = cross.signature_of(matmul_reduce)
     if tma:
         signature["a"] = f"tensordesc<{dtype}[{config.tile_m}, {config.tile_k}]>"
         signature["b"] = f"tensordesc<{dtype}[{config.tile_n}, {config.tile_k}]>"
-    signature |= dict.fromkeys(constants, "constexpr")
-    return cross.build(matmul_reduce, signature, constants, config.warps, capability, {"launch_pdl": False})
+    shape = {"SHAPE": cross.shape_of(matmul_reduce, constants)}
+    return cross.build(matmul_reduce, signature, shape, config.warps, capability, {"launch_pdl": False})
 
 
 @pytest.mark.parametrize(

@@ -379,6 +379,7 @@ def changed_kernels(change: Change) -> Iterator[Any]:
         assert spec is not None
         assert spec.loader is not None
         changed = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = changed  # where its dataclasses look for it
         spec.loader.exec_module(changed)
         for name in ("yield_core", "POLLS_PER_CHECK", "CHANNELS"):  # which ranks quicken, and traces set
             if hasattr(changed, name):

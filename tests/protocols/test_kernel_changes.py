@@ -67,7 +67,10 @@ CASES = {
         "(call.generation % GENERATIONS).to(tl.int64)",
     ),
     "a call without slots advances the generation": Case(
-        "mixed", "barrier", "call.rank * 0, False,", "call.rank * 0, True,"
+        "mixed",
+        "barrier",
+        "False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)\n",
+        "True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)\n",
     ),
     "the extent is that of another generation": Case(
         "one_shot",
@@ -90,23 +93,23 @@ CASES = {
         "one_shot", "sync", "return (call.generation + 2) % GENERATIONS", "return (call.generation + 1) % GENERATIONS"
     ),
     "a call that clears as it reads records an extent": Case(
-        "clearing one_shot", "one_shot", "0 if CLEAR_AFTER_READ else quads * WORLD", "quads * WORLD"
+        "clearing one_shot", "one_shot", "0 if SHAPE.CLEAR_AFTER_READ else quads * WORLD", "quads * WORLD"
     ),
     "slots are not cleared as they are read": without(
         "clearing reduce_scatter",
         "one_shot",
-        "            if CLEAR_AFTER_READ:\n                clear_parts(call, slots, quads, offs, masks, WORLD)\n",
+        "            if SHAPE.CLEAR_AFTER_READ:\n                clear_parts(call, slots, quads, offs, masks, WORLD)\n",
     ),
     "the second shot is not cleared": without(
         "clearing two_shot",
         "two_shot",
-        "                if CLEAR_AFTER_READ:\n"
+        "                if SHAPE.CLEAR_AFTER_READ:\n"
         "                    clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)\n",
     ),
     "the first shot is not cleared": without(
         "clearing two_shot",
         "two_shot",
-        "                if CLEAR_AFTER_READ:\n"
+        "                if SHAPE.CLEAR_AFTER_READ:\n"
         "                    clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)\n",
     ),
     "slots are cleared before they are read": Case(
@@ -125,8 +128,8 @@ CASES = {
     "fused sums are not cleared": Case(
         "clearing fused_two_shot",
         "fused_two_shot",
-        "            clear_parts(call, slots, stride, offs, masks, WORLD)\n        finish_tiles(",
-        "            pass\n        finish_tiles(",
+        "            clear_parts(call, slots, stride, offs, masks, WORLD)\n        sums = insert_own(",
+        "            pass\n        sums = insert_own(",
     ),
     # words
     "words go to the wrong generation": Case(
@@ -150,7 +153,9 @@ CASES = {
         "quads + r * stride)\n            part = tl.load(base + offs, mask=masks[r], other=0, volatile=True)",
         "quads + r * stride)\n            part = tl.load(base + offs, mask=masks[r], other=0)",
     ),
-    "a rank waits for what it sends to itself": Case("all_gather", "copies", "if not MULTICAST:", "if MULTICAST:"),
+    "a rank waits for what it sends to itself": Case(
+        "all_gather", "copies", "if not SHAPE.MULTICAST:", "if SHAPE.MULTICAST:"
+    ),
     "all ranks send a broadcast": Case("broadcast", "copies", "tl.where(rank == root, part_nbytes, 0)", "part_nbytes"),
     "sums go to the slots of the first shot": Case(
         "two_shot", "two_shot", "sums = second_shot + rank * stride", "sums = first_shot + rank * stride"
@@ -166,7 +171,7 @@ CASES = {
         "two_shot",
         "                parts, call = await_words(call, first_shot,",
         "                store_to_all(\n"
-        "                    call, addresses, sums, offs, own_words, offs < own_span, False, MULTICAST, WORLD - 1\n"
+        "                    call, addresses, sums, offs, own_words, offs < own_span, False, False, WORLD - 1\n"
         "                )\n"
         "                parts, call = await_words(call, first_shot,",
     ),
@@ -237,7 +242,9 @@ CASES = {
         "cells", "sync", "hit = (part >> 32).to(tl.int32) != epoch.to(tl.int32)", "hit = (part >> 32) == 0"
     ),
     # sums in the switch, and multicast
-    "flags are not awaited": Case("multimem", "multimem", "call = await_flags(call, flags, WORLD, WARPS)", "pass"),
+    "flags are not awaited": Case(
+        "multimem", "multimem", "call = await_flags(call, flags, WORLD, SHAPE.WARPS)", "pass"
+    ),
     "owners of nothing wait for flags": Case(
         "multimem", "multimem", "if worker * BLOCK < own_span:", "if worker * BLOCK < slice_words:"
     ),
@@ -269,7 +276,7 @@ CASES = {
     "a multicast is not awaited by its sender": Case(
         "multicast",
         "two_shot",
-        "slice_words, slice_words, total, WORLD, not MULTICAST)",
+        "slice_words, slice_words, total, WORLD, not SHAPE.MULTICAST)",
         "slice_words, slice_words, total, WORLD, True)",
     ),
     # messages
@@ -277,7 +284,7 @@ CASES = {
         "messages",
         "send_recv",
         "                words, call = await_chunk(",
-        "                tl.store(peer_region + CREDITS + rank * CHANNELS + channel, count + 1)\n"
+        "                tl.store(peer_region + CREDITS + call.rank * CHANNELS + channel, count + 1)\n"
         "                words, call = await_chunk(",
     ),
     "credit is given before all threads have their words": without(
@@ -288,8 +295,8 @@ CASES = {
     "credit is for a chunk more": Case(
         "messages",
         "send_recv",
-        "CREDITS + rank * CHANNELS + channel, count + 1)",
-        "CREDITS + rank * CHANNELS + channel, count + 2)",
+        "CREDITS + call.rank * CHANNELS + channel, count + 1)",
+        "CREDITS + call.rank * CHANNELS + channel, count + 2)",
     ),
     "a sender runs a chunk ahead": Case(
         "messages", "send_recv", "channel, count - 1, peer", "channel, count - 2, peer"

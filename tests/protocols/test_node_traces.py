@@ -155,10 +155,14 @@ class Case(NamedTuple):
 
 CASES = {
     "the slots within the node are used between nodes too": Case(
-        SQUARE, "doubling", "nvrar", "enter_network(call, first_shot + inner_quads,", "enter_network(call, first_shot,"
+        SQUARE,
+        "doubling",
+        "nvrar",
+        "            call, first_shot + inner_quads, staging",
+        "            call, first_shot, staging",
     ),
     "the slots between nodes are not cleared": Case(
-        PAIR, "pairs", "exchanges", "slice_quads * ((NODES - 1) * PARTS)", "slice_quads * 0"
+        PAIR, "pairs", "exchanges", "slice_quads * ((SHAPE.NODES - 1) * SHAPE.PARTS)", "slice_quads * 0"
     ),
     "a poll may be cached": Case(PAIR, "doubling", "network", "other=0, volatile=True),)", "other=0),)"),
     "high halves are not awaited": Case(
@@ -192,12 +196,12 @@ CASES = {
         Group(4, 1),
         "doubling",
         "exchanges",
-        "        other = partner(place, step, FOLDED, LOCAL)\n        bits, call = await_tiles(\n"
+        "        other = partner(place, step, SHAPE)\n        bits, call = await_tiles(\n"
         "            call, network, (word + step * slot,), lanes, (active,),",
         "        if step + 1 < DOUBLINGS:\n"
         "            early = word + (step + 1) * slot\n"
         "            put_tiles(call, network, targets[step + 1], early, lanes, bits_of(value, PARTS), active, PARTS)\n"
-        "        other = partner(place, step, FOLDED, LOCAL)\n        bits, call = await_tiles(\n"
+        "        other = partner(place, step, SHAPE)\n        bits, call = await_tiles(\n"
         "            call, network, (word + step * slot,), lanes, (active,),",
     ),
     "a folded node is not awaited": Case(
@@ -207,11 +211,15 @@ CASES = {
         THREE,
         "doubling",
         "exchanges",
-        "count * (1 - place.extra - place.pivot)\n    put_tiles(call, network, targets[0], start",
-        "count * (1 - place.extra)\n    put_tiles(call, network, targets[0], start",
+        "count * (1 - place.extra - place.pivot)\n    put_tiles(\n        call, network, targets[0], tile.start",
+        "count * (1 - place.extra)\n    put_tiles(\n        call, network, targets[0], tile.start",
     ),
     "a folded node takes what its pivot had before": Case(
-        THREE, "halving", "exchanges", "(DOUBLINGS + (FOLDED > 0)) * slot + start", "DOUBLINGS * slot + start"
+        THREE,
+        "halving",
+        "exchanges",
+        "(DOUBLINGS + (SHAPE.FOLDED > 0)) * slot + tile.start",
+        "DOUBLINGS * slot + tile.start",
     ),
     "two nodes put their sums into one slot": Case(
         THREE,
@@ -221,37 +229,41 @@ CASES = {
         "slot = place.node * 0",
     ),
     "a tile goes to another node than its owner": Case(
-        THREE, "two_shot_16bit", "exchanges", "% NODES == owner\n", "% NODES != owner\n"
+        THREE, "two_shot_16bit", "exchanges", "% SHAPE.NODES == owner\n", "% SHAPE.NODES != owner\n"
     ),
     "an owner does not wait for the parts of others": Case(
         THREE,
         "two_shot_16bit",
         "exchanges",
-        "lanes, owned, NODES, LOCAL, 1, WORLD)",
-        "lanes, 0 * owned, NODES, LOCAL, 1, WORLD)",
+        "tile, owned, 1, SHAPE)",
+        "tile, 0 * owned, 1, SHAPE)",
     ),
     "results go to the slot of a part": Case(
-        THREE, "two_shot_16bit", "exchanges", "last = (NODES - 1) * slice_words + start", "last = start"
+        THREE,
+        "two_shot_16bit",
+        "exchanges",
+        "last = (SHAPE.NODES - 1) * tile.slice_words + tile.start",
+        "last = tile.start",
     ),
     "the result of another owner is not awaited": Case(
-        THREE, "two_shot_16bit", "exchanges", "(count - owned,)", "(count * 0,)"
+        THREE, "two_shot_16bit", "exchanges", "(tile.count - owned,)", "(tile.count * 0,)"
     ),
     "a tile is kept that is given away": Case(
         PAIR,
         "halving",
         "exchanges",
-        "    return ((place.leaf ^ tile) >> step) & 1\n",
-        "    return ((place.leaf ^ tile) >> step) & 0\n",
+        "    return ((place.leaf ^ number) >> step) & 1\n",
+        "    return ((place.leaf ^ number) >> step) & 0\n",
     ),
     "what the node has gathered is sent before the exchange": Case(
         SQUARE,
         "doubling",
         "nvrar",
-        "                words, call = finish_exchange(\n",
+        "                words, call = finish_exchange(call",
         "                store_to_all(\n"
         "                    call, mates, second_shot, offs, words, offs < own_span, False, False, LOCAL - 1\n"
         "                )\n"
-        "                words, call = finish_exchange(\n",
+        "                words, call = finish_exchange(call",
     ),
     "sums of tiles go to the slots of the first shot": Case(
         SQUARE, "doubling", "fused_nvrar", "second_shot + own_tile * TILE", "first_shot + own_tile * TILE"

@@ -187,8 +187,8 @@ def test_programs_do_what_the_models_do(ranks: int) -> None:
 CHANGES = {
     "a part that is one word short": Change(
         "uneven",
-        "            mask = offs < words_in(bytes_in_chunk(sizes[i], start, nbytes))",
-        "            mask = offs < words_in(bytes_in_chunk(sizes[i], start, nbytes)) - 4",
+        "            mask = offs < words_in(bytes_in_chunk(spans.sizes[i], start, nbytes))",
+        "            mask = offs < words_in(bytes_in_chunk(spans.sizes[i], start, nbytes)) - 4",
     ),
     "chunks of this rank alone": Change(
         "uneven",

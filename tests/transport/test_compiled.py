@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 
 import cross
+from shotcast.device.triton.launch import Wide
 from shotcast.wire import REDUCIBLE
 
 pytestmark = pytest.mark.long
@@ -387,8 +385,22 @@ def test_only_16_byte_accesses_grow_with_the_tile(name: str) -> None:
 # -- specialisation ---------------------------------------------------------------------------------------------------
 
 
-def runtime_arguments(kernel: Any) -> list[str]:
-    return [param.name for param in kernel.params if not param.is_constexpr]
+def runtime_arguments(kernel: Any, rank: int, size: int, address: int, header: int) -> dict[str, Any]:
+    """Return what a launch gives a kernel on a rank: ``address`` and ``size`` for all addresses and numbers."""
+    ranks, headers = ("rank", "root", "peer"), ("header_size", "header_call")
+
+    def value(name: str, kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            names = getattr(kind, "_fields", [name] * len(kind))
+            values = (value(inner, one) for inner, one in zip(names, kind, strict=True))
+            return type(kind)(*values) if hasattr(kind, "_fields") else tuple(values)
+        if kind == "fp32":
+            return 1.0 / size
+        if kind == "i64":
+            return header if name in headers else Wide(size) if name in cross.SIZES else address
+        return rank if name in ranks else size
+
+    return {name: value(name, kind) for name, kind in cross.signature_of(kernel).items() if kind != "constexpr"}
 
 
 def test_no_runtime_argument_is_specialised() -> None:
@@ -398,30 +410,38 @@ def test_no_runtime_argument_is_specialised() -> None:
             assert param.is_constexpr or param.do_not_specialize, f"{kernel.__name__} is specialised on {param.name}"
 
 
-@pytest.mark.parametrize("name", [*cross.KERNELS, *cross.FUSED])
-def test_compiled_form_does_not_depend_on_rank_or_addresses(name: str) -> None:
-    """The keys of Triton's cache of compiled forms are equal for ranks 0, 1 and 7, and for any address and size."""
-    kernel, fixed = (cross.KERNELS | cross.FUSED)[name]
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    key_of = create_function_from_signature(kernel.signature, kernel.params, backend)
-    keys = set()
+@pytest.mark.parametrize("kernel", cross.ALL, ids=lambda kernel: kernel.__name__)
+def test_compiled_form_does_not_depend_on_rank_or_addresses(kernel: Any) -> None:
+    """The compiled form is the one of this file for ranks 0, 1 and 7, and for any address and size."""
     for rank, size, address, header in (
         (0, 16, 0x7F0000000000, 1 << 44),
         (1, 1, 0x7F1234567891, (8 << 44) + 1),
         (7, 1 << 29, 0x300000010, (1 << 48) - 1),
     ):
-        values = {
-            argument: address
-            if argument in cross.ADDRESSES and not argument.startswith("header")
-            else header
-            if argument.startswith("header")
-            else rank
-            if argument in ("rank", "root", "peer")
-            else 1.0 / size
-            if argument == "eps"
-            else size
-            for argument in runtime_arguments(kernel)
-        }
-        constants = {param.name: fixed.get(param.name, 16) for param in kernel.params if param.is_constexpr}
-        keys.add(str(key_of(**values, **constants)[1]))
-    assert len(keys) == 1, keys
+        arguments = runtime_arguments(kernel, rank, size, address, header)
+        assert cross.kinds_where_launched(kernel, arguments | {"SHAPE": None}) == cross.signature_of(kernel)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: form("gather", world_size=2).kernel,
+        lambda: cross.compiled_uneven("int32", 1, 2, 128, 1),
+        lambda: cross.compiled_fused("fused_one_shot", hidden=256, world_size=2),
+        lambda: cross.compiled_nodes("pairs", 2, 1),
+    ],
+    ids=["starts", "spans", "norm and cells", "entry with puts"],
+)
+def test_elements_of_tuples_are_parameters_in_their_order(make: Callable[[], Any]) -> None:
+    """The launcher packs a cell of this width for each, and two null addresses that Triton adds."""
+    made = make()
+    head = made.asm["ptx"].partition(".entry")[2].partition(")")[0]
+    widths = [int(width) for width in re.findall(r"\.param \.[a-z](\d+)", head)]
+    kinds = [kind for _, kind in cross.flat(made.src.signature)]
+    assert widths == [int(re.sub(r"\D", "", kind)) for kind in kinds] + [64, 64]
+    assert {32, 64} == set(widths)
+
+
+@pytest.mark.parametrize("kernel", cross.ALL, ids=lambda kernel: kernel.__name__)
+def test_kernels_have_few_parameters(kernel: Any) -> None:
+    assert len(kernel.arg_names) <= 12

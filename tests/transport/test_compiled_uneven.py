@@ -7,14 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 
 import cross
 from shotcast.collectives.algorithms.one_shot import ALGORITHM
 from shotcast.transport.triton import GPUS
-from shotcast.transport.triton.uneven import exchange_parts
 from shotcast.wire import LaunchShape, Op
 
 FORMS = [
@@ -70,18 +66,3 @@ def test_chunks_fill_the_window(world_size: int) -> None:
     taken = shape.programs * 3 * world_size * shape.chunk_bytes
     assert 8 << 20 <= taken <= 16 << 20
     assert shape.chunk_bytes % (4 * shape.block_words) == 0
-
-
-def test_sizes_have_one_type_on_all_ranks() -> None:
-    """Parts beyond 2 GiB do not need a kernel of their own, which would be compiled within the deadline."""
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    binder = create_function_from_signature(exchange_parts.signature, exchange_parts.params, backend)
-    sizes = [
-        name for name in exchange_parts.arg_names if name.startswith(("first", "size", "start", "longest", "own_"))
-    ]
-    assert len(sizes) == 7 + 7 + 9 + 2 + 3
-    for value in (16, 1 << 40):
-        values = dict.fromkeys(exchange_parts.arg_names, 1 << 40) | dict.fromkeys(sizes, value)
-        _, specialization, _ = binder(**values)[:3]
-        kinds = dict(zip(exchange_parts.arg_names, (kind for kind, _ in specialization), strict=False))
-        assert {kinds[name] for name in sizes} == {"i64"}

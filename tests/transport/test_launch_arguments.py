@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+import cross
 from shotcast.collectives.registry import registered
 from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.transport.triton import executor as executor_module
 from shotcast.transport.triton import layout, uneven
-from shotcast.transport.triton.binding import SIZED, KernelContext
+from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.executor import TritonExecutor
+from shotcast.transport.triton.few_sms import few_sms
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.wire import CallPlan, LaunchShape, Norm, Op
@@ -70,7 +72,7 @@ def test_every_quad_has_one_thread(block: int, warps: int, taken: int) -> None:
     """Two threads that summed one quad could see two orders of addition, so the ranks would get different bits."""
     ((_, launch, start),) = launches(LaunchShape(8, block, warps))
     assert launch._kernel is multimem_all_reduce
-    assert (launch._programs, launch._arguments["BLOCK"], start) == (9, taken, 0)
+    assert (launch._programs, launch._arguments["SHAPE"].BLOCK, start) == (9, taken, 0)
 
 
 def test_kernels_that_only_sum_refuse_other_reductions() -> None:
@@ -109,10 +111,9 @@ def test_cells_of_few_rows_are_a_cache_line_apart(algorithm: str, rows: int, cel
     ((_, launch, _),) = launches(
         LaunchShape(rows * 32, 128, 1), algorithm, False, Op.ALL_REDUCE_RMS_NORM, rows * 16384, Norm(8192)
     )
-    assert (launch._arguments["ROW_TILES"], launch._arguments["cell_stride"]) == (32, cell_stride)
-    for one, next_one in (("sum_cells", "mean_cells"), ("mean_cells", "amax_cells")):
-        between = launch._arguments[next_one] - launch._arguments[one]
-        assert between == 8 * layout.row_cell_count(MAX_BYTES)
+    cells = launch._arguments["cells"]
+    assert (launch._arguments["SHAPE"].ROW_TILES, cells.stride) == (32, cell_stride)
+    assert cells.means - cells.squares == cells.largest - cells.means == 8 * layout.row_cell_count(MAX_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +135,7 @@ def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: 
         plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=LaunchShape(1, 512, 4, 4096))
         kernels = set()
         for _, launch, _ in (piece for aligned in (False, True) for piece in executor.bind(plan)._bind(aligned)):
-            known = {name: launch._arguments[name] for name in launch._arguments if name.isupper()}
-            kernels.add(f"{known} {launch._options}")
+            kernels.add(f"{launch._arguments['SHAPE']} {launch._options}")
         compiled.append(kernels)
         forms = {executor.forms(dataclasses.replace(plan, nbytes=size)) for size in sizes}
     assert (len(forms) == 1) == (compiled[0] == compiled[1])
@@ -167,15 +167,15 @@ def test_the_sizes_of_an_uneven_call_are_arguments_of_its_launch(monkeypatch: py
     executor = executor_of_four()
     executor.own_address, executor.device = 1 << 40, torch.device("cpu")
     bound = executor.bind(CallPlan(Op.ALL_TO_ALL_UNEVEN, "one_shot", "bfloat16", 0, launch=shape))
-    given: list[tuple[bool, dict[str, int]]] = []
+    given: list[tuple[bool, Sequence[int]]] = []
     for aligned in (True, False):
         ((_, launch, _),) = bound._bind(aligned)
-        assert launch._open_names == ("x", "out", *SIZED)
-        assert not any(launch._arguments[name] for name in SIZED)
-        assert launch._arguments["UNIT"] == (16 if aligned else 2)
+        assert launch._open_names == ("x", "out", "spans")
+        assert cross.kinds_where_launched(launch._kernel, dict(launch.arguments)) == cross.signature_of(launch._kernel)
+        assert (16 if aligned else 2) == launch._arguments["SHAPE"].UNIT
 
         def keep(stream: int, values: Sequence[int], aligned: bool = aligned) -> None:
-            given.append((aligned, dict(zip(("x", "out", *SIZED), values, strict=True))))
+            given.append((aligned, values))
 
         bound._pieces[aligned] = (bound._pieces[aligned][0]._replace(launch=keep),)
     x, out = torch.zeros(1 << 20, dtype=torch.bfloat16), torch.zeros(1 << 20, dtype=torch.bfloat16)
@@ -187,13 +187,26 @@ def test_the_sizes_of_an_uneven_call_are_arguments_of_its_launch(monkeypatch: py
         bound.run(x, out, None, (1 << 50, 0, 0, 0, 0, 0, 0, 0))
     (aligned, first), (other, second) = given
     assert (aligned, other) == (True, False)
-    assert (first["x"], first["out"]) == (x.data_ptr(), out.data_ptr())
+    assert first[:2] == (x.data_ptr(), out.data_ptr())
     # rank 1 of four sends to 2, 3 and 0, in this order
-    assert [first[f"size{i}"] for i in range(7)] == [48, 800_000, 16, 0, 0, 0, 0]
-    assert [first[f"first{i}"] for i in range(7)] == [16, 64, 0, 0, 0, 0, 0]
-    assert [first[f"start{i}"] for i in range(9)] == [0, 32, 32, 96, *[400_096] * 5]
-    assert (first["own_first"], first["own_start"], first["own_nbytes"]) == (16, 32, 0)
-    assert (first["longest_sent"], first["longest_received"]) == (800_000, 400_000)
-    head = uneven.head_bytes(executor.workspaces[0].context)
-    assert first["chunks_sent"] == -(-(800_000 - head) // (1 << 16)) > 0
-    assert (second["own_nbytes"], second["longest_sent"], second["chunks_sent"]) == (2, 80, 0)
+    chunks = -(-(800_000 - uneven.head_bytes(executor.workspaces[0].context)) // (1 << 16))
+    assert chunks > 0
+    assert first[2:] == (
+        *(16, 64, 0, 0, 0, 0, 0),
+        *(48, 800_000, 16, 0, 0, 0, 0),
+        *(16, 32, 0),  # its own part
+        *(0, 32, 32, 96, *[400_096] * 5),
+        *(800_000, 400_000, chunks),
+    )
+    assert second[2 + 7 + 7 :][:3] == (16, 32, 2)
+    assert (second[-3], second[-1]) == (80, 0)
+
+
+def test_sizes_of_few_sms_have_one_type_on_all_ranks() -> None:
+    """A message beyond 2 GiB does not need a kernel of its own, which would be compiled within the deadline."""
+    executor = executor_of_four(max_bytes=1 << 30)
+    for nbytes in (64, 1 << 33):
+        plan = CallPlan(Op.ALL_GATHER, "few_sms", "bfloat16", nbytes, launch=LaunchShape(64, 512, 4, 4096))
+        ((_, launch, _),) = executor.bind(plan)._bind(True)
+        arguments = dict(launch.arguments)
+        assert cross.kinds_where_launched(few_sms, arguments) == cross.signature_of(few_sms)

@@ -5,12 +5,13 @@ jitted functions, host schedules, the arithmetic that these call, constants, and
 made from syntax trees alone, so it needs neither a GPU nor Triton, numba or torch.
 
 Two kernels have one fingerprint exactly when their trees are equal after these are taken out: comments, docstrings,
-annotations (but ``tl.constexpr``, which decides what is compiled in), the texts of errors, and names. Local variables,
-arguments and everything that the package defines are numbered in the order of their first use instead, keyword
-arguments by the position of the parameter, and members of the package's classes by their position. So renaming a
-function or moving it to another file changes nothing, and any change of an operator, a constant or the structure does.
-Names of other packages and attributes of their values stay. Where a module has two forms of a function, the one under
-``if INTERPRETED`` is left out: results come from compiled kernels.
+annotations, the texts of errors, and names. (Of annotations, ``tl.constexpr`` stays, which decides what is compiled in,
+and so do the classes of tuples that jitted functions take.) Local variables, arguments and everything that the package
+defines are numbered in the order of their first use instead, keyword arguments by the position of the parameter, and
+members of the package's classes by their position. So renaming a function or moving it to another file changes nothing,
+and any change of an operator, a constant or the structure does. Names of other packages and attributes of their values
+stay. Where a module has two forms of a function, the one under ``if INTERPRETED`` is left out: results come from
+compiled kernels.
 
 Launch shapes (programs, warps, tiles, chunks) are not part of it: they follow from a call, and tables record them.
 """
@@ -246,10 +247,13 @@ class _Writer:
     def _function(self, node: ast.FunctionDef | ast.Lambda, scope: _Scope) -> str:
         arguments = node.args
         parameters = []
-        for argument in (*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs):
-            if argument is not None:
-                constant = "!" if _is_constexpr(argument.annotation) else ""
-                parameters.append(f"{constant}{scope.number(argument.arg)}")
+        every = (*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs)
+        given = [argument for argument in every if argument is not None]
+        jitted = any(_is_constexpr(argument.annotation) for argument in given)
+        for argument in given:
+            constant = "!" if _is_constexpr(argument.annotation) else ""
+            kind = f":{self._tuple(argument.annotation, scope)}" if jitted and argument.annotation else ""
+            parameters.append(f"{constant}{scope.number(argument.arg)}{kind.rstrip(':')}")
         if arguments.kwarg is not None:
             parameters.append(f"**{scope.number(arguments.kwarg.arg)}")
         defaults = [self._node(value, scope) for value in (*arguments.defaults, *arguments.kw_defaults) if value]
@@ -258,6 +262,11 @@ class _Writer:
             return f"lambda{head}[{self._node(node.body, scope)}]"
         decorators = "".join(f"d[{self._node(decorator, scope)}]" for decorator in node.decorator_list)
         return f"{decorators}def{head}{self._body(node.body, scope)}"
+
+    def _tuple(self, annotation: ast.expr, scope: _Scope) -> str:
+        """Return what stands for the class of a tuple, whose fields are parameters of a kernel; else an empty text."""
+        found = self._defined_by(annotation, scope)
+        return self._node(annotation, scope) if found is not None and isinstance(found[1], ast.ClassDef) else ""
 
     def _class(self, node: ast.ClassDef, source: Source) -> str:
         scope = _Scope(source)

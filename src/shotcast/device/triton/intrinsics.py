@@ -24,10 +24,17 @@ ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split("
 (in the coalescing pass, between dimensions of equal contiguity) changed with 3.7."""
 
 
-def kernel(fn: Callable[..., None]) -> Any:
-    """Make a Triton kernel whose compiled form depends only on its constexpr arguments, never on a rank's addresses."""
+def kernel(fn: Callable[..., None] | None = None, *, shape: type | None = None) -> Any:
+    """Make a Triton kernel whose compiled form depends only on its constexpr arguments, never on a rank's addresses.
+
+    ``shape`` is the frozen dataclass of its argument ``SHAPE: tl.constexpr``; without parentheses, there is none.
+    """
+    if fn is None:
+        return functools.partial(kernel, shape=shape)
     annotations = inspect.signature(fn).parameters.values()
-    return triton.jit(do_not_specialize=[p.name for p in annotations if "constexpr" not in str(p.annotation)])(fn)
+    made = triton.jit(do_not_specialize=[p.name for p in annotations if "constexpr" not in str(p.annotation)])(fn)
+    made.shape = shape
+    return made
 
 
 @functools.cache

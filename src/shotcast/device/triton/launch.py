@@ -8,11 +8,10 @@ addresses there and calls the driver. This is the only file that uses Triton's l
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +44,10 @@ _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _FILL_WITH_ZEROS = 0, 2, 0
 
 _JOINED: weakref.WeakSet[Any] = weakref.WeakSet()
 """The compiled kernels whose modules have the state of NVSHMEM."""
+
+
+class Wide(int):
+    """An integer in a tuple that takes 64 bits in kernels, however small it is."""
 
 
 class _Attribute(ctypes.Structure):
@@ -171,9 +174,10 @@ class Launch:
     Args:
         kernel: a Triton kernel none of whose runtime arguments is specialized.
         programs: the number of programs of the grid.
-        arguments: every argument by name. Integers in place of addresses must be large enough to be 64-bit. Those that
-            :func:`descriptor` makes are for tensors.
-        open_names: the arguments that each call gives, in this order; all that are descriptors are among them.
+        arguments: every argument by name, some of them tuples. Integers in place of addresses must be large enough to
+            be 64-bit, or :class:`Wide`. Those that :func:`descriptor` makes are for tensors.
+        open_names: the arguments that each call gives, in this order; a tuple is given as its elements, one after the
+            other. All descriptors are among them.
         options: compiler options, such as ``num_warps``. With NVSHMEM's device functions among ``extern_libs``, this
             process is one of NVSHMEM's PEs.
         padding_bytes: shared memory of a block beyond what the kernel uses, so that fewer blocks fit on an SM. With a
@@ -201,7 +205,8 @@ class Launch:
         """Compile the kernel and load it on the current device, unless that has been done."""
         if INTERPRETED or self._prepared is not None:
             return
-        compiled = self._kernel.warmup(**self._arguments, **self._options, grid=(self._programs,))
+        plain = {name: unspecialized(value) for name, value in self._arguments.items()}
+        compiled = self._kernel.warmup(**plain, **self._options, grid=(self._programs,))
         compiled._init_handles()
         if self._calls_nvshmem and compiled not in _JOINED:  # once, as it waits for the GPU
             nvshmem_library.library().initialise_module(compiled.module)
@@ -212,17 +217,17 @@ class Launch:
                 f"{compiled.name} needs scratch memory or clusters, which this launcher does not provide"
             )
         maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        values: dict[str, Any] = {}
+        opened: dict[str, list[Any]] = {}
         cells: list[Any] = []
         for name, kind in compiled.src.signature.items():
             given = self._arguments[name]
             if isinstance(given, TensorDescriptor):
                 form = next(maps)
-                values[name] = _TensorMap(given, form["swizzle"], form["block_size"])
-                cells += [values[name], *map(ctypes.c_int32, given.shape), *map(ctypes.c_int64, given.strides)]
-            elif kind != "constexpr":
-                values[name] = _TYPES[kind](given)
-                cells.append(values[name])
+                opened[name] = [_TensorMap(given, form["swizzle"], form["block_size"])]
+                cells += [*opened[name], *map(ctypes.c_int32, given.shape), *map(ctypes.c_int64, given.strides)]
+            else:
+                opened[name] = list(_cells(kind, given))
+                cells += opened[name]
         cells += [ctypes.c_void_p(None) for _ in range(_SCRATCH)]
         shared_bytes = metadata.shared + (self._padding_bytes or 0)
         if self._padding_bytes is not None:
@@ -241,7 +246,7 @@ class Launch:
             *(cell.address if isinstance(cell, _TensorMap) else ctypes.addressof(cell) for cell in cells)
         )
         arguments = (ctypes.byref(config), ctypes.c_void_p(compiled.function), pointers, None)
-        open_cells = tuple(values[name] for name in self._open_names)
+        open_cells = tuple(cell for name in self._open_names for cell in opened[name])
         self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
 
     def resources(self) -> KernelResources | None:
@@ -284,21 +289,29 @@ class Launch:
     def _calls_nvshmem(self) -> bool:
         return nvshmem_library.EXTERN_LIBRARY in self._options.get("extern_libs", ())
 
+    def _filled(self, call_values: Sequence[Any]) -> dict[str, Any]:
+        """Return all arguments, the open ones with the values of a call."""
+        values = iter(call_values)
+
+        def fill(argument: Any) -> Any:
+            value = next(values)
+            return dataclasses.replace(argument, base=value) if isinstance(argument, TensorDescriptor) else value
+
+        return self._arguments | {name: _mapped(fill, self._arguments[name]) for name in self._open_names}
+
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None:
         """Enqueue the kernel on the CUDA stream with this handle, of the current device."""
-        if INTERPRETED or triton.knobs.runtime.launch_enter_hook.calls:  # a profiler hooks into Triton's own launcher
-            if self._calls_nvshmem:
-                self.load()
-            given = dict(zip(self._open_names, call_values, strict=True))
-            for name, value in given.items():
-                if isinstance(descriptor := self._arguments[name], TensorDescriptor):
-                    given[name] = dataclasses.replace(descriptor, base=value)
-            with contextlib.nullcontext() if INTERPRETED else _current_stream(stream):
-                self._kernel[(self._programs,)](**(self._arguments | given), **self._options)
+        if INTERPRETED:
+            self._kernel[(self._programs,)](**self._filled(call_values), **self._options)
             return
         if self._prepared is None:
             self.load()
             assert self._prepared is not None
+        if triton.knobs.runtime.launch_enter_hook.calls:  # a profiler hooks into Triton's own launcher
+            _, compiled = self._prepared.owners
+            given = self._filled(call_values)
+            compiled[(self._programs, 1, 1)](*(given[name] for name in compiled.src.signature), stream=stream)
+            return
         open_cells, config, arguments, enqueue, _ = self._prepared
         for cell, value in zip(open_cells, call_values, strict=True):
             cell.value = value
@@ -307,12 +320,33 @@ class Launch:
             driver.check(error, "launching a kernel")
 
 
-def _current_stream(handle: int) -> contextlib.AbstractContextManager[Any]:
-    """Let Triton's own launcher use a stream, which takes the current one."""
-    active = triton.runtime.driver.active
-    if active.get_current_stream(active.get_current_device()) == handle:
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream())
+def unspecialized(argument: Any) -> Any:
+    """Return an argument of the same type for whose values Triton compiles no form of its own.
+
+    In a tuple, ``do_not_specialize`` has no effect: Triton compiles in what is 1, and which numbers 16 divides.
+    """
+
+    def plain(element: Any) -> Any:
+        return element | 3 | isinstance(element, Wide) << 40 if isinstance(element, int) else element
+
+    return _mapped(plain, argument) if isinstance(argument, tuple) else argument
+
+
+def _cells(kind: Any, given: Any) -> Iterator[Any]:
+    """Yield the values that a kernel takes for an argument of a kind of Triton's: one for each element of a tuple."""
+    if isinstance(kind, tuple):
+        for inner, value in zip(kind, given, strict=True):
+            yield from _cells(inner, value)
+    elif kind != "constexpr":
+        yield _TYPES[kind](given)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a value, or to all elements of a tuple."""
+    if not isinstance(value, tuple):
+        return function(value)
+    elements = (_mapped(function, element) for element in value)
+    return type(value)(*elements) if hasattr(value, "_fields") else tuple(elements)
 
 
 def _attribute(function: ctypes.c_void_p, attribute: int) -> int:

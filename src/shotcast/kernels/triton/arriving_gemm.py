@@ -15,6 +15,7 @@ after the call.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,7 +34,10 @@ from shotcast.kernels.triton.gemm import (
     Gemm,
     GemmConfig,
     GemmForm,
+    ProductShape,
+    Sizes,
     arguments_of,
+    constants_of,
     matrix_at,
     place_of,
     store_tile,
@@ -81,75 +85,52 @@ def finish(arrivals):
         tl.store(arrivals + WORDS, done * 0)
 
 
-@kernel
-def arriving_gemm_kernel(
-    a,
-    b,
-    out,
-    arrivals,
-    m,
-    n,
-    k,
-    a_stride,
-    b_stride,
-    out_stride,
-    shard_rows,
-    shards,  # those whose first rows go before the second rows of any; 1 where tiles do not divide a shard
-    first_shard,
-    row_nbytes,
-    chunk_nbytes,
-    workers,
-    DTYPE: tl.constexpr,
-    A_ROWS_ARE_K: tl.constexpr,
-    B_ROWS_ARE_N: tl.constexpr,
-    TMA: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+class Arriving(NamedTuple):
+    """The order and the announcements of rows that are arriving.
+
+    ``shards`` is the number of shards whose first rows go before the second rows of any, beginning with
+    ``first_shard``; 1 where tiles do not divide a shard.
+    """
+
+    shard_rows: tl.tensor
+    shards: tl.tensor
+    first_shard: tl.tensor
+    row_nbytes: tl.tensor
+    chunk_nbytes: tl.tensor
+    workers: tl.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingShape(ProductShape):
+    """A product of rows that are arriving."""
+
+    PDL: bool
+
+
+@kernel(shape=ArrivingShape)
+def arriving_gemm_kernel(a, b, out, arrivals, sizes: Sizes, out_stride, arriving: Arriving, SHAPE: tl.constexpr):
     """Do what :func:`shotcast.kernels.triton.gemm.gemm_kernel` does, each tile when its rows of ``a`` are there."""
-    if not TMA:
-        a = matrix_at(a, DTYPE, UNIT)
-        b = matrix_at(b, DTYPE, UNIT)
-        out = matrix_at(out, DTYPE, UNIT)
+    if not SHAPE.TMA:
+        a = matrix_at(a, SHAPE.DTYPE, SHAPE.UNIT)
+        b = matrix_at(b, SHAPE.DTYPE, SHAPE.UNIT)
+        out = matrix_at(out, SHAPE.DTYPE, SHAPE.UNIT)
+    shard_rows, shards, first_shard, row_nbytes, chunk_nbytes, workers = arriving
     arrivals = arrivals.to(tl.int64).to(tl.pointer_type(tl.int64))
-    tile_rows = tl.cdiv(m, TILE_M)
-    tile_columns = tl.cdiv(n, TILE_N)
+    tile_rows = tl.cdiv(sizes.m, SHAPE.TILE_M)
+    tile_columns = tl.cdiv(sizes.n, SHAPE.TILE_N)
     for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0)):
-        turn, tile_column = place_of(tile, tile_rows, tile_columns, GROUP)
+        turn, tile_column = place_of(tile, tile_rows, tile_columns, SHAPE.GROUP)
         tile_row = (first_shard + turn % shards) % shards * (tile_rows // shards) + turn // shards
-        row = tile_row * TILE_M
-        column = tile_column * TILE_N
-        end = tl.minimum(row + TILE_M, m)
+        row = tile_row * SHAPE.TILE_M
+        column = tile_column * SHAPE.TILE_N
+        end = tl.minimum(row + SHAPE.TILE_M, sizes.m)
         shard = row // shard_rows
         rows = tl.minimum(end - shard * shard_rows, shard_rows)  # a tile that goes on into the next shard needs all
         chunks = (rows.to(tl.int64) * row_nbytes + chunk_nbytes - 1) // chunk_nbytes
-        await_chunks(arrivals, chunks, workers, TMA)
-        sums = sums_of_tile(
-            a,
-            b,
-            row,
-            column,
-            m,
-            n,
-            k,
-            a_stride,
-            b_stride,
-            A_ROWS_ARE_K,
-            B_ROWS_ARE_N,
-            TMA,
-            UNIT,
-            TILE_M,
-            TILE_N,
-            TILE_K,
-            STAGES,
-        )
-        store_tile(out, sums, row, column, m, n, out_stride, DTYPE, TMA, UNIT)
-    await_prior_kernel(PDL)  # so the end of this kernel says that the call has ended, too
+        await_chunks(arrivals, chunks, workers, SHAPE.TMA)
+        sums = sums_of_tile(a, b, row, column, sizes, SHAPE)
+        store_tile(out, sums, row, column, sizes.m, sizes.n, out_stride, SHAPE.DTYPE, SHAPE.TMA, SHAPE.UNIT)
+    await_prior_kernel(SHAPE.PDL)  # so the end of this kernel says that the call has ended, too
     finish(arrivals)
 
 
@@ -197,17 +178,13 @@ class ArrivingGemm(Gemm):
         shard_rows = form.m // arrival.world_size
         divided = shard_rows % self.config.tile_m == 0
         pdl = supports_pdl(form.device)
+        shards, first = (arrival.world_size, arrival.rank) if divided else (1, 0)
+        row_nbytes = form.k * form.dtype.itemsize
         arguments = arguments_of(self.form, self.config) | {
             "arrivals": 1 << 40,
-            "shard_rows": shard_rows,
-            "shards": arrival.world_size if divided else 1,
-            "first_shard": arrival.rank if divided else 0,
-            "row_nbytes": form.k * form.dtype.itemsize,
-            "chunk_nbytes": arrival.chunk_nbytes,
-            "workers": arrival.workers,
-            "PDL": pdl,
+            "arriving": Arriving(shard_rows, shards, first, row_nbytes, arrival.chunk_nbytes, arrival.workers),
+            "SHAPE": ArrivingShape(**constants_of(form, self.config), PDL=pdl),
         }
-        del arguments["PERSISTENT"]
         options = {"num_warps": self.config.warps, "launch_pdl": pdl} | register_limit(form, self.config)
         opened = ("a", "b", "out", "arrivals")
         return Launch(arriving_gemm_kernel, programs, arguments, opened, options, self.config.padding_bytes)

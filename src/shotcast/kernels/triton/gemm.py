@@ -18,7 +18,7 @@ import functools
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -98,35 +98,53 @@ def matrix_at(address, DTYPE: tl.constexpr, UNIT: tl.constexpr):
     return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
 
 
+class Sizes(NamedTuple):
+    """The sizes of a product, and the elements from one row of an operand in memory to the next."""
+
+    m: tl.tensor
+    n: tl.tensor
+    k: tl.tensor
+    a_stride: tl.tensor
+    b_stride: tl.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """The argument SHAPE of kernels that multiply, for a form and a configuration: see :func:`constants_of`.
+
+    A_ROWS_ARE_K: ``a`` is in memory as [k, m]. B_ROWS_ARE_N: ``b`` is in memory as [n, k]. UNIT: rows begin, and end,
+    at multiples of this many elements.
+    """
+
+    DTYPE: tl.dtype
+    A_ROWS_ARE_K: bool
+    B_ROWS_ARE_N: bool
+    TMA: bool
+    UNIT: int
+    TILE_M: int
+    TILE_N: int
+    TILE_K: int
+    GROUP: int
+    STAGES: int
+
+
 @triton.jit
-def sums_of_tile(
-    a,
-    b,
-    row,
-    column,
-    m,
-    n,
-    k,
-    a_stride,
-    b_stride,
-    A_ROWS_ARE_K: tl.constexpr,
-    B_ROWS_ARE_N: tl.constexpr,
-    TMA: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def sums_of_tile(a, b, row, column, sizes, SHAPE: tl.constexpr):
     """Return the tile of ``a @ b`` that begins at a row and a column, in float32."""
+    TMA: tl.constexpr = SHAPE.TMA
+    UNIT: tl.constexpr = SHAPE.UNIT
+    TILE_M: tl.constexpr = SHAPE.TILE_M
+    TILE_N: tl.constexpr = SHAPE.TILE_N
+    TILE_K: tl.constexpr = SHAPE.TILE_K
+    m, n, k, a_stride, b_stride = sizes
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for step in tl.range(tl.cdiv(k, TILE_K), num_stages=STAGES):
+    for step in tl.range(tl.cdiv(k, TILE_K), num_stages=SHAPE.STAGES):
         depth = step * TILE_K
-        if A_ROWS_ARE_K:
+        if SHAPE.A_ROWS_ARE_K:
             left = tl.trans(_load(a, depth, row, k, m, a_stride, TMA, UNIT, TILE_K, TILE_M))
         else:
             left = _load(a, row, depth, m, k, a_stride, TMA, UNIT, TILE_M, TILE_K)
-        if B_ROWS_ARE_N:
+        if SHAPE.B_ROWS_ARE_N:
             right = tl.trans(_load(b, column, depth, n, k, b_stride, TMA, UNIT, TILE_N, TILE_K))
         else:
             right = _load(b, depth, column, k, n, b_stride, TMA, UNIT, TILE_K, TILE_N)
@@ -146,67 +164,33 @@ def store_tile(out, sums, row, column, m, n, out_stride, DTYPE: tl.constexpr, TM
         _store(out, round_float(sums, DTYPE), row, column, m, n, out_stride, TMA, UNIT)
 
 
-@kernel
-def gemm_kernel(
-    a,
-    b,
-    out,
-    m,
-    n,
-    k,
-    a_stride,
-    b_stride,
-    out_stride,
-    DTYPE: tl.constexpr,
-    A_ROWS_ARE_K: tl.constexpr,
-    B_ROWS_ARE_N: tl.constexpr,
-    TMA: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-):
+@dataclass(frozen=True, slots=True)
+class GemmShape(ProductShape):
+    """A product; ``PERSISTENT`` programs have several tiles."""
+
+    PERSISTENT: bool
+
+
+@kernel(shape=GemmShape)
+def gemm_kernel(a, b, out, sizes: Sizes, out_stride, SHAPE: tl.constexpr):
     """Program p: compute tiles p, p + programs, p + 2 programs, ...
 
     With TMA, ``a``, ``b`` and ``out`` are descriptors, and the two halves of a tile's columns are stored one after the
     other, through half the shared memory. Without it, they are addresses of rows ``stride`` elements apart.
-    A_ROWS_ARE_K: ``a`` is in memory as [k, m]. B_ROWS_ARE_N: ``b`` is in memory as [n, k]. UNIT: rows begin, and end,
-    at multiples of this many elements. PERSISTENT: a program has several tiles, and loads the first steps of one before
-    it stores the one before.
+    PERSISTENT: a program has several tiles, and loads the first steps of one before it stores the one before.
     """
-    if not TMA:
-        a = matrix_at(a, DTYPE, UNIT)
-        b = matrix_at(b, DTYPE, UNIT)
-        out = matrix_at(out, DTYPE, UNIT)
-    tile_rows = tl.cdiv(m, TILE_M)
-    tile_columns = tl.cdiv(n, TILE_N)
-    for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0), flatten=PERSISTENT):
-        tile_row, tile_column = place_of(tile, tile_rows, tile_columns, GROUP)
-        row = tile_row * TILE_M
-        column = tile_column * TILE_N
-        sums = sums_of_tile(
-            a,
-            b,
-            row,
-            column,
-            m,
-            n,
-            k,
-            a_stride,
-            b_stride,
-            A_ROWS_ARE_K,
-            B_ROWS_ARE_N,
-            TMA,
-            UNIT,
-            TILE_M,
-            TILE_N,
-            TILE_K,
-            STAGES,
-        )
-        store_tile(out, sums, row, column, m, n, out_stride, DTYPE, TMA, UNIT)
+    if not SHAPE.TMA:
+        a = matrix_at(a, SHAPE.DTYPE, SHAPE.UNIT)
+        b = matrix_at(b, SHAPE.DTYPE, SHAPE.UNIT)
+        out = matrix_at(out, SHAPE.DTYPE, SHAPE.UNIT)
+    tile_rows = tl.cdiv(sizes.m, SHAPE.TILE_M)
+    tile_columns = tl.cdiv(sizes.n, SHAPE.TILE_N)
+    for tile in tl.range(tl.program_id(0), tile_rows * tile_columns, tl.num_programs(0), flatten=SHAPE.PERSISTENT):
+        tile_row, tile_column = place_of(tile, tile_rows, tile_columns, SHAPE.GROUP)
+        row = tile_row * SHAPE.TILE_M
+        column = tile_column * SHAPE.TILE_N
+        sums = sums_of_tile(a, b, row, column, sizes, SHAPE)
+        store_tile(out, sums, row, column, sizes.m, sizes.n, out_stride, SHAPE.DTYPE, SHAPE.TMA, SHAPE.UNIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +354,7 @@ def _evenness(form: GemmForm, config: GemmConfig, sms: int) -> float:
 
 
 def constants_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`gemm_kernel` that the compiler is told."""
+    """Return the fields of :class:`ProductShape`."""
     return {
         "DTYPE": DTYPES[form.dtype],
         "A_ROWS_ARE_K": form.a_rows_are_k,
@@ -382,14 +366,13 @@ def constants_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
         "TILE_K": config.tile_k,
         "GROUP": config.group,
         "STAGES": config.stages,
-        "PERSISTENT": config.persistent,
     }
 
 
 def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`gemm_kernel`, with ``a``, ``b`` and ``out`` as placeholders."""
-    sizes = {"m": form.m, "n": form.n, "k": form.k}
-    strides = dict(zip(("a_stride", "b_stride", "out_stride"), form.strides, strict=True))
+    """Return the arguments of :func:`gemm_kernel` but SHAPE, with ``a``, ``b`` and ``out`` as placeholders."""
+    a_stride, b_stride, out_stride = form.strides
+    sizes = {"sizes": Sizes(form.m, form.n, form.k, a_stride, b_stride), "out_stride": out_stride}
     operands: dict[str, Any] = dict.fromkeys(("a", "b", "out"), 1 << 40)
     if form.uses_tma:
         a_shape, a_tile = (form.m, form.k), (config.tile_m, config.tile_k)
@@ -405,7 +388,7 @@ def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
         }
         for (name, (shape, tile)), stride in zip(shapes.items(), form.strides, strict=True):
             operands[name] = descriptor(form.dtype, shape, (stride, 1), tile)
-    return operands | sizes | strides | constants_of(form, config)
+    return operands | sizes
 
 
 class Gemm:
@@ -432,7 +415,8 @@ class Gemm:
 
     def _launch(self, programs: int) -> Launch:
         options = {"num_warps": self.config.warps}
-        arguments = arguments_of(self.form, self.config)
+        shape = GemmShape(**constants_of(self.form, self.config), PERSISTENT=self.config.persistent)
+        arguments = arguments_of(self.form, self.config) | {"SHAPE": shape}
         return Launch(gemm_kernel, programs, arguments, ("a", "b", "out"), options, self.config.padding_bytes)
 
     def resources(self) -> KernelResources | None:

@@ -13,7 +13,8 @@ a row gives the same bits.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,6 +41,40 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 _INFINITY = tl.constexpr(0x7F800000)
 RMS = tl.constexpr(wire.NORM_KINDS.index(wire.RMS))
 LAYER_WITH_BIAS = tl.constexpr(wire.NORM_KINDS.index(wire.LAYER_WITH_BIAS))
+
+
+class NormAddresses(NamedTuple):
+    """The arguments of every kernel with a norm that differ from call to call; see :func:`norm_addresses`."""
+
+    residual: Any
+    weight: Any
+    bias: Any
+    new_residual: Any
+    normed: Any
+    quantized: Any
+    scale: Any
+    eps: Any
+
+
+@dataclass(frozen=True, slots=True)
+class NormShape:
+    """The argument SHAPE of a kernel with a norm: the :class:`~shotcast.wire.Norm`, and the dtype of rows."""
+
+    HIDDEN: int
+    QUANTIZE: int
+    KEEPS_NORMED: bool
+    WEIGHT: tl.dtype
+    KIND: int
+    DTYPE: tl.dtype
+    PDL: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape(NormShape):
+    """The argument SHAPE of a kernel that norms whole rows, of up to ROW_BLOCK words; UNIT is as in ``load_words``."""
+
+    UNIT: int
+    ROW_BLOCK: int
 
 
 @triton.jit
@@ -131,9 +166,7 @@ def moments_of(low, high, count, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_weights(
-    address, first, offs, end, HIDDEN: tl.constexpr, DTYPE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr
-):
+def load_weights(address, first, offs, end, UNIT: tl.constexpr, SHAPE: tl.constexpr):
     """Load the weights that belong to words ``offs`` from byte ``first`` of a row on, and zero from byte ``end`` on.
 
     ``first`` and ``end`` count bytes of DTYPE, and UNIT is that of rows, as in :func:`load_words`; the weights begin at
@@ -142,12 +175,12 @@ def load_weights(
     """
     COUNT_UNIT: tl.constexpr = 4 if UNIT == 16 else 1
     words = end // (4 * COUNT_UNIT) * COUNT_UNIT
-    if DTYPE.primitive_bitwidth == WEIGHT.primitive_bitwidth:
+    if SHAPE.DTYPE.primitive_bitwidth == SHAPE.WEIGHT.primitive_bitwidth:
         weights = load_words(address, first, offs, end, UNIT)
-    elif DTYPE == tl.float32:
+    elif SHAPE.DTYPE == tl.float32:
         pointer = tl.multiple_of((address.to(tl.int64) + first // 2).to(tl.pointer_type(tl.int16)), 16)
         weights = tl.load(pointer + offs, mask=offs < words, other=0)
-    elif HIDDEN % 2 == 0:
+    elif SHAPE.HIDDEN % 2 == 0:
         pointer = tl.multiple_of((address.to(tl.int64) + first * 2).to(tl.pointer_type(tl.int64)), 16)
         weights = tl.load(pointer + offs, mask=offs < words, other=0)
     else:
@@ -159,61 +192,61 @@ def load_weights(
 
 
 @triton.jit
-def unpack_weights(weights, DTYPE: tl.constexpr, WEIGHT: tl.constexpr):
+def load_weight_and_bias(norm, offs, SHAPE: tl.constexpr):
+    """Load the weights and biases of a row, or the weights for both if there are no biases."""
+    ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
+    weights = load_weights(norm.weight, 0, offs, ROW, SHAPE.UNIT, SHAPE)
+    biases = weights
+    if SHAPE.KIND == LAYER_WITH_BIAS:
+        biases = load_weights(norm.bias, 0, offs, ROW, SHAPE.UNIT, SHAPE)
+    return weights, biases
+
+
+@triton.jit
+def unpack_weights(weights, SHAPE: tl.constexpr):
     """Convert what :func:`load_weights` loaded to float32, for the low and the high halves of words of DTYPE."""
-    if DTYPE.primitive_bitwidth == WEIGHT.primitive_bitwidth:
-        low, high = unpack(weights, WEIGHT)
-    elif WEIGHT == tl.float32:
+    if SHAPE.DTYPE.primitive_bitwidth == SHAPE.WEIGHT.primitive_bitwidth:
+        low, high = unpack(weights, SHAPE.WEIGHT)
+    elif SHAPE.WEIGHT == tl.float32:
         low = weights.to(tl.int32).to(tl.float32, bitcast=True)
         high = (weights >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        low, _ = unpack(weights.to(tl.int32) & 0xFFFF, WEIGHT)
+        low, _ = unpack(weights.to(tl.int32) & 0xFFFF, SHAPE.WEIGHT)
         high = low
     return low, high
 
 
 @triton.jit
-def scale_and_shift(low, high, factor, weights, biases, DTYPE: tl.constexpr, WEIGHT: tl.constexpr, KIND: tl.constexpr):
+def scale_and_shift(low, high, factor, weights, biases, SHAPE: tl.constexpr):
     """Return the words of the norm, from centered values; ``weights`` and ``biases`` are from :func:`load_weights`."""
-    weight_low, weight_high = unpack_weights(weights, DTYPE, WEIGHT)
+    weight_low, weight_high = unpack_weights(weights, SHAPE)
     low = low * factor * weight_low
     high = high * factor * weight_high
-    if KIND == LAYER_WITH_BIAS:
-        bias_low, bias_high = unpack_weights(biases, DTYPE, WEIGHT)
+    if SHAPE.KIND == LAYER_WITH_BIAS:
+        bias_low, bias_high = unpack_weights(biases, SHAPE)
         low = low + bias_low
         high = high + bias_high
-    return pack(low, high, DTYPE)
+    return pack(low, high, SHAPE.DTYPE)
 
 
 @triton.jit
-def add_norm(
-    total,
-    residual,
-    weights,
-    biases,
-    eps,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    KIND: tl.constexpr,
-):
+def add_norm(total, residual, weights, biases, eps, SHAPE: tl.constexpr):
     """Return (new residual, norm) of a row, from the words of the sum and the residual, and weights and biases.
 
     The new residual is zero beyond the row's end, and the norm there is zero or NaN.
     """
-    low, high = unpack(total, DTYPE)
-    more_low, more_high = unpack(residual, DTYPE)
-    new_residual = pack(low + more_low, high + more_high, DTYPE)
-    low, high = unpack(new_residual, DTYPE)
-    if KIND == RMS:
-        factor = tl.rsqrt(tree_sum_of_squares(new_residual, BLOCK, DTYPE) / HIDDEN + eps)
+    low, high = unpack(total, SHAPE.DTYPE)
+    more_low, more_high = unpack(residual, SHAPE.DTYPE)
+    new_residual = pack(low + more_low, high + more_high, SHAPE.DTYPE)
+    low, high = unpack(new_residual, SHAPE.DTYPE)
+    if SHAPE.KIND == RMS:
+        factor = tl.rsqrt(tree_sum_of_squares(new_residual, SHAPE.ROW_BLOCK, SHAPE.DTYPE) / SHAPE.HIDDEN + eps)
     else:
-        mean, squares = moments_of(low, high, HIDDEN, BLOCK, DTYPE)
-        factor = tl.rsqrt(squares / HIDDEN + eps)
+        mean, squares = moments_of(low, high, SHAPE.HIDDEN, SHAPE.ROW_BLOCK, SHAPE.DTYPE)
+        factor = tl.rsqrt(squares / SHAPE.HIDDEN + eps)
         low = low - mean
         high = high - mean
-    return new_residual, scale_and_shift(low, high, factor, weights, biases, DTYPE, WEIGHT, KIND)
+    return new_residual, scale_and_shift(low, high, factor, weights, biases, SHAPE)
 
 
 @triton.jit
@@ -252,28 +285,7 @@ def quantized_words(normed, scale, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def finish_row(
-    live,
-    row,
-    at,
-    total,
-    before,
-    gain,
-    shift,
-    new_residual,
-    normed,
-    quantized,
-    scale,
-    eps,
-    HIDDEN: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    KEEPS_NORMED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def finish_row(live, row, at, total, before, gain, shift, norm, SHAPE: tl.constexpr):
     """Compute and store everything that follows from the words of a row's sum.
 
     The row is ``row`` in this rank's tensors, and ``at`` in tensors that may be gathered. ``before`` and ``gain`` are
@@ -282,96 +294,53 @@ def finish_row(
     Returns:
         The words of the norm and of its FP8 form (if asked for), and the row's own scale (if it has one).
     """
-    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
-    FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4 if HIDDEN % 4 == 0 else 2 if HIDDEN % 2 == 0 else 1
-    FP8_BLOCK: tl.constexpr = BLOCK // (DTYPE.primitive_bitwidth // 8)
-    offs = tl.arange(0, BLOCK)
-    after, norm = add_norm(nan_unless(live, total, DTYPE), before, gain, shift, eps, HIDDEN, BLOCK, DTYPE, WEIGHT, KIND)
-    store_words(new_residual, row * ROW, offs, after, ROW, UNIT)
-    if KEEPS_NORMED:
-        store_words(normed, at * ROW, offs, norm, ROW, UNIT)
-    packed = norm
-    row_factor = eps
-    if QUANTIZE != NONE:
-        if QUANTIZE == DYNAMIC:
-            low, high = unpack(norm, DTYPE)
+    ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
+    FP8_UNIT: tl.constexpr = (
+        16 if SHAPE.HIDDEN % 16 == 0 else 4 if SHAPE.HIDDEN % 4 == 0 else 2 if SHAPE.HIDDEN % 2 == 0 else 1
+    )
+    FP8_BLOCK: tl.constexpr = SHAPE.ROW_BLOCK // (SHAPE.DTYPE.primitive_bitwidth // 8)
+    offs = tl.arange(0, SHAPE.ROW_BLOCK)
+    after, normed = add_norm(nan_unless(live, total, SHAPE.DTYPE), before, gain, shift, norm.eps, SHAPE)
+    store_words(norm.new_residual, row * ROW, offs, after, ROW, SHAPE.UNIT)
+    if SHAPE.KEEPS_NORMED:
+        store_words(norm.normed, at * ROW, offs, normed, ROW, SHAPE.UNIT)
+    packed = normed
+    row_factor = norm.eps
+    if SHAPE.QUANTIZE != NONE:
+        if SHAPE.QUANTIZE == DYNAMIC:
+            low, high = unpack(normed, SHAPE.DTYPE)
             largest = tl.max(tl.maximum(magnitude(low), magnitude(high)), axis=0)
             row_factor = tl.where(live != 0, scale_of(largest), float("nan"))
-            tl.store(scale.to(tl.int64).to(tl.pointer_type(tl.float32)) + at, row_factor)
+            tl.store(norm.scale.to(tl.int64).to(tl.pointer_type(tl.float32)) + at, row_factor)
         else:
-            row_factor = tl.load(scale.to(tl.int64).to(tl.pointer_type(tl.float32)))
-        packed = quantized_words(norm, row_factor, BLOCK, DTYPE)
-        store_words(quantized, at * HIDDEN, tl.arange(0, FP8_BLOCK), packed, HIDDEN, FP8_UNIT)
-    return norm, packed, row_factor
+            row_factor = tl.load(norm.scale.to(tl.int64).to(tl.pointer_type(tl.float32)))
+        packed = quantized_words(normed, row_factor, SHAPE.ROW_BLOCK, SHAPE.DTYPE)
+        store_words(norm.quantized, at * SHAPE.HIDDEN, tl.arange(0, FP8_BLOCK), packed, SHAPE.HIDDEN, FP8_UNIT)
+    return normed, packed, row_factor
 
 
-@kernel
-def norm_rows(
-    x,
-    residual,
-    weight,
-    bias,
-    new_residual,
-    normed,
-    quantized,
-    scale,
-    eps,
-    HIDDEN: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    KEEPS_NORMED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (row): normalize one row of up to ROW_BLOCK words; UNIT is as in ``words.load_words``."""
-    release_next_kernel(PDL)
-    await_prior_kernel(PDL)
-    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+@kernel(shape=RowShape)
+def norm_rows(x, residual, weight, bias, new_residual, normed, quantized, scale, eps, SHAPE: tl.constexpr):
+    """Program (row): normalize one row."""
+    release_next_kernel(SHAPE.PDL)
+    await_prior_kernel(SHAPE.PDL)
+    ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, ROW_BLOCK)
+    offs = tl.arange(0, SHAPE.ROW_BLOCK)
     start = row * ROW
-    total = load_words(x, start, offs, ROW, UNIT)
-    before = load_words(residual, start, offs, ROW, UNIT)
-    gain = load_weights(weight, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, UNIT)
-    shift = gain
-    if KIND == LAYER_WITH_BIAS:
-        shift = load_weights(bias, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, UNIT)
-    finish_row(
-        tl.program_id(0) * 0 + 1,
-        row,
-        row,
-        total,
-        before,
-        gain,
-        shift,
-        new_residual,
-        normed,
-        quantized,
-        scale,
-        eps,
-        HIDDEN,
-        QUANTIZE,
-        KEEPS_NORMED,
-        WEIGHT,
-        KIND,
-        DTYPE,
-        UNIT,
-        ROW_BLOCK,
-    )
+    total = load_words(x, start, offs, ROW, SHAPE.UNIT)
+    before = load_words(residual, start, offs, ROW, SHAPE.UNIT)
+    # apart from each other in the arguments, as Triton's own launcher specializes the elements of tuples
+    norm = NormAddresses(residual, weight, bias, new_residual, normed, quantized, scale, eps)
+    gain, shift = load_weight_and_bias(norm, offs, SHAPE)
+    finish_row(tl.program_id(0) * 0 + 1, row, row, total, before, gain, shift, norm, SHAPE)
 
 
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
 
-NORM_ADDRESSES = ("residual", "weight", "bias", "new_residual", "normed", "quantized", "scale", "eps")
-"""Arguments of every kernel with a norm that differ from call to call; see :func:`norm_addresses`."""
-
-
 def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
-    """Return the values of :data:`NORM_ADDRESSES`. Tensors that do not exist get the address ``nowhere``."""
+    """Return the values of :class:`NormAddresses`. Tensors that do not exist get the address ``nowhere``."""
     residual, weight, eps, new_residual, normed, quantized, scale, bias = tensors
     return (
         residual.data_ptr() or nowhere,
@@ -386,12 +355,15 @@ def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
 
 
 def norm_arguments(norm: Norm, dtype: str, nowhere: int) -> dict[str, Any]:
-    """Return the arguments of a norm of rows of ``dtype`` for every kernel.
+    """Return the arguments of a norm of rows of ``dtype`` for kernels of collectives, and the fields of their SHAPE.
 
     Those that differ from call to call are ``nowhere`` and 0.
     """
-    return dict.fromkeys(NORM_ADDRESSES, nowhere) | {
-        "eps": 0.0,
+    return {"norm": NormAddresses._make([*[nowhere] * 7, 0.0])} | _fields(norm, dtype)
+
+
+def _fields(norm: Norm, dtype: str) -> dict[str, Any]:
+    return {
         "HIDDEN": norm.hidden,
         "QUANTIZE": wire.QUANTIZATIONS.index(norm.quantize),
         "KEEPS_NORMED": norm.keeps_normed,
@@ -407,22 +379,18 @@ def launch_norm_sum(x: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
     row = norm.hidden * item
     block, warps = tiles.row_tile(-(-row // 4))
     launched = launch_options(x.device, warps)
-    addresses = dict(zip(NORM_ADDRESSES, norm_addresses(tensors, x.data_ptr()), strict=True))
     dtype = str(x.dtype).removeprefix("torch.")
-    arguments = (
-        norm_arguments(norm, dtype, x.data_ptr())
-        | addresses
-        | {
-            "x": x.data_ptr(),
-            "DTYPE": DTYPES[dtype],
-            "UNIT": 16 if row % 16 == 0 else item,
-            "ROW_BLOCK": block,
-            "PDL": launched["launch_pdl"],
-        }
+    shape = RowShape(
+        **_fields(norm, dtype),
+        DTYPE=DTYPES[dtype],
+        PDL=launched["launch_pdl"],
+        UNIT=16 if row % 16 == 0 else item,
+        ROW_BLOCK=block,
     )
+    arguments = (x.data_ptr(), *norm_addresses(tensors, x.data_ptr()), shape)
     options = launched | {"enable_fp_fusion": False}
     if INTERPRETED or torch.cuda.current_device() == x.device.index:
-        norm_rows[(x.numel() // norm.hidden,)](**arguments, **options)
+        norm_rows[(x.numel() // norm.hidden,)](*arguments, **options)
     else:
         with torch.cuda.device(x.device):
-            norm_rows[(x.numel() // norm.hidden,)](**arguments, **options)
+            norm_rows[(x.numel() // norm.hidden,)](*arguments, **options)

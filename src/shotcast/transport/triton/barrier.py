@@ -6,49 +6,39 @@ The grid is launched behind it, so a rank that is late costs this GPU a warp.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import kernel
 from shotcast.device.triton.launch import Launch
 from shotcast.transport.triton.binding import COMPILE_OPTIONS, KernelContext, KernelLaunch
-from shotcast.transport.triton.sync import enter, exchange_headers
+from shotcast.transport.triton.sync import EntryWithPuts, enter, exchange_headers
 from shotcast.wire import CallPlan
 
 
-@kernel
-def barrier(
-    own,
-    peers,
-    puts,
-    rank,
-    header_size,
-    header_call,
-    PUTS: tl.constexpr,
-    WORLD: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@dataclass(frozen=True, slots=True)
+class MeetingShape:
+    """The argument SHAPE of a kernel that exchanges headers alone."""
+
+    PUTS: bool
+    WORLD: int
+    WARPS: int
+    PDL: bool
+
+
+@kernel(shape=MeetingShape)
+def barrier(entry: EntryWithPuts, SHAPE: tl.constexpr):
     """Return once every rank has begun this call."""
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
-    exchange_headers(call, call.rank * 0, False, WORLD, WARPS, PDL, puts, PUTS)
+    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    exchange_headers(call, call.rank * 0, False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)
 
 
-@kernel
-def gate(
-    own,
-    peers,
-    puts,
-    rank,
-    header_size,
-    header_call,
-    PUTS: tl.constexpr,
-    WORLD: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@kernel(shape=MeetingShape)
+def gate(entry: EntryWithPuts, SHAPE: tl.constexpr):
     """Return once every rank has begun the call whose kernel comes next."""
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
-    exchange_headers(call, call.rank * 0, False, WORLD, WARPS, PDL, puts, PUTS, True)
+    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    exchange_headers(call, call.rank * 0, False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS, True)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
@@ -66,10 +56,11 @@ cuBLAS for Hopper leaves 256, so a gate takes an SM from it (docs/design/progres
 
 def gate_before(launch: Launch) -> Launch:
     """Return the gate of a call, whose kernel ``launch`` follows on the same stream."""
-    given = launch.arguments
-    names = ("own", "peers", "rank", "header_size", "header_call", "WORLD")
-    arguments = {name: given[name] for name in names} | {"WARPS": 1, "PDL": given.get("PDL", False)}
-    arguments |= {"puts": given.get("puts", given["own"]), "PUTS": given.get("PUTS", False)}
+    entry, shape = launch.arguments["entry"], launch.arguments["SHAPE"]
+    arguments = {
+        "entry": EntryWithPuts(**{"puts": entry.own} | entry._asdict()),
+        "SHAPE": MeetingShape(getattr(shape, "PUTS", False), shape.WORLD, 1, getattr(shape, "PDL", False)),
+    }
     kept = ("launch_pdl", "extern_libs", *COMPILE_OPTIONS)
     options = {name: launch.options[name] for name in kept if name in launch.options}
     options |= {"num_warps": 1, "maxnreg": GATE_REGISTERS}

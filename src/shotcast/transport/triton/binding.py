@@ -17,33 +17,46 @@ import triton.language as tl
 from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.errors import UnsupportedError
-from shotcast.kernels.triton.norm import DTYPES, NORM_ADDRESSES
+from shotcast.kernels.triton.norm import DTYPES
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.lanes import LanesOfCalls
 from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.sync import Entry, EntryWithPuts
 from shotcast.wire import CallPlan, HeaderWords, Op
-
-SIZED = (
-    *(f"{name}{i}" for name, count in (("first", 7), ("size", 7), ("start", 9)) for i in range(count)),
-    *("own_first", "own_start", "own_nbytes", "longest_sent", "longest_received", "chunks_sent"),
-)
-"""The arguments of a kernel that the sizes of the parts of a call decide, which differ from call to call."""
 
 TENSORS: dict[str, tuple[str, ...]] = {
     "x and out": ("x", "out"),
-    "x and out in place": ("x", "out", "x_place", "out_place"),
-    "x, out and sizes": ("x", "out", *SIZED),
-    "x and norm": ("x", *NORM_ADDRESSES),
+    "x and out in place": ("x", "out", "places"),
+    "x, out and sizes": ("x", "out", "spans"),
+    "x and norm": ("x", "norm"),
     "x": ("data",),
     "out": ("data",),
     "none": (),
 }
-"""The tensors that a call has, with the arguments of the kernel that are their addresses."""
+"""The tensors that a call has, with the arguments of the kernel that each call gives: mostly their addresses."""
 
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 """The options that all kernels are compiled with; without it, sums in float32 could be rounded once less."""
 
 _PARTS = (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """The argument SHAPE of a kernel: the constants that it is compiled for, as :meth:`KernelContext.launch` says."""
+
+    DTYPE: tl.dtype
+    UNIT: int
+    WORLD: int
+    WARPS: int
+    PDL: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape(CallShape):
+    """The argument SHAPE of a kernel of tiles, of BLOCK words."""
+
+    BLOCK: int
 
 
 class KernelLaunch(NamedTuple):
@@ -56,7 +69,7 @@ class KernelLaunch(NamedTuple):
         arguments: every argument by name; addresses of the call's tensors stand for any.
         tensors: a key of :data:`TENSORS`.
         options: of the compilation, such as ``maxnreg``.
-        of_sizes: returns the arguments :data:`SIZED` of a call whose parts have these sizes; None where they have none.
+        of_sizes: returns the elements of ``spans`` of a call whose parts have these sizes; None where they have none.
     """
 
     kernel: Any
@@ -146,37 +159,38 @@ class KernelContext:
     ) -> KernelLaunch:
         """Return ``kernel`` with the arguments given, and with those below that it has by name.
 
-        Addresses and offsets: ``x``, ``out``, ``data``, ``own``, ``peers``, ``puts``, ``slots_at``, ``slots_quads``,
-        ``cells_at``, ``cells_quads``, ``staging_at``, ``staging_quads``, ``window_at``, ``progress_at``, ``places_at``,
-        ``flags_at``, ``mailboxes_at``. Numbers: ``rank``, ``root``, ``header_size``, ``header_call`` and ``nbytes``, of
-        the plan. Compile-time: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where every address and
-        size is a multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of
-        a tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
+        Addresses and offsets: ``x``, ``out``, ``data``, ``slots_at``, ``slots_quads``, ``cells_at``, ``cells_quads``,
+        ``staging_at``, ``staging_quads``, ``window_at``, ``progress_at``, ``flags_at``, ``mailboxes_at``. Numbers of
+        the plan: ``root`` and ``nbytes``. What :func:`.sync.enter` takes: ``entry``, with PUTS an EntryWithPuts.
+
+        Fields of SHAPE: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where every address and size is
+        a multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a
+        tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
 
         Args:
             programs: of the grid; by default the plan's and one for the headers.
             num_warps: of a program; by default the plan's.
             tensors: which tensors the call has.
             options: of the compilation, beside what all kernels take.
+            arguments: of the kernel, and fields of its SHAPE.
         """
         # (a kernel without tensors exchanges the header of a call that the library makes)
-        if plan.reduction != "sum" and tensors != "none" and "REDUCTION" not in kernel.arg_names:
+        fields = [one.name for one in dataclasses.fields(kernel.shape)]
+        if plan.reduction != "sum" and tensors != "none" and "REDUCTION" not in fields:
             raise UnsupportedError(f"there is no {plan.algorithm} {plan.op.label} for {plan.reduction}")
         warps = plan.launch.num_warps if num_warps is None else num_warps
         # both sides of a message name the sender
         named = dataclasses.replace(plan, root=self.rank) if plan.op is Op.SEND else plan
         header = self.header_of(named)
-        usual = {
+        regions, who = (self.own_address, self.peers_address), (self.rank, header.size, header.call)
+        given = {
             "x": self.own_address,
             "out": self.own_address,
             "data": self.own_address,
-            "own": self.own_address,
-            "peers": self.peers_address,
-            "puts": self.puts_address or self.own_address,
-            "rank": self.rank,
+            "entry": EntryWithPuts(*regions, self.puts_address or self.own_address, *who)
+            if "PUTS" in fields
+            else Entry(*regions, *who),
             "root": plan.root,
-            "header_size": header.size,
-            "header_call": header.call,
             "nbytes": plan.nbytes,
             "mailboxes_at": self.layout.mailboxes_at,
             "flags_at": self.layout.flags_at,
@@ -188,7 +202,6 @@ class KernelContext:
             "staging_quads": self.layout.staging_quads,
             "window_at": self.layout.window_at,
             "progress_at": self.layout.progress_at,
-            "places_at": self.layout.places_at,
             "DTYPE": DTYPES.get(plan.dtype, tl.int32),
             "UNIT": self.unit(plan),
             "WORLD": self.world_size,
@@ -201,12 +214,15 @@ class KernelContext:
             "MULTICAST": self.multicast,
             "NATIVE": self.native_fp8,
         }
-        taken = {name: value for name, value in usual.items() if name in kernel.arg_names}
+        taken = {name: value for name, value in given.items() if name in kernel.arg_names}
+        taken |= {name: value for name, value in arguments.items() if name not in fields}
+        given |= arguments
+        taken["SHAPE"] = kernel.shape(**{name: given[name] for name in fields})
         grid = 1 + plan.launch.programs if programs is None else programs
         compiled = {"num_warps": warps, "launch_pdl": self.pdl} | COMPILE_OPTIONS | (options or {})
-        if taken.get("PUTS") and not INTERPRETED:
+        if "PUTS" in fields and given["PUTS"] and not INTERPRETED:
             compiled["extern_libs"] = nvshmem_library.extern_libs()
-        return KernelLaunch(kernel, grid, warps, taken | arguments, tensors, compiled)
+        return KernelLaunch(kernel, grid, warps, taken, tensors, compiled)
 
     def clears(self, plan: CallPlan) -> bool:
         """Return whether the call clears its slots itself; see :data:`.layout.CLEAR_AFTER_READ_BYTES`."""

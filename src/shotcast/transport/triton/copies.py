@@ -10,16 +10,17 @@ exact to the bit, at twice the bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.one_shot import tiles_to_send
 from shotcast.transport.triton.sync import (
+    Entry,
     await_words,
     cells_offset,
     clear_parts,
@@ -40,46 +41,40 @@ EXCHANGE = tl.constexpr(1)
 BROADCAST = tl.constexpr(2)
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class CopyShape(TileShape):
+    """A copy; ``KIND`` is GATHER, EXCHANGE or BROADCAST, and ``CELLS`` sends flag cells."""
+
+    KIND: int
+    CELLS: bool
+    MULTICAST: bool
+    CLEAR_AFTER_READ: bool
+
+
+@kernel(shape=CopyShape)
 def copy(
     x,
     out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
+    entry: Entry,
     root,
     part_nbytes,  # bytes of the largest part
-    start0,  # part r of out is the bytes from start_r to start_(r + 1)
-    start1,
-    start2,
-    start3,
-    start4,
-    start5,
-    start6,
-    start7,
-    start8,
+    starts,  # part r of out is the bytes from starts[r] to starts[r + 1]
     slots_at,
     slots_quads,
     cells_at,
     cells_quads,
-    KIND: tl.constexpr,
-    CELLS: tl.constexpr,
-    MULTICAST: tl.constexpr,
-    CLEAR_AFTER_READ: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Copy x into out on the ranks that KIND names: GATHER, EXCHANGE (all_to_all) or BROADCAST."""
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    KIND: tl.constexpr = SHAPE.KIND
+    CELLS: tl.constexpr = SHAPE.CELLS
+    UNIT: tl.constexpr = SHAPE.UNIT
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    addresses = peer_addresses(peers, rank, worker, WORLD)
-    starts = (start0, start1, start2, start3, start4, start5, start6, start7, start8)
+    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
     own_nbytes = part_nbytes  # bytes that this rank sends
     own_start = part_nbytes * 0  # where they lie in out
     slot_index = rank
@@ -91,14 +86,14 @@ def copy(
     if KIND == BROADCAST:
         own_nbytes = tl.where(rank == root, part_nbytes, 0)
         slot_index = rank * 0
-    await_prior_kernel(PDL)
+    await_prior_kernel(SHAPE.PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, own_nbytes, offs, KIND == EXCHANGE, UNIT, WORLD)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     quads = (part_nbytes + 15) // 16  # quads of a slot
-    extent = 0 if CLEAR_AFTER_READ else quads * senders
+    extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         if CELLS:
             buffer = cells_offset(call.epoch, cells_at, cells_quads)
@@ -116,11 +111,11 @@ def copy(
                     store_to(call, addresses[i], own_slot, offs, words, offs < own_span, CELLS)
             else:
                 words = tiles[0] if CELLS else escape_sentinel(tiles[0])
-                store_to_all(call, addresses, own_slot, offs, words, offs < own_span, CELLS, MULTICAST, WORLD - 1)
+                store_to_all(call, addresses, own_slot, offs, words, offs < own_span, CELLS, SHAPE.MULTICAST, WORLD - 1)
                 store_words(out, own_start, offs, tiles[0], own_nbytes, UNIT)
             tiles = tiles_to_send(x, rank, worker, own_nbytes, offs + workers * BLOCK, KIND == EXCHANGE, UNIT, WORLD)
         dirty = leave_epoch(call, extent, not CELLS)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         if not CELLS:
             clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
@@ -131,17 +126,17 @@ def copy(
             masks = ()
             for r in tl.static_range(senders):
                 size = starts[r + 1] - starts[r]
-                if not MULTICAST:
+                if not SHAPE.MULTICAST:
                     size = tl.where(rank == (root if KIND == BROADCAST else r), 0, size)  # it sends nothing to itself
                 sizes = sizes + (size,)
                 masks = masks + (offs < (size + 15) // 16 * 4,)
             first = root if KIND == BROADCAST else rank * 0
             parts, call = await_words(call, buffer, stride, offs, masks, first, CELLS, senders, WORLD)
             for r in tl.static_range(senders):
-                store_words(out, starts[r], offs, nan_unless(call.live, parts[r], DTYPE), sizes[r], UNIT)
+                store_words(out, starts[r], offs, nan_unless(call.live, parts[r], SHAPE.DTYPE), sizes[r], UNIT)
             if KIND == EXCHANGE:
                 store_words(out, rank.to(tl.int64) * part_nbytes, offs, own_words, part_nbytes, UNIT)
-            if CLEAR_AFTER_READ:
+            if SHAPE.CLEAR_AFTER_READ:
                 clear_parts(call, buffer, stride, offs, masks, senders)
 
 
@@ -161,6 +156,12 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         starts = [0] + [part] * world_size
     starts += [starts[-1]] * (wire.MAX_WORLD_SIZE - world_size)
     cells = plan.dtype not in wire.REDUCIBLE
-    arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
-    arguments |= {"part_nbytes": part, "KIND": _KINDS[plan.op], "CELLS": cells}
-    return context.launch(copy, plan, MULTICAST=context.multicast and not cells, **arguments)
+    return context.launch(
+        copy,
+        plan,
+        starts=tuple(starts),
+        part_nbytes=part,
+        KIND=_KINDS[plan.op].value,
+        CELLS=cells,
+        MULTICAST=context.multicast and not cells,
+    )

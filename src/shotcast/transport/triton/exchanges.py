@@ -17,16 +17,16 @@ The first three give the same bits: those of the tree in :func:`shotcast.hardwar
 each addition are in the order of the nodes. The last two give those of the same tree over rounded partial sums.
 
 An exchange has two parts. ``begin_*`` sends what a rank has without a wait; ``finish_*`` does the rest, and returns the
-words of the result. Both are for one tile: its first word is ``start`` of a slice of ``slice_words``, and it has
-``count`` words, a multiple of 4. ``tile`` is its number. A *value* is a pair of tiles of float32, for the low and the
-high halves of words.
+words of the result. Both are for one :class:`Tile`: its first word is ``start`` of its slice, and it has ``count``
+words, a multiple of 4. A *value* is a pair of tiles of float32, for the low and the high halves of words.
 
-Common arguments: NODES; DOUBLINGS, the logarithm of the largest power of two in it, and FOLDED, the pairs that are
-folded; LOCAL, the ranks in a node; PARTS, the values in a word.
+Of SHAPE they read: NODES; DOUBLINGS, the logarithm of the largest power of two in it, and FOLDED, the pairs that are
+folded; LOCAL, the ranks in a node; PARTS, the values in a word; and the EXCHANGE, DTYPE, WORLD and PUTS.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -56,76 +56,85 @@ class Place(NamedTuple):
     pivot: tl.tensor
 
 
+class Tile(NamedTuple):
+    """A tile of a slice of ``slice_words``, and the numbers of its words: ``lanes``."""
+
+    number: tl.tensor
+    start: tl.tensor
+    slice_words: tl.tensor
+    lanes: tl.tensor
+    count: tl.tensor
+
+
+@dataclass(frozen=True)  # without slots, which only one base of a class can have
+class NodesShape:
+    """The nodes and the exchange between them that a kernel is compiled for."""
+
+    PUTS: bool
+    EXCHANGE: int
+    NODES: int
+    FOLDED: int
+    DOUBLINGS: int
+    LOCAL: int
+    PARTS: int
+
+
 @triton.jit
-def place_of(rank, FOLDED: tl.constexpr, LOCAL: tl.constexpr):
+def place_of(rank, SHAPE: tl.constexpr):
     """Return the place of a rank. Nodes are consecutive ranks."""
-    node = rank // LOCAL
-    inner = (node < 2 * FOLDED).to(tl.int32)
+    node = rank // SHAPE.LOCAL
+    inner = (node < 2 * SHAPE.FOLDED).to(tl.int32)
     odd = node % 2
-    leaf = tl.where(inner != 0, node // 2, node - FOLDED)
-    return Place(node, rank % LOCAL, leaf, inner * odd, inner * (1 - odd))
+    leaf = tl.where(inner != 0, node // 2, node - SHAPE.FOLDED)
+    return Place(node, rank % SHAPE.LOCAL, leaf, inner * odd, inner * (1 - odd))
 
 
 @triton.jit
-def partner(place, step, FOLDED: tl.constexpr, LOCAL: tl.constexpr):
+def partner(place, step, SHAPE: tl.constexpr):
     """Return the rank that this one swaps with in a step."""
     leaf = place.leaf ^ (1 << step)
-    return tl.where(leaf < FOLDED, 2 * leaf, leaf + FOLDED) * LOCAL + place.local
+    return tl.where(leaf < SHAPE.FOLDED, 2 * leaf, leaf + SHAPE.FOLDED) * SHAPE.LOCAL + place.local
 
 
 @triton.jit
-def folding_partner(place, LOCAL: tl.constexpr):
+def folding_partner(place, SHAPE: tl.constexpr):
     """Return the rank in the other node of a folded pair; for a node that is not folded, this rank."""
-    return (place.node ^ (place.extra + place.pivot)) * LOCAL + place.local
+    return (place.node ^ (place.extra + place.pivot)) * SHAPE.LOCAL + place.local
 
 
 @triton.jit
-def targets_of(
-    peers,
-    puts,
-    place,
-    PUTS: tl.constexpr,
-    EXCHANGE: tl.constexpr,
-    NODES: tl.constexpr,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    LOCAL: tl.constexpr,
-):
+def targets_of(entry, place, SHAPE: tl.constexpr):
     """Return where a rank sends to: its partners step by step, then that of its pair; or each other node, in a ring."""
+    DOUBLINGS: tl.constexpr = SHAPE.DOUBLINGS
+    NODES: tl.constexpr = SHAPE.NODES
     targets = ()
-    if EXCHANGE != DOUBLING and EXCHANGE != HALVING:
+    if SHAPE.EXCHANGE != DOUBLING and SHAPE.EXCHANGE != HALVING:
         for i in tl.static_range(1, NODES):
-            targets = targets + (destination(peers, puts, (place.node + i) % NODES * LOCAL + place.local, PUTS),)
+            other = (place.node + i) % NODES * SHAPE.LOCAL + place.local
+            targets = targets + (destination(entry.peers, entry.puts, other, SHAPE.PUTS),)
     else:
         for step in tl.static_range(DOUBLINGS):
-            targets = targets + (destination(peers, puts, partner(place, step, FOLDED, LOCAL), PUTS),)
-        if FOLDED:
-            targets = targets + (destination(peers, puts, folding_partner(place, LOCAL), PUTS),)
+            targets = targets + (destination(entry.peers, entry.puts, partner(place, step, SHAPE), SHAPE.PUTS),)
+        if SHAPE.FOLDED:
+            targets = targets + (destination(entry.peers, entry.puts, folding_partner(place, SHAPE), SHAPE.PUTS),)
     return targets
 
 
 @triton.jit
-def exchange_quads(
-    slice_quads,
-    EXCHANGE: tl.constexpr,
-    NODES: tl.constexpr,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def exchange_quads(slice_quads, SHAPE: tl.constexpr):
     """Return the quads of all slots of an exchange, for slices of ``slice_quads`` of the message."""
-    if NODES == 1:
+    if SHAPE.NODES == 1:
         quads = slice_quads * 0
-    elif EXCHANGE == DOUBLING:
-        quads = slice_quads * (DOUBLINGS * PARTS + (FOLDED > 0) * (PARTS + 1))
-    elif EXCHANGE == HALVING:
-        quads = slice_quads * ((DOUBLINGS + (FOLDED > 0)) * PARTS + 1)
-    elif EXCHANGE == PAIRS:
-        quads = slice_quads * ((NODES - 1) * PARTS)
-    elif EXCHANGE == PAIRS_16BIT:
-        quads = slice_quads * (NODES - 1)
+    elif SHAPE.EXCHANGE == DOUBLING:
+        quads = slice_quads * (SHAPE.DOUBLINGS * SHAPE.PARTS + (SHAPE.FOLDED > 0) * (SHAPE.PARTS + 1))
+    elif SHAPE.EXCHANGE == HALVING:
+        quads = slice_quads * ((SHAPE.DOUBLINGS + (SHAPE.FOLDED > 0)) * SHAPE.PARTS + 1)
+    elif SHAPE.EXCHANGE == PAIRS:
+        quads = slice_quads * ((SHAPE.NODES - 1) * SHAPE.PARTS)
+    elif SHAPE.EXCHANGE == PAIRS_16BIT:
+        quads = slice_quads * (SHAPE.NODES - 1)
     else:
-        quads = slice_quads * NODES
+        quads = slice_quads * SHAPE.NODES
     return quads
 
 
@@ -177,64 +186,38 @@ def rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def begin_folded(
-    call,
-    network,
-    targets,
-    place,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    DOUBLINGS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def begin_folded(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Send the partial sum of an extra. Its slot comes after those of the steps."""
-    word = DOUBLINGS * slice_words * PARTS + start * PARTS
-    put_tiles(call, network, targets[DOUBLINGS], word, lanes, bits_of(value, PARTS), count * place.extra, PARTS)
+    word = SHAPE.DOUBLINGS * tile.slice_words * SHAPE.PARTS + tile.start * SHAPE.PARTS
+    put_tiles(
+        call,
+        network,
+        targets[SHAPE.DOUBLINGS],
+        word,
+        tile.lanes,
+        bits_of(value, SHAPE.PARTS),
+        tile.count * place.extra,
+        SHAPE.PARTS,
+    )
 
 
 @triton.jit
-def await_folded(
-    call,
-    network,
-    place,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    DOUBLINGS: tl.constexpr,
-    LOCAL: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def await_folded(call, network, place, tile, value, SHAPE: tl.constexpr):
     """Add what the extra has sent, in its pivot. Returns (value, call)."""
-    word = DOUBLINGS * slice_words * PARTS + start * PARTS
-    other, pivots = folding_partner(place, LOCAL), count * place.pivot
-    bits, call = await_tiles(call, network, (word,), lanes, (pivots,), other, 0, LOCAL > 1, PARTS, 1, WORLD)
-    return either(place.pivot != 0, added(value, value_of(bits, 0, PARTS)), value), call
+    word = SHAPE.DOUBLINGS * tile.slice_words * SHAPE.PARTS + tile.start * SHAPE.PARTS
+    other, pivots = folding_partner(place, SHAPE), tile.count * place.pivot
+    bits, call = await_tiles(
+        call, network, (word,), tile.lanes, (pivots,), other, 0, SHAPE.LOCAL > 1, SHAPE.PARTS, 1, SHAPE.WORLD
+    )
+    return either(place.pivot != 0, added(value, value_of(bits, 0, SHAPE.PARTS)), value), call
 
 
 @triton.jit
-def unfold(
-    call,
-    network,
-    target,
-    place,
-    word,
-    lanes,
-    words,
-    count,
-    DEPTH: tl.constexpr,
-    LOCAL: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def unfold(call, network, target, place, tile, word, words, DEPTH: tl.constexpr, SHAPE: tl.constexpr):
     """Send the words of the result from a pivot to its extra. Returns (words, call)."""
-    put_tiles(call, network, target, word, lanes, (words,), count * place.pivot, 1)
-    other, extras = folding_partner(place, LOCAL), count * place.extra
-    came, call = await_tiles(call, network, (word,), lanes, (extras,), other, 0, DEPTH, 1, 1, WORLD)
+    put_tiles(call, network, target, word, tile.lanes, (words,), tile.count * place.pivot, 1)
+    other, extras = folding_partner(place, SHAPE), tile.count * place.extra
+    came, call = await_tiles(call, network, (word,), tile.lanes, (extras,), other, 0, DEPTH, 1, 1, SHAPE.WORLD)
     return tl.where(place.extra != 0, came[0], words), call
 
 
@@ -242,70 +225,43 @@ def unfold(
 
 
 @triton.jit
-def begin_doubling(
-    call,
-    network,
-    targets,
-    place,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def begin_doubling(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Send the partial sum of an extra to its pivot, and that of any other rank but a pivot in step 0."""
-    if FOLDED:
-        begin_folded(call, network, targets, place, start, slice_words, lanes, value, count, DOUBLINGS, PARTS)
+    count = tile.count
+    if SHAPE.FOLDED:
+        begin_folded(call, network, targets, place, tile, value, SHAPE)
         count = count * (1 - place.extra - place.pivot)
-    put_tiles(call, network, targets[0], start * PARTS, lanes, bits_of(value, PARTS), count, PARTS)
+    put_tiles(
+        call, network, targets[0], tile.start * SHAPE.PARTS, tile.lanes, bits_of(value, SHAPE.PARTS), count, SHAPE.PARTS
+    )
 
 
 @triton.jit
-def finish_doubling(
-    call,
-    network,
-    targets,
-    place,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    LOCAL: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def finish_doubling(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Swap partial sums step by step. Returns (words, call)."""
-    EARLIER: tl.constexpr = (FOLDED > 0) + (LOCAL > 1)
-    slot = slice_words * PARTS
-    word = start * PARTS
-    active = count * (1 - place.extra)
-    if FOLDED:
-        value, call = await_folded(
-            call, network, place, start, slice_words, lanes, value, count, DOUBLINGS, LOCAL, PARTS, WORLD
-        )
-        put_tiles(call, network, targets[0], word, lanes, bits_of(value, PARTS), count * place.pivot, PARTS)
+    PARTS: tl.constexpr = SHAPE.PARTS
+    DOUBLINGS: tl.constexpr = SHAPE.DOUBLINGS
+    lanes = tile.lanes
+    EARLIER: tl.constexpr = (SHAPE.FOLDED > 0) + (SHAPE.LOCAL > 1)
+    slot = tile.slice_words * PARTS
+    word = tile.start * PARTS
+    active = tile.count * (1 - place.extra)
+    if SHAPE.FOLDED:
+        value, call = await_folded(call, network, place, tile, value, SHAPE)
+        put_tiles(call, network, targets[0], word, lanes, bits_of(value, PARTS), tile.count * place.pivot, PARTS)
     for step in tl.static_range(DOUBLINGS):
-        other = partner(place, step, FOLDED, LOCAL)
+        other = partner(place, step, SHAPE)
         bits, call = await_tiles(
-            call, network, (word + step * slot,), lanes, (active,), other, 0, step + EARLIER, PARTS, 1, WORLD
+            call, network, (word + step * slot,), lanes, (active,), other, 0, step + EARLIER, PARTS, 1, SHAPE.WORLD
         )
         value = added_by_leaf(value, value_of(bits, 0, PARTS), place, step)
         if step + 1 < DOUBLINGS:
             next_word = word + (step + 1) * slot
             put_tiles(call, network, targets[step + 1], next_word, lanes, bits_of(value, PARTS), active, PARTS)
-    words = rounded(value, DTYPE)
-    if FOLDED:
-        last = (DOUBLINGS + 1) * slot + start
-        words, call = unfold(
-            call, network, targets[DOUBLINGS], place, last, lanes, words, count, DOUBLINGS + EARLIER, LOCAL, WORLD
-        )
+    words = rounded(value, SHAPE.DTYPE)
+    if SHAPE.FOLDED:
+        last = (DOUBLINGS + 1) * slot + tile.start
+        words, call = unfold(call, network, targets[DOUBLINGS], place, tile, last, words, DOUBLINGS + EARLIER, SHAPE)
     return words, call
 
 
@@ -319,47 +275,47 @@ def slot_of(node, other):
 
 
 @triton.jit
-def begin_pairs(
-    call, network, targets, place, start, slice_words, lanes, bits, count, NODES: tl.constexpr, PARTS: tl.constexpr
-):
+def begin_pairs(call, network, targets, place, tile, bits, PARTS: tl.constexpr, SHAPE: tl.constexpr):
     """Send the partial sum, as PARTS tiles of 32 bits, to all other nodes."""
+    NODES: tl.constexpr = SHAPE.NODES
     for i in tl.static_range(1, NODES):
         slot = slot_of(place.node, (place.node + i) % NODES)
-        put_tiles(call, network, targets[i - 1], (slot * slice_words + start) * PARTS, lanes, bits, count, PARTS)
+        put_tiles(
+            call,
+            network,
+            targets[i - 1],
+            (slot * tile.slice_words + tile.start) * PARTS,
+            tile.lanes,
+            bits,
+            tile.count,
+            PARTS,
+        )
 
 
 @triton.jit
-def await_pairs(
-    call,
-    network,
-    place,
-    start,
-    slice_words,
-    lanes,
-    count,
-    NODES: tl.constexpr,
-    LOCAL: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def await_pairs(call, network, place, tile, count, PARTS: tl.constexpr, SHAPE: tl.constexpr):
     """Wait for the partial sums of all other nodes. Returns (PARTS tiles of 32 bits for each node, call)."""
+    NODES: tl.constexpr = SHAPE.NODES
     firsts = ()
     counts = ()
     for node in tl.static_range(NODES):
-        firsts = firsts + ((slot_of(node, place.node) * slice_words + start) * PARTS,)
+        firsts = firsts + ((slot_of(node, place.node) * tile.slice_words + tile.start) * PARTS,)
         counts = counts + (tl.where(place.node == node, 0, count),)
-    return await_tiles(call, network, firsts, lanes, counts, place.local, LOCAL, LOCAL > 1, PARTS, NODES, WORLD)
+    return await_tiles(
+        call, network, firsts, tile.lanes, counts, place.local, SHAPE.LOCAL, SHAPE.LOCAL > 1, PARTS, NODES, SHAPE.WORLD
+    )
 
 
 @triton.jit
-def summed_by_tree(partial, NODES: tl.constexpr, FOLDED: tl.constexpr, DOUBLINGS: tl.constexpr):
+def summed_by_tree(partial, SHAPE: tl.constexpr):
     """Add up the values of all nodes in the order of the tree. Returns a tuple of the sum alone."""
+    DOUBLINGS: tl.constexpr = SHAPE.DOUBLINGS
     sums = ()
-    for leaf in tl.static_range(NODES - FOLDED):
-        if leaf < FOLDED:
+    for leaf in tl.static_range(SHAPE.NODES - SHAPE.FOLDED):
+        if leaf < SHAPE.FOLDED:
             sums = sums + (added(partial[2 * leaf], partial[2 * leaf + 1]),)
         else:
-            sums = sums + (partial[leaf + FOLDED],)
+            sums = sums + (partial[leaf + SHAPE.FOLDED],)
     for level in tl.static_range(DOUBLINGS):
         upper = ()
         for i in tl.static_range(2 ** (DOUBLINGS - 1 - level)):
@@ -369,204 +325,131 @@ def summed_by_tree(partial, NODES: tl.constexpr, FOLDED: tl.constexpr, DOUBLINGS
 
 
 @triton.jit
-def finish_pairs(
-    call,
-    network,
-    place,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    NODES: tl.constexpr,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    LOCAL: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def finish_pairs(call, network, place, tile, value, SHAPE: tl.constexpr):
     """Wait for the partial sums of all other nodes, and add up the tree. Returns (words, call)."""
-    bits, call = await_pairs(call, network, place, start, slice_words, lanes, count, NODES, LOCAL, PARTS, WORLD)
+    NODES: tl.constexpr = SHAPE.NODES
+    bits, call = await_pairs(call, network, place, tile, tile.count, SHAPE.PARTS, SHAPE)
     partial = ()
     for node in tl.static_range(NODES):
-        partial = partial + (either(place.node == node, value, value_of(bits, node * PARTS, PARTS)),)
-    (total,) = summed_by_tree(partial, NODES, FOLDED, DOUBLINGS)
-    return rounded(total, DTYPE), call
+        partial = partial + (either(place.node == node, value, value_of(bits, node * SHAPE.PARTS, SHAPE.PARTS)),)
+    (total,) = summed_by_tree(partial, SHAPE)
+    return rounded(total, SHAPE.DTYPE), call
 
 
 # -- in 16 bits -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def summed_rounded(
-    words, bits, place, NODES: tl.constexpr, FOLDED: tl.constexpr, DOUBLINGS: tl.constexpr, DTYPE: tl.constexpr
-):
+def summed_rounded(words, bits, place, SHAPE: tl.constexpr):
     """Add up the rounded partial sums of all nodes, this node's being ``words``. Returns the words of the result.
 
     (None of them is -0.0: partial sums are multiples of the least subnormal, so none rounds to zero.)
     """
+    NODES: tl.constexpr = SHAPE.NODES
     partial = ()
     for node in tl.static_range(NODES):
-        partial = partial + (unpack(tl.where(place.node == node, words, bits[node]), DTYPE),)
-    (total,) = summed_by_tree(partial, NODES, FOLDED, DOUBLINGS)
-    return rounded(total, DTYPE)
+        partial = partial + (unpack(tl.where(place.node == node, words, bits[node]), SHAPE.DTYPE),)
+    (total,) = summed_by_tree(partial, SHAPE)
+    return rounded(total, SHAPE.DTYPE)
 
 
 @triton.jit
-def finish_pairs_16bit(
-    call,
-    network,
-    place,
-    start,
-    slice_words,
-    lanes,
-    words,
-    count,
-    NODES: tl.constexpr,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    LOCAL: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def finish_pairs_16bit(call, network, place, tile, words, SHAPE: tl.constexpr):
     """Wait for the rounded partial sums of all other nodes, and add up the tree. Returns (words, call)."""
-    bits, call = await_pairs(call, network, place, start, slice_words, lanes, count, NODES, LOCAL, 1, WORLD)
-    return summed_rounded(words, bits, place, NODES, FOLDED, DOUBLINGS, DTYPE), call
+    bits, call = await_pairs(call, network, place, tile, tile.count, 1, SHAPE)
+    return summed_rounded(words, bits, place, SHAPE), call
 
 
 @triton.jit
-def owns(place, tile, NODES: tl.constexpr):
+def owns(place, number, SHAPE: tl.constexpr):
     """Return 1 in a rank of the node that adds up a tile, else 0."""
-    return (tile % NODES == place.node).to(tl.int32)
+    return (number % SHAPE.NODES == place.node).to(tl.int32)
 
 
 @triton.jit
-def begin_two_shot_16bit(
-    call, network, targets, place, tile, start, slice_words, lanes, words, count, NODES: tl.constexpr
-):
+def begin_two_shot_16bit(call, network, targets, place, tile, words, SHAPE: tl.constexpr):
     """Send the words of the rounded partial sum to the owner of the tile."""
-    owner = tile % NODES
+    owner = tile.number % SHAPE.NODES
     address = targets[0][0]
     pe = targets[0][1]
-    for i in tl.static_range(1, NODES - 1):
-        chosen = (place.node + 1 + i) % NODES == owner
+    for i in tl.static_range(1, SHAPE.NODES - 1):
+        chosen = (place.node + 1 + i) % SHAPE.NODES == owner
         address = tl.where(chosen, targets[i][0], address)
         pe = tl.where(chosen, targets[i][1], pe)
-    word = slot_of(place.node, owner) * slice_words + start
-    put_tiles(call, network, (address, pe), word, lanes, (words,), count * (1 - owns(place, tile, NODES)), 1)
+    word = slot_of(place.node, owner) * tile.slice_words + tile.start
+    put_tiles(
+        call, network, (address, pe), word, tile.lanes, (words,), tile.count * (1 - owns(place, tile.number, SHAPE)), 1
+    )
 
 
 @triton.jit
-def finish_two_shot_16bit(
-    call,
-    network,
-    targets,
-    place,
-    tile,
-    start,
-    slice_words,
-    lanes,
-    words,
-    count,
-    NODES: tl.constexpr,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    LOCAL: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def finish_two_shot_16bit(call, network, targets, place, tile, words, SHAPE: tl.constexpr):
     """Add up a tile in its owner, and send the words of the result to all. Theirs have a slot. Returns (words, call)"""
-    owned = count * owns(place, tile, NODES)
-    bits, call = await_pairs(call, network, place, start, slice_words, lanes, owned, NODES, LOCAL, 1, WORLD)
-    words = summed_rounded(words, bits, place, NODES, FOLDED, DOUBLINGS, DTYPE)
-    last = (NODES - 1) * slice_words + start
-    for i in tl.static_range(NODES - 1):
-        put_tiles(call, network, targets[i], last, lanes, (words,), owned, 1)
-    owner = tile % NODES * LOCAL + place.local
-    came, call = await_tiles(call, network, (last,), lanes, (count - owned,), owner, 0, 1 + (LOCAL > 1), 1, 1, WORLD)
-    return tl.where(owns(place, tile, NODES) != 0, words, came[0]), call
+    owned = tile.count * owns(place, tile.number, SHAPE)
+    bits, call = await_pairs(call, network, place, tile, owned, 1, SHAPE)
+    words = summed_rounded(words, bits, place, SHAPE)
+    last = (SHAPE.NODES - 1) * tile.slice_words + tile.start
+    for i in tl.static_range(SHAPE.NODES - 1):
+        put_tiles(call, network, targets[i], last, tile.lanes, (words,), owned, 1)
+    owner = tile.number % SHAPE.NODES * SHAPE.LOCAL + place.local
+    came, call = await_tiles(
+        call, network, (last,), tile.lanes, (tile.count - owned,), owner, 0, 1 + (SHAPE.LOCAL > 1), 1, 1, SHAPE.WORLD
+    )
+    return tl.where(owns(place, tile.number, SHAPE) != 0, words, came[0]), call
 
 
 # -- halving ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def still_has(place, tile, step):
+def still_has(place, number, step):
     """Return 1 if a rank has a tile before a step of halving, else 0: the lower bits of the leaf are the tile's."""
-    return ((place.leaf ^ tile) & ((1 << step) - 1) == 0).to(tl.int32) * (1 - place.extra)
+    return ((place.leaf ^ number) & ((1 << step) - 1) == 0).to(tl.int32) * (1 - place.extra)
 
 
 @triton.jit
-def gives_away(place, tile, step):
+def gives_away(place, number, step):
     """Return 1 if a rank that has a tile sends it to its partner in a step, 0 if it gets the partner's."""
-    return ((place.leaf ^ tile) >> step) & 1
+    return ((place.leaf ^ number) >> step) & 1
 
 
 @triton.jit
-def begin_halving(
-    call,
-    network,
-    targets,
-    place,
-    tile,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def begin_halving(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Send the partial sum of an extra to its pivot, and what any other rank but a pivot gives away in step 0."""
-    if FOLDED:
-        begin_folded(call, network, targets, place, start, slice_words, lanes, value, count, DOUBLINGS, PARTS)
+    count = tile.count
+    if SHAPE.FOLDED:
+        begin_folded(call, network, targets, place, tile, value, SHAPE)
         count = count * (1 - place.extra - place.pivot)
-    count = count * gives_away(place, tile, 0)
-    put_tiles(call, network, targets[0], start * PARTS, lanes, bits_of(value, PARTS), count, PARTS)
+    count = count * gives_away(place, tile.number, 0)
+    put_tiles(
+        call, network, targets[0], tile.start * SHAPE.PARTS, tile.lanes, bits_of(value, SHAPE.PARTS), count, SHAPE.PARTS
+    )
 
 
 @triton.jit
-def finish_halving(
-    call,
-    network,
-    targets,
-    place,
-    tile,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    LOCAL: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def finish_halving(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Add up a tile in the rank whose leaf has the lowest bits of its number, and spread the words from there.
 
     A rank that has given a tile away in step s gets its words from the same partner, and passes them on to those that
     gave it theirs in the steps before. It gets them once, so all steps, and folding, share a slot. Returns
     (words, call).
     """
-    EARLIER: tl.constexpr = (FOLDED > 0) + (LOCAL > 1)
-    slot = slice_words * PARTS
-    word = start * PARTS
-    if FOLDED:
-        value, call = await_folded(
-            call, network, place, start, slice_words, lanes, value, count, DOUBLINGS, LOCAL, PARTS, WORLD
-        )
-        sent = count * place.pivot * gives_away(place, tile, 0)
+    PARTS: tl.constexpr = SHAPE.PARTS
+    DOUBLINGS: tl.constexpr = SHAPE.DOUBLINGS
+    lanes = tile.lanes
+    EARLIER: tl.constexpr = (SHAPE.FOLDED > 0) + (SHAPE.LOCAL > 1)
+    slot = tile.slice_words * PARTS
+    word = tile.start * PARTS
+    if SHAPE.FOLDED:
+        value, call = await_folded(call, network, place, tile, value, SHAPE)
+        sent = tile.count * place.pivot * gives_away(place, tile.number, 0)
         put_tiles(call, network, targets[0], word, lanes, bits_of(value, PARTS), sent, PARTS)
     for step in tl.static_range(DOUBLINGS):
-        had = count * still_has(place, tile, step)
-        away = gives_away(place, tile, step)
+        had = tile.count * still_has(place, tile.number, step)
+        away = gives_away(place, tile.number, step)
         if step > 0:
             put_tiles(call, network, targets[step], word + step * slot, lanes, bits_of(value, PARTS), had * away, PARTS)
-        other = partner(place, step, FOLDED, LOCAL)
+        other = partner(place, step, SHAPE)
         bits, call = await_tiles(
             call,
             network,
@@ -578,23 +461,23 @@ def finish_halving(
             step + EARLIER,
             PARTS,
             1,
-            WORLD,
+            SHAPE.WORLD,
         )
         value = added_by_leaf(value, value_of(bits, 0, PARTS), place, step)
-    words = rounded(value, DTYPE)
-    last = (DOUBLINGS + (FOLDED > 0)) * slot + start
+    words = rounded(value, SHAPE.DTYPE)
+    last = (DOUBLINGS + (SHAPE.FOLDED > 0)) * slot + tile.start
     for back in tl.static_range(DOUBLINGS):
         step = DOUBLINGS - 1 - back
-        had = count * still_has(place, tile, step)
-        away = gives_away(place, tile, step)
-        other = partner(place, step, FOLDED, LOCAL)
+        had = tile.count * still_has(place, tile.number, step)
+        away = gives_away(place, tile.number, step)
+        other = partner(place, step, SHAPE)
         came, call = await_tiles(
-            call, network, (last,), lanes, (had * away,), other, 0, DOUBLINGS + back + EARLIER, 1, 1, WORLD
+            call, network, (last,), lanes, (had * away,), other, 0, DOUBLINGS + back + EARLIER, 1, 1, SHAPE.WORLD
         )
         words = tl.where(had * away != 0, came[0], words)
         put_tiles(call, network, targets[DOUBLINGS - 1 - back], last, lanes, (words,), had * (1 - away), 1)
-    if FOLDED:
+    if SHAPE.FOLDED:
         words, call = unfold(
-            call, network, targets[DOUBLINGS], place, last, lanes, words, count, 2 * DOUBLINGS + EARLIER, LOCAL, WORLD
+            call, network, targets[DOUBLINGS], place, tile, last, words, 2 * DOUBLINGS + EARLIER, SHAPE
         )
     return words, call

@@ -34,18 +34,22 @@ needs to begin.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
+from shotcast.device.triton.launch import Wide
 from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.sync import (
+    Blocks,
+    Entry,
+    Places,
     announce,
     await_progress,
     await_progress_by_warp,
@@ -120,26 +124,15 @@ def by_rank(others, own, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def where_they_lie(
-    call,
-    x,
-    out,
-    blocks,
-    places,
-    progress,
-    part_nbytes,
-    starts,
-    own_start,
-    own_nbytes,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
+    call, x, out, addresses, row, progress, part_nbytes, starts, own_start, own_nbytes, SHAPE: tl.constexpr
 ):
     """Carry out the operation on tensors that all ranks map, and meet the other ranks."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
+    KIND: tl.constexpr = SHAPE.KIND
+    UNIT: tl.constexpr = SHAPE.UNIT
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
     PEERS: tl.constexpr = WORLD - 1
     ADDS: tl.constexpr = KIND < ALL_GATHER
     TILE: tl.constexpr = 4 * BLOCK
@@ -148,9 +141,9 @@ def where_they_lie(
     begins = ()
     sizes = ()
     for i in tl.static_range(PEERS):
-        xs = xs + (tensor_at(call, blocks, places, other_rank(call, i), False),)
+        xs = xs + (tensor_at(call, addresses, row, other_rank(call, i), False),)
         if KIND == ALL_REDUCE:
-            outs = outs + (tensor_at(call, blocks, places, other_rank(call, i), True),)
+            outs = outs + (tensor_at(call, addresses, row, other_rank(call, i), True),)
         begin = starts[1]
         end = starts[2]
         for r in tl.static_range(WORLD):
@@ -177,7 +170,7 @@ def where_they_lie(
                 size = bytes_in_chunk(sizes[i], start, TILE)
             others = others + (load_words(xs[i], source, offs, size, UNIT),)
         if ADDS:
-            words = sum_words(by_rank(others, own_words, call.rank, WORLD), WORLD, DTYPE)
+            words = sum_words(by_rank(others, own_words, call.rank, WORLD), WORLD, SHAPE.DTYPE)
             target = start
             if KIND == ALL_REDUCE:
                 target = source
@@ -189,8 +182,8 @@ def where_they_lie(
             for i in tl.static_range(PEERS):
                 size = bytes_in_chunk(sizes[i], start, TILE)
                 store_words(out, begins[i] + start, offs, others[i], size, UNIT)
-    raise_progress(call, progress, 1, WORLD, WARPS)
-    call = await_progress(call, progress, 1, WORLD, WARPS)
+    raise_progress(call, progress, 1, WORLD, SHAPE.WARPS)
+    call = await_progress(call, progress, 1, WORLD, SHAPE.WARPS)
     if KIND == ALL_REDUCE:
         for i in tl.static_range(PEERS):
             missing = ((sizes[i] + TILE - 1) // TILE).to(tl.int32)
@@ -198,54 +191,44 @@ def where_they_lie(
             for tile in range(worker, missing, workers):
                 start = (call.epoch * 0 + tile) * TILE
                 offs = tl.arange(0, BLOCK)
-                words = nan_unless(call.live, load_words(out, begins[i] + start, offs, TILE, UNIT), DTYPE)
+                words = nan_unless(call.live, load_words(out, begins[i] + start, offs, TILE, UNIT), SHAPE.DTYPE)
                 store_words(out, begins[i] + start, offs, words, bytes_in_chunk(sizes[i], start, TILE), UNIT)
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class FewSmsShape(TileShape):
+    """A kernel of few SMs; ``KIND`` is its operation, and ``ANNOUNCES`` tells a product what has come."""
+
+    KIND: int
+    ANNOUNCES: bool
+
+
+@kernel(shape=FewSmsShape)
 def few_sms(
     x,
     out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
+    entry: Entry,
     part_nbytes: tl.int64,  # bytes of the largest part, and in x the distance between parts
-    start0: tl.int64,  # part r of the message is the bytes from start_r to start_(r + 1)
-    start1: tl.int64,
-    start2: tl.int64,
-    start3: tl.int64,
-    start4: tl.int64,
-    start5: tl.int64,
-    start6: tl.int64,
-    start7: tl.int64,
-    start8: tl.int64,
+    starts,  # part r of the message is the bytes from starts[r] to starts[r + 1], of 64 bits
     chunk_nbytes,  # a multiple of 16
     window_at,
     progress_at,
-    places_at,
-    blocks,  # the address of those of all ranks' blocks
-    x_place: tl.int64,  # of this rank's tensors, 0 for memory that the others do not map
-    out_place: tl.int64,
+    places: Places,
+    blocks: Blocks,
     arrivals,
-    KIND: tl.constexpr,
-    ANNOUNCES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Carry out the operation of KIND on x into out; ANNOUNCES: say which chunks are there to the kernel after it."""
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    KIND: tl.constexpr = SHAPE.KIND
+    WARPS: tl.constexpr = SHAPE.WARPS
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
-    addresses = peer_addresses(peers, rank, worker, WORLD)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
-    starts = (start0, start1, start2, start3, start4, start5, start6, start7, start8)
+    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    call = enter(entry, WARPS, SHAPE.PDL)
     part_nbytes = part_nbytes + call.epoch * 0  # the interpreter takes a small number for one of 32 bits
-    nbytes = start8 + call.epoch * 0
+    nbytes = starts[8] + call.epoch * 0
     own_start = nbytes * 0
     own_nbytes = nbytes * 0
     for r in tl.static_range(WORLD):
@@ -261,7 +244,7 @@ def few_sms(
     ADDS: tl.constexpr = KIND < ALL_GATHER
     PEERS: tl.constexpr = WORLD - 1
     progress = progress_at + worker * FLAG_ROW_QUADS
-    places = places_at + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
+    row = blocks.rows + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
     stride = chunk_nbytes // 16
     place_quads = stride * WORLD
     window = window_at + worker * PLACES * place_quads
@@ -269,38 +252,23 @@ def few_sms(
     chunks = (chunks - worker + workers - 1) // workers  # those of this program
     steps = tl.where(chunks > 0, chunks + (2 * LAG if KIND == ALL_REDUCE else LAG), 0)
     own_part = rank * part_nbytes
-    if not ANNOUNCES:
-        tell_places(call, places, x_place, out_place, WORLD, WARPS)
+    if not SHAPE.ANNOUNCES:
+        tell_places(call, row, places, WORLD, WARPS)
     raise_progress(call, progress, 0, WORLD, WARPS)
     call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call before left there
-    if not ANNOUNCES:
+    if not SHAPE.ANNOUNCES:
         mapped = call.live != 0
         for r in tl.static_range(WORLD):
-            mapped = mapped & (place_of(call, places, r, False) != 0)
+            mapped = mapped & (place_of(call, row, r, False) != 0)
             if KIND == ALL_REDUCE:
-                mapped = mapped & (place_of(call, places, r, True) != 0)
+                mapped = mapped & (place_of(call, row, r, True) != 0)
         if mapped:
             steps = steps * 0
             where_they_lie(
-                call,
-                x,
-                out,
-                blocks,
-                places,
-                progress,
-                part_nbytes,
-                starts,
-                own_start,
-                own_nbytes,
-                KIND,
-                DTYPE,
-                UNIT,
-                WORLD,
-                BLOCK,
-                WARPS,
+                call, x, out, blocks.addresses, row, progress, part_nbytes, starts, own_start, own_nbytes, SHAPE
             )
-    if ANNOUNCES:
-        release_next_kernel(PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
+    if SHAPE.ANNOUNCES:
+        release_next_kernel(SHAPE.PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
     for step in range(0, steps):
         turn = rank * 0 + step
         running = call.live
@@ -334,21 +302,21 @@ def few_sms(
             part = rotated_peer(rank, worker, i, WORLD) * part_nbytes
             sent_from = sent_from + (part + start,)
             sent_sizes = sent_sizes + (bytes_in_chunk(tl.minimum(part_nbytes, nbytes - part), start, chunk_nbytes),)
-            begin = start1
-            end = start2
+            begin = starts[1]
+            end = starts[2]
             for r in tl.static_range(WORLD):
                 chosen = other_rank(call, i) == r
                 begin = tl.where(chosen, starts[r], begin)
                 end = tl.where(chosen, starts[r + 1], end)
             taken_sizes = taken_sizes + (bytes_in_chunk(end - begin, taken_from, chunk_nbytes),)
             taken_to = taken_to + (begin + taken_from,)
-        for at in range(0, words_in(longest), BLOCK):
-            offs = at + tl.arange(0, BLOCK)
-            own_words = load_words(x, own_from, offs, own_size, UNIT)
+        for at in range(0, words_in(longest), SHAPE.BLOCK):
+            offs = at + tl.arange(0, SHAPE.BLOCK)
+            own_words = load_words(x, own_from, offs, own_size, SHAPE.UNIT)
             tiles = ()
             if KIND != ALL_GATHER:
                 for i in tl.static_range(PEERS):
-                    tiles = tiles + (load_words(x, sent_from[i], offs, sent_sizes[i], UNIT),)
+                    tiles = tiles + (load_words(x, sent_from[i], offs, sent_sizes[i], SHAPE.UNIT),)
             parts = ()
             taken = ()
             for i in tl.static_range(PEERS):
@@ -364,22 +332,24 @@ def few_sms(
                 else:
                     store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(sent_sizes[i]), False)
             if ADDS:
-                words = sum_words(by_rank(parts, own_words, rank, WORLD), WORLD, DTYPE)
+                words = sum_words(by_rank(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE)
                 if KIND == ALL_REDUCE:
                     for i in tl.static_range(PEERS):
                         store_to(call, addresses[i], sums_mine, offs, words, offs < words_in(own_size), False)
-                own_words = nan_unless(call.live, words, DTYPE)
+                own_words = nan_unless(call.live, words, SHAPE.DTYPE)
             own_to = own_from
             if KIND == REDUCE_SCATTER:
                 own_to = before
             elif KIND == ALL_GATHER:
                 own_to = own_start + start
-            store_words(out, own_to, offs, own_words, own_size, UNIT)
+            store_words(out, own_to, offs, own_words, own_size, SHAPE.UNIT)
             if KIND != REDUCE_SCATTER:
                 for i in tl.static_range(PEERS):
-                    store_words(out, taken_to[i], offs, nan_unless(call.live, taken[i], DTYPE), taken_sizes[i], UNIT)
+                    store_words(
+                        out, taken_to[i], offs, nan_unless(call.live, taken[i], SHAPE.DTYPE), taken_sizes[i], SHAPE.UNIT
+                    )
         call = join_warps(call, late_ranks, running, WORLD, WARPS)
-        if ANNOUNCES:
+        if SHAPE.ANNOUNCES:
             announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
         if step + 1 < steps:
             raise_progress(call, progress, step + 1, WORLD, WARPS)
@@ -425,14 +395,24 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
         )
     if steps + 2 * layout.STEPS_IN_FLIGHT >= 1 << layout.PROGRESS_STEP_BITS or shape.programs > layout.PROGRESS_ROWS:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")
-    arguments: dict[str, Any] = {f"start{i}": start for i, start in enumerate(starts)}
-    arguments |= {"part_nbytes": part, "chunk_nbytes": shape.chunk_bytes, "KIND": _KINDS[plan.op]}
-    arguments |= {"arrivals": context.arrivals_address, "ANNOUNCES": announces}
-    arguments |= {"blocks": context.blocks_address, "x_place": 0, "out_place": 0}
-    options: dict[str, Any] = {}
+    block, options = shape.block_words, {}
     if context.unit(plan) != layout.QUAD:
-        arguments["BLOCK"] = min(shape.block_words, 32 * shape.num_warps * 2)  # each word takes several registers
-    elif announces and world_size == 2 and shape.block_words <= BESIDE_WORDS:
-        options["maxnreg"] = BESIDE_REGISTERS
-    tensors = "x and out" if announces else "x and out in place"
-    return context.launch(few_sms, plan, programs=shape.programs, tensors=tensors, options=options, **arguments)
+        block = min(block, 32 * shape.num_warps * 2)  # each word takes several registers
+    elif announces and world_size == 2 and block <= BESIDE_WORDS:
+        options = {"maxnreg": BESIDE_REGISTERS}
+    return context.launch(
+        few_sms,
+        plan,
+        programs=shape.programs,
+        options=options,
+        part_nbytes=part,
+        starts=tuple(map(Wide, starts)),
+        chunk_nbytes=shape.chunk_bytes,
+        tensors="x and out" if announces else "x and out in place",
+        places=Places(Wide(), Wide()),
+        blocks=Blocks(context.layout.places_at, context.blocks_address),
+        arrivals=context.arrivals_address,
+        KIND=_KINDS[plan.op].value,
+        ANNOUNCES=announces,
+        BLOCK=block,
+    )

@@ -11,6 +11,8 @@ other ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -18,9 +20,19 @@ from shotcast import wire
 from shotcast.device.triton import tiles
 from shotcast.device.triton.intrinsics import INTERPRETED, kernel, release_next_kernel
 from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, pack, store_words
-from shotcast.kernels.triton.norm import DYNAMIC, LAYER_WITH_BIAS, NONE, finish_row, load_weights, norm_arguments
+from shotcast.kernels.triton.norm import (
+    DYNAMIC,
+    NONE,
+    NormAddresses,
+    RowShape,
+    finish_row,
+    load_weight_and_bias,
+    norm_arguments,
+)
+from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
+    Entry,
     arrival_masks,
     await_words,
     clear_previous,
@@ -82,37 +94,33 @@ def take_rows(
     second_shot,
     row,
     rows,
-    normed,
-    quantized,
-    scale,
+    norm,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     SKIP_SELF: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    KEEPS_NORMED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Copy row ``row`` of COUNT ranks, from rank FIRST on, from the second shot to the outputs. Returns the call."""
-    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
-    NORM_QUADS: tl.constexpr = ROW // 16 if KEEPS_NORMED else 0
+    HIDDEN: tl.constexpr = SHAPE.HIDDEN
+    QUANTIZE: tl.constexpr = SHAPE.QUANTIZE
+    WORLD: tl.constexpr = SHAPE.WORLD
+    ROW: tl.constexpr = HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
+    NORM_QUADS: tl.constexpr = ROW // 16 if SHAPE.KEEPS_NORMED else 0
     FP8_QUADS: tl.constexpr = (HIDDEN + 15) // 16 if QUANTIZE != NONE else 0
     SCALE_QUADS: tl.constexpr = 1 if QUANTIZE == DYNAMIC else 0
     FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4
     SENT_QUADS: tl.constexpr = NORM_QUADS + FP8_QUADS + SCALE_QUADS
-    offs = tl.arange(0, BLOCK)
+    offs = tl.arange(0, SHAPE.ROW_BLOCK)
     slots = second_shot + (FIRST * rows + row) * SENT_QUADS
     stride = rows * SENT_QUADS
-    if KEEPS_NORMED:
+    if SHAPE.KEEPS_NORMED:
         span = ROW // 4
         masks = arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
         parts, call = await_words(call, slots, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
             out_row = (FIRST + r) * rows + row
             row_nbytes = tl.where(call.rank == FIRST + r, 0, ROW)
-            store_words(normed, out_row * ROW, offs, nan_unless(call.live, parts[r], DTYPE), row_nbytes, 16)
+            store_words(norm.normed, out_row * ROW, offs, nan_unless(call.live, parts[r], SHAPE.DTYPE), row_nbytes, 16)
     if QUANTIZE != NONE:
         span = (FP8_QUADS + SCALE_QUADS) * 4
         masks = arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
@@ -121,58 +129,53 @@ def take_rows(
             out_row = (FIRST + r) * rows + row
             row_nbytes = tl.where(call.rank == FIRST + r, 0, HIDDEN)
             words = tl.where(call.live != 0, parts[r], 0x7F7F7F7F)
-            store_words(quantized, out_row * HIDDEN, offs, words, row_nbytes, FP8_UNIT)
+            store_words(norm.quantized, out_row * HIDDEN, offs, words, row_nbytes, FP8_UNIT)
             if QUANTIZE == DYNAMIC:
                 factor = tl.sum(tl.where(offs == FP8_QUADS * 4, parts[r], 0), axis=0)
                 factor = nan_unless(call.live, factor, tl.float32)
                 tl.store(
-                    scale.to(tl.int64).to(tl.pointer_type(tl.int32)) + out_row, factor, mask=call.rank != FIRST + r
+                    norm.scale.to(tl.int64).to(tl.pointer_type(tl.int32)) + out_row, factor, mask=call.rank != FIRST + r
                 )
     return call
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class ScatterNormShape(RowShape):
+    """The fused reduce-scatter; ``GATHER`` sends the rows to all."""
+
+    GATHER: bool
+    MULTICAST: bool
+    WORLD: int
+    BLOCK: int
+    GROUP: int
+    WARPS: int
+
+
+@kernel(shape=ScatterNormShape)
 def scatter_norm(
     x,
-    residual,
-    weight,
-    bias,
-    new_residual,
-    normed,
-    quantized,
-    scale,
-    eps,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
+    norm: NormAddresses,
+    entry: Entry,
     nbytes,  # bytes of the rows that each rank sums
     row_programs,
     slots_at,
     slots_quads,
-    GATHER: tl.constexpr,
-    MULTICAST: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    KEEPS_NORMED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Sum this rank's rows of x over all ranks, add the residual, and norm them.
 
     With GATHER, all ranks then gather the normed rows.
     """
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    HIDDEN: tl.constexpr = SHAPE.HIDDEN
+    QUANTIZE: tl.constexpr = SHAPE.QUANTIZE
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    ROW_BLOCK: tl.constexpr = SHAPE.ROW_BLOCK
+    GROUP: tl.constexpr = SHAPE.GROUP
     ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
     # a gathered row consists of the norm (if kept), its FP8 values, and one quad for its scale
-    NORM_QUADS: tl.constexpr = ROW // 16 if KEEPS_NORMED else 0
+    NORM_QUADS: tl.constexpr = ROW // 16 if SHAPE.KEEPS_NORMED else 0
     FP8_QUADS: tl.constexpr = (HIDDEN + 15) // 16 if QUANTIZE != NONE else 0
     SENT_QUADS: tl.constexpr = NORM_QUADS + FP8_QUADS + (1 if QUANTIZE == DYNAMIC else 0)
     FP8_WORDS: tl.constexpr = FP8_QUADS * 4
@@ -181,25 +184,26 @@ def scatter_norm(
     OWN: tl.constexpr = GROUP == WORLD  # this rank reads its own part of its rows from x
     # This rank's rows go directly to the output. With MULTICAST the switch sends them back here too, and they must have
     # arrived before their slots are cleared; so this rank waits for them as for those of others.
-    SKIP_SELF: tl.constexpr = GROUP == WORLD and not MULTICAST
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
+    SKIP_SELF: tl.constexpr = GROUP == WORLD and not SHAPE.MULTICAST
+    PEERS: tl.constexpr = WORLD - SKIP_SELF
+    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
     quads = nbytes // 16  # quads of one slot
     rows = nbytes // ROW
     extent = quads * WORLD
-    if GATHER:
+    if SHAPE.GATHER:
         extent += rows * (SENT_QUADS * WORLD)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     pushers = programs - 1 - row_programs
     slots = slots_offset(call.generation, slots_at, slots_quads)
     if program == 0:
-        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     elif program <= pushers:
         worker = program - 1
-        addresses = peer_addresses(peers, rank, worker, WORLD, OWN)
+        addresses = peer_addresses(entry.peers, rank, worker, WORLD, OWN)
         span = quads * 4
-        for start in range(worker * BLOCK, span, pushers * BLOCK):
-            offs = start + tl.arange(0, BLOCK)
+        for start in range(worker * SHAPE.BLOCK, span, pushers * SHAPE.BLOCK):
+            offs = start + tl.arange(0, SHAPE.BLOCK)
             parts = ()
             for i in tl.static_range(WORLD - OWN):
                 parts = parts + (load_words(x, rotated_peer(rank, worker, i, WORLD, OWN) * nbytes, offs, nbytes, 16),)
@@ -207,27 +211,24 @@ def scatter_norm(
                 words = escape_sentinel(parts[i])
                 store_to(call, addresses[i], slots + rank * quads, offs, words, offs < span, False)
         dirty = leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, programs - 1, BLOCK)
+        release_next_kernel(SHAPE.PDL)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, programs - 1, SHAPE.BLOCK)
     else:
         worker = program - 1 - pushers
         offs = tl.arange(0, ROW_BLOCK)
-        weights = load_weights(weight, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, 16)
-        biases = weights
-        if KIND == LAYER_WITH_BIAS:
-            biases = load_weights(bias, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, 16)
+        weights, biases = load_weight_and_bias(norm, offs, SHAPE)
         dirty = leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, BLOCK)
-        gather_addresses = peer_addresses(peers, rank, worker, WORLD, SKIP_SELF)
+        release_next_kernel(SHAPE.PDL)
+        clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, SHAPE.BLOCK)
+        gather_addresses = peer_addresses(entry.peers, rank, worker, WORLD, SKIP_SELF)
         second_shot = slots + quads * WORLD
         first_row = 0
-        if GATHER:
+        if SHAPE.GATHER:
             first_row = rank * rows
         for row in range(worker, rows, row_programs):
             start = row * ROW
             if EARLY:
-                residual_words = load_words(residual, start, offs, ROW, 16)
+                residual_words = load_words(norm.residual, start, offs, ROW, 16)
             own_words = offs
             if OWN:
                 own_words = load_words(x, start + rank * nbytes, offs, ROW, 16)
@@ -235,91 +236,34 @@ def scatter_norm(
                 call, slots + row * (ROW // 16), quads, own_words, ROW // 4, OWN, DTYPE, WORLD, ROW_BLOCK, GROUP
             )
             if not EARLY:
-                residual_words = load_words(residual, start, offs, ROW, 16)
-                weights = load_weights(weight, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, 16)
-                biases = weights
-                if KIND == LAYER_WITH_BIAS:
-                    biases = load_weights(bias, 0, offs, ROW, HIDDEN, DTYPE, WEIGHT, 16)
-            norm, packed, factor = finish_row(
-                call.live,
-                row,
-                first_row + row,
-                total,
-                residual_words,
-                weights,
-                biases,
-                new_residual,
-                normed,
-                quantized,
-                scale,
-                eps,
-                HIDDEN,
-                QUANTIZE,
-                KEEPS_NORMED,
-                WEIGHT,
-                KIND,
-                DTYPE,
-                16,
-                ROW_BLOCK,
+                residual_words = load_words(norm.residual, start, offs, ROW, 16)
+                weights, biases = load_weight_and_bias(norm, offs, SHAPE)
+            normed, packed, factor = finish_row(
+                call.live, row, first_row + row, total, residual_words, weights, biases, norm, SHAPE
             )
-            if GATHER:
+            if SHAPE.GATHER:
                 row_slot = second_shot + (first_row + row) * SENT_QUADS
-                if KEEPS_NORMED:
-                    words = escape_sentinel(norm)
+                if SHAPE.KEEPS_NORMED:
+                    words = escape_sentinel(normed)
                     store_to_all(
-                        call,
-                        gather_addresses,
-                        row_slot,
-                        offs,
-                        words,
-                        offs < ROW // 4,
-                        False,
-                        MULTICAST,
-                        WORLD - SKIP_SELF,
+                        call, gather_addresses, row_slot, offs, words, offs < ROW // 4, False, SHAPE.MULTICAST, PEERS
                     )
                 if QUANTIZE != NONE:
                     fp8_offs = tl.arange(0, FP8_BLOCK)
                     slot = row_slot + NORM_QUADS
-                    store_to_all(
-                        call,
-                        gather_addresses,
-                        slot,
-                        fp8_offs,
-                        packed,
-                        fp8_offs < FP8_WORDS,
-                        False,
-                        MULTICAST,
-                        WORLD - SKIP_SELF,
-                    )
+                    sent = fp8_offs < FP8_WORDS
+                    store_to_all(call, gather_addresses, slot, fp8_offs, packed, sent, False, SHAPE.MULTICAST, PEERS)
                 if QUANTIZE == DYNAMIC:
                     # a store to each peer: with a tile this small, every thread would multicast all of it
                     scale_offs = tl.arange(0, 4)
                     words = tl.zeros([4], tl.int32) + factor.to(tl.int32, bitcast=True)
                     slot = row_slot + NORM_QUADS + FP8_QUADS
-                    store_to_all(
-                        call, gather_addresses, slot, scale_offs, words, scale_offs < 4, False, False, WORLD - SKIP_SELF
-                    )
-        if GATHER:
+                    store_to_all(call, gather_addresses, slot, scale_offs, words, scale_offs < 4, False, False, PEERS)
+        if SHAPE.GATHER:
             for row in range(worker, rows, row_programs):
                 for first in tl.static_range(0, WORLD, GROUP):
-                    call = take_rows(
-                        call,
-                        second_shot,
-                        row,
-                        rows,
-                        normed,
-                        quantized,
-                        scale,
-                        first,
-                        smaller(GROUP, WORLD - first),
-                        SKIP_SELF,
-                        HIDDEN,
-                        QUANTIZE,
-                        KEEPS_NORMED,
-                        DTYPE,
-                        WORLD,
-                        ROW_BLOCK,
-                    )
+                    count: tl.constexpr = smaller(GROUP, WORLD - first)
+                    call = take_rows(call, second_shot, row, rows, norm, first, count, SKIP_SELF, SHAPE)
 
 
 COMPILE_OPTIONS = {"maxnreg": 128}
@@ -344,6 +288,7 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         # rows decide the warps, and a thread that polls has words of its own
         BLOCK=plan.launch.block_words if INTERPRETED else max(plan.launch.block_words, 128 * warps),
         ROW_BLOCK=row_block,
+        UNIT=layout.QUAD,
         GATHER=plan.op in wire.GATHERED_NORMS,
         GROUP=min(context.world_size, tiles.slots_at_once(row_block, warps)),
     )

@@ -14,7 +14,8 @@ together.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -23,8 +24,10 @@ from shotcast import wire
 from shotcast.device.triton.words import load_words, nan_unless, pack, store_words, unpack
 from shotcast.kernels.triton.norm import (
     DYNAMIC,
+    LAYER_WITH_BIAS,
     NONE,
     RMS,
+    NormShape,
     load_weights,
     magnitude,
     merge_moments,
@@ -40,13 +43,41 @@ from shotcast.transport.triton.binding import KernelContext
 from shotcast.wire import CallPlan
 
 
+@dataclass(frozen=True, slots=True)
+class RowTileShape(NormShape):
+    """The argument SHAPE of a kernel that norms rows of ROW_TILES tiles of BLOCK words."""
+
+    WORLD: int
+    BLOCK: int
+    ROW_TILES: int
+    WARPS: int
+
+
+class RowCells(NamedTuple):
+    """The addresses of cells, by what the programs of a row tell each other, and the distance between cells."""
+
+    squares: tl.tensor
+    means: tl.tensor
+    largest: tl.tensor
+    stride: tl.tensor
+
+
+class Operands(NamedTuple):
+    """Tiles that programs load: words of the residual, and weights and biases (no bias: anything)."""
+
+    residual: tl.tuple
+    weight: tl.tuple
+    bias: tl.tuple
+
+
 @triton.jit
-def tile_bounds(tile, tiles, ROW: tl.constexpr, BLOCK: tl.constexpr, ROW_TILES: tl.constexpr):
+def tile_bounds(tile, tiles, SHAPE: tl.constexpr):
     """Return (row, index in the row, first byte, bytes) of a tile; 0 bytes if there is no such tile."""
-    row = tile // ROW_TILES
-    part = tile % ROW_TILES
-    nbytes = tl.minimum(BLOCK * 4, ROW - part * (BLOCK * 4))
-    return row, part, row * ROW + part * (BLOCK * 4), tl.where((tile >= 0) & (tile < tiles), nbytes, 0)
+    ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
+    row = tile // SHAPE.ROW_TILES
+    part = tile % SHAPE.ROW_TILES
+    nbytes = tl.minimum(SHAPE.BLOCK * 4, ROW - part * (SHAPE.BLOCK * 4))
+    return row, part, row * ROW + part * (SHAPE.BLOCK * 4), tl.where((tile >= 0) & (tile < tiles), nbytes, 0)
 
 
 @triton.jit
@@ -118,49 +149,25 @@ def await_parts(
 
 
 @triton.jit
-def finish_tiles(
-    call,
-    sum_cells,
-    mean_cells,
-    amax_cells,
-    cell_stride,
-    first,
-    stride,
-    tiles,
-    sums,
-    residual_tiles,
-    weight_tiles,
-    bias_tiles,
-    new_residual,
-    normed,
-    quantized,
-    scale,
-    eps,
-    COUNT: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    KEEPS_NORMED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-):
+def finish_tiles(call, cells, first, stride, tiles, sums, operands, norm, COUNT: tl.constexpr, SHAPE: tl.constexpr):
     """Write all outputs of tiles ``first + i * stride``, i < COUNT, given the words of their sums.
 
-    ``residual_tiles`` are words of the residual; ``weight_tiles`` and ``bias_tiles`` are what :func:`load_weight_tiles`
-    returned (no bias: anything). All outputs are NaN when the call was stopped.
+    ``operands`` are those of :func:`load_operands`. All outputs are NaN when the call was stopped.
     """
-    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+    ROW_TILES: tl.constexpr = SHAPE.ROW_TILES
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    KIND: tl.constexpr = SHAPE.KIND
+    QUANTIZE: tl.constexpr = SHAPE.QUANTIZE
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    FP8_UNIT: tl.constexpr = 16 if HIDDEN % 16 == 0 else 4
+    FP8_UNIT: tl.constexpr = 16 if SHAPE.HIDDEN % 16 == 0 else 4
     offs = tl.arange(0, BLOCK)
     fp8_offs = tl.arange(0, BLOCK // ITEM)
     rows, parts, present, new_residuals, squares, means = (), (), (), (), (), ()
     for i in tl.static_range(COUNT):
-        row, part, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+        row, part, start, nbytes = tile_bounds(first + i * stride, tiles, SHAPE)
         low, high = unpack(nan_unless(call.live, sums[i], DTYPE), DTYPE)
-        residual_low, residual_high = unpack(residual_tiles[i], DTYPE)
+        residual_low, residual_high = unpack(operands.residual[i], DTYPE)
         new_residual_words = tl.where(offs < nbytes // 4, pack(low + residual_low, high + residual_high, DTYPE), 0)
         rows, parts, present = rows + (row,), parts + (part,), present + (nbytes,)
         new_residuals = new_residuals + (new_residual_words,)
@@ -174,17 +181,17 @@ def finish_tiles(
         bits = ()
         for i in tl.static_range(COUNT):
             bits = bits + (squares[i].to(tl.int32, bitcast=True),)
-        own_cells = store_parts(call, sum_cells, cell_stride, rows, parts, bits, present, COUNT, ROW_TILES)
+        own_cells = store_parts(call, cells.squares, cells.stride, rows, parts, bits, present, COUNT, ROW_TILES)
         if KIND != RMS:
             bits = ()
             for i in tl.static_range(COUNT):
                 bits = bits + (means[i].to(tl.int32, bitcast=True),)
-            own_means = store_parts(call, mean_cells, cell_stride, rows, parts, bits, present, COUNT, ROW_TILES)
+            own_means = store_parts(call, cells.means, cells.stride, rows, parts, bits, present, COUNT, ROW_TILES)
     for i in tl.static_range(COUNT):  # after the stores that the row's programs wait for
-        _, _, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
-        store_words(new_residual, start, offs, new_residuals[i], nbytes, 16)
+        _, _, start, nbytes = tile_bounds(first + i * stride, tiles, SHAPE)
+        store_words(norm.new_residual, start, offs, new_residuals[i], nbytes, 16)
     if ROW_TILES > 1:
-        all_bits = await_parts(call, sum_cells, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
+        all_bits = await_parts(call, cells.squares, cells.stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
         squares = ()
         if KIND == RMS:
             for i in tl.static_range(COUNT):
@@ -192,104 +199,86 @@ def finish_tiles(
                     tree_sum(all_bits[i].to(tl.float32, bitcast=True), triton.next_power_of_2(ROW_TILES)),
                 )
         else:
-            mean_bits = await_parts(call, mean_cells, cell_stride, rows, parts, own_means, present, COUNT, ROW_TILES)
+            mean_bits = await_parts(call, cells.means, cells.stride, rows, parts, own_means, present, COUNT, ROW_TILES)
             means = ()
             for i in tl.static_range(COUNT):
                 mean, square = merge_moments(
                     mean_bits[i].to(tl.float32, bitcast=True),
                     all_bits[i].to(tl.float32, bitcast=True),
-                    HIDDEN,
+                    SHAPE.HIDDEN,
                     triton.next_power_of_2(ROW_TILES),
                     BLOCK * 4 // ITEM,
                 )
                 means, squares = means + (mean,), squares + (square,)
     norms, largest = (), ()
     for i in tl.static_range(COUNT):
-        factor = tl.rsqrt(squares[i] / HIDDEN + eps)
+        factor = tl.rsqrt(squares[i] / SHAPE.HIDDEN + norm.eps)
         low, high = unpack(new_residuals[i], DTYPE)
         if KIND != RMS:
             low = low - means[i]
             high = high - means[i]
-        norm = scale_and_shift(low, high, factor, weight_tiles[i], bias_tiles[i], DTYPE, WEIGHT, KIND)
-        norms = norms + (norm,)
+        normed = scale_and_shift(low, high, factor, operands.weight[i], operands.bias[i], SHAPE)
+        norms = norms + (normed,)
         if QUANTIZE == DYNAMIC:
-            low, high = unpack(norm, DTYPE)
+            low, high = unpack(normed, DTYPE)
             inside = offs < present[i] // 4
             largest = largest + (tl.max(tl.where(inside, tl.maximum(magnitude(low), magnitude(high)), 0), axis=0),)
     if QUANTIZE == DYNAMIC and ROW_TILES > 1:
-        own_cells = store_parts(call, amax_cells, cell_stride, rows, parts, largest, present, COUNT, ROW_TILES)
-    if KEEPS_NORMED:
+        own_cells = store_parts(call, cells.largest, cells.stride, rows, parts, largest, present, COUNT, ROW_TILES)
+    if SHAPE.KEEPS_NORMED:
         for i in tl.static_range(COUNT):
-            _, _, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
-            store_words(normed, start, offs, norms[i], nbytes, 16)
+            _, _, start, nbytes = tile_bounds(first + i * stride, tiles, SHAPE)
+            store_words(norm.normed, start, offs, norms[i], nbytes, 16)
     if QUANTIZE == DYNAMIC and ROW_TILES > 1:
-        all_bits = await_parts(call, amax_cells, cell_stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
+        all_bits = await_parts(call, cells.largest, cells.stride, rows, parts, own_cells, present, COUNT, ROW_TILES)
         largest = ()
         for i in tl.static_range(COUNT):
             largest = largest + (tl.max(all_bits[i], axis=0),)
     if QUANTIZE != NONE:
-        scales = scale.to(tl.int64).to(tl.pointer_type(tl.float32))
+        scales = norm.scale.to(tl.int64).to(tl.pointer_type(tl.float32))
         for i in tl.static_range(COUNT):
-            row, part, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
+            row, part, start, nbytes = tile_bounds(first + i * stride, tiles, SHAPE)
             if QUANTIZE == DYNAMIC:
                 factor = tl.where(call.live != 0, scale_of(largest[i]), float("nan"))
                 tl.store(scales + row, factor, mask=(part == 0) & (nbytes != 0))
             else:
                 factor = tl.load(scales)
             packed = quantized_words(norms[i], factor, BLOCK, DTYPE)
-            store_words(quantized, start // ITEM, fp8_offs, packed, nbytes // ITEM, FP8_UNIT)
+            store_words(norm.quantized, start // ITEM, fp8_offs, packed, nbytes // ITEM, FP8_UNIT)
 
 
 @triton.jit
-def load_tiles(
-    address,
-    first,
-    stride,
-    tiles,
-    COUNT: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-):
-    """Load the words of tiles ``first + i * stride``, i < COUNT, of rows at ``address``."""
-    words = ()
+def load_operands(norm, first, stride, tiles, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """Load the operands of tiles ``first + i * stride``, i < COUNT; one row of weights stands for every row."""
+    offs = tl.arange(0, SHAPE.BLOCK)
+    residual = ()
     for i in tl.static_range(COUNT):
-        _, _, start, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
-        words = words + (load_words(address, start, tl.arange(0, BLOCK), nbytes, 16),)
-    return words
+        _, _, start, nbytes = tile_bounds(first + i * stride, tiles, SHAPE)
+        residual = residual + (load_words(norm.residual, start, offs, nbytes, 16),)
+    weight = load_weight_tiles(norm.weight, first, stride, tiles, COUNT, SHAPE)
+    bias = weight
+    if SHAPE.KIND == LAYER_WITH_BIAS:
+        bias = load_weight_tiles(norm.bias, first, stride, tiles, COUNT, SHAPE)
+    return Operands(residual, weight, bias)
 
 
 @triton.jit
-def load_weight_tiles(
-    address,
-    first,
-    stride,
-    tiles,
-    COUNT: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-):
-    """Load the weights of tiles ``first + i * stride``, i < COUNT; the one row at ``address`` stands for every row."""
-    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+def load_weight_tiles(address, first, stride, tiles, COUNT: tl.constexpr, SHAPE: tl.constexpr):
+    """Load the weights of tiles ``first + i * stride``, i < COUNT, from the row at ``address``."""
     weights = ()
     for i in tl.static_range(COUNT):
-        _, part, _, nbytes = tile_bounds(first + i * stride, tiles, ROW, BLOCK, ROW_TILES)
-        first_byte = part * (BLOCK * 4)
-        loaded = load_weights(address, first_byte, tl.arange(0, BLOCK), nbytes, HIDDEN, DTYPE, WEIGHT, 16)
-        weights = weights + (loaded,)
+        _, part, _, nbytes = tile_bounds(first + i * stride, tiles, SHAPE)
+        first_byte = part * (SHAPE.BLOCK * 4)
+        weights = weights + (load_weights(address, first_byte, tl.arange(0, SHAPE.BLOCK), nbytes, 16, SHAPE),)
     return weights
 
 
-def tile_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
+def tile_arguments(plan: CallPlan, context: KernelContext, cell_stride: int = 1) -> dict[str, Any]:
     """Return the arguments that kernels of tiles have for the norm of ``plan``, and for the cells of its rows."""
     assert plan.norm is not None
     row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
+    base, part = context.cells_address, context.cells_nbytes // 3
     return norm_arguments(plan.norm, plan.dtype, context.own_address) | {
-        "sum_cells": context.cells_address,
-        "mean_cells": context.cells_address + context.cells_nbytes // 3,
-        "amax_cells": context.cells_address + context.cells_nbytes // 3 * 2,
+        "cells": RowCells(base, base + part, base + part * 2, cell_stride),
         "ROW_TILES": -(-row_words // plan.launch.block_words),
     }

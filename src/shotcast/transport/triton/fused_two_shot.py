@@ -11,20 +11,24 @@ the tile of its number in every slice, and norms these together with the other p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
-from shotcast.kernels.triton.norm import LAYER_WITH_BIAS
+from shotcast.kernels.triton.norm import NormAddresses
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
 from shotcast.transport.triton.fused_tiles import (
+    RowCells,
+    RowTileShape,
     finish_tiles,
-    load_tiles,
-    load_weight_tiles,
+    load_operands,
     tile_arguments,
     tile_bounds,
 )
 from shotcast.transport.triton.sync import (
+    Entry,
     arrival_masks,
     await_words,
     clear_parts,
@@ -42,62 +46,39 @@ from shotcast.transport.triton.sync import (
 from shotcast.wire import CallPlan
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class TwoShotNormShape(RowTileShape):
+    """The fused two-shot."""
+
+    MULTICAST: bool
+    CLEAR_AFTER_READ: bool
+
+
+@kernel(shape=TwoShotNormShape)
 def two_shot_norm(
-    x,
-    residual,
-    weight,
-    bias,
-    new_residual,
-    normed,
-    quantized,
-    scale,
-    eps,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
-    nbytes,
-    sum_cells,
-    mean_cells,
-    amax_cells,
-    cell_stride,
-    slots_at,
-    slots_quads,
-    MULTICAST: tl.constexpr,
-    CLEAR_AFTER_READ: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    KEEPS_NORMED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, norm: NormAddresses, entry: Entry, nbytes, cells: RowCells, slots_at, slots_quads, SHAPE: tl.constexpr
 ):
     """Sum x over all ranks, add the residual, and norm the rows. There are as many programs as a slice has tiles."""
-    ROW: tl.constexpr = HIDDEN * DTYPE.primitive_bitwidth // 8
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
     worker = tl.program_id(0) - 1
-    tiles = nbytes // ROW * ROW_TILES
+    tiles = nbytes // ROW * SHAPE.ROW_TILES
     slice_tiles = (tiles + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     offs = tl.arange(0, BLOCK)
-    addresses = peer_addresses(peers, rank, worker, WORLD)
-    await_prior_kernel(PDL)
+    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    await_prior_kernel(SHAPE.PDL)
     words = ()
     for i in tl.static_range(WORLD - 1):
-        _, _, tile_start, tile_nbytes = tile_bounds(
-            rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker, tiles, ROW, BLOCK, ROW_TILES
-        )
+        peer_tile = rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker
+        _, _, tile_start, tile_nbytes = tile_bounds(peer_tile, tiles, SHAPE)
         words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
-    extent = 0 if CLEAR_AFTER_READ else slice_tiles * (2 * WORLD * TILE)
+    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    extent = 0 if SHAPE.CLEAR_AFTER_READ else slice_tiles * (2 * WORLD * TILE)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_tiles * (WORLD * TILE)
@@ -108,65 +89,33 @@ def two_shot_norm(
             slots = first_shot + (rank * slice_tiles + worker) * TILE
             store_to(call, addresses[i], slots, offs, escape_sentinel(words[i]), sent, False)
         own_tile = rank * slice_tiles + worker
-        _, _, tile_start, tile_nbytes = tile_bounds(own_tile, tiles, ROW, BLOCK, ROW_TILES)
+        _, _, tile_start, tile_nbytes = tile_bounds(own_tile, tiles, SHAPE)
         own_words = load_words(x, tile_start, offs, tile_nbytes, 16)
-        residual_tiles = load_tiles(residual, worker, slice_tiles, tiles, WORLD, ROW, BLOCK, ROW_TILES)
-        weight_tiles = load_weight_tiles(
-            weight, worker, slice_tiles, tiles, WORLD, HIDDEN, DTYPE, WEIGHT, BLOCK, ROW_TILES
-        )
-        bias_tiles = weight_tiles
-        if KIND == LAYER_WITH_BIAS:
-            bias_tiles = load_weight_tiles(
-                bias, worker, slice_tiles, tiles, WORLD, HIDDEN, DTYPE, WEIGHT, BLOCK, ROW_TILES
-            )
+        operands = load_operands(norm, worker, slice_tiles, tiles, WORLD, SHAPE)
         dirty = leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         span = tl.where(own_tile < tiles, BLOCK, 0)
         slots = first_shot + worker * TILE
         masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
         parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
-        own_sum = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE))
+        own_sum = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE))
         sums = second_shot + own_tile * TILE
-        store_to_all(call, addresses, sums, offs, own_sum, offs < span, False, MULTICAST, WORLD - 1)
-        if CLEAR_AFTER_READ:
+        store_to_all(call, addresses, sums, offs, own_sum, offs < span, False, SHAPE.MULTICAST, WORLD - 1)
+        if SHAPE.CLEAR_AFTER_READ:
             clear_parts(call, slots, stride, offs, masks, WORLD)
         slots = second_shot + worker * TILE
-        masks = arrival_masks(call, offs, BLOCK, slice_tiles * BLOCK, (tiles - worker) * BLOCK, WORLD, not MULTICAST)
-        parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD, True)
-        if CLEAR_AFTER_READ:
-            clear_parts(call, slots, stride, offs, masks, WORLD)
-        finish_tiles(
-            call,
-            sum_cells,
-            mean_cells,
-            amax_cells,
-            cell_stride,
-            worker,
-            slice_tiles,
-            tiles,
-            insert_own(parts, own_sum, rank, WORLD),
-            residual_tiles,
-            weight_tiles,
-            bias_tiles,
-            new_residual,
-            normed,
-            quantized,
-            scale,
-            eps,
-            WORLD,
-            HIDDEN,
-            QUANTIZE,
-            KEEPS_NORMED,
-            WEIGHT,
-            KIND,
-            DTYPE,
-            BLOCK,
-            ROW_TILES,
+        masks = arrival_masks(
+            call, offs, BLOCK, slice_tiles * BLOCK, (tiles - worker) * BLOCK, WORLD, not SHAPE.MULTICAST
         )
+        parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD, True)
+        if SHAPE.CLEAR_AFTER_READ:
+            clear_parts(call, slots, stride, offs, masks, WORLD)
+        sums = insert_own(parts, own_sum, rank, WORLD)
+        finish_tiles(call, cells, worker, slice_tiles, tiles, sums, operands, norm, WORLD, SHAPE)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all-reduce whose rows are normed."""
     # cells of rows need not stand apart here: with four rows a program nothing is gained by it
-    return context.launch(two_shot_norm, plan, tensors="x and norm", **tile_arguments(plan, context), cell_stride=1)
+    return context.launch(two_shot_norm, plan, tensors="x and norm", **tile_arguments(plan, context))

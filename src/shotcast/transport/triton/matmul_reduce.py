@@ -34,11 +34,12 @@ from shotcast.device.triton.launch import Launch
 from shotcast.device.triton.words import nan_unless, sum_words
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton import gemm
-from shotcast.kernels.triton.gemm import GemmConfig, GemmForm, matrix_at, place_of, sums_of_tile
+from shotcast.kernels.triton.gemm import GemmConfig, GemmForm, ProductShape, Sizes, matrix_at, place_of, sums_of_tile
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.layout import rooms
 from shotcast.transport.triton.sync import (
+    Entry,
     await_words,
     clear_parts,
     clear_previous,
@@ -84,41 +85,20 @@ def store_rows(out, row, column, offs, words, rows, n, UNIT: tl.constexpr, TILE_
         tl.store(base + at + 2 * j + 1, (words >> 16).to(tl.int16), mask=(i < rows) & (2 * j + 1 < n))
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class SummedShape(ProductShape):
+    """A product that is summed over ranks; ``GATHER`` sends the sums to all."""
+
+    GATHER: bool
+    OUT_UNIT: int
+    WORLD: int
+    BLOCK: int
+    WARPS: int
+
+
+@kernel(shape=SummedShape)
 def matmul_reduce(
-    a,
-    b,
-    out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
-    slots_at,
-    slots_quads,
-    m,
-    n,
-    k,
-    a_stride,
-    b_stride,
-    block_rows,
-    first,
-    rows,
-    GATHER: tl.constexpr,
-    DTYPE: tl.constexpr,
-    A_ROWS_ARE_K: tl.constexpr,
-    B_ROWS_ARE_N: tl.constexpr,
-    TMA: tl.constexpr,
-    UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
+    a, b, out, entry: Entry, slots_at, slots_quads, sizes: Sizes, block_rows, first, rows, SHAPE: tl.constexpr
 ):
     """Sum ``a @ b`` over all ranks, rows ``first`` to ``first + rows`` of the blocks of ``block_rows`` that ranks own.
 
@@ -126,56 +106,45 @@ def matmul_reduce(
     empty. Rows of ``out`` have n elements, a multiple of OUT_UNIT; other arguments are those of
     :func:`shotcast.kernels.triton.gemm.gemm_kernel`.
     """
-    if not TMA:
-        a = matrix_at(a, DTYPE, UNIT)
-        b = matrix_at(b, DTYPE, UNIT)
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    TILE_M: tl.constexpr = SHAPE.TILE_M
+    TILE_N: tl.constexpr = SHAPE.TILE_N
+    if not SHAPE.TMA:
+        a = matrix_at(a, DTYPE, SHAPE.UNIT)
+        b = matrix_at(b, DTYPE, SHAPE.UNIT)
     TILE_QUADS: tl.constexpr = TILE_M * TILE_N // 8
     TILE_WORDS: tl.constexpr = TILE_M * TILE_N // 2
     worker = tl.program_id(0) - 1
     tile_rows = tl.cdiv(rows, TILE_M)
-    tile_columns = tl.cdiv(n, TILE_N)
+    tile_columns = tl.cdiv(sizes.n, TILE_N)
     tiles = tile_rows * tile_columns
-    call = enter(own, peers, rank, header_size, header_call, WARPS, False)
+    call = enter(entry, SHAPE.WARPS, False)
     if tl.program_id(0) == 0:
-        exchange_headers(call, rank * 0, True, WORLD, WARPS, False)
+        exchange_headers(call, rank * 0, True, WORLD, SHAPE.WARPS, False)
     else:
         dirty = leave_epoch(call, rank * 0, True)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, SHAPE.BLOCK)
         turn = worker // tiles
         tile = worker % tiles
-        tile_row, tile_column = place_of(tile, tile_rows, tile_columns, GROUP)
+        tile_row, tile_column = place_of(tile, tile_rows, tile_columns, SHAPE.GROUP)
         owner = (rank + 1 + turn) % WORLD
         row = owner * block_rows + first + tile_row * TILE_M
         column = tile_column * TILE_N
-        height = tl.minimum(tl.minimum(rows - tile_row * TILE_M, TILE_M), tl.minimum((owner + 1) * block_rows, m) - row)
-        target = row if GATHER else first + tile_row * TILE_M
+        height = tl.minimum(
+            tl.minimum(rows - tile_row * TILE_M, TILE_M), tl.minimum((owner + 1) * block_rows, sizes.m) - row
+        )
+        target = row if SHAPE.GATHER else first + tile_row * TILE_M
         slots = slots_offset(call.generation, slots_at, slots_quads) + tile * TILE_QUADS
         sums_slots = slots + WORLD * tiles * TILE_QUADS
         if (turn < WORLD) & (height > 0):
-            sums = sums_of_tile(
-                a,
-                b,
-                row,
-                column,
-                m,
-                n,
-                k,
-                a_stride,
-                b_stride,
-                A_ROWS_ARE_K,
-                B_ROWS_ARE_N,
-                TMA,
-                UNIT,
-                TILE_M,
-                TILE_N,
-                TILE_K,
-                STAGES,
-            )
-            send_tile(call, region_address(peers, owner), slots + rank * tiles * TILE_QUADS, sums, height, DTYPE)
+            sums = sums_of_tile(a, b, row, column, sizes, SHAPE)
+            send_tile(call, region_address(entry.peers, owner), slots + rank * tiles * TILE_QUADS, sums, height, DTYPE)
             if turn == WORLD - 1:
-                addresses = peer_addresses(peers, rank, worker, WORLD)
-                for at in range(0, TILE_WORDS, BLOCK):
-                    offs = at + tl.arange(0, BLOCK)
+                addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+                for at in range(0, TILE_WORDS, SHAPE.BLOCK):
+                    offs = at + tl.arange(0, SHAPE.BLOCK)
                     mask = offs < height * (TILE_N // 2)
                     masks = ()
                     for _r in tl.static_range(WORLD):
@@ -183,21 +152,21 @@ def matmul_reduce(
                     stride = tiles * TILE_QUADS
                     parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
                     words = escape_sentinel(sum_words(parts, WORLD, DTYPE))
-                    if GATHER:
+                    if SHAPE.GATHER:
                         for i in tl.static_range(WORLD - 1):
                             store_to(call, addresses[i], sums_slots + rank * stride, offs, words, mask, False)
                     words = nan_unless(call.live, words, DTYPE)
-                    store_rows(out, target, column, offs, words, height, n, OUT_UNIT, TILE_N)
+                    store_rows(out, target, column, offs, words, height, sizes.n, SHAPE.OUT_UNIT, TILE_N)
                     clear_parts(call, slots, stride, offs, masks, WORLD)
-        if GATHER:  # noqa: SIM102, as the compiler knows it
+        if SHAPE.GATHER:  # noqa: SIM102, as the compiler knows it
             if (turn >= WORLD) & (height > 0):
-                for at in range(0, TILE_WORDS, BLOCK):
-                    offs = at + tl.arange(0, BLOCK)
+                for at in range(0, TILE_WORDS, SHAPE.BLOCK):
+                    offs = at + tl.arange(0, SHAPE.BLOCK)
                     masks = (offs < height * (TILE_N // 2),)
                     quads = sums_slots + owner * tiles * TILE_QUADS
                     parts, call = await_words(call, quads, 0, offs, masks, owner, False, 1, WORLD, True)
                     words = nan_unless(call.live, parts[0], DTYPE)
-                    store_rows(out, target, column, offs, words, height, n, OUT_UNIT, TILE_N)
+                    store_rows(out, target, column, offs, words, height, sizes.n, SHAPE.OUT_UNIT, TILE_N)
                     clear_parts(call, quads, 0, offs, masks, 1)
 
 
@@ -306,7 +275,8 @@ def _launches(
     context: KernelContext,
 ) -> Sequence[Launch]:
     gather, world_size = op is ProductOp.MATMUL_ALL_REDUCE, context.world_size
-    shared = gemm.arguments_of(form, config)
+    shared = gemm.arguments_of(form, config) | gemm.constants_of(form, config)
+    del shared["out"], shared["out_stride"]
     found = []
     for number, (first, rows) in enumerate(blocks.pieces):
         plan = product_plan(op, name, nbytes, shape, room, nbytes, number)
@@ -321,7 +291,7 @@ def _launches(
             rows=rows,
             GATHER=gather,
             OUT_UNIT=math.gcd(gemm.UNIT, form.n),
-            **{key: value for key, value in shared.items() if key in matmul_reduce.arg_names and key != "out"},
+            **shared,
         )
         opened = ("a", "b", "out")
         found.append(Launch(bound.kernel, bound.programs, bound.arguments, opened, bound.options, config.padding_bytes))

@@ -14,6 +14,7 @@ different tiles overlap. Nodes are consecutive ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -23,13 +24,15 @@ from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, releas
 from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, store_words, unpack
 from shotcast.errors import UnsupportedError
 from shotcast.hardware.nodes import folded
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.exchanges import (
     DOUBLING,
     HALVING,
     PAIRS,
     PAIRS_16BIT,
     TWO_SHOT_16BIT,
+    NodesShape,
+    Tile,
     begin_doubling,
     begin_halving,
     begin_pairs,
@@ -47,6 +50,7 @@ from shotcast.transport.triton.exchanges import (
 )
 from shotcast.transport.triton.network import enter_network
 from shotcast.transport.triton.sync import (
+    EntryWithPuts,
     await_words,
     clear_parts,
     clear_previous,
@@ -107,197 +111,59 @@ def slice_span(local, slice_words, total):
 
 
 @triton.jit
-def begin_exchange(
-    call,
-    network,
-    targets,
-    place,
-    tile,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    EXCHANGE: tl.constexpr,
-    NODES: tl.constexpr,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def begin_exchange(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Send what a rank has of its partial sums without waiting for other nodes."""
-    if NODES > 1:
-        if EXCHANGE == PAIRS:
-            bits = bits_of(value, PARTS)
-            begin_pairs(call, network, targets, place, start, slice_words, lanes, bits, count, NODES, PARTS)
-        elif EXCHANGE == PAIRS_16BIT:
-            bits = (rounded(value, DTYPE),)
-            begin_pairs(call, network, targets, place, start, slice_words, lanes, bits, count, NODES, 1)
-        elif EXCHANGE == TWO_SHOT_16BIT:
-            words = rounded(value, DTYPE)
-            begin_two_shot_16bit(call, network, targets, place, tile, start, slice_words, lanes, words, count, NODES)
-        elif EXCHANGE == HALVING:
-            begin_halving(
-                call, network, targets, place, tile, start, slice_words, lanes, value, count, FOLDED, DOUBLINGS, PARTS
-            )
+    if SHAPE.NODES > 1:
+        if SHAPE.EXCHANGE == PAIRS:
+            begin_pairs(call, network, targets, place, tile, bits_of(value, SHAPE.PARTS), SHAPE.PARTS, SHAPE)
+        elif SHAPE.EXCHANGE == PAIRS_16BIT:
+            begin_pairs(call, network, targets, place, tile, (rounded(value, SHAPE.DTYPE),), 1, SHAPE)
+        elif SHAPE.EXCHANGE == TWO_SHOT_16BIT:
+            begin_two_shot_16bit(call, network, targets, place, tile, rounded(value, SHAPE.DTYPE), SHAPE)
+        elif SHAPE.EXCHANGE == HALVING:
+            begin_halving(call, network, targets, place, tile, value, SHAPE)
         else:
-            begin_doubling(
-                call, network, targets, place, start, slice_words, lanes, value, count, FOLDED, DOUBLINGS, PARTS
-            )
+            begin_doubling(call, network, targets, place, tile, value, SHAPE)
 
 
 @triton.jit
-def finish_exchange(
-    call,
-    network,
-    targets,
-    place,
-    tile,
-    start,
-    slice_words,
-    lanes,
-    value,
-    count,
-    EXCHANGE: tl.constexpr,
-    NODES: tl.constexpr,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    LOCAL: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORLD: tl.constexpr,
-):
+def finish_exchange(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Add up the partial sums of all nodes. Returns (words of the result, call)."""
-    if NODES == 1:
-        words = rounded(value, DTYPE)
-    elif EXCHANGE == PAIRS:
-        words, call = finish_pairs(
-            call,
-            network,
-            place,
-            start,
-            slice_words,
-            lanes,
-            value,
-            count,
-            NODES,
-            FOLDED,
-            DOUBLINGS,
-            LOCAL,
-            DTYPE,
-            PARTS,
-            WORLD,
-        )
-    elif EXCHANGE == PAIRS_16BIT:
-        words, call = finish_pairs_16bit(
-            call,
-            network,
-            place,
-            start,
-            slice_words,
-            lanes,
-            rounded(value, DTYPE),
-            count,
-            NODES,
-            FOLDED,
-            DOUBLINGS,
-            LOCAL,
-            DTYPE,
-            WORLD,
-        )
-    elif EXCHANGE == TWO_SHOT_16BIT:
-        words, call = finish_two_shot_16bit(
-            call,
-            network,
-            targets,
-            place,
-            tile,
-            start,
-            slice_words,
-            lanes,
-            rounded(value, DTYPE),
-            count,
-            NODES,
-            FOLDED,
-            DOUBLINGS,
-            LOCAL,
-            DTYPE,
-            WORLD,
-        )
-    elif EXCHANGE == HALVING:
-        words, call = finish_halving(
-            call,
-            network,
-            targets,
-            place,
-            tile,
-            start,
-            slice_words,
-            lanes,
-            value,
-            count,
-            FOLDED,
-            DOUBLINGS,
-            LOCAL,
-            DTYPE,
-            PARTS,
-            WORLD,
-        )
+    if SHAPE.NODES == 1:
+        words = rounded(value, SHAPE.DTYPE)
+    elif SHAPE.EXCHANGE == PAIRS:
+        words, call = finish_pairs(call, network, place, tile, value, SHAPE)
+    elif SHAPE.EXCHANGE == PAIRS_16BIT:
+        words, call = finish_pairs_16bit(call, network, place, tile, rounded(value, SHAPE.DTYPE), SHAPE)
+    elif SHAPE.EXCHANGE == TWO_SHOT_16BIT:
+        words, call = finish_two_shot_16bit(call, network, targets, place, tile, rounded(value, SHAPE.DTYPE), SHAPE)
+    elif SHAPE.EXCHANGE == HALVING:
+        words, call = finish_halving(call, network, targets, place, tile, value, SHAPE)
     else:
-        words, call = finish_doubling(
-            call,
-            network,
-            targets,
-            place,
-            start,
-            slice_words,
-            lanes,
-            value,
-            count,
-            FOLDED,
-            DOUBLINGS,
-            LOCAL,
-            DTYPE,
-            PARTS,
-            WORLD,
-        )
+        words, call = finish_doubling(call, network, targets, place, tile, value, SHAPE)
     return words, call
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class AllReduceShape(TileShape, NodesShape):
+    """The all-reduce over nodes."""
+
+    CLEAR_AFTER_READ: bool
+
+
+@kernel(shape=AllReduceShape)
 def nvrar_all_reduce(
-    x,
-    out,
-    own,
-    peers,
-    puts,
-    rank,
-    header_size,
-    header_call,
-    nbytes,
-    slots_at,
-    slots_quads,
-    staging_at,
-    staging_quads,
-    PUTS: tl.constexpr,
-    EXCHANGE: tl.constexpr,
-    NODES: tl.constexpr,
-    FOLDED: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    CLEAR_AFTER_READ: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, out, entry: EntryWithPuts, nbytes, slots_at, slots_quads, staging_at, staging_quads, SHAPE: tl.constexpr
 ):
     """Sum x over all ranks into out."""
-    LOCAL: tl.constexpr = WORLD // NODES
-    PARTS: tl.constexpr = 1 if DTYPE == tl.float32 else 2
+    rank = entry.rank
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    DTYPE: tl.constexpr = SHAPE.DTYPE
+    UNIT: tl.constexpr = SHAPE.UNIT
+    LOCAL: tl.constexpr = SHAPE.LOCAL
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    place = place_of(rank, FOLDED, LOCAL)
+    place = place_of(rank, SHAPE)
     local = place.local
     first_rank = rank - local
     quads = (nbytes + 15) // 16
@@ -305,51 +171,39 @@ def nvrar_all_reduce(
     slice_words = slice_quads * 4
     mates = ()
     if LOCAL > 1:
-        mates = peer_addresses(peers + first_rank * 8, local, worker, LOCAL)
-    targets = targets_of(peers, puts, place, PUTS, EXCHANGE, NODES, FOLDED, DOUBLINGS, LOCAL)
-    await_prior_kernel(PDL)
+        mates = peer_addresses(entry.peers + first_rank * 8, local, worker, LOCAL)
+    targets = targets_of(entry, place, SHAPE)
+    await_prior_kernel(SHAPE.PDL)
     lanes = tl.arange(0, BLOCK)
     offs = tl.maximum(worker, 0) * BLOCK + lanes
     # as in two-shot: all of a small message is loaded before the epoch is known, of a large one the first tile
     SENT: tl.constexpr = LOCAL - 1 if LOCAL > 1 else 1
-    EARLY: tl.constexpr = SENT if WARPS == 1 else 1
+    EARLY: tl.constexpr = SENT if SHAPE.WARPS == 1 else 1
     tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, LOCAL)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     inner_quads = slice_quads * (2 * LOCAL if LOCAL > 1 else 0)
-    extent = inner_quads + exchange_quads(slice_quads, EXCHANGE, NODES, FOLDED, DOUBLINGS, PARTS)
-    if CLEAR_AFTER_READ:
+    extent = inner_quads + exchange_quads(slice_quads, SHAPE)
+    if SHAPE.CLEAR_AFTER_READ:
         extent = extent * 0
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, WARPS, PDL, puts, PUTS)
+        exchange_headers(call, extent, True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)
     else:
         total = quads * 4
         own_span = slice_span(local, slice_words, total)
         first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_quads * LOCAL
-        network = enter_network(call, first_shot + inner_quads, staging_at, staging_quads, PUTS, CLEAR_AFTER_READ)
+        network = enter_network(
+            call, first_shot + inner_quads, staging_at, staging_quads, SHAPE.PUTS, SHAPE.CLEAR_AFTER_READ
+        )
         for chunk in range(0, rounds):
             tile = chunk * workers + worker
             offs = tile * BLOCK + lanes
             if LOCAL == 1:
-                begin_exchange(
-                    call,
-                    network,
-                    targets,
-                    place,
-                    tile,
-                    tile * BLOCK,
-                    slice_words,
-                    lanes,
-                    partial_sum(tiles, DTYPE, 1),
-                    tl.minimum(tl.maximum(own_span - tile * BLOCK, 0), BLOCK),
-                    EXCHANGE,
-                    NODES,
-                    FOLDED,
-                    DOUBLINGS,
-                    DTYPE,
-                    PARTS,
-                )
+                value = partial_sum(tiles, DTYPE, 1)
+                count = tl.minimum(tl.maximum(own_span - tile * BLOCK, 0), BLOCK)
+                at = Tile(tile, tile * BLOCK, slice_words, lanes, count)
+                begin_exchange(call, network, targets, place, at, value, SHAPE)
             else:
                 for i in tl.static_range(SENT):
                     span = slice_span(rotated_peer(local, worker, i, LOCAL), slice_words, total)
@@ -362,7 +216,7 @@ def nvrar_all_reduce(
             next_offs = offs + workers * BLOCK
             tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, LOCAL)
         dirty = leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for chunk in range(0, rounds + (LOCAL > 1)):
             if chunk < rounds:
@@ -370,6 +224,7 @@ def nvrar_all_reduce(
                 start = tile * BLOCK
                 offs = start + lanes
                 count = tl.minimum(tl.maximum(own_span - start, 0), BLOCK)
+                at = Tile(tile, start, slice_words, lanes, count)
                 words = load_slice(x, local, slice_quads, nbytes, offs, UNIT)
                 if LOCAL == 1:
                     value = partial_sum((words,), DTYPE, 1)
@@ -378,49 +233,13 @@ def nvrar_all_reduce(
                     for r in tl.static_range(LOCAL):
                         masks = masks + ((offs < own_span) & (local != r),)
                     parts, call = await_words(
-                        call, first_shot, slice_quads, offs, masks, first_rank, False, LOCAL, WORLD
+                        call, first_shot, slice_quads, offs, masks, first_rank, False, LOCAL, SHAPE.WORLD
                     )
                     value = partial_sum(insert_own(parts, words, local, LOCAL), DTYPE, LOCAL)
-                    if CLEAR_AFTER_READ:
+                    if SHAPE.CLEAR_AFTER_READ:
                         clear_parts(call, first_shot, slice_quads, offs, masks, LOCAL)
-                    begin_exchange(
-                        call,
-                        network,
-                        targets,
-                        place,
-                        tile,
-                        start,
-                        slice_words,
-                        lanes,
-                        value,
-                        count,
-                        EXCHANGE,
-                        NODES,
-                        FOLDED,
-                        DOUBLINGS,
-                        DTYPE,
-                        PARTS,
-                    )
-                words, call = finish_exchange(
-                    call,
-                    network,
-                    targets,
-                    place,
-                    tile,
-                    start,
-                    slice_words,
-                    lanes,
-                    value,
-                    count,
-                    EXCHANGE,
-                    NODES,
-                    FOLDED,
-                    DOUBLINGS,
-                    LOCAL,
-                    DTYPE,
-                    PARTS,
-                    WORLD,
-                )
+                    begin_exchange(call, network, targets, place, at, value, SHAPE)
+                words, call = finish_exchange(call, network, targets, place, at, value, SHAPE)
                 quad = local * slice_quads
                 if LOCAL > 1:
                     store_to_all(call, mates, second_shot + quad, offs, words, offs < own_span, False, False, LOCAL - 1)
@@ -432,35 +251,40 @@ def nvrar_all_reduce(
                 for r in tl.static_range(LOCAL):
                     masks = masks + ((offs < slice_span(r, slice_words, total)) & (local != r),)
                 parts, call = await_words(
-                    call, second_shot, slice_quads, offs, masks, first_rank, False, LOCAL, WORLD, NODES > 1
+                    call, second_shot, slice_quads, offs, masks, first_rank, False, LOCAL, SHAPE.WORLD, SHAPE.NODES > 1
                 )
                 for r in tl.static_range(LOCAL):
                     remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
                     remaining = tl.where(local == r, 0, remaining)
                     words = nan_unless(call.live, parts[r], DTYPE)
                     store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
-                if CLEAR_AFTER_READ:
+                if SHAPE.CLEAR_AFTER_READ:
                     clear_parts(call, second_shot, slice_quads, offs, masks, LOCAL)
 
 
-def tree_arguments(context: KernelContext) -> dict[str, Any]:
-    """Return the arguments of kernels that describe the tree of nodes."""
-    return {"FOLDED": folded(context.nodes), "DOUBLINGS": context.nodes.bit_length() - 1}
+def nodes_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
+    """Return the fields of :class:`.exchanges.NodesShape` that describe the nodes, and words."""
+    return {
+        "FOLDED": folded(context.nodes),
+        "DOUBLINGS": context.nodes.bit_length() - 1,
+        "LOCAL": context.world_size // context.nodes,
+        "PARTS": 1 if plan.dtype == "float32" else 2,
+    }
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce whose exchange between nodes is by doubling."""
-    return context.launch(nvrar_all_reduce, plan, EXCHANGE=DOUBLING.value, **tree_arguments(context))
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=DOUBLING.value, **nodes_arguments(plan, context))
 
 
 def bind_pairs(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce whose exchange between nodes is between all pairs at once."""
-    return context.launch(nvrar_all_reduce, plan, EXCHANGE=PAIRS.value, **tree_arguments(context))
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=PAIRS.value, **nodes_arguments(plan, context))
 
 
 def bind_halving(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce whose exchange between nodes is by halving and doubling."""
-    return context.launch(nvrar_all_reduce, plan, EXCHANGE=HALVING.value, **tree_arguments(context))
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=HALVING.value, **nodes_arguments(plan, context))
 
 
 def bind_16bit(plan: CallPlan, context: KernelContext) -> KernelLaunch:
@@ -471,4 +295,4 @@ def bind_16bit(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     if plan.dtype not in SIXTEEN_BITS:
         raise UnsupportedError(f"{plan.algorithm} adds up {' and '.join(SIXTEEN_BITS)}, not {plan.dtype}")
     exchange = PAIRS_16BIT if context.in_one_step(plan) else TWO_SHOT_16BIT
-    return context.launch(nvrar_all_reduce, plan, EXCHANGE=exchange.value, **tree_arguments(context))
+    return context.launch(nvrar_all_reduce, plan, EXCHANGE=exchange.value, **nodes_arguments(plan, context))

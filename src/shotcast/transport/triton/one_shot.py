@@ -11,15 +11,18 @@ all-reduce.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
 from shotcast.device.triton.words import insert_own, load_words, store_words
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.reductions import reduction_arguments
 from shotcast.transport.triton.sync import (
+    Entry,
     arrival_masks,
     await_words,
     cells_offset,
@@ -50,41 +53,42 @@ def tiles_to_send(x, rank, rotation, nbytes, offs, SCATTER: tl.constexpr, UNIT: 
     return tiles
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class OneShotShape(TileShape):
+    """A kernel of one-shot; ``SCATTER`` makes a reduce_scatter, and ``CELLS`` sends flag cells."""
+
+    SCATTER: bool
+    CELLS: bool
+    REDUCTION: int
+    CLEAR_AFTER_READ: bool
+
+
+@kernel(shape=OneShotShape)
 def one_shot_reduce(
     x,
     out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
+    entry: Entry,
     nbytes,  # bytes of the result of each rank
     slots_at,  # with CELLS, those of the flag cells
     slots_quads,
-    SCATTER: tl.constexpr,
-    CELLS: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    CLEAR_AFTER_READ: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Reduce x over all ranks (all_reduce), or with SCATTER this rank's slice of x (reduce_scatter)."""
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    CELLS: tl.constexpr = SHAPE.CELLS
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    addresses = peer_addresses(peers, rank, worker, WORLD)
-    await_prior_kernel(PDL)
+    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    await_prior_kernel(SHAPE.PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
-    tiles = tiles_to_send(x, rank, worker, nbytes, offs, SCATTER, UNIT, WORLD)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    tiles = tiles_to_send(x, rank, worker, nbytes, offs, SHAPE.SCATTER, SHAPE.UNIT, WORLD)
+    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     quads = (nbytes + 15) // 16  # quads of one slot
-    extent = 0 if CLEAR_AFTER_READ else quads * WORLD
+    extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * WORLD
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         if CELLS:
             slots = cells_offset(call.epoch, slots_at, slots_quads)
@@ -96,23 +100,23 @@ def one_shot_reduce(
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             for i in tl.static_range(WORLD - 1):
-                tile = tiles[i if SCATTER else 0]
+                tile = tiles[i if SHAPE.SCATTER else 0]
                 words = tile if CELLS else escape_sentinel(tile)
                 store_to(call, addresses[i], slots + rank * stride, offs, words, offs < span, CELLS)
-            tiles = tiles_to_send(x, rank, worker, nbytes, offs + workers * BLOCK, SCATTER, UNIT, WORLD)
+            tiles = tiles_to_send(x, rank, worker, nbytes, offs + workers * BLOCK, SHAPE.SCATTER, SHAPE.UNIT, WORLD)
         dirty = leave_epoch(call, extent, not CELLS)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         if not CELLS:
             clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            own_words = load_words(x, rank.to(tl.int64) * nbytes if SCATTER else 0, offs, nbytes, UNIT)
+            own_words = load_words(x, rank.to(tl.int64) * nbytes if SHAPE.SCATTER else 0, offs, nbytes, SHAPE.UNIT)
             masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
             parts, call = await_words(call, slots, stride, offs, masks, 0, CELLS, WORLD, WORLD)
-            words = reduce_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE, REDUCTION)
-            words = reduced_unless_stopped(call.live, words, DTYPE)
-            store_words(out, 0, offs, words, nbytes, UNIT)
-            if CLEAR_AFTER_READ:
+            words = reduce_words(insert_own(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE, SHAPE.REDUCTION)
+            words = reduced_unless_stopped(call.live, words, SHAPE.DTYPE)
+            store_words(out, 0, offs, words, nbytes, SHAPE.UNIT)
+            if SHAPE.CLEAR_AFTER_READ:
                 clear_parts(call, slots, quads, offs, masks, WORLD)
 
 

@@ -10,12 +10,15 @@ float32, float16, bfloat16. The order depends on nothing but N, so every rank an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.sync import (
+    Entry,
     await_words,
     clear_previous,
     enter,
@@ -29,39 +32,40 @@ from shotcast.transport.triton.sync import (
 from shotcast.wire import CallPlan, Op, slice_bytes
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class RingShape(TileShape):
+    """A kernel of the ring, for the operations that :func:`ring` says."""
+
+    REDUCE: bool
+    GATHER: bool
+
+
+@kernel(shape=RingShape)
 def ring(
     x,
     out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
+    entry: Entry,
     nbytes,  # bytes of the whole message, all slices together
     slice_nbytes,  # distance between slices: a multiple of 16 if UNIT is 16, and in an all-reduce
     slots_at,
     slots_quads,
-    REDUCE: tl.constexpr,
-    GATHER: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Sum and gather the slices of x around the ring.
 
     REDUCE and GATHER make an all_reduce. REDUCE alone makes a reduce_scatter: out is one slice. GATHER alone makes an
     all_gather: x is one slice.
     """
-    next_region = region_address(peers, (rank + 1) % WORLD)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    UNIT: tl.constexpr = SHAPE.UNIT
+    next_region = region_address(entry.peers, (rank + 1) % WORLD)
+    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
     quads = (slice_nbytes + 15) // 16
-    HOPS: tl.constexpr = (WORLD - 1) * (REDUCE + GATHER)
+    HOPS: tl.constexpr = (WORLD - 1) * (SHAPE.REDUCE + SHAPE.GATHER)
     if tl.program_id(0) == 0:
-        exchange_headers(call, quads * HOPS, True, WORLD, WARPS, PDL)
+        exchange_headers(call, quads * HOPS, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
@@ -70,17 +74,17 @@ def ring(
         previous_rank = (rank + WORLD - 1) % WORLD
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            if REDUCE:
+            if SHAPE.REDUCE:
                 remaining = tl.minimum(slice_nbytes, nbytes - previous_rank * slice_nbytes)
                 words = sum_words(
-                    (load_words(x, previous_rank.to(tl.int64) * slice_nbytes, offs, remaining, UNIT),), 1, DTYPE
+                    (load_words(x, previous_rank.to(tl.int64) * slice_nbytes, offs, remaining, UNIT),), 1, SHAPE.DTYPE
                 )
             else:
                 words = load_words(x, 0, offs, slice_nbytes, UNIT)
                 store_words(out, rank.to(tl.int64) * slice_nbytes, offs, words, slice_nbytes, UNIT)
             store_to(call, next_region, slots, offs, escape_sentinel(words), offs < span, False)
         dirty = leave_epoch(call, quads * HOPS, True)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for hop in tl.static_range(HOPS):
             for start in range(worker * BLOCK, span, workers * BLOCK):
@@ -88,14 +92,14 @@ def ring(
                 masks = (offs < span,)
                 parts, call = await_words(call, slots + hop * quads, 0, offs, masks, previous_rank, False, 1, WORLD)
                 words = parts[0]
-                if REDUCE and hop < WORLD - 1:
+                if SHAPE.REDUCE and hop < WORLD - 1:
                     slice_index = (rank + 2 * WORLD - 2 - hop) % WORLD
                     remaining = tl.minimum(slice_nbytes, nbytes - slice_index * slice_nbytes)
                     own_words = load_words(x, slice_index.to(tl.int64) * slice_nbytes, offs, remaining, UNIT)
-                    words = sum_words((words, own_words), 2, DTYPE)
+                    words = sum_words((words, own_words), 2, SHAPE.DTYPE)
                     finished = hop == WORLD - 2
                 else:
-                    slice_index = (rank + 2 * WORLD - 1 - hop + (WORLD - 1 if REDUCE else 0)) % WORLD
+                    slice_index = (rank + 2 * WORLD - 1 - hop + (WORLD - 1 if SHAPE.REDUCE else 0)) % WORLD
                     remaining = tl.minimum(slice_nbytes, nbytes - slice_index * slice_nbytes)
                     finished = True
                 if hop < HOPS - 1:
@@ -103,8 +107,8 @@ def ring(
                         call, next_region, slots + (hop + 1) * quads, offs, escape_sentinel(words), offs < span, False
                     )
                 if finished:
-                    words = nan_unless(call.live, words, DTYPE)
-                    if GATHER:
+                    words = nan_unless(call.live, words, SHAPE.DTYPE)
+                    if SHAPE.GATHER:
                         store_words(out, slice_index.to(tl.int64) * slice_nbytes, offs, words, remaining, UNIT)
                     else:
                         store_words(out, 0, offs, words, remaining, UNIT)

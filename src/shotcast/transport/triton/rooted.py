@@ -10,14 +10,16 @@ data as flag cells, exact to the bit, at twice the bytes.
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.sync import (
+    Entry,
     await_words,
     cells_offset,
     clear_parts,
@@ -35,47 +37,41 @@ from shotcast.transport.triton.sync import (
 from shotcast.wire import CallPlan, Op
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class RootedShape(TileShape):
+    """A copy from the root (``SCATTER``) or to it; ``CELLS`` sends flag cells."""
+
+    SCATTER: bool
+    CELLS: bool
+    CLEAR_AFTER_READ: bool
+
+
+@kernel(shape=RootedShape)
 def rooted_copy(
-    x,
-    out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
-    root,
-    part_nbytes,
-    slots_at,
-    slots_quads,
-    cells_at,
-    cells_quads,
-    SCATTER: tl.constexpr,
-    CELLS: tl.constexpr,
-    CLEAR_AFTER_READ: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, out, entry: Entry, root, part_nbytes, slots_at, slots_quads, cells_at, cells_quads, SHAPE: tl.constexpr
 ):
     """Copy x of all ranks into out of the root, or with SCATTER each part of the root's x into out of its rank."""
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    SCATTER: tl.constexpr = SHAPE.SCATTER
+    CELLS: tl.constexpr = SHAPE.CELLS
+    UNIT: tl.constexpr = SHAPE.UNIT
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     senders: tl.constexpr = 1 if SCATTER else WORLD
     if SCATTER:
-        addresses = peer_addresses(peers, rank, worker, WORLD)
+        addresses = peer_addresses(entry.peers, rank, worker, WORLD)
     else:
-        addresses = (region_address(peers, root),)
+        addresses = (region_address(entry.peers, root),)
     own_nbytes = tl.where(rank == root, part_nbytes, 0)  # that the root keeps
     sent_nbytes = own_nbytes if SCATTER else part_nbytes - own_nbytes  # that this rank sends to each of some others
-    await_prior_kernel(PDL)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    await_prior_kernel(SHAPE.PDL)
+    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     quads = (part_nbytes + 15) // 16  # quads of a slot
-    extent = 0 if CLEAR_AFTER_READ else quads * senders
+    extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         if CELLS:
             buffer = cells_offset(call.epoch, cells_at, cells_quads)
@@ -101,7 +97,7 @@ def rooted_copy(
                 store_to(call, addresses[0], buffer + rank * stride, offs, words, mask, CELLS)
                 store_words(out, rank.to(tl.int64) * part_nbytes, offs, kept, own_nbytes, UNIT)
         dirty = leave_epoch(call, extent, not CELLS)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         if not CELLS:
             clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
@@ -117,9 +113,14 @@ def rooted_copy(
             parts, call = await_words(call, buffer, stride, offs, masks, first, CELLS, senders, WORLD)
             for r in tl.static_range(senders):
                 store_words(
-                    out, part_nbytes.to(tl.int64) * r, offs, nan_unless(call.live, parts[r], DTYPE), sizes[r], UNIT
+                    out,
+                    part_nbytes.to(tl.int64) * r,
+                    offs,
+                    nan_unless(call.live, parts[r], SHAPE.DTYPE),
+                    sizes[r],
+                    UNIT,
                 )
-            if CLEAR_AFTER_READ:
+            if SHAPE.CLEAR_AFTER_READ:
                 clear_parts(call, buffer, stride, offs, masks, senders)
 
 

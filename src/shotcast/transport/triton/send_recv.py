@@ -13,6 +13,7 @@ the rest of the message lies in the mailbox.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -20,11 +21,12 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel, yield_core
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.transport.triton import layout
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import CallShape, KernelContext, KernelLaunch
 from shotcast.transport.triton.sync import (
     FAULT_MISMATCH,
     POLLS_PER_CHECK,
     Call,
+    Entry,
     check_deadline,
     enter,
     header_word,
@@ -133,30 +135,21 @@ def await_chunk(call, slot, offs, mask, flag, peer, WORLD: tl.constexpr):
     return cells.to(tl.int32), with_status(call, live, started)
 
 
-@kernel
-def send_recv(
-    data,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
-    peer,
-    nbytes,
-    mailboxes_at,
-    SENDING: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@dataclass(frozen=True, slots=True)
+class MessageShape(CallShape):
+    """One side of a message."""
+
+    SENDING: bool
+
+
+@kernel(shape=MessageShape)
+def send_recv(data, entry: Entry, peer, nbytes, mailboxes_at, SHAPE: tl.constexpr):
     """Send ``data`` to ``peer``, or receive it from there.
 
     Program 0 handles the header; every other program carries the chunks of one channel.
     """
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
-    SIDE: tl.constexpr = 0 if SENDING else 1
+    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    SIDE: tl.constexpr = 0 if SHAPE.SENDING else 1
     counter = call.own + MESSAGE_COUNTS + peer * 4 + SIDE * 2
     message_number = tl.load(counter, volatile=True)
     chunks_begun = tl.load(counter + 1, volatile=True)
@@ -175,17 +168,17 @@ def send_recv(
     )
     peer_region = tl.multiple_of(tl.load(call.peers + peer).to(tl.pointer_type(tl.int64)), 16)
     if tl.program_id(0) == 0:
-        if SENDING:
-            send_header(call, peer, peer_region, WORLD, WARPS)
+        if SHAPE.SENDING:
+            send_header(call, peer, peer_region, SHAPE.WORLD, SHAPE.WARPS)
         else:
-            await_header(call, peer, peer_region, WORLD, WARPS)
+            await_header(call, peer, peer_region, SHAPE.WORLD, SHAPE.WARPS)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
         channel = (worker + (chunks_begun % CHANNELS).to(tl.int32)) % CHANNELS
-        if SENDING:
+        if SHAPE.SENDING:
             progress = call.own + SENT + peer * CHANNELS + channel
-            mailbox = peer_region + mailboxes_at * 2 + (rank * CHANNELS + channel) * (2 * CHUNK_WORDS)
+            mailbox = peer_region + mailboxes_at * 2 + (call.rank * CHANNELS + channel) * (2 * CHUNK_WORDS)
         else:
             progress = call.own + RECEIVED + peer * CHANNELS + channel
             mailbox = call.own + mailboxes_at * 2 + (peer * CHANNELS + channel) * (2 * CHUNK_WORDS)
@@ -195,17 +188,19 @@ def send_recv(
             slot = mailbox + (count % 2) * CHUNK_WORDS
             mask = start + offs < span
             flag = (count + 1).to(tl.int32)
-            if SENDING:
-                call = await_count(call, CREDITS + peer * CHANNELS + channel, count - 1, peer, WORLD, WARPS)
-                words = load_words(data, start * 4, offs, nbytes - start * 4, UNIT)
+            if SHAPE.SENDING:
+                call = await_count(call, CREDITS + peer * CHANNELS + channel, count - 1, peer, SHAPE.WORLD, SHAPE.WARPS)
+                words = load_words(data, start * 4, offs, nbytes - start * 4, SHAPE.UNIT)
                 cells = (words.to(tl.int64) & 0xFFFFFFFF) | ((count + 1) << 32)
                 tl.store(slot + offs, cells, mask=mask & (call.live != 0))
             else:
-                words, call = await_chunk(call, slot, offs, mask, flag, peer, WORLD)
-                store_words(data, start * 4, offs, nan_unless(call.live, words, DTYPE), nbytes - start * 4, UNIT)
+                words, call = await_chunk(call, slot, offs, mask, flag, peer, SHAPE.WORLD)
+                store_words(
+                    data, start * 4, offs, nan_unless(call.live, words, SHAPE.DTYPE), nbytes - start * 4, SHAPE.UNIT
+                )
                 tl.debug_barrier()  # every thread has its cells before the sender may overwrite them
                 if call.live != 0:
-                    tl.store(peer_region + CREDITS + rank * CHANNELS + channel, count + 1)
+                    tl.store(peer_region + CREDITS + call.rank * CHANNELS + channel, count + 1)
             count += 1
         tl.debug_barrier()
         tl.store(progress, count)
@@ -216,7 +211,7 @@ def send_recv(
         tl.store(call.own + MESSAGE_READERS, readers * 0)
         tl.store(counter, message_number + 1)
         tl.store(counter + 1, chunks_begun + (span + CHUNK_WORDS - 1) // CHUNK_WORDS)
-    release_next_kernel(PDL)
+    release_next_kernel(SHAPE.PDL)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:

@@ -90,13 +90,55 @@ POLLS_PER_CHECK = tl.constexpr(16 if INTERPRETED else 256)
 """Polls between two checks of the deadline and the abort word: about 0.2 ms on a GPU, 0.1 s in the interpreter."""
 
 
+class Entry(NamedTuple):
+    """The arguments of a kernel with which it opens a call.
+
+    ``own`` is the address of this rank's region, and ``peers`` that of the table of the addresses of all regions.
+    ``header_size`` and ``header_call`` are the words of the header (:class:`shotcast.wire.HeaderWords`).
+    """
+
+    own: tl.tensor
+    peers: tl.tensor
+    rank: tl.tensor
+    header_size: tl.tensor
+    header_call: tl.tensor
+
+
+class EntryWithPuts(NamedTuple):
+    """An :class:`Entry` with ``puts``, the address of the table of what puts to each rank take (:mod:`.network`)."""
+
+    own: tl.tensor
+    peers: tl.tensor
+    puts: tl.tensor
+    rank: tl.tensor
+    header_size: tl.tensor
+    header_call: tl.tensor
+
+
+class Places(NamedTuple):
+    """Where this rank's tensors of a call lie in its blocks, 0 for memory that the other ranks do not map.
+
+    A place has the number of the block plus one at bit PLACE_AT, and the first byte in it below.
+    """
+
+    x: tl.tensor
+    out: tl.tensor
+
+
+class Blocks(NamedTuple):
+    """All ranks' blocks of tensors: ``rows``, the quads of a region at which the places of a call are told, and
+    ``addresses``, the table of where this rank has the blocks."""
+
+    rows: tl.tensor
+    addresses: tl.tensor
+
+
 class Call(NamedTuple):
     """One call as a program sees it.
 
-    ``own`` and ``peers`` are pointers to this rank's region and to the table of the addresses of all regions.
-    ``header_size`` and ``header_call`` are the words of the header (:class:`shotcast.wire.HeaderWords`). ``epoch`` is
-    the number of the call, ``generation`` the slots that it uses. ``live`` is 1 until the call is stopped. ``started``
-    is the time of the first check of the deadline, 0 before that.
+    The first fields are those of its :class:`Entry`, ``own`` and ``peers`` as pointers. ``epoch`` is the number of the
+    call, ``generation`` the slots that it uses. ``live`` is 1 until the call is stopped. ``started`` is the time of the
+    first check of the deadline, 0 before that.
     """
 
     own: tl.tensor
@@ -144,9 +186,10 @@ def read_abort_word(own, WARPS: tl.constexpr):
 
 
 @triton.jit
-def enter(own_address, peers_address, rank, header_size, header_call, WARPS: tl.constexpr, PDL: tl.constexpr):
-    """Open a call: read its epoch and generation. ``live`` is 0 if the communicator was stopped before.
+def enter(entry, WARPS: tl.constexpr, PDL: tl.constexpr):
+    """Open the call of an :class:`Entry`: read its epoch and generation.
 
+    ``live`` is 0 if the communicator was stopped before.
     Call it once in every program, before any other use of the region. All stores of the prior kernel on this rank are
     visible from here on. With PDL, the call first waits for the prior kernel, in every program, because that wait is
     not transitive (see "How a kernel learns its epoch" in ``docs/reference/protocols.md``); pass PDL as false if the
@@ -156,12 +199,12 @@ def enter(own_address, peers_address, rank, header_size, header_call, WARPS: tl.
     If the call was stopped before, :func:`leave_epoch` reports the fault to the host.
     """
     await_prior_kernel(PDL)
-    own = tl.multiple_of(own_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
-    peers = tl.multiple_of(peers_address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
+    own = tl.multiple_of(entry.own.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
+    peers = tl.multiple_of(entry.peers.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
     epoch = tl.load(own + EPOCH, volatile=True)
     generation = tl.load(own + GENERATION, volatile=True).to(tl.int32)
     live = (read_abort_word(own, WARPS) == 0).to(tl.int32)
-    return Call(own, peers, rank, header_size, header_call, epoch, generation, live, epoch * 0)
+    return Call(own, peers, entry.rank, entry.header_size, entry.header_call, epoch, generation, live, epoch * 0)
 
 
 @triton.jit
@@ -680,8 +723,8 @@ def await_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr)
 
 
 @triton.jit
-def tell_places(call, quads, x_place, out_place, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Tell all ranks where this rank's ``x`` and ``out`` lie, 0 for memory that they do not map.
+def tell_places(call, quads, places, WORLD: tl.constexpr, WARPS: tl.constexpr):
+    """Tell all ranks the :class:`Places` of this rank's tensors.
 
     :func:`raise_progress` follows, and whoever has seen that reads the words, at ``quads`` quads past the start of its
     region. A row serves every other call of a program.
@@ -690,7 +733,7 @@ def tell_places(call, quads, x_place, out_place, WORLD: tl.constexpr, WARPS: tl.
     ranks = threads // 2
     bases = tl.load(call.peers + ranks % MAX_WORLD, mask=ranks < WORLD, other=0)
     words = bases.to(tl.pointer_type(tl.int64)) + quads * 2 + call.rank * 2 + threads % 2
-    tl.store(words, tl.where(threads % 2 == 0, x_place, out_place), mask=(ranks < WORLD) & (call.live != 0))
+    tl.store(words, tl.where(threads % 2 == 0, places.x, places.out), mask=(ranks < WORLD) & (call.live != 0))
 
 
 @triton.jit

@@ -15,15 +15,18 @@ program has one tile, and the grid passes over the message as a window (``docs/d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
 from shotcast.device.triton.words import insert_own, load_words, store_words
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.reductions import reduction_arguments
 from shotcast.transport.triton.sync import (
+    Entry,
     arrival_masks,
     await_words,
     cells_offset,
@@ -63,47 +66,49 @@ def tiles_to_send(
     return tiles
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class TwoShotShape(TileShape):
+    """A kernel of two-shot; ``CELLS`` sends flag cells."""
+
+    CELLS: bool
+    REDUCTION: int
+    MULTICAST: bool
+    CLEAR_AFTER_READ: bool
+
+
+@kernel(shape=TwoShotShape)
 def two_shot_all_reduce(
     x,
     out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
+    entry: Entry,
     nbytes,
     slots_at,  # with CELLS, those of the flag cells
     slots_quads,
-    CELLS: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    MULTICAST: tl.constexpr,
-    CLEAR_AFTER_READ: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Reduce x over all ranks into out."""
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    CELLS: tl.constexpr = SHAPE.CELLS
+    UNIT: tl.constexpr = SHAPE.UNIT
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     slice_words = slice_quads * 4
-    addresses = peer_addresses(peers, rank, worker, WORLD)
-    await_prior_kernel(PDL)
+    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    await_prior_kernel(SHAPE.PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     # A small message is loaded completely before the epoch is known. Of a large one, only the first tile is: otherwise
     # the links would wait for the loads.
-    EARLY: tl.constexpr = WORLD - 1 if WARPS == 1 else 1
+    EARLY: tl.constexpr = WORLD - 1 if SHAPE.WARPS == 1 else 1
     tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, WORLD)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
-    extent = 0 if CLEAR_AFTER_READ else slice_quads * (2 * WORLD)
+    extent = 0 if SHAPE.CLEAR_AFTER_READ else slice_quads * (2 * WORLD)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, not CELLS, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         if CELLS:
             first_shot = cells_offset(call.epoch, slots_at, slots_quads)
@@ -128,7 +133,7 @@ def two_shot_all_reduce(
             next_offs = offs + workers * BLOCK
             tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, WORLD)
         dirty = leave_epoch(call, extent, not CELLS)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         if not CELLS:
             clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         own_span = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
@@ -140,25 +145,25 @@ def two_shot_all_reduce(
                 own_words = load_words(x, rank * slice_quads * 16, offs, remaining, UNIT)
                 masks = arrival_masks(call, offs, own_span, 0, own_span, WORLD, True)
                 parts, call = await_words(call, first_shot, stride, offs, masks, 0, CELLS, WORLD, WORLD)
-                words = reduce_words(insert_own(parts, own_words, rank, WORLD), WORLD, DTYPE, REDUCTION)
+                words = reduce_words(insert_own(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE, SHAPE.REDUCTION)
                 if not CELLS:
                     words = escape_sentinel(words)
-                store_to_all(call, addresses, sums, offs, words, offs < own_span, CELLS, MULTICAST, WORLD - 1)
+                store_to_all(call, addresses, sums, offs, words, offs < own_span, CELLS, SHAPE.MULTICAST, WORLD - 1)
                 remaining = tl.minimum(slice_quads * 16, remaining)
-                words = reduced_unless_stopped(call.live, words, DTYPE)
+                words = reduced_unless_stopped(call.live, words, SHAPE.DTYPE)
                 store_words(out, rank * slice_quads * 16, offs, words, remaining, UNIT)
-                if CLEAR_AFTER_READ:
+                if SHAPE.CLEAR_AFTER_READ:
                     clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)
             if chunk > 0:
                 offs = ((chunk - 1) * workers + worker) * BLOCK + tl.arange(0, BLOCK)
-                masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD, not MULTICAST)
+                masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD, not SHAPE.MULTICAST)
                 parts, call = await_words(call, second_shot, stride, offs, masks, 0, CELLS, WORLD, WORLD)
                 for r in tl.static_range(WORLD):
-                    words = reduced_unless_stopped(call.live, parts[r], DTYPE)
+                    words = reduced_unless_stopped(call.live, parts[r], SHAPE.DTYPE)
                     remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
                     remaining = tl.where(rank == r, 0, remaining)
                     store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
-                if CLEAR_AFTER_READ:
+                if SHAPE.CLEAR_AFTER_READ:
                     clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)
 
 

@@ -14,6 +14,8 @@ rank's own slice does not travel here either, but it is rounded as if it had.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -25,7 +27,7 @@ from shotcast.device.triton.intrinsics import (
     store_words_of_quad,
     yield_core,
 )
-from shotcast.transport.triton.binding import KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.fp8_groups import (
     dequantize,
     load_group,
@@ -38,6 +40,7 @@ from shotcast.transport.triton.fp8_groups import (
 from shotcast.transport.triton.sync import (
     POLLS_PER_CHECK,
     SENTINEL,
+    Entry,
     check_deadline,
     clear_previous,
     enter,
@@ -266,33 +269,26 @@ def clear_slots(
         tl.store(base + offs, tl.full(offs.shape, SENTINEL, tl.int32), mask=mask)
 
 
-@kernel
-def two_shot_fp8_all_reduce(
-    x,
-    out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
-    nbytes,
-    slots_at,
-    slots_quads,
-    NATIVE: tl.constexpr,
-    CLEAR_AFTER_READ: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@dataclass(frozen=True, slots=True)
+class Fp8Shape(TileShape):
+    """A kernel of two-shot by FP8; ``NATIVE`` GPUs convert it by instructions."""
+
+    NATIVE: bool
+    CLEAR_AFTER_READ: bool
+
+
+@kernel(shape=Fp8Shape)
+def two_shot_fp8_all_reduce(x, out, entry: Entry, nbytes, slots_at, slots_quads, SHAPE: tl.constexpr):
     """Sum x over all ranks into out, by FP8 words."""
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    NATIVE: tl.constexpr = SHAPE.NATIVE
+    DTYPE: tl.constexpr = SHAPE.DTYPE
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
     GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    ROWS: tl.constexpr = BLOCK // ROW if BLOCK > ROW else 1
+    ROWS: tl.constexpr = SHAPE.BLOCK // ROW if SHAPE.BLOCK > ROW else 1
     SLOTS_AT_ONCE: tl.constexpr = 8 // GROUP_SCALES  # slots whose words and scales fit in the registers of a thread
-    call = enter(own, peers, rank, header_size, header_call, WARPS, PDL)
+    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     groups = groups_of(slice_quads, DTYPE)
@@ -301,9 +297,9 @@ def two_shot_fp8_all_reduce(
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     rounds = (groups + workers * ROWS - 1) // (workers * ROWS)
-    extent = 0 if CLEAR_AFTER_READ else stride * (2 * WORLD)
+    extent = 0 if SHAPE.CLEAR_AFTER_READ else stride * (2 * WORLD)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, WARPS, PDL)
+        exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         first_shot = slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + stride * WORLD
@@ -312,20 +308,20 @@ def two_shot_fp8_all_reduce(
             for i in range(0, WORLD - 1):
                 peer = rotated_peer(rank, worker, i, WORLD)
                 remaining = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
-                values = load_group(x, peer * slice_quads * 16, rows, remaining, DTYPE, UNIT)
+                values = load_group(x, peer * slice_quads * 16, rows, remaining, DTYPE, SHAPE.UNIT)
                 words, scales = quantize(values, DTYPE, NATIVE)
                 size = quads_of_slice(peer, quads, slice_quads)
                 send(call, peer, first_shot + rank * stride, word_quads, rows, words, scales, size, DTYPE)
         dirty = leave_epoch(call, extent, True)
-        release_next_kernel(PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        release_next_kernel(SHAPE.PDL)
+        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, SHAPE.BLOCK)
         own_quads = quads_of_slice(rank, quads, slice_quads)
         for chunk in range(0, rounds + 1):
             if chunk < rounds:
                 own_rank = opaque(rank)
                 rows = (chunk * workers + worker) * ROWS + tl.arange(0, ROWS)
                 remaining = tl.minimum(slice_quads * 16, nbytes - own_rank * slice_quads * 16)
-                values = load_group(x, own_rank * slice_quads * 16, rows, remaining, DTYPE, UNIT)
+                values = load_group(x, own_rank * slice_quads * 16, rows, remaining, DTYPE, SHAPE.UNIT)
                 own_words, own_scales = quantize(values, DTYPE, NATIVE)
                 total = (0.0, 0.0, 0.0, 0.0)
                 for first in tl.static_range(0, WORLD, SLOTS_AT_ONCE):
@@ -363,8 +359,8 @@ def two_shot_fp8_all_reduce(
                         DTYPE,
                     )
                 values = dequantize(sum_words, sum_scales, DTYPE, NATIVE)
-                store_group(out, own_rank * slice_quads * 16, rows, values, remaining, call.live, DTYPE, UNIT)
-                if CLEAR_AFTER_READ:
+                store_group(out, own_rank * slice_quads * 16, rows, values, remaining, call.live, DTYPE, SHAPE.UNIT)
+                if SHAPE.CLEAR_AFTER_READ:
                     clear_slots(call, first_shot, stride, word_quads, rows, quads, slice_quads, False, DTYPE, WORLD)
             if chunk > 0:
                 own_rank = opaque(rank)
@@ -388,8 +384,8 @@ def two_shot_fp8_all_reduce(
                         peer = (own_rank + first + i) % WORLD
                         remaining = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
                         values = dequantize(words[i], scales_of(scales, i, DTYPE), DTYPE, NATIVE)
-                        store_group(out, peer * slice_quads * 16, rows, values, remaining, call.live, DTYPE, UNIT)
-                if CLEAR_AFTER_READ:
+                        store_group(out, peer * slice_quads * 16, rows, values, remaining, call.live, DTYPE, SHAPE.UNIT)
+                if SHAPE.CLEAR_AFTER_READ:
                     clear_slots(call, second_shot, stride, word_quads, rows, quads, slice_quads, True, DTYPE, WORLD)
 
 

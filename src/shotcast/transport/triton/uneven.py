@@ -15,19 +15,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED, await_prior_kernel, kernel, release_next_kernel
+from shotcast.device.triton.launch import Wide
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout
-from shotcast.transport.triton.binding import SIZED, KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.few_sms import bytes_in_chunk, load_window, words_in
 from shotcast.transport.triton.sync import (
+    Entry,
     await_progress,
     await_words,
     cells_offset,
@@ -52,6 +55,32 @@ SIZE_WORDS = tl.constexpr(4)
 """Words in front of a head: the bytes of the part, low word first, the chunks of its sender beyond the heads, and 0."""
 HEAD_QUADS_BEFORE = tl.constexpr(2)
 """Quads of the flag cells of these words."""
+
+
+class Spans(NamedTuple):
+    """The parts of a call, in bytes, which its sizes decide; all but ``chunks_sent`` take 64 bits.
+
+    Attributes:
+        firsts, sizes: of the part of x for the i-th peer, rank + 1 + i: where it begins, and how long it is.
+        own_first, own_start, own_nbytes: of the part that the rank keeps: where it begins in x and in out.
+        starts: part r of out is the bytes from ``starts[r]`` to ``starts[r + 1]``.
+        longest_sent, longest_received: of the parts that pass to and from other ranks.
+        chunks_sent: the chunks of the longest part that is sent, beyond its head.
+    """
+
+    firsts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    own_first: int
+    own_start: int
+    own_nbytes: int
+    starts: tuple[int, ...]
+    longest_sent: int
+    longest_received: int
+    chunks_sent: int
+
+
+_OPEN = Spans((Wide(),) * 7, (Wide(),) * 7, Wide(), Wide(), Wide(), (Wide(),) * 9, Wide(), Wide(), 0)
+"""The argument of a kernel whose calls give their sizes."""
 
 
 @triton.jit
@@ -107,110 +136,68 @@ def most_chunks(call, came, chunks, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def keep_part(
-    x, x_start, out, out_start, nbytes, step, steps, worker, workers, UNIT: tl.constexpr, BLOCK: tl.constexpr
-):
+def keep_part(x, spans, out, step, steps, worker, workers, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """Copy this program's share in a step of the part that the rank keeps, so that ``steps`` of them copy all of it."""
-    shares = (x_start.to(tl.int64) * 0 + workers) * steps
-    share = ((nbytes + shares - 1) // shares + 15) // 16 * 16
+    shares = (spans.own_first.to(tl.int64) * 0 + workers) * steps
+    share = ((spans.own_nbytes + shares - 1) // shares + 15) // 16 * 16
     start = (step * workers + worker) * share
-    size = bytes_in_chunk(nbytes, start, share)
+    size = bytes_in_chunk(spans.own_nbytes, start, share)
     for at in range(0, words_in(size), BLOCK):
         offs = at + tl.arange(0, BLOCK)
-        store_words(out, out_start + start, offs, load_words(x, x_start + start, offs, size, UNIT), size, UNIT)
+        to = spans.own_start + start
+        store_words(out, to, offs, load_words(x, spans.own_first + start, offs, size, UNIT), size, UNIT)
 
 
 @triton.jit
 def send_parts(
-    call,
-    addresses,
-    x,
-    firsts,
-    sizes,
-    place,
-    first_word,
-    stride,
-    start,
-    longest,
-    nbytes,
-    CELLS: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    call, addresses, x, spans, place, first_word, stride, start, nbytes, CELLS: tl.constexpr, SHAPE: tl.constexpr
 ):
     """Send each peer ``nbytes`` from byte ``start`` of its part on: tiles at ``first_word``, ``stride`` words apart."""
-    for at in range(first_word, words_in(bytes_in_chunk(longest, start, nbytes)), stride):
-        offs = at + tl.arange(0, BLOCK)
+    for at in range(first_word, words_in(bytes_in_chunk(spans.longest_sent, start, nbytes)), stride):
+        offs = at + tl.arange(0, SHAPE.HEAD_BLOCK if CELLS else SHAPE.BLOCK)
         tiles = ()
-        for i in tl.static_range(WORLD - 1):
-            size = bytes_in_chunk(sizes[i], start, nbytes)
-            tiles = tiles + (load_words(x, firsts[i] + start, offs, size, UNIT),)
-        for i in tl.static_range(WORLD - 1):
-            mask = offs < words_in(bytes_in_chunk(sizes[i], start, nbytes))
+        for i in tl.static_range(SHAPE.WORLD - 1):
+            size = bytes_in_chunk(spans.sizes[i], start, nbytes)
+            tiles = tiles + (load_words(x, spans.firsts[i] + start, offs, size, SHAPE.UNIT),)
+        for i in tl.static_range(SHAPE.WORLD - 1):
+            mask = offs < words_in(bytes_in_chunk(spans.sizes[i], start, nbytes))
             store_to(call, addresses[i], place, offs, tiles[i], mask, CELLS)
 
 
-@kernel
+@dataclass(frozen=True, slots=True)
+class UnevenShape(TileShape):
+    """An uneven all_to_all; heads pass in tiles of ``HEAD_BLOCK`` words."""
+
+    HEAD_BLOCK: int
+
+
+@kernel(shape=UnevenShape)
 def exchange_parts(
     x,
     out,
-    own,
-    peers,
-    rank,
-    header_size,
-    header_call,
-    first0: tl.int64,  # the part for the i-th peer, rank + 1 + i, is size_i bytes from first_i on
-    first1: tl.int64,
-    first2: tl.int64,
-    first3: tl.int64,
-    first4: tl.int64,
-    first5: tl.int64,
-    first6: tl.int64,
-    size0: tl.int64,
-    size1: tl.int64,
-    size2: tl.int64,
-    size3: tl.int64,
-    size4: tl.int64,
-    size5: tl.int64,
-    size6: tl.int64,
-    own_first: tl.int64,  # the part that the rank keeps
-    own_start: tl.int64,
-    own_nbytes: tl.int64,
-    start0: tl.int64,  # part r of out is the bytes from start_r to start_(r + 1)
-    start1: tl.int64,
-    start2: tl.int64,
-    start3: tl.int64,
-    start4: tl.int64,
-    start5: tl.int64,
-    start6: tl.int64,
-    start7: tl.int64,
-    start8: tl.int64,
-    longest_sent: tl.int64,  # bytes, to another rank
-    longest_received: tl.int64,
-    chunks_sent,  # the chunks of the longest part that is sent, beyond its head
+    entry: Entry,
+    spans: Spans,
     head_nbytes,  # multiples of 16
     chunk_nbytes,
     cells_at,
     cells_quads,
     window_at,
     progress_at,
-    DTYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORLD: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Copy part j of x into part ``rank`` of rank j's out."""
+    rank = entry.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    BLOCK: tl.constexpr = SHAPE.BLOCK
+    UNIT: tl.constexpr = SHAPE.UNIT
+    HEAD_BLOCK: tl.constexpr = SHAPE.HEAD_BLOCK
+    WARPS: tl.constexpr = SHAPE.WARPS
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    addresses = peer_addresses(peers, rank, 0, WORLD)
-    firsts = (first0, first1, first2, first3, first4, first5, first6)
-    sizes = (size0, size1, size2, size3, size4, size5, size6)
-    starts = (start0, start1, start2, start3, start4, start5, start6, start7, start8)
-    await_prior_kernel(PDL)
-    call = enter(own, peers, rank, header_size, header_call, WARPS, False)  # the prior kernel has been waited for
+    addresses = peer_addresses(entry.peers, rank, 0, WORLD)
+    starts = spans.starts
+    await_prior_kernel(SHAPE.PDL)
+    call = enter(entry, WARPS, False)  # the prior kernel has been waited for
     zero = call.epoch * 0  # 64 bits wide, as sizes are; the interpreter takes a small number for one of 32 bits
     buffer = cells_offset(call.epoch, cells_at, cells_quads)
     stride = HEAD_QUADS_BEFORE + head_nbytes // 16 * 2
@@ -218,9 +205,9 @@ def exchange_parts(
     if tl.program_id(0) == 0:
         lanes = thread_ids(WARPS)
         for i in tl.static_range(WORLD - 1):
-            words = size_words(sizes[i], chunks_sent, lanes)
+            words = size_words(spans.sizes[i], spans.chunks_sent, lanes)
             store_to(call, addresses[i], mine, lanes, words, lanes < SIZE_WORDS, True)
-        exchange_headers(call, rank * 0, False, WORLD, WARPS, PDL)
+        exchange_headers(call, rank * 0, False, WORLD, WARPS, SHAPE.PDL)
         call = with_status(call, (read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
         compare_sizes(call, buffer, stride, starts, WORLD, WARPS)
     else:
@@ -228,24 +215,21 @@ def exchange_parts(
             call,
             addresses,
             x,
-            firsts,
-            sizes,
+            spans,
             mine + HEAD_QUADS_BEFORE,
             worker * HEAD_BLOCK,
             workers * HEAD_BLOCK,
             zero,
-            longest_sent,
             head_nbytes,
             True,
-            UNIT,
-            WORLD,
-            HEAD_BLOCK,
+            SHAPE,
         )
         leave_epoch(call, rank * 0, False)
-        release_next_kernel(PDL)
+        release_next_kernel(SHAPE.PDL)
         heads = buffer + HEAD_QUADS_BEFORE
+        longest = spans.longest_received
         for at in range(
-            worker * HEAD_BLOCK, words_in(bytes_in_chunk(longest_received, zero, head_nbytes)), workers * HEAD_BLOCK
+            worker * HEAD_BLOCK, words_in(bytes_in_chunk(longest, zero, head_nbytes)), workers * HEAD_BLOCK
         ):
             offs = at + tl.arange(0, HEAD_BLOCK)
             came_nbytes = ()
@@ -257,13 +241,13 @@ def exchange_parts(
                 masks = masks + (offs < words_in(size),)
             parts, call = await_words(call, heads, stride, offs, masks, rank * 0, True, WORLD, WORLD)
             for r in tl.static_range(WORLD):
-                store_words(out, starts[r], offs, nan_unless(call.live, parts[r], DTYPE), came_nbytes[r], UNIT)
+                store_words(out, starts[r], offs, nan_unless(call.live, parts[r], SHAPE.DTYPE), came_nbytes[r], UNIT)
         came, call = await_sizes(call, buffer, stride, WORLD, WARPS)
-        most = most_chunks(call, came, chunks_sent, WORLD, WARPS)
+        most = most_chunks(call, came, spans.chunks_sent, WORLD, WARPS)
         steps = (most + workers - 1) // workers  # the most that a program has, so that all divide the kept part alike
         turns = tl.maximum(steps, 1)
         if steps == 0:
-            keep_part(x, own_first, out, own_start, own_nbytes, zero, turns, worker, workers, UNIT, BLOCK)
+            keep_part(x, spans, out, zero, turns, worker, workers, UNIT, BLOCK)
         else:
             progress = progress_at + worker * FLAG_ROW_QUADS
             place_quads = chunk_nbytes // 16 * WORLD
@@ -275,31 +259,13 @@ def exchange_parts(
                 start = head_nbytes + ((zero + step) * workers + worker) * chunk_nbytes
                 if step < steps:
                     place = window + turn % CHUNKS_SENT * place_quads + rank * (chunk_nbytes // 16)
-                    send_parts(
-                        call,
-                        addresses,
-                        x,
-                        firsts,
-                        sizes,
-                        place,
-                        rank * 0,
-                        BLOCK,
-                        start,
-                        longest_sent,
-                        chunk_nbytes,
-                        False,
-                        UNIT,
-                        WORLD,
-                        BLOCK,
-                    )
-                    keep_part(
-                        x, own_first, out, own_start, own_nbytes, zero + step, turns, worker, workers, UNIT, BLOCK
-                    )
+                    send_parts(call, addresses, x, spans, place, rank * 0, BLOCK, start, chunk_nbytes, False, SHAPE)
+                    keep_part(x, spans, out, zero + step, turns, worker, workers, UNIT, BLOCK)
                 if step > 0:
                     call = await_progress(call, progress, step, WORLD, WARPS)
                     place = window + (turn - 1) % CHUNKS_SENT * place_quads
                     before = start - workers * chunk_nbytes
-                    for at in range(0, words_in(bytes_in_chunk(longest_received, before, chunk_nbytes)), BLOCK):
+                    for at in range(0, words_in(bytes_in_chunk(longest, before, chunk_nbytes)), BLOCK):
                         offs = at + tl.arange(0, BLOCK)
                         came_nbytes = ()
                         parts = ()
@@ -310,7 +276,7 @@ def exchange_parts(
                             chunk = place + r * (chunk_nbytes // 16)
                             parts = parts + (load_window(call, chunk, offs, offs < words_in(size)),)
                         for r in tl.static_range(WORLD):
-                            words = nan_unless(call.live, parts[r], DTYPE)
+                            words = nan_unless(call.live, parts[r], SHAPE.DTYPE)
                             store_words(out, starts[r] + before, offs, words, came_nbytes[r], UNIT)
                 if step < steps:
                     raise_progress(call, progress, step + 1, WORLD, WARPS)
@@ -322,7 +288,6 @@ HEAD_BYTES = 128 << 10
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_to_all of uneven parts; their sizes are those of each call."""
-    none: dict[str, Any] = dict.fromkeys(SIZED, 0)
     bound = context.launch(
         exchange_parts,
         plan,
@@ -330,13 +295,13 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         head_nbytes=head_bytes(context),
         chunk_nbytes=plan.launch.chunk_bytes,
         HEAD_BLOCK=plan.launch.block_words if INTERPRETED else 32 * plan.launch.num_warps,
-        **none,
+        spans=_OPEN,
     )
     return bound._replace(of_sizes=functools.lru_cache(256)(functools.partial(sized_arguments, plan, context)))
 
 
 def sized_arguments(plan: CallPlan, context: KernelContext, sizes: tuple[int, ...]) -> Sequence[int]:
-    """Return the arguments :data:`SIZED` for the elements that this rank sends to each rank, and then receives.
+    """Return the elements of :class:`Spans` for the elements that this rank sends to each rank, and then receives.
 
     Raises:
         ConfigError: a part takes more steps through the window than are counted.
@@ -360,9 +325,10 @@ def sized_arguments(plan: CallPlan, context: KernelContext, sizes: tuple[int, ..
         *[0] * unused,
         *(sent[peer] for peer in peers),
         *[0] * unused,
+        *(firsts[rank], starts[rank], sent[rank]),
         *starts,
         *[starts[-1]] * unused,
-        *(firsts[rank], starts[rank], sent[rank], longest_sent, longest_received, chunks),
+        *(longest_sent, longest_received, chunks),
     )
 
 
