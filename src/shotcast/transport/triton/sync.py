@@ -116,7 +116,7 @@ class EntryWithPuts(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where this rank's tensors of a call lie in its blocks, 0 for memory that the other ranks do not map.
+    """The places of this rank's tensors of a call in its blocks, 0 for memory that the other ranks do not map.
 
     A place has the number of the block plus one at bit PLACE_AT, and the first byte in it below.
     """
