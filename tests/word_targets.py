@@ -19,7 +19,7 @@ from shotcast.collectives import reference
 from shotcast.device.triton.float8 import from_words, to_words
 from shotcast.device.triton.words import load_words, nan_unless, pack, store_words, sum_words, unpack
 from shotcast.transport.triton import layout
-from shotcast.transport.triton.sync import Call, check_deadline, enter, escape_sentinel
+from shotcast.transport.triton.sync import Call, Entry, check_deadline, enter, escape_sentinel
 from shotcast.wire import Fault
 
 DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
@@ -332,7 +332,7 @@ def notices(waited_s: float) -> Fault | None:
 @triton.jit
 def enter_kernel(own, peers, x, out, SIZE: tl.constexpr):
     """Use addresses that are numbers, as a collective does: of its own memory, of its peers', and of a tensor."""
-    call = enter(own, peers, 0, 0, 0, 1, False)
+    call = enter(Entry(own, peers, 0, 0, 0), 1, False)
     tl.store(call.peers + 1, call.epoch)
     store_words(out, 0, tl.arange(0, SIZE), load_words(x, 0, tl.arange(0, SIZE), SIZE * 4, 4), SIZE * 4, 4)
 

@@ -49,7 +49,7 @@ class FakeRunner:
 
 def allocate(blocks: int, block_size: int) -> list[SimpleNamespace]:
     keys = torch.empty(blocks, BLOCK_BYTES // 4, dtype=torch.int16, device="meta")
-    return [SimpleNamespace(keys=keys, values=keys)]
+    return [SimpleNamespace(keys=keys, values=keys, nbytes=2 * keys.nbytes)]
 
 
 def measured_blocks(sequences: int, blocks_each: int, gib_of_first: int = 1) -> tuple[int, list[str]]:

@@ -29,4 +29,4 @@ def test_metrics() -> None:
     names = {line.split()[2].removeprefix("shotcast_") for line in lines if line.startswith("# TYPE")}
     names = {name for name in names if not name.endswith("_created")}
     assert {name for name in names if f"`{name}`" not in TEXT and f"`{name}{{" not in TEXT} == set()
-    assert len(names) == 16
+    assert len(names) == 18

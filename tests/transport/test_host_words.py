@@ -70,6 +70,6 @@ def test_a_wait_is_told_once_for_each_time_that_it_is_stored() -> None:
 def with_words(words: torch.Tensor) -> Any:
     """Return an executor that has these words and nothing else."""
     one = object.__new__(TritonExecutor)
-    one._marking, one._closed = threading.Lock(), True  # it was never counted
+    one._marking, one._closed, one.heap = threading.Lock(), True, None  # it was never counted
     one._use_words(words)
     return one

@@ -262,8 +262,9 @@ def scatter_norm(
         if SHAPE.GATHER:
             for row in range(worker, rows, row_programs):
                 for first in tl.static_range(0, WORLD, GROUP):
-                    count: tl.constexpr = smaller(GROUP, WORLD - first)
-                    call = take_rows(call, second_shot, row, rows, norm, first, count, SKIP_SELF, SHAPE)
+                    call = take_rows(
+                        call, second_shot, row, rows, norm, first, smaller(GROUP, WORLD - first), SKIP_SELF, SHAPE
+                    )
 
 
 COMPILE_OPTIONS = {"maxnreg": 128}

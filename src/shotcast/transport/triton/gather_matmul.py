@@ -83,7 +83,8 @@ def call_of(form: GemmForm, config: GemmConfig, world_size: int, shape: LaunchSh
     def launches(context: KernelContext) -> list[GatherThenMultiply]:
         gather = few_sms.bind(CallPlan(Op.ALL_GATHER, "few_sms", dtype, nbytes, launch=shape), context, announces=True)
         header = context.header_of(plan)
-        arguments = gather.arguments | {"header_size": header.size, "header_call": header.call}
+        entry = gather.arguments["entry"]._replace(header_size=header.size, header_call=header.call)
+        arguments = gather.arguments | {"entry": entry}
         # an SM divides its memory when it is idle: it has to leave shared memory to the product that joins it
         launch = Launch(gather.kernel, gather.programs, arguments, TENSORS[gather.tensors], gather.options, 0)
         arrival = Arrival(context.rank, world_size, shape.programs, shape.chunk_bytes)
