@@ -115,24 +115,11 @@ class GpuBlock:
         self.address, self.descriptor = self._memory.address, self._memory.descriptor
 
     def view(self, start: int, nbytes: int) -> tuple[torch.Tensor, Any]:
-        owner = _Bytes(self.address + start, nbytes)
+        owner = driver.GpuBytes(self.address + start, nbytes)
         return torch.as_tensor(owner, device=self._device), owner
 
     def release(self) -> None:
         self._memory.release()
-
-
-class _Bytes:
-    """Bytes of a GPU, as PyTorch takes them from other libraries."""
-
-    def __init__(self, address: int, nbytes: int):
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 _uses: dict[int, set[Any]] = {}

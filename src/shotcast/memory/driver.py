@@ -83,6 +83,18 @@ def _destroy(handle: int) -> None:
         library().cuStreamDestroy_v2(ctypes.c_void_p(handle))  # its work goes on
 
 
+class GpuBytes:
+    """Bytes of a GPU's memory, as PyTorch takes them without a copy."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("kind", ctypes.c_int), ("number", ctypes.c_int))
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shotcast.errors import ClosedError, CollectiveTimeout, ConfigError
-from shotcast.memory import nvshmem_library
+from shotcast.memory import driver, nvshmem_library
 from shotcast.memory.symmetric import HostGroup, Target, raise_failures
 from shotcast.units import about_size, align_up
 
@@ -325,21 +325,9 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-class _Bytes:
-    """Bytes of a GPU's memory, as PyTorch takes them without a copy."""
-
-    def __init__(self, address: int, nbytes: int):
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def _memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return bytes of a GPU's memory as a tensor, which does not own them."""
-    return torch.as_tensor(_Bytes(address, nbytes), device=device)
+    return torch.as_tensor(driver.GpuBytes(address, nbytes), device=device)
 
 
 HEAP = Heap(nvshmem_library.library, _memory_at)
