@@ -269,14 +269,14 @@ def absent_at_the_connection(victim: int) -> Outcome | None:
 
 def connect_crosswise() -> list[str]:
     """Connect two groups by Gloo on two threads, in another order on each rank. Return what went wrong."""
-    wrong = []
+    wrong, groups = [], []
     with Communicator(device="cpu", timeout_s=30) as comm:
         store = comm._host.store("crosswise")
         names = ["first", "second"] if comm.rank == 0 else ["second", "first"]
 
         def connect(name: str) -> None:
             try:
-                GlooGroup(dist.PrefixStore(name, store), comm.rank, 2, 1.0, 5.0, lambda: None).close()
+                groups.append(GlooGroup(dist.PrefixStore(name, store), comm.rank, 2, 1.0, 5.0, lambda: None))
             except CallError as error:
                 wrong.append(f"{name}: {error}")
 
@@ -286,7 +286,9 @@ def connect_crosswise() -> list[str]:
             time.sleep(0.3)  # so that each waits for the rank that has begun with the other
         for thread in threads:
             thread.join()
-        comm._host.barrier()
+        comm._host.barrier()  # a group that closes earlier takes the connection from a rank that still connects
+        for group in groups:
+            group.close()
     return wrong
 
 
