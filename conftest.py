@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Generator
 from typing import Any
 
@@ -22,8 +23,19 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files marked ``long`` first: a worker that began one of them last would keep the others waiting."""
+    """Leave cases to ``make test-full`` where ``every`` says so, and put files marked ``long`` first.
+
+    A worker that began a long file last would keep the others waiting.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        if every := item.get_closest_marker("every"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % every.args[0]:
+                item.add_marker("full")
+            seen[test] += 1
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -62,6 +62,7 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"shotcast {shotcast.__version__}\n")
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_starts_quickly() -> None:
     best = 60.0
@@ -149,6 +150,7 @@ def test_doctor_says_which_packaged_tables_earlier_kernels_made() -> None:
 
 
 class TestBench:
+    @pytest.mark.every(3)
     @pytest.mark.parametrize("op", ["all-reduce", "reduce-scatter", "all-gather"])
     def test_table(self, op: str) -> None:
         result = invoked("bench", op, *QUICK, "-b", "64", "-e", "1K", "-f", "16", "--world-size", "2", "-d", "bfloat16")
@@ -167,6 +169,7 @@ class TestBench:
         assert [(config.dtype, ranks) for config, ranks in asked] == [(dtype, 3) for dtype in names.values()]
         assert {config.algorithms for config, _ in asked} == {("two_shot", "one_shot")}
 
+    @pytest.mark.full
     def test_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         result_file, picture = tmp_path / "result.json", tmp_path / "picture.png"
         arguments = [
@@ -522,11 +525,13 @@ class TestErrors:
         line = refused("bench", "all-reduce", "--device", "cpu", "--timeout", "0.001")
         assert "had not finished within 0.001 s" in line
 
+    @pytest.mark.full
     def test_from_a_shell(self) -> None:
         result = shell("bench", "all-reduce", "--device", "cpu", "--world-size", "1")
         assert result.returncode == 2
         assert result.stderr == "shotcast: a collective takes at least 2 ranks\n"
 
+    @pytest.mark.full
     def test_traceback_on_request(self) -> None:
         result = shell("--traceback", "bench", "all-reduce", "--device", "cpu", "--world-size", "1")
         assert result.returncode == 1
@@ -545,6 +550,7 @@ class TestEngine:
         assert int(told[2]) <= 10
         assert re.search(r"\d+\.\d% of the time in communication", result.stderr)
 
+    @pytest.mark.full
     def test_chat_keeps_the_conversation(self) -> None:
         asked = "Name a fruit.\nName another one.\n\nnever asked\n"
         result = invoked("chat", "smollm2", "--temperature", "0", "-n", "12", stdin=asked)

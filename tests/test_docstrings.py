@@ -49,6 +49,7 @@ def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
     assert wrong == []
 
 
+@pytest.mark.full
 def test_modules_and_public_classes_have_docstrings() -> None:
     """Empty modules are left out."""
     lacking = []

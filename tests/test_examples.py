@@ -67,6 +67,7 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.timing] if name == KILLED else [pytest.mark.full] if name in LONG else []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file", [pytest.param(file, marks=marks_of(file.name), id=file.stem) for file in EXAMPLES])
 def test_runs(file: Path) -> None:
     assert f"python examples/{file.name}" in file.read_text()
@@ -104,6 +105,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_runs_as_a_rank(name: str) -> None:
     """torchrun's processes know each other by their environment, and start no ranks of their own."""

@@ -99,12 +99,13 @@ if __name__ == "__main__":
     return subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("extra", "arguments"),
     [
+        ("server", ("serve", "smollm2", "--device", "cpu", "--port", "0")),
         ("engine", ("generate", "smollm2", "x", "--device", "cpu", "-n", "1")),
         ("engine", ("bench", "engine", "--device", "cpu")),
-        ("server", ("serve", "smollm2", "--device", "cpu", "--port", "0")),
         ("plots", ("plan", "llama-3.1-8b", "-g", "1", "--plot", "none.png")),
         ("plots", ("bench", "all-reduce", "--device", "cpu", "-g", "2", "--plot", "none.png")),
     ],
@@ -121,6 +122,7 @@ def test_a_command_says_which_extra_is_missing(extra: str, arguments: tuple[str,
         )
 
 
+@pytest.mark.full
 def test_a_folder_of_weights_says_which_extra_is_missing(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -139,6 +141,7 @@ def test_an_error_of_a_rank_names_the_extra() -> None:
     assert extras.explain(failed) == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("extra", ["engine", "server", "plots", "ray"])
 def test_doctor_says_what_installs_an_extra(extra: str) -> None:
     package = extras.EXTRAS[extra][0]

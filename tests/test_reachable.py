@@ -82,6 +82,7 @@ def unreachable(root: Path, begin: set[str], found: dict[str, str]) -> set[str]:
     return set(modules) - seen
 
 
+@pytest.mark.full
 def test_every_module_is_reached() -> None:
     assert unreachable(SOURCE, roots(), FOUND) == set()
 

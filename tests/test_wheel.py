@@ -71,6 +71,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+@pytest.mark.full
 def test_runs_from_where_it_is_installed(installed: Path, tmp_path: Path) -> None:
     code = "import shotcast, shotcast.cli; print(shotcast.__file__); shotcast.Communicator, shotcast.spawn"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
@@ -102,6 +103,7 @@ dist.destroy_process_group()
 """An ordinary program of PyTorch, in which one word is another."""
 
 
+@pytest.mark.full
 def test_pytorch_finds_the_backend_by_the_entry_point_alone(installed: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -121,6 +123,7 @@ def test_pytorch_finds_the_backend_by_the_entry_point_alone(installed: Path, tmp
         assert states[name]["obstacle"] == f"SHOTCAST_{name.upper()} is not 1"
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_imports_in_an_instant(installed: Path, tmp_path: Path) -> None:
     """The package, the module that PyTorch imports at ``import torch``, and the plug-ins of vLLM and SGLang."""

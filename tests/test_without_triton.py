@@ -52,6 +52,7 @@ def run(script: str, env: dict[str, str], folder: Path, *arguments: str) -> None
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_modules_can_be_imported(without_triton: dict[str, str], tmp_path: Path) -> None:
     run(IMPORTS, without_triton, tmp_path)
 

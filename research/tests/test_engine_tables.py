@@ -33,6 +33,7 @@ def require(found: Sequence[Forecast], metric: str, mean: float, worst: float) -
     assert max(sizes) < worst, metric
 
 
+@pytest.mark.full
 def test_runs_of_three_models_on_1_to_4_gpus() -> None:
     """Every kept run, first token included. The bounds are what is reached now, and a little more."""
     found = measured()
@@ -57,6 +58,7 @@ def test_runs_of_one_gpu_have_the_kernels_of_the_calibration() -> None:
     require(found, "tpot_ms", 0.055, 0.1)
 
 
+@pytest.mark.full
 def test_runs_with_sums_by_nccl() -> None:
     found = measured("nccl")
     assert {each.run.algorithm for each in found} == {"vendor"}
@@ -116,6 +118,7 @@ def test_collectives_that_were_not_fitted() -> None:
         assert fmean(errors) < 0.1, operation
 
 
+@pytest.mark.full
 def test_the_page_has_these_tables() -> None:
     page = PAGE.read_text()
     assert forecast.with_tables(page, forecast.tables()) == page

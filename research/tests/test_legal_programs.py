@@ -54,6 +54,7 @@ def run(file: Path, world_size: int, *more: str, plant: Callable[[], None] | Non
     return record
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("backend", "world_size", "programs"), [("shotcast", 2, 40), ("shotcast", 3, 20), ("gloo", 3, 5)]
 )
@@ -131,6 +132,7 @@ def test_a_printed_program_can_be_run_again(tmp_path: Path, capsys: pytest.Captu
     assert "rank 1, program 0" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_hang_is_ended_and_says_where_it_was(tmp_path: Path) -> None:
     program = Program("cpu", 2, PAIR, (Slot(1),), (Product(16), Collective("barrier"), Product(16)))
     (tmp_path / "program.txt").write_text(program.text())
@@ -157,6 +159,7 @@ def test_all_ranks_draw_the_same_programs() -> None:
     assert len(set(drawn[0])) == 20
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 3), ("cpu", 4), ("cuda", 2)])
 def test_programs_are_legal_and_of_every_kind(device: str, world_size: int) -> None:
     kinds: collections.Counter[str] = collections.Counter()

@@ -50,6 +50,7 @@ def understand_script(path: str, arguments: list[str]) -> None:
         understand(["bench", *asked.command])
 
 
+@pytest.mark.full
 def test_every_part_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tests/process_group")  # a part runs a script of its
     done = run(tmp_path, *PARTS)

@@ -23,6 +23,7 @@ def test_every_rank_has_the_sum_of_its_number_in_all_nodes(nodes: int, local: in
     assert held == [{node * local + rank % local for node in range(nodes)} for rank in range(nodes * local)]
 
 
+@pytest.mark.full
 def test_a_way_that_fails_or_stalls_leaves_its_rows_and_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

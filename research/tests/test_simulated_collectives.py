@@ -152,6 +152,7 @@ def test_every_sum_has_each_node_once(nodes: int) -> None:
     assert (counts == 1).all()
 
 
+@pytest.mark.full
 @given(calls() | schedules(), fabrics, st.integers(0, 100), st.floats(0, 20), begins)
 @settings(max_examples=150, deadline=None)
 def test_recurrence_and_events_agree(

@@ -17,6 +17,7 @@ DATA = sorted((Path(__file__).parents[2] / "benchmarks/data").glob("*/stress.jso
 CPU = ("--device", "cpu", "--largest", "65536", "--timeout", "30", "--seed", "5")
 
 
+@pytest.mark.full
 def test_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "runs.json"
     for world_size, calls in (("2", "120"), ("3", "20"), ("2", "10")):

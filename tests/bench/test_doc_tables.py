@@ -21,6 +21,7 @@ PICTURE = re.compile(r"(?:shotcast bench plot|python research/ring_speedup_plot\
 TEXT = "before\n<!-- shotcast bench table --json a.json\n     --kind 'x y' -->\nold\n<!-- end of table -->\nafter\n"
 
 
+@pytest.mark.full
 def test_tables_in_documents_are_what_the_tool_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(app, ["bench", "fill", "--check", *map(str, DOCUMENTS)])
@@ -45,6 +46,7 @@ def _place(command: list[str]) -> int:
     return next(at for at, word in enumerate(command) if word.endswith(".png"))
 
 
+@pytest.mark.full
 def test_pictures_are_drawn_by_the_commands_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert pictures(), "no command for a picture was found"

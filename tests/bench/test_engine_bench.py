@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     stored, picture = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--layouts", "1x1,2x1", "--batches", "1,3", "--prompt", "8", "--output", "33", "--rounds", "1"]
@@ -74,6 +75,7 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     assert f"| {rows[-1].tpot_ms:.2f} |" in lines[-1]
 
 
+@pytest.mark.full
 def test_ways_of_long_prompts_beside_each_other(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a layout that a plan chooses, which is one rank where nothing was measured of the machine."""
     monkeypatch.delenv("SHOTCAST_CALIBRATION", raising=False)
@@ -92,6 +94,7 @@ def test_ways_of_long_prompts_beside_each_other(folder: Path, tmp_path: Path, mo
     assert engine_report.markdown(rows[2:]).startswith("| layout | algorithm | batch |"), "the default needs no name"
 
 
+@pytest.mark.full
 def test_speculation_beside_steps_without_it(folder: Path, tmp_path: Path) -> None:
     stored, picture = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--layouts", "1x1", "--batches", "1,2", "--prompt", "30", "--period", "5", "--output", "40"]

@@ -137,6 +137,7 @@ def test_nothing_is_clamped_by_the_static_scale() -> None:
     assert 0.95 * E4M3_MAX < largest <= E4M3_MAX
 
 
+@pytest.mark.full
 def test_fused_kernels_are_right() -> None:
     """The Triton kernels are right in the interpreter."""
     names = ("one_shot", "two_shot", "auto", "fp8_static", "fp8_dynamic")

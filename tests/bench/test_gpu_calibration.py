@@ -84,6 +84,7 @@ def test_what_is_no_number_is_wrong() -> None:
         off_by("x", torch.tensor([1.0, float("nan"), 1.0]), exact, 0.0, 1.0)
 
 
+@pytest.mark.full
 def test_kernels_of_gpus_pass_their_checks_interpreted() -> None:
     names = ("norm", "activation", "embedding", "logits", "sampling", "norm_fp8", "quantization", "activation_fp8")
     shapes = [

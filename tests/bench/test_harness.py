@@ -26,6 +26,7 @@ CONFIG = BenchConfig(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), pytest.param(3, "bfloat16", marks=pytest.mark.full)])
 def test_every_implementation_at_every_size(world_size: int, dtype: str) -> None:
     configs = [dataclasses.replace(CONFIG, op=op, dtype=dtype) for op in implementations.PLAIN_OPS]
@@ -48,6 +49,7 @@ def test_every_implementation_at_every_size(world_size: int, dtype: str) -> None
             assert 0 < row.time_us <= row.p99_us
 
 
+@pytest.mark.full
 def test_other_reductions_and_dtypes() -> None:
     asked = [("all_reduce", "max", "int32"), ("reduce_scatter", "prod", "int8"), ("reduce", "min", "float64")]
     asked += [("all_reduce", "avg", "float16"), ("all_gather", "sum", "uint8"), ("all_reduce", "sum", "int16")]

@@ -52,6 +52,7 @@ def test_wrong_networks_are_refused(hosts: int, delay_us: float) -> None:
         SimulatedHosts(hosts, delay_us=delay_us)
 
 
+@pytest.mark.full
 @needs_hosts
 def test_each_host_is_a_machine_of_its_own() -> None:
     with SimulatedHosts(2) as network:
@@ -154,6 +155,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @needs_hosts
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_nothing_is_left_behind(tmp_path: Path, ended_by: signal.Signals) -> None:

@@ -461,6 +461,7 @@ class TestRanks:
                 "all_reduce of float32, 8 KiB, eager",
             ]
 
+    @pytest.mark.full
     def test_a_wrong_launch_never_enters(self) -> None:
         config = dataclasses.replace(CONFIG, sizes=(100_000,))
         for (found,) in shotcast.spawn(targets.one_launch_is_wrong, 2, config, timeout_s=500):
@@ -475,6 +476,7 @@ class TestRanks:
         for said in shotcast.spawn(targets.nothing_is_right, 2, CONFIG, timeout_s=500):
             assert said == "no algorithm gives right results for all_reduce of float32, 4 KiB"
 
+    @pytest.mark.full
     def test_all_ranks_decide_alike_by_the_slowest(self) -> None:
         first, second = shotcast.spawn(targets.ranks_differ, 2, CONFIG, timeout_s=500)
         assert first == second
@@ -486,6 +488,7 @@ class TestRanks:
             "cpu", NodeShape(1, 2), points, device="cpu", environment={}, command="", seconds=0.0
         )
 
+    @pytest.mark.full
     def test_tuned_then_used(self, tmp_path: Path) -> None:
         config = dataclasses.replace(CONFIG, ops=("all_reduce", "all_gather"), sizes=(1024, 65536), seconds=0.02)
         part, shape, points = tune.run(config, 3)
@@ -509,6 +512,7 @@ class TestRanks:
                         assert reason.startswith(f"{path}: {algorithm} for ")
                     assert got == ([6.0, 6.0] if op == "all_reduce" else [1.0, 3.0])
 
+    @pytest.mark.full
     def test_a_table_of_ranks_on_two_nodes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SHOTCAST_RANKS_PER_NODE", "1")
         part, shape, points = tune.run(dataclasses.replace(CONFIG, sizes=(1024,), seconds=0.01), 2)
@@ -529,6 +533,7 @@ class TestRanks:
         monkeypatch.delenv("SHOTCAST_RANKS_PER_NODE")
         assert shotcast.spawn(targets.by_table, 2, [256], "all_reduce", timeout_s=60)[0][0][0] == "cost model"
 
+    @pytest.mark.full
     def test_tables_and_overrides_of_the_environment_decide_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SHOTCAST_TABLE", "/no/such/table")
         monkeypatch.setenv("SHOTCAST_ALGORITHM", "ring")

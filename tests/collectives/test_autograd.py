@@ -33,6 +33,7 @@ def test_second_derivative(world_size: int) -> None:
     shared_ranks.run(targets.second_derivative, world_size)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_written_tensors_and_reductions_against_plain_torch(world_size: int) -> None:
     names = [name for name in autograd_programs.PROGRAMS if world_size > 1 or name != "received"]

@@ -78,6 +78,7 @@ for changes in json.load(sys.stdin):
 print(json.dumps(errors))
 """
 
+    @pytest.mark.full
     def test_missing_wrong_and_inconsistent(self) -> None:
         env = {**os.environ, "PYTHONPATH": str(Path(shotcast.__file__).parents[1])}
         cases = json.dumps([changes for changes, _ in self.CASES])

@@ -106,6 +106,7 @@ def _tempting(path: Path, world_size: int) -> dict[str, str]:
 ANY_DTYPE = [*wire.REDUCIBLE, "float64", "int32", "bool", "complex64"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("world_size", "max_bytes"),
     [(2, 1 << 20), (3, 1 << 12), *(pytest.param(n, 1 << 16, marks=pytest.mark.full) for n in (4, 8))],
@@ -123,6 +124,7 @@ def test_without_the_mode_they_may(tmp_path: Path) -> None:
     assert min(others) > 0
 
 
+@pytest.mark.full
 def test_kernels_of_gpus_in_the_interpreter() -> None:
     call = (targets.parts_of_messages, 3, "cpu", ["bfloat16"], 1999, 3, True, 1 << 14)
     assert interpret(*call, env=GPU_COLLECTIVES) == [0] * 3

@@ -50,6 +50,7 @@ def compile_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> lis
     return shared_ranks.run(targets.with_nothing_compiled, world_size, fn, *args)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_every_call(backend: str) -> None:
     assert compile_on_ranks(targets.compiled_equals_eager, 2, backend) == [1, 1]
@@ -60,6 +61,7 @@ def test_every_call_on_three_ranks() -> None:
     assert compile_on_ranks(targets.compiled_equals_eager, 3, "aot_eager") == [1, 1, 1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_fused_calls(backend: str) -> None:
     graphs = compile_on_ranks(targets.fused_equals_eager, 2, backend)
@@ -71,21 +73,25 @@ def test_one_graph_for_all_sizes(backend: str) -> None:
     assert compile_on_ranks(targets.dynamic_sizes, 2, backend) == [1, 1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_gradients(world_size: int) -> None:
     every = world_size > 2
     assert compile_on_ranks(targets.gradients, world_size, "aot_eager", every) == [39 if every else 24] * world_size
 
 
+@pytest.mark.full
 def test_gradients_of_operations_with_a_root_and_of_uneven_parts() -> None:
     for eager, compiled in shared_ranks.run(operation_targets.derivatives, 2, timeout_s=200):
         assert eager == compiled
 
 
+@pytest.mark.full
 def test_gradients_of_fused_calls() -> None:
     compile_on_ranks(targets.fused_gradients, 2, "aot_eager")
 
 
+@pytest.mark.full
 def test_operators_pass_opcheck() -> None:
     checked = compile_on_ranks(targets.opcheck, 2)[0]
     assert len(checked) == 28
@@ -96,6 +102,7 @@ def test_model(backend: str) -> None:
     assert compile_on_ranks(targets.model_equals_eager, 2, backend) == [2, 2]  # for inference and for training
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_order_of_the_program(backend: str) -> None:
     """Without precautions, compilers drop the unused call, and Inductor runs the barrier first and the gathers last."""
@@ -105,10 +112,12 @@ def test_order_of_the_program(backend: str) -> None:
     assert sorted(labels[0][6:]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]  # in the backward
 
 
+@pytest.mark.full
 def test_graphs_name_rank_and_world_size() -> None:
     compile_on_ranks(targets.graph_arguments, 2)
 
 
+@pytest.mark.full
 def test_eager_calls_bypass_the_operators() -> None:
     compile_on_ranks(targets.operators_and_names, 2, "aot_eager")
 
@@ -117,15 +126,18 @@ def test_bad_calls() -> None:
     compile_on_ranks(targets.bad_calls, 2, "aot_eager")
 
 
+@pytest.mark.full
 def test_selective_checkpoints() -> None:
     compile_on_ranks(targets.checkpointed, 2, "aot_eager")
 
 
+@pytest.mark.full
 def test_order_that_cannot_be_kept_is_refused() -> None:
     message = shotcast.spawn(targets.error_without, 1, "Inductor's kernels", timeout_s=500)[0]
     assert "the order of calls in code of PyTorch" in message
 
 
+@pytest.mark.full
 def test_operators_that_cannot_be_ordered_are_refused(tmp_path: Path) -> None:
     code = """
         import torch.library

@@ -22,6 +22,7 @@ MANY_COUNTS = [0, 1, 2, 3, 5, 7, 8, 63, 64, 65, 1000, 4095, 4096, 4099, 65_537, 
 
 
 class TestValues:
+    @pytest.mark.every(4)
     @pytest.mark.parametrize(
         ("world_size", "counts", "shift"),
         [(2, [*ODD_COUNTS, 300_001], 1), (3, ODD_COUNTS, 0), (5, [0, 2, 4099], 1), (8, [1, 63, 20_011], 1)],
@@ -80,6 +81,7 @@ class TestValues:
             "half a second for each form, to wait for the third rank"
         )
 
+    @pytest.mark.full
     def test_more_calls_than_a_communicator_remembers(self) -> None:
         from shotcast.collectives.kept_calls import KEPT_CALLS
 
@@ -88,6 +90,7 @@ class TestValues:
 
 
 class TestBits:
+    @pytest.mark.every(3)
     @pytest.mark.parametrize("world_size", [2, 3, 8])
     def test_same_on_all_ranks_and_for_both_shots(self, world_size: int) -> None:
         results = shotcast.spawn(numerics, world_size, "cpu", timeout_s=60)
@@ -99,6 +102,7 @@ class TestBits:
         for ends in shotcast.spawn(across_epochs, world_size, "cpu", timeout_s=60):
             assert ends == [(1 << 16) + 8, (1 << 31) + 8, (1 << 32) + 8]
 
+    @pytest.mark.full
     def test_workspace_does_not_change_the_answer(self) -> None:
         results = shotcast.spawn(targets.sums_with_small_workspaces, 3, timeout_s=60)
         assert all(result == results[0] for result in results)
@@ -107,6 +111,7 @@ class TestBits:
         assert found[:third] == found[third : 2 * third] == found[2 * third :]
         assert found[:3] == found[3:6], "one-shot and two-shot"
 
+    @pytest.mark.full
     def test_chunks_of_a_table_do_not_change_the_answer(self, tmp_path: Path) -> None:
         bits = set()
         for algorithm in ("one_shot", "two_shot"):
@@ -141,16 +146,19 @@ class TestStates:
     def test_context_timeout_and_close(self) -> None:
         shotcast.spawn(targets.states, 3, timeout_s=60)
 
+    @pytest.mark.full
     def test_reset_without_a_failure(self) -> None:
         epochs = shotcast.spawn(targets.repeated_resets, 2, timeout_s=60)
         assert epochs[0] == epochs[1]
         assert epochs[0] == sorted(set(epochs[0]))
 
 
+@pytest.mark.full
 def test_rendezvous_at_a_file(tmp_path: Path) -> None:
     shotcast.spawn(targets.rendezvous_at_a_file, 2, str(tmp_path / "store"), timeout_s=50)
 
 
+@pytest.mark.full
 def test_started_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(

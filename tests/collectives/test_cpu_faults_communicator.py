@@ -144,6 +144,7 @@ class TestDeadIsNotLate:
     def test_ranks_that_leave_when_they_are_done(self) -> None:
         assert shotcast.spawn(targets.leave_one_by_one, 4, timeout_s=30) == [10.0] * 4
 
+    @pytest.mark.full
     def test_a_rank_that_has_left(self) -> None:
         results = shotcast.spawn(targets.left_after_its_last_call, 3, 1, timeout_s=60)
         assert results.pop(1) == {}
@@ -167,6 +168,7 @@ class TestDeadIsNotLate:
 
 
 class TestWaits:
+    @pytest.mark.full
     def test_the_log_says_who_is_awaited(self) -> None:
         """Once or twice for each wait; ranks are those of the job, though the communicator is one of two of them."""
         results = shotcast.spawn(targets.waits, 3, 1, timeout_s=60)
@@ -182,6 +184,7 @@ class TestWaits:
 class TestFirstUse:
     """Compilation is outside any deadline, and the deadline holds for ranks that do not come to compile."""
 
+    @pytest.mark.full
     def test_a_rank_that_comes_late_and_compiles_long(self) -> None:
         assert shotcast.spawn(targets.compile_late, 3, 1.0, 2.5, False, timeout_s=30) == [6.0] * 3
 
@@ -201,6 +204,7 @@ class TestFirstUse:
             assert (error.missing, error.reason) == ((0,), "dead")
             assert delay < SOON_S
 
+    @pytest.mark.full
     def test_a_rank_that_fails_to_compile(self) -> None:
         """The others wait for it no longer than for any; after a reset, all meet again, whatever the deadline."""
         for rank, (error, took, again, total) in enumerate(
@@ -289,6 +293,7 @@ class TestMismatch:
             assert error.epoch == 5
             assert outcome["took"] < SOON_S
 
+    @pytest.mark.full
     def test_mismatch_is_found_before_the_vendor_runs(self) -> None:
         for seen in shotcast.spawn(targets.different_calls, 3, 2, timeout_s=50):
             assert len(seen) == 10
@@ -304,6 +309,7 @@ class TestMismatch:
         assert errors[1].fields == (what,)
         assert sorted(errors[1].calls) == [0, 1]
 
+    @pytest.mark.full
     def test_missing_message(self) -> None:
         first, second, third = shotcast.spawn(targets.missing_messages, 3, timeout_s=40)
         assert [error and error.missing for error in first] == [None, (1,)]

@@ -11,6 +11,7 @@ from shotcast.collectives.rank_device import enough_gpus
 INTERPRETED = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("how", "env"), [("own", {}), ("vendor", {}), ("started", {}), ("own", INTERPRETED)], ids=lambda value: str(value)
 )
@@ -19,6 +20,7 @@ def test_files_threads_and_memory_are_given_back(how: str, env: dict[str, str]) 
         assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 
+@pytest.mark.full
 def test_nodes_that_talk_over_a_network() -> None:
     env = {"SHOTCAST_RANKS_PER_NODE": "1"}
     for before, after in shotcast.spawn(targets.dropped, 2, "cpu", "own", env=env, timeout_s=100):

@@ -53,6 +53,7 @@ def quick(path: str) -> list[Case]:
     return [usual(cell, 2, 0.3, "reset") for cell in cells]
 
 
+@pytest.mark.full
 def test_a_few_cells() -> None:
     with ThreadPoolExecutor() as pool:  # these ranks mostly wait
         for outcomes in pool.map(lambda path: runs.run(quick(path), "cpu", 40, grace_s=_BESIDE_OTHERS_S), matrix.PATHS):

@@ -44,6 +44,7 @@ def interpreted(fn: Any, world_size: int, *args: Any, **options: Any) -> list[An
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "counts"),
@@ -71,6 +72,7 @@ def test_places_of_the_window_are_used_again(world_size: int) -> None:
     assert interpreted(many_chunks, world_size, "cpu", 700, (2, 64, 1, 32), 6, fresh=True) == [6] * world_size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "counts"), [(2, [0, 9000]), pytest.param(3, [1, 1500], marks=pytest.mark.full)])
 def test_copies_by_copy_engines(world_size: int, counts: list[int]) -> None:
     """Calls have one round, or many, whose places in the window serve again."""
@@ -78,6 +80,7 @@ def test_copies_by_copy_engines(world_size: int, counts: list[int]) -> None:
     assert done == [len(counts) * 2 * 3 * 2] * world_size
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_progress_goes_on_where_its_numbers_change_sign() -> None:
     assert min(interpreted(across_epochs, 2, "cpu")) > 1 << 44
@@ -112,6 +115,7 @@ def test_absent_rank_is_named(killed: bool, engines: bool) -> None:
         assert outcome["took"] < (20 if killed else 5)
 
 
+@pytest.mark.every(2)
 @pytest.mark.timing
 @pytest.mark.parametrize(("killed", "timeout_s"), [(False, 2.0), (True, 50.0)], ids=["stopped", "killed"])
 def test_rank_that_stops_between_chunks_is_named(killed: bool, timeout_s: float) -> None:

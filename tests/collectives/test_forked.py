@@ -21,9 +21,11 @@ def test_a_child_releases_nothing_of_the_gpus() -> None:
     shotcast.spawn(targets.child_drops_it, 2, "cuda", 3, timeout_s=200)
 
 
+@pytest.mark.full
 def test_maker_and_child_at_once() -> None:
     assert shotcast.spawn(targets.used_at_once, 2, 20, timeout_s=50) == [20, 20]
 
 
+@pytest.mark.full
 def test_forks_that_make_no_calls() -> None:
     shotcast.spawn(targets.forks_without_calls, 2, timeout_s=50)

@@ -14,6 +14,7 @@ from shotcast import wire
 FLOATS = ["float32", "float16", "bfloat16"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "listed"),
     [
@@ -35,12 +36,14 @@ def test_bits(world_size: int, listed: dict[str, list[int]]) -> None:
     assert done == [[4 * len(counts) for counts in listed.values()]] * world_size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "dtype"), [pytest.param(2, "float32", marks=pytest.mark.full), (3, "bfloat16")])
 def test_calls_that_clear_their_own_slots(world_size: int, dtype: str) -> None:
     """Long calls clear their own slots. Here they also run between calls that leave the clearing to the next call."""
     interpreted(targets.matrix, world_size, [1, 700, 40, 1100], [dtype], True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_shorter_and_longer_calls(world_size: int) -> None:
     assert interpreted(targets.shorter_and_longer, world_size, 24)[0] > 1000
@@ -67,10 +70,12 @@ def test_the_longest_message_fits(dtype: str, world_size: int) -> None:
     assert nbytes > (1 << 12) * (3 if dtype == "float32" else 1.5)
 
 
+@pytest.mark.full
 def test_sentinels_arrive_as_nan() -> None:
     assert interpreted(targets.nothing_but_sentinels, 2, timeout_s=60) == [9, 9]
 
 
+@pytest.mark.full
 def test_bits_do_not_depend_on_the_launch() -> None:
     assert interpreted(targets.bits_of_launches, 2) == [True, True]
 
@@ -97,6 +102,7 @@ def test_killed_or_stopped_rank(world_size: int, fault: str) -> None:
         assert outcome["left"] == []
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_calls_after_a_fault_give_nan() -> None:
     """The slots hold numbers of earlier calls by then."""
@@ -108,6 +114,7 @@ def test_calls_after_a_fault_give_nan() -> None:
 # -- permission -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_auto_takes_fp8_only_where_allowed() -> None:
     """The argument allows it or, without an argument, the environment does."""
     kinds = [(None, "", False), (None, "1", True), (True, "0", True), (False, "1", False), (True, "", True)]

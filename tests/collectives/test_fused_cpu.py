@@ -14,6 +14,7 @@ OPS = list(targets.FUSED)
 ROWS = [(0, 8), (1, 1), (5, 7), (4, 129), (6, 64), (3, 2880)]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("world_size", "max_bytes", "shift"), [(2, 1 << 20, 1), (3, 1, 0), (8, 1, 1)])
 def test_every_operation_and_form(world_size: int, max_bytes: int, shift: int) -> None:
     listed = [
@@ -27,6 +28,7 @@ def test_every_operation_and_form(world_size: int, max_bytes: int, shift: int) -
     assert done == [len(listed) * (len(OPS) + 5 * algorithms)] * world_size
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("world_size", "max_bytes"), [(2, 1 << 20), (5, 1)])
 def test_layer_norms(world_size: int, max_bytes: int) -> None:
     weights = ("", "float32", "bfloat16")
@@ -46,6 +48,7 @@ def test_a_rank_that_norms_otherwise_is_named() -> None:
         assert "bias" in str(error)
 
 
+@pytest.mark.full
 def test_weights_of_another_dtype() -> None:
     pairs = [(dtype, weight) for dtype in FLOATS for weight in FLOATS if weight != dtype]
     listed = [Case(dtype, 2 + turn % 2, 129 + turn, turn % 2, weight) for turn, (dtype, weight) in enumerate(pairs)]

@@ -109,6 +109,7 @@ class TestInterpreted:
         ]
         assert interpreted(targets.one_after_the_other, 2) == [expected] * 2
 
+    @pytest.mark.full
     def test_graphs_go_on_in_the_workspace_that_they_were_captured_with(self) -> None:
         expected = [[FIRST], [FIRST, 4 * FIRST], [FIRST, 4 * FIRST, LARGEST]]
         assert interpreted(targets.workspaces_of_graphs, 2) == [expected] * 2
@@ -116,9 +117,11 @@ class TestInterpreted:
     def test_a_growth_in_inference_mode_serves_all_modes(self) -> None:
         assert interpreted(targets.growth_in_inference_mode, 2) == [[FIRST, LARGEST]] * 2
 
+    @pytest.mark.full
     def test_messages_arrive_across_a_growth(self) -> None:
         interpreted(targets.messages_across_growth, 2)
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("world_size", "calls"),
         [pytest.param(2, 30, marks=pytest.mark.full), (3, 20), pytest.param(4, 300, marks=pytest.mark.full)],
@@ -128,6 +131,7 @@ class TestInterpreted:
         assert ends == [ends[0]] * world_size
         assert (ends[0][0][0], ends[0][0][-1]) == (FIRST, LARGEST)
 
+    @pytest.mark.full
     @pytest.mark.timing
     def test_an_absent_rank_is_named_by_the_deadline(self) -> None:
         for rank, (op, missing, took) in enumerate(interpreted(targets.absent, 2, 1.0)):
@@ -149,6 +153,7 @@ class TestInterpreted:
                 assert "rank 0: all_reduce(float32, 16 KiB, two_shot" in other
                 assert f"rank 1: all_reduce(float32, {_size(nbytes)}, two_shot" in other
 
+    @pytest.mark.full
     def test_one_rank_without_memory_is_an_error_of_all(self) -> None:
         for errors in interpreted(targets.without_memory, 2, 1, fresh=True):
             assert len(errors) == 3
@@ -167,6 +172,7 @@ class TestInterpreted:
             assert (says, does) == (False, False)
             assert "multimem" not in candidates
 
+    @pytest.mark.full
     def test_memory_is_leased_and_given_back(self) -> None:
         for held in interpreted(targets.communicators_with_leases, 4, fresh=True):
             first, *between, last = held

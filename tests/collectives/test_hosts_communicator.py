@@ -30,6 +30,7 @@ def test_every_algorithm_on_more_nodes(nodes: int, ranks: int) -> None:
     shotcast.spawn(workers.matrix, nodes * ranks, "cpu", DTYPES, counts, 1, None, 9, env=env, timeout_s=550)
 
 
+@pytest.mark.full
 def test_operations_that_the_library_carries() -> None:
     reasons = shotcast.spawn(targets.other_operations, 4, env=TWO_A_NODE, timeout_s=60)[0]
     assert "by cost model: predicted us: nvrar " in reasons["all_reduce"]
@@ -42,6 +43,7 @@ def test_operations_that_the_library_carries() -> None:
     assert "vendor, by legality: no own kernel carries reduce_scatter between hosts" in reasons["reduce_scatter"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("nodes", "ranks"), [(2, 2), *(pytest.param(*shape, marks=pytest.mark.full) for shape in ((3, 1), (3, 2), (5, 1)))]
 )
@@ -63,6 +65,7 @@ def test_reductions_between_hosts(nodes: int, ranks: int) -> None:
         assert {"sum of bfloat16", "max of float64", "prod of int64", "sum of bool"} <= own
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_faults_name_ranks_and_nodes() -> None:
     for seen in shotcast.spawn(targets.faults, 4, env=TWO_A_NODE, timeout_s=60):
@@ -93,6 +96,7 @@ def test_a_killed_rank_of_another_node_is_named_at_once() -> None:
             assert took < 3, "long before the deadline"
 
 
+@pytest.mark.full
 def test_splits_keep_the_nodes_of_their_ranks() -> None:
     across, within = shotcast.spawn(targets.splits, 4, env=TWO_A_NODE, timeout_s=60)[0]
     assert "for 2x1 ranks over tcp" in across
@@ -100,6 +104,7 @@ def test_splits_keep_the_nodes_of_their_ranks() -> None:
     assert "tcp" not in within
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "of_node", "counts"), [(4, "2", [333]), pytest.param(3, "1", [0, 5, 333, 2051], marks=pytest.mark.full)]
 )

@@ -54,6 +54,7 @@ def check_fault(
     assert found["threads"] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("hosts", "ranks_per_host", "algorithm", "count"), SHAPES)
 def test_a_host_without_power_is_named(
     tmp_path: Path, hosts: int, ranks_per_host: int, algorithm: str, count: int

@@ -119,6 +119,7 @@ def interpreted(
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_random_programs() -> None:
     """Calls with a root and uneven parts have kernels of their own."""
     interpreted(operation_programs.many_programs, 3, 150, 8)
@@ -132,6 +133,7 @@ def test_cases_cover_every_pair() -> None:
     assert {case.operation.partition("/")[0] for case in cases} == set(OPERATIONS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "world_size", [pytest.param(n, marks=[pytest.mark.full] if n > 3 else []) for n in WORLD_SIZES]
 )
@@ -152,6 +154,7 @@ def test_matrix(world_size: int, dtype: str, shift: int) -> None:
     assert min(done) == max(done) > 100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "calls", "largest"),
     [
@@ -166,11 +169,13 @@ def test_calls_of_changing_size_with_stragglers(world_size: int, calls: int, lar
     interpreted(with_late_programs, world_size, changing_sizes, "cpu", calls, largest, 3, timeout_s=limit_s)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_epochs_across_borders(world_size: int) -> None:
     assert interpreted(across_epochs, world_size, "cpu")[0][2] > 1 << 32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "dtypes"), [(3, ["float32", "bfloat16"]), pytest.param(8, FLOATS, marks=pytest.mark.full)]
 )
@@ -179,17 +184,20 @@ def test_bits_are_equal_on_all_ranks_and_runs(world_size: int, dtypes: list[str]
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sentinels_arrive_as_nan(world_size: int) -> None:
     """A tensor of words that mean "not arrived" keeps no rank waiting."""
     assert interpreted(sentinels, world_size, 50, timeout_s=60) == [30] * world_size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_calls_that_clear_their_slots_themselves(world_size: int) -> None:
     interpreted(with_late_programs, world_size, calls_clearing_slots, 60, 1500)
 
 
+@pytest.mark.full
 def test_calls_that_clear_their_slots_leave_no_words() -> None:
     kinds = ("all_reduce/two_shot", "all_reduce/two_shot_fp8", "reduce_scatter/one_shot", "all_gather", "all_to_all")
     for each in interpreted(in_turn, 2, words_left_in_slots, [(operation, 1001) for operation in kinds]):
@@ -213,6 +221,7 @@ def test_every_reduction_on_every_number_of_ranks(world_size: int) -> None:
     interpreted(communicator_targets.every_reduction, world_size, 0, 1)
 
 
+@pytest.mark.full
 def test_messages_beyond_the_workspace_pass_in_pieces() -> None:
     assert interpreted(messages_in_pieces, 3, 4096) == [16] * 3
 
@@ -222,6 +231,7 @@ def test_long_messages() -> None:
     assert interpreted(with_late_programs, 2, long_messages, 150_001) == [2, 2]
 
 
+@pytest.mark.full
 def test_messages_wait_in_the_mailbox() -> None:
     assert interpreted(waiting_messages, 3, "cpu", 3) == [48] * 2 + [0]
 
@@ -246,6 +256,7 @@ def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float, reas
     assert outcome["nan"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.timing
 @pytest.mark.parametrize(
     ("world_size", "fault", "algorithm"), [(2, "killed", "one_shot"), (3, "killed", "ring"), (3, "stopped", "two_shot")]
@@ -270,6 +281,7 @@ def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> 
         assert outcome["left"] == []
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_a_host_hears_whom_its_kernels_wait_for() -> None:
     """Long before the deadline, and no more once the rank has come."""
@@ -302,6 +314,7 @@ def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -
         assert took < 2
 
 
+@pytest.mark.full
 @pytest.mark.timing
 @pytest.mark.parametrize(
     ("world_size", "algorithm"), [(2, "two_shot"), pytest.param(3, "ring", marks=pytest.mark.full)]
@@ -326,12 +339,14 @@ def test_mismatched_message(what: str, ahead: int) -> None:
     assert sorted(errors[1].calls) == [0, 1]
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_mismatched_message_before_the_first_use_of_another_kernel() -> None:
     """The rank that does not know of it yet must not wait for the other one to load that kernel."""
     assert interpreted(first_use_after_a_mismatch, 2)[1].fields == ("dtype",)
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_missing_message() -> None:
     first, second, third = interpreted(missing_messages, 3)

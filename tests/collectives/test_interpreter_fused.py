@@ -44,6 +44,7 @@ def test_cases_cover_all_dtypes_lengths_and_shifts() -> None:
     assert {case.shift for case in listed} == {0, 1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n > 2)])
 def test_values(world_size: int) -> None:
     listed = CASES[world_size]
@@ -75,26 +76,31 @@ def test_every_value(dtype: str, world_size: int) -> None:
     interpreted(targets.cases, world_size, "cpu", listed, list(FUSED), 1 << 20, timeout_s=1700)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_bits_do_not_depend_on_algorithm_or_batch(world_size: int) -> None:
     results = interpreted(targets.bits_of_every_algorithm, world_size, "cpu", [64, 1000])
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.full
 def test_results_in_given_tensors() -> None:
     calls = [("cpu", "bfloat16", 5, 72, shift) for shift in (0, 1)]
     assert interpreted(in_turn, 2, targets.into_given_tensors, calls) == [[12, 12]] * 2
 
 
+@pytest.mark.full
 def test_programs_with_several_tiles_give_the_same_bits() -> None:
     assert interpreted(several_tiles_a_program, 2) == [18, 18]
 
 
+@pytest.mark.full
 def test_sentinels_arrive_as_nan() -> None:
     """A peer may also compute sentinels: the norm of such words is one on a processor that keeps a NaN's payload."""
     assert interpreted(targets.sentinels, 2, "cpu") == [21, 21]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "calls"),
     [(2, 60), pytest.param(3, 16, marks=pytest.mark.full), pytest.param(4, 300, marks=pytest.mark.full)],
@@ -131,6 +137,7 @@ TROUBLE = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.timing
 @pytest.mark.parametrize(("op", "algorithm", "world_size"), TROUBLE)
 def test_killed_rank(op: Op, algorithm: str, world_size: int) -> None:
@@ -167,6 +174,7 @@ def test_reset_after_a_late_rank(world_size: int) -> None:
                 expect_timeout(outcome, 0, 2.0, op)
 
 
+@pytest.mark.full
 @pytest.mark.timing
 @pytest.mark.parametrize(
     ("op", "programs"),
@@ -189,6 +197,7 @@ def test_rank_that_stops_between_the_shots(op: Op, programs: int) -> None:
             assert took > timeout_s * 1.25
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_mismatch() -> None:
     """Ranks that request different things for the same rows raise an error that says so."""

@@ -38,6 +38,7 @@ def interpreted(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: A
     return test_interpreter.interpreted(with_multicast, world_size, fn, *args, **kwargs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "world_size",
     [
@@ -53,6 +54,7 @@ def test_every_form(world_size: int) -> None:
     assert done == [3 * len(COUNTS)] * world_size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "ops"),
     [(2, [Op.ALL_REDUCE_RMS_NORM, Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER]), (3, [Op.REDUCE_SCATTER_RMS_NORM])],
@@ -65,6 +67,7 @@ def test_fused_forms(world_size: int, ops: list[Op]) -> None:
             assert (stored > 0) == (op is not Op.REDUCE_SCATTER_RMS_NORM)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "calls", "largest"),
     [
@@ -79,6 +82,7 @@ def test_calls_of_changing_size_with_stragglers(world_size: int, calls: int, lar
     interpreted(with_late_programs, world_size, changing_sizes_by_multicast, calls, largest, 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_sums_that_are_sentinels_arrive_as_nan(world_size: int) -> None:
     assert interpreted(sums_of_sentinels, world_size, 50) == [[True] * 3] * world_size
@@ -102,6 +106,7 @@ def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float, reas
     assert outcome["nan"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.timing
 @pytest.mark.parametrize(
     ("world_size", "fault", "algorithm"),

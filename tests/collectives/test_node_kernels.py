@@ -38,6 +38,7 @@ def cases(nodes: int, local: int, each: int) -> list[Case]:
     return drawn
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("nodes", "local", "each"),
     [
@@ -62,6 +63,7 @@ def test_calls_that_clear_their_slots_themselves(nodes: int, local: int) -> None
     assert interpreted(with_late_programs, nodes, local, values, nodes, made, 256) == [len(made)] * (nodes * local)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("nodes", "local", "calls"),
     [
@@ -74,6 +76,7 @@ def test_sizes_and_kinds_may_change_from_call_to_call(nodes: int, local: int, ca
     interpreted(with_late_programs, nodes, local, changing_sizes, nodes, calls)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.full)])
 def test_epochs_across_borders(nodes: int, local: int) -> None:
     assert interpreted(wrapping_epochs, nodes, local, nodes)[0] > 1 << 32
@@ -116,6 +119,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("nodes", "local", "rows", "forms"),
     [
@@ -132,6 +136,7 @@ def test_norms_in_the_same_kernel(nodes: int, local: int, rows: list[Rows], form
     assert done == [(1 + algorithms * forms) * len(rows)] * (nodes * local)
 
 
+@pytest.mark.full
 @pytest.mark.timing
 @pytest.mark.parametrize(
     ("nodes", "local", "kind", "fault"),

@@ -19,6 +19,7 @@ def sized_programs(draw: st.DrawFn) -> tuple[int, programs.Program]:
     return size, programs.make(size, lambda low, high: draw(st.integers(low, high)))
 
 
+@pytest.mark.full
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(sized_programs())
 def test_programs_that_shrink(case: tuple[int, programs.Program]) -> None:
@@ -26,6 +27,7 @@ def test_programs_that_shrink(case: tuple[int, programs.Program]) -> None:
     shared_ranks.run(programs.one_program, size, program, timeout_s=60)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("world_size", SIZES)
 def test_programs(world_size: int) -> None:
     steps = shared_ranks.run(programs.many_programs, world_size, 1000 * world_size, 60, timeout_s=100)

@@ -61,6 +61,7 @@ def test_sizes_and_kinds_may_change_from_call_to_call(nodes: int, local: int, ca
     interpreted(with_puts, nodes, local, changing_sizes, 0.003, nodes, calls)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_what_is_put_is_what_the_cost_model_says(nodes: int) -> None:
     """Nothing passes beside the words of sums and results: twice a 16-bit message where sums are float32, or once."""
@@ -133,6 +134,7 @@ def test_a_killed_rank_of_another_host_is_named_at_once() -> None:
         assert took < 3
 
 
+@pytest.mark.full
 def test_a_communicator_of_hosts_that_put() -> None:
     """Sums are by puts; whatever else crosses nodes is the library's, after the headers were compared."""
     for own, explained, gathered in interpreted(through_a_communicator, 2, 1, 2):

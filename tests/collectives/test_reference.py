@@ -157,6 +157,7 @@ def rounded_nodes_bound(xs: list[torch.Tensor], layout: NodeLayout, got: torch.T
 sixteen_bits = st.sampled_from([torch.float16, torch.bfloat16])
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(
     sixteen_bits,
@@ -247,6 +248,7 @@ def fp8_bound(xs: list[torch.Tensor], got: torch.Tensor) -> tuple[torch.Tensor, 
     return first + fp8_error(total, block_maxima(total, width)) + last, 0.13 * sum(largest) + 2.0**-100 + last
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(
     dtypes,

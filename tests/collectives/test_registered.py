@@ -170,6 +170,7 @@ class TestRanks:
         assert len(set(errors)) == 1
         assert re.search(message, errors[0]), errors[0]
 
+    @pytest.mark.full
     def test_an_algorithm_between_hosts(self) -> None:
         env = {"SHOTCAST_RANKS_PER_NODE": "1"}
         assert shotcast.spawn(targets.over_nodes, 3, "nvrar:ALL_REDUCE", env=env, timeout_s=60) == [("mine", "")] * 3

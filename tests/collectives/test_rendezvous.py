@@ -37,6 +37,7 @@ def test_gloo_takes_the_interface_that_was_chosen(
     assert found == [taken]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tasks", [None, "1"])
 def test_outside_a_job_a_communicator_has_one_rank(tasks: str | None) -> None:
     """Also in the step of one task in which Slurm runs an interactive shell."""

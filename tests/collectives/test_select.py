@@ -338,6 +338,7 @@ class TestLegality:
         (Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER, ["two_shot", "vendor"]),
     )
 
+    @pytest.mark.every(3)
     @pytest.mark.parametrize(("op", "names"), OFFERED)
     @pytest.mark.parametrize("kernels", ["compiled", "interpreter", "triton"])
     def test_candidates_of_each_operation(self, op: Op, names: list[str], kernels: str) -> None:

@@ -14,6 +14,7 @@ from shotcast.collectives.choice.table import Row, render
 from shotcast.wire import NodeShape
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_groups_and_orders(world_size: int) -> None:
     shotcast.spawn(targets.colors_and_keys, world_size, timeout_s=50)
@@ -58,6 +59,7 @@ def test_each_size_takes_the_tables_made_for_it(tmp_path: Path) -> None:
             assert f"; {path} is for {world_size} x cpu, and this is 1 x " in alone
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.full)])
 def test_closing_releases_everything(count: int) -> None:
     for early, late in shotcast.spawn(many_splits, 2, "cpu", count, 3, timeout_s=30 + count):

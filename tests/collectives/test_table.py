@@ -220,6 +220,7 @@ class TestRefused:
     JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner))
     ROW = st.tuples(st.integers(0, 1 << 40) | LEAVES, st.sampled_from(ALGORITHMS) | JSON, st.none() | JSON).map(list)
 
+    @pytest.mark.full
     @given(
         st.dictionaries(st.sampled_from(["format", "kernels", "part", "world_size", "provenance", "entries"]), JSON)
         | JSON.map(lambda value: {"entries": value})

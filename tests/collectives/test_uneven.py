@@ -12,6 +12,7 @@ from shotcast.collectives.rank_device import enough_gpus
 GPU_WORLD_SIZES = [n for n in (2, 3, 4, 8) if enough_gpus(n)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "shift", "mosts"),
     [(2, 1, (90,)), *(pytest.param(n, n % 2, (1, 40, 150), marks=pytest.mark.full) for n in range(2, 9))],
@@ -22,6 +23,7 @@ def test_parts_of_any_sizes(world_size: int, shift: int, mosts: tuple[int, ...])
     assert done == [len(mosts) * len(targets.DTYPES)] * world_size
 
 
+@pytest.mark.full
 def test_sizes_that_differ() -> None:
     found = interpret(targets.differing_sizes, 3, "cpu", env=GPU_COLLECTIVES)
     check_differing(found)
@@ -42,6 +44,7 @@ def test_sizes_are_no_calls_of_their_own(algorithm: str) -> None:
         assert remembered == 1
 
 
+@pytest.mark.full
 def test_sizes_are_arguments_of_kernels() -> None:
     for remembered, _ in interpret(targets.many_sizes, 2, "one_shot", 1, env=GPU_COLLECTIVES):
         assert remembered == 1

@@ -18,6 +18,7 @@ from shotcast.collectives.vendor import nccl
 from shotcast.wire import CallPlan, Op
 
 
+@pytest.mark.full
 def test_every_reduction_by_name() -> None:
     shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=50)
 
@@ -94,6 +95,7 @@ def test_nccl_connected_in_inference_mode_counts_calls_in_any_mode(monkeypatch: 
     assert group._word.fill_(1).item() == 1
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("env", [{}, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}], ids=str)
 def test_first_calls_in_inference_mode_serve_all_modes(env: dict[str, str]) -> None:
     shotcast.spawn(targets.first_calls_in_inference_mode, 2, env=env, timeout_s=100)

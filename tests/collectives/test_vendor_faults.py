@@ -47,6 +47,7 @@ def names(outcome: dict[str, Any], ranks: tuple[int, ...], reason: str = "late")
 
 @pytest.mark.timing
 class TestWithoutOwnKernels:
+    @pytest.mark.full
     def test_a_late_rank(self) -> None:
         results = shotcast.spawn(targets.late_for_each_operation, 9, 1, timeout_s=100)
         for rank, seen in enumerate(results):
@@ -105,12 +106,14 @@ class TestBesideOwnKernels:
         assert took < 0.4 + SLACK_S
         assert waited < SLACK_S
 
+    @pytest.mark.full
     def test_a_rank_stopped_inside_the_library(self) -> None:
         results = shotcast.spawn(targets.stopped_inside, 3, 1, timeout_s=60)
         for rank, outcome in enumerate(results):
             assert names(outcome, (1,)), (rank, outcome)
             assert rank == 1 or outcome["took"] < 0.6 + SLACK_S
 
+    @pytest.mark.full
     def test_kernels_behind_a_call_that_failed_are_ended(self) -> None:
         """They would wait for the rank at fault until a deadline of their own, and say that it was that of another."""
         for seen, stopped in shotcast.spawn(targets.kernels_behind_the_library, 2, 1, env=INTERPRETED, timeout_s=100):

@@ -30,6 +30,7 @@ print(int("numba" not in sys.modules), flush=True)
 """
 
 
+@pytest.mark.full
 def test_one_of_several_processes_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -70,12 +71,14 @@ def first_call() -> tuple[float, list[str]]:
     return cpu_s, modules
 
 
+@pytest.mark.full
 def test_loading_does_not_import_numba(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     assert first_call()[1], "nothing was compiled"
     assert first_call()[1] == []
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_loading_takes_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
@@ -190,6 +193,7 @@ def test_an_entry_refuses_other_arguments(compiled: list[str]) -> None:
         function(0, 0, 0, 1 << 64)
 
 
+@pytest.mark.full
 def test_loaded_code_does_as_compiled_code(compiled: list[str]) -> None:
     """A stopped communicator answers at once, so the schedule of an all-reduce runs here without other ranks."""
     region, context, plan = array("q", [0] * 512), array("q", [0] * 80), array("q", [0] * layout.PLAN_WORDS)

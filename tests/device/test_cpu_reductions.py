@@ -81,6 +81,7 @@ def test_any_bits(form, ranks: int, count: int, offset: int, seed: int, in_place
     assert torch.equal(out[count:].view(torch.uint8), guard), "no more was written"
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("form", "reduction"), [*EVERY, *BY_BITS])
 def test_every_dtype(form: str, reduction: str) -> None:
     dtype = getattr(torch, form.partition(" ")[0])

@@ -384,6 +384,7 @@ RENAMED = (
 )
 
 
+@pytest.mark.full
 def test_renaming_in_the_whole_package_changes_nothing(tmp_path: Path) -> None:
     """Functions, arguments, local variables, fields and constants with other names, and no docstrings or comments."""
     folder = tmp_path / "shotcast"

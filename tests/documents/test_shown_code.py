@@ -28,6 +28,7 @@ def test_it_is_python(fence: Fence) -> None:
     ast.parse(fence.body)
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     "fence",
     [

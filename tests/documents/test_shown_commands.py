@@ -152,6 +152,7 @@ RUN = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("arguments", RUN)
 def test_they_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands write to copies: the pictures and tables of the repository stay as they are."""

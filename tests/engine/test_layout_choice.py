@@ -121,6 +121,7 @@ def accepted(config: EngineConfig, model: ModelConfig, layout: Layout, total: in
     return divided.tensor_parallel <= 8 and taken <= int(total * config.gpu_memory_utilization)
 
 
+@pytest.mark.full
 @given(
     models(),
     st.sampled_from(sorted(GPUS)),

@@ -119,6 +119,7 @@ def assert_greedy(reference: Any, outputs: Sequence[RequestOutput], ties: int = 
     assert parted <= ties, f"{parted} of {len(outputs)} outputs part from the reference"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [12, pytest.param(64, marks=pytest.mark.full)])
 def test_greedy_outputs_are_those_of_transformers(llm: LLM, reference: Any, length: int) -> None:
     outputs = llm.generate(PROMPTS, greedy(length))
@@ -185,6 +186,7 @@ def test_logprobs_are_those_of_transformers(llm: LLM, reference: Any) -> None:
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-3)
 
 
+@pytest.mark.full
 def test_a_seed_gives_the_same_output_in_any_batch(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=12)
     alone = llm.generate(PROMPTS[3], params)[0]
@@ -195,6 +197,7 @@ def test_a_seed_gives_the_same_output_in_any_batch(llm: LLM) -> None:
     assert len({tuple(output.tokens) for output in llm.generate([PROMPTS[3]] * 8, seeds)}) > 1
 
 
+@pytest.mark.full
 def test_prefixes_are_reused(llm: LLM, reference: Any) -> None:
     prefix = "You are given a long text that many requests begin with. " * 6
     first = llm.generate(prefix + "First question:", greedy(8))[0]
@@ -230,6 +233,7 @@ def test_bad_prompts_are_refused_and_leave_nothing_behind(llm: LLM) -> None:
     assert llm.generate(PROMPTS[0], greedy(2))[0].text
 
 
+@pytest.mark.full
 def test_token_ids_of_any_integer_type(llm: LLM) -> None:
     tokens = [5, 6, 7]
     expected = llm.generate(tokens, greedy(3))[0]
@@ -377,6 +381,7 @@ def test_a_killed_rank_fails_running_requests_at_once(tiny: str, how: signal.Sig
     assert_gone(pids)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named_within_the_timeout(tiny: str) -> None:
     with LLM(tiny, tensor_parallel=2, timeout_s=2.0) as llm:
         pids = llm.pids
@@ -429,6 +434,7 @@ def test_close_with_a_step_in_each_stage_is_no_death(tiny: str) -> None:
     assert_gone(llm.pids)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_0_blocks_nobody_and_gives_no_sign_of_life(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with LLM(str(tmp_path), timeout_s=2.0) as llm:
@@ -444,6 +450,7 @@ def test_a_stopped_rank_0_blocks_nobody_and_gives_no_sign_of_life(tmp_path: Path
             assert "no sign of life" in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("end", "status"),
     [pytest.param("raise SystemExit(7)", 7, marks=pytest.mark.full), ("os.kill(os.getpid(), 9)", -9)],
@@ -462,6 +469,7 @@ def test_a_script_that_does_not_close_the_engine_still_ends(tmp_path: Path, end:
     assert_gone([int(pid) for pid in run(script, status).split()])
 
 
+@pytest.mark.full
 def test_a_forked_process_ends_without_the_engine(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     script = tmp_path / "script.py"
@@ -495,6 +503,7 @@ def run(script: Path, status: int = 0) -> str:
     return result.stdout
 
 
+@pytest.mark.full
 def test_a_callback_is_called_once_per_step_for_all_its_requests(llm: LLM) -> None:
     steps: queue.SimpleQueue[list[RequestUpdate]] = queue.SimpleQueue()
     for number in range(4):
@@ -519,6 +528,7 @@ def test_a_bad_prompt_ends_the_requests_before_it(llm: LLM) -> None:
     assert llm.stats().running == 0
 
 
+@pytest.mark.full
 def test_a_stop_string_ends_its_own_request_while_others_run(llm: LLM) -> None:
     before = llm.stats().output_tokens
     params = [greedy(40), *[greedy(900, stop=(",",))] * 3]

@@ -61,6 +61,7 @@ def test_a_single_rank_is_not_limited_by_its_workspace() -> None:
     interpret(targets.norm_on_one_rank, 1, "ring", env=GPU_COLLECTIVES, timeout_s=60)
 
 
+@pytest.mark.full
 def test_messages_between_stages_may_be_longer_than_their_workspace() -> None:
     interpret(targets.pass_to_next_stage, 4, 2, 2, LEAST + 4096, env=GPU_COLLECTIVES, timeout_s=100)
 

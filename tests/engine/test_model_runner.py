@@ -247,6 +247,7 @@ def test_a_rank_that_does_not_report_samples_nothing(monkeypatch: pytest.MonkeyP
         runner(True).execute(StepPlan(7, (prompt,)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])
 def test_static_steps_and_lookahead_change_no_output(folder: Path, tensor: int, stages: int) -> None:
     def run(
@@ -307,6 +308,7 @@ def without_proposals(folder: Path) -> Outputs:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("tensor", "stages", "static", "blocks"),
     [
@@ -391,6 +393,7 @@ def test_a_draft_that_is_the_model_itself_is_always_right(
     assert (counts["preemptions"] > 0) == (blocks == 21)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])
 def test_prompt_logprobs_on_static_memory(folder: Path, tensor: int, stages: int) -> None:
     """Steps that report them are computed without graphs, between steps on static memory and planned ahead."""
@@ -421,6 +424,7 @@ def test_prompt_logprobs_on_static_memory(folder: Path, tensor: int, stages: int
             assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])
 def test_constraints_hold_on_all_ranks_and_in_steps_planned_ahead(folder: Path, tensor: int, stages: int) -> None:
     wanted, ends = constrained_requests(), tuple(range(0, 24, 3))
@@ -450,6 +454,7 @@ def test_constraints_hold_on_all_ranks_and_in_steps_planned_ahead(folder: Path, 
     assert counts["preemptions"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", ["plain", pytest.param("auto", marks=pytest.mark.full)])
 def test_halves_on_static_memory_change_no_output(folder: Path, overlap: str) -> None:
     """Steps of all three sizes are divided: with padding, cut sequences and sequences that wait for their token."""

@@ -140,6 +140,7 @@ def test_samples_have_the_requested_distribution(p: SamplingParams) -> None:
     assert abs(chi_square(observed, expected)) < 4
 
 
+@pytest.mark.full
 def test_kernels_sample_from_the_requested_distribution() -> None:
     """All settings are sampled in one step, by Triton's interpreter."""
     row = logits(1)[0]
@@ -171,6 +172,7 @@ def test_proposals_change_no_token() -> None:
     assert 15 < steps < 40
 
 
+@pytest.mark.full
 def test_proposals_change_no_token_of_the_kernels() -> None:
     kinds = [*(SETTINGS[number] for number in (0, 11, 16, 18)), *CONSTRAINED[:4]]
     ((plain, logprobs, _),) = interpret(targets.outputs_of, 1, kinds, VOCAB, 9, True)
@@ -210,6 +212,7 @@ def test_accepted_tokens_have_the_requested_distribution(number: int) -> None:
     assert last_tokens.equal(torch.where(accepted, two, one))
 
 
+@pytest.mark.full
 def test_positions_of_one_output_are_independent() -> None:
     """This tests pairs of successive tokens of one request."""
     row = logits(1, vocab=4, scale=1.0)[0]
@@ -224,6 +227,7 @@ def test_positions_of_one_output_are_independent() -> None:
     assert chi_square(observed, expected) < 4
 
 
+@pytest.mark.full
 def test_a_large_flat_vocabulary_is_sampled_evenly() -> None:
     vocab, count = 50_000, 1000
     tokens = samples(torch.zeros(vocab), params(), count)

@@ -308,6 +308,7 @@ speculations = st.none() | st.builds(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=2000, derandomize=True)
 @given(configs, speculations, actions)
 def test_every_output_equals_that_of_the_request_alone(
@@ -335,6 +336,7 @@ def test_every_output_equals_that_of_the_request_alone(
     engine.check()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("proposer", [None, Guesses(), RankProposer()])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("pipeline", [1, 2, 3])

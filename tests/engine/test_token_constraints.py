@@ -55,6 +55,7 @@ def test_a_mask_keeps_its_tokens(vocab: int, data: st.DataObject) -> None:
     assert {token for token in range(vocab) if int(mask[token // 32]) >> token % 32 & 1} == set(tokens)
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text('ab"\\ é{', min_size=1, max_size=5), min_size=1, max_size=5), data=st.data())
 def test_a_grammar_allows_what_continues_one_of_its_texts(
@@ -326,6 +327,7 @@ def test_no_schema_takes_a_second(checker: GrammarChecker, name: str) -> None:
     assert took < 1 + START_S
 
 
+@pytest.mark.full
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_compiled(checker: GrammarChecker) -> None:
     for _ in range(2):  # the second time without a process
         with pytest.raises(ConfigError, match="too complex: it takes more than"):

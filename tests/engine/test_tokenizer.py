@@ -87,6 +87,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) ->
 KINDS = ["byte level", "sentencepiece"]
 
 
+@pytest.mark.every(2)
 @settings(max_examples=300)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,6 +129,7 @@ def test_pieces_of_text_are_whole_characters(tokenizers: dict[str, Tokenizer], k
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(0, 49155), max_size=60), st.booleans())
 def test_pieces_make_the_whole_for_a_real_tokenizer(smollm2: Tokenizer, ids: list[int], skip_special: bool) -> None:
     assert "".join(streamed(smollm2, ids, skip_special)) == smollm2.decode(ids, skip_special)

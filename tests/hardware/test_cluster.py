@@ -170,6 +170,7 @@ def test_a_file_and_one_node(tmp_path: Path) -> None:
         cluster.load(str(file))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -62,6 +62,7 @@ class TestVllm:
         why = "elastic expert parallelism compares the class of its communicators"
         assert logged == [f"the all-reduce of vLLM itself serves group tp: {why}"] * 2
 
+    @pytest.mark.full
     def test_a_group_without_a_communicator_is_vllms(self, tmp_path: Path) -> None:
         write_host(tmp_path, VLLM[-1])
         for first, *others in run(targets.vllm_without_kernels, 2, str(tmp_path), SHOTCAST_VLLM="1"):
@@ -122,6 +123,7 @@ class TestSglang:
     def test_versions(self) -> None:
         assert SGLANG == ["sglang 0.5.23"]
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("deterministic", [False, True])
     def test_sums_and_norms_of_tensor_parallel_groups(self, deterministic: bool, tmp_path: Path) -> None:
         write_host(tmp_path, SGLANG[-1])

@@ -61,6 +61,7 @@ def end(ranks: list[Any]) -> None:
         ray.kill(actor)
 
 
+@pytest.mark.full
 def test_two_actors_and_one_that_is_killed(cluster: None) -> None:
     ranks = joined(2, "two")
     assert of_all(ranks, "served_by") == [("compiled", False)] * 2

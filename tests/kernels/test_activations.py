@@ -15,6 +15,7 @@ from shotcast.kernels.triton.activations import rows_kernel
 SHAPES = [(1, 1), (2, 48), (3, 100), (1, 2047), (2, 2048), (2, 3584), (1, 8193)]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("dtype", "size", "activation"),
     [

@@ -30,6 +30,7 @@ def arriving(config: GemmConfig) -> Any:
     return compiled(config, kernel=arriving_gemm_kernel, registers=limit.get("maxnreg", 0))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("config", [gemm.FAST, gemm.FAST_ON_FEW[1]], ids=str)
 def test_a_tile_is_loaded_behind_the_wait_for_its_rows(config: GemmConfig, tmp_path: Path) -> None:
     kernel = arriving(config)
@@ -51,6 +52,7 @@ def test_a_tile_is_loaded_behind_the_wait_for_its_rows(config: GemmConfig, tmp_p
     assert needs(kernel, tmp_path).shared_bytes <= multiprocessor((9, 0)).max_block_shared_bytes
 
 
+@pytest.mark.full
 def test_programs_that_bring_rows_of_two_ranks_fit_beside_a_block(tmp_path: Path) -> None:
     product = needs(arriving(gemm.FAST), tmp_path)
     shape = launch_of(24)

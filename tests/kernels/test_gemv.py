@@ -37,6 +37,7 @@ def cases() -> list[Case]:
     return made
 
 
+@pytest.mark.full
 def test_as_exact_as_float32_sums() -> None:
     given = cases()
     (found,) = interpret(products, 1, given)
@@ -146,6 +147,7 @@ def chosen() -> list[tuple[GemvConfig, int, bool]]:
     ]
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize(("config", "rows", "fp8"), chosen(), ids=str)
 def test_weights_come_in_16_bytes_and_before_the_wait(config: GemvConfig, rows: int, fp8: bool, tmp_path: Path) -> None:
     kernel = compiled(config, rows, fp8)
@@ -163,6 +165,7 @@ def test_weights_come_in_16_bytes_and_before_the_wait(config: GemvConfig, rows: 
     assert used["REG"] <= 128
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True), (100, False), (100, True)])
 def test_gated_compiles(capability: int, fp8: bool, tmp_path: Path) -> None:
     for rows in (1, 2):

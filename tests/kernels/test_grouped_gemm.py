@@ -84,6 +84,7 @@ def compiled(kernel: Any, int4: bool, capability: int, constants: dict[str, Any]
     return cross.build(kernel, signature, constants, warps, capability, {}, aligned)
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("int4", [True, False])
 @pytest.mark.parametrize(("capability", "memory"), [(80, 164), (90, 228), (100, 228)])
 def test_kernels_compile_without_spills(int4: bool, capability: int, memory: int, tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ TMA_CONFIGS = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("config", "blocks"), TMA_CONFIGS, ids=str)
 def test_the_copy_engine_feeds_tensor_cores(config: GemmConfig, blocks: int, tmp_path: Path) -> None:
     """Check for wgmma, one of which runs while the next step is awaited, for TMA, and for what a block needs."""
@@ -213,6 +214,7 @@ def test_other_layouts_are_as_fast(a_rows_are_k: bool, b_rows_are_n: bool, dtype
         assert not [name for name in found if name.startswith(("ld.shared", "cp.async.c"))]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("capability", "unit"), [(80, 8), (90, 8), (90, 2), (90, 1), (100, 8), (120, 1)])
 def test_threads_load_what_the_copy_engine_does_not_take(capability: int, unit: int, tmp_path: Path) -> None:
     kernel = compiled(gemm.WITHOUT_TMA, False, unit, capability=capability)

@@ -66,6 +66,7 @@ def test_caches_in_float8(dtype: str, num_sms: int, close: float) -> None:
     assert same
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_with_caches_in_float8_compile(capability: int, tmp_path: Path) -> None:
     stored = {
@@ -104,6 +105,7 @@ NO_SCALES = {"key_scales": None, "value_scales": None}
 NOTHING = {"squash": None, **NO_SCALES}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile(capability: int) -> None:
     target = GPUTarget("cuda", capability, 32)
@@ -172,6 +174,7 @@ SHAPE = {**NOTHING, "HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GR
 TILES = {"FIRST_TILE": SMALL_TILE, "TILE": TILE, "STAGES": STAGES}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("splits", [1, 32])
 def test_what_attention_loads_before_the_kernel_before_it_has_ended(splits: int) -> None:
     """Check that it loads nothing that this step's kernels write, but the first keys and values of earlier steps."""
@@ -199,6 +202,7 @@ def test_parts_are_joined_after_the_wait() -> None:
     assert "griddepcontrol.wait" not in late
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("capability", "kib", "kind", "item", "head_dim"),
     [
@@ -331,12 +335,14 @@ def test_heads_are_turned_together(
         assert counts["st.global.v4.b32"] == 6, "halves of queries, of keys and of values"
 
 
+@pytest.mark.full
 def test_small_tiles_take_little_shared_memory() -> None:
     """Check that four programs leave 64 KB of an SM's 256 to the cache; with larger tiles, two use nearly all of it."""
     assert tiles_compiled("bf16", 128, SMALL_TILE, STAGES, 90).metadata.shared < 48 << 10
     assert tiles_compiled("bf16", 128, TILE, STAGES, 90).metadata.shared > 80 << 10
 
 
+@pytest.mark.full
 def test_a_processor_has_room_for_two_programs_with_wide_tiles(tmp_path: Path) -> None:
     kernel = tiles_compiled("bf16", 128, WIDE_TILE, WIDE_STAGES, 90, TILE)
     assert 2 * (kernel.metadata.shared + (1 << 10)) <= 228 << 10

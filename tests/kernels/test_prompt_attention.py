@@ -37,6 +37,7 @@ TILES = ((ROWS, KEYS, 128), (FEW_ROWS, KEYS, 128), (FEW_ROWS, WIDE_KEYS, 256))
 """Rows, keys and head dimensions of tiles."""
 
 
+@pytest.mark.full
 def test_any_step_is_attended_to() -> None:
     interpret(targets.any_step_is_attended_to, 1, 20)
 
@@ -125,6 +126,7 @@ def instances(counts: Counter[str], name: str) -> int:
     return sum(count for found, count in counts.items() if found.startswith(name))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "head_dim", "dtype", "windowed", "group"),
     [
@@ -164,6 +166,7 @@ def test_hopper_multiplies_from_shared_memory_and_spills_nothing(
     assert (found["STACK"], found["LOCAL"]) == (0, 0)
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("capability", "rows", "keys", "head_dim"),
     [
@@ -181,6 +184,7 @@ def test_kernels_compile(capability: int, rows: int, keys: int, head_dim: int) -
     assert kernel.metadata.shared <= SHARED[capability]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rows", "keys", "head_dim"), TILES)
 def test_caches_in_float8_are_read_without_spills(rows: int, keys: int, head_dim: int, tmp_path: Path) -> None:
     kernel = compiled(rows, keys, head_dim, "bf16", fp8=True)
@@ -190,6 +194,7 @@ def test_caches_in_float8_are_read_without_spills(rows: int, keys: int, head_dim
     assert (found["STACK"], found["LOCAL"]) == (0, 0)
 
 
+@pytest.mark.full
 def test_float32_is_multiplied_in_float32(tmp_path: Path) -> None:
     kernel = compiled(FLOAT32_ROWS, FLOAT32_KEYS, 128, "fp32")
     assert "mma" not in kernel.asm["ptx"]

@@ -14,6 +14,7 @@ from quick_interpreter import interpret
 from shotcast.kernels.triton import sampling
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("vocabs", "examples"),
     [
@@ -30,10 +31,12 @@ def test_the_tokens_that_pytorch_draws(vocabs: tuple[int, ...], examples: int) -
     assert excused <= total // 100 + 1, f"{excused} of {total} differ by rounding"
 
 
+@pytest.mark.full
 def test_top_p_is_of_what_top_k_leaves() -> None:
     assert interpret(targets.both_cuts, 1) == [(32, 0)]
 
 
+@pytest.mark.full
 def test_neither_company_nor_division_changes_a_draw() -> None:
     (found,) = interpret(targets.alone_and_together, 1, 700)
     assert all(tokens == found[0][0] for both in found for tokens in both)
@@ -48,6 +51,7 @@ def test_warming_up_changes_no_draw() -> None:
     assert interpret(targets.warmed, 1, 100) == [True]
 
 
+@pytest.mark.full
 def test_weights_far_off_count() -> None:
     (found,) = interpret(targets.tail, 1, 40)
     assert set(found) == {0, 1}

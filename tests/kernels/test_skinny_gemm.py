@@ -36,6 +36,7 @@ def cases() -> list[SkinnyGemmCase]:
     return made
 
 
+@pytest.mark.full
 def test_as_exact_as_float32_sums_and_counts_end_at_zero() -> None:
     given = cases()
     (found,) = interpret(skinny_gemm_results, 1, given)
@@ -154,6 +155,7 @@ PAIRS = [(SHAPES[0], 3), (SHAPES[0], 64), (SHAPES[1], 32), (SHAPES[2], 64), (SHA
 OTHERS = [pair for pair in itertools.product(SHAPES, (3, 32, 64)) if pair not in PAIRS]
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("outputs", "inputs", "fp8", "rows"),
     [(*shape, rows) for shape, rows in PAIRS]
@@ -178,6 +180,7 @@ def test_tensor_cores_take_tiles_of_shared_memory(
     assert kernel.metadata.shared <= 227 << 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("capability", "fp8"),
     [

@@ -77,6 +77,7 @@ def test_a_job_may_end_as_soon_as_it_begins(monkeypatch: pytest.MonkeyPatch) -> 
         assert results(others) == [0]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("behaviour", "kind", "message"),
     [

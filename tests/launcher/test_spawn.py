@@ -139,6 +139,7 @@ class TestEnvironment:
         assert shotcast.spawn(targets.numba_setting, 1, env={"NUMBA_DISABLE_JIT": "1"}) == [True]
         assert shotcast.spawn(targets.numba_setting, 1, env={"NUMBA_DISABLE_JIT": "0"}) == [False]
 
+    @pytest.mark.full
     def test_is_set_before_the_script_is_imported(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text(
@@ -247,6 +248,7 @@ class TestTimeout:
         with pytest.raises(RankFailed, match="in hold_the_interpreter_lock"):
             shotcast.spawn(targets.one_hangs, 2, 0, True, timeout_s=2)
 
+    @pytest.mark.full
     def test_ends_a_rank_that_ignores_sigterm(self) -> None:
         with pytest.raises(RankFailed, match=r"within 1 s: 1;"):
             shotcast.spawn(targets.one_ignores_sigterm, 2, 1, timeout_s=1)
@@ -284,6 +286,7 @@ class TestParent:
         parent.kill()
         parent.wait()
 
+    @pytest.mark.full
     @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
     def test_ranks_die_with_a_killed_parent(self, running, signum: signal.Signals) -> None:
         parent, rank = running
@@ -292,6 +295,7 @@ class TestParent:
         parent.wait(30)
         assert wait_until_gone(rank, 20)
 
+    @pytest.mark.full
     def test_interrupt_ends_the_ranks(self, running, tmp_path: Path) -> None:
         parent, rank = running
         os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: ranks get it too
@@ -327,6 +331,7 @@ class TestParent:
         assert all(wait_until_gone(pid, 30) for pid in begun)
         assert set(multiprocessing.active_children()) == before
 
+    @pytest.mark.full
     def test_interrupt_while_the_server_loads(self, tmp_path: Path) -> None:
         """The server must survive, as the next call needs it."""
         script = tmp_path / "script.py"
@@ -355,6 +360,7 @@ class TestParent:
         result = subprocess.run([sys.executable, script], capture_output=True, timeout=120, start_new_session=True)
         assert (result.returncode, result.stdout, result.stderr) == (0, b"2\n", b"")
 
+    @pytest.mark.full
     def test_a_fork_of_the_caller_has_ranks_of_its_own_and_leaves_others_alone(self, tmp_path: Path) -> None:
         script, marker = tmp_path / "script.py", tmp_path / "marker"
         script.write_text(
@@ -425,6 +431,7 @@ class TestMisuse:
         with pytest.raises(ConfigError, match=text):
             shotcast.spawn(targets.threads, 1, env=env)
 
+    @pytest.mark.full
     def test_function_that_the_script_hides_from_ranks(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text("import shotcast\nif __name__ == '__main__':\n    def f(): pass\n    shotcast.spawn(f, 2)\n")
@@ -432,6 +439,7 @@ class TestMisuse:
         assert "ConfigError: Can't get attribute 'f'" in result.stderr
         assert "define it above that line" in result.stderr
 
+    @pytest.mark.full
     def test_unguarded_script_is_told_so(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text("import shotcast\ndef f(): return 1\nshotcast.spawn(f, 2)\n")
@@ -471,15 +479,18 @@ if __name__ == "__main__":
         (add,) = shotcast.spawn(lambda: lambda number: number + offset, 1)
         assert add(2) == 7
 
+    @pytest.mark.full
     def test_function_and_classes_of_a_command(self) -> None:
         result = subprocess.run([sys.executable, "-c", self.CODE], capture_output=True, text=True, timeout=120)
         assert (result.stdout, result.stderr) == (self.SAYS, "")
 
+    @pytest.mark.full
     def test_function_and_classes_typed_into_an_interpreter(self) -> None:
         code = f"exec({self.CODE!r})\n"
         result = subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=120)
         assert (result.stdout, result.stderr) == (self.SAYS, "")
 
+    @pytest.mark.full
     @pytest.mark.parametrize("args", [["-m", "package"], pytest.param(["package"], marks=pytest.mark.full)])
     def test_function_of_a_main_that_ranks_do_not_import(self, tmp_path: Path, args: list[str]) -> None:
         (tmp_path / "package").mkdir()

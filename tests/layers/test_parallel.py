@@ -24,6 +24,7 @@ def test_the_same_norm(ranks: int, algorithm: str, sequence_parallel: int, quant
         assert off <= 1 if quantized else off == 0
 
 
+@pytest.mark.full
 def test_sums_on_a_number_of_sms_keep_the_bits_of_the_norm() -> None:
     """The norm is a kernel of its own then; compiled CPU ranks take no notice of SMs."""
     for env in ({}, GPU_COLLECTIVES):

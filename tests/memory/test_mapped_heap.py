@@ -10,6 +10,7 @@ import resource
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 from local_ranks import run_ranks
@@ -53,6 +54,7 @@ def test_a_tensor_is_one_like_any_other() -> None:
     assert weight.view(-1)[5:].t().data_ptr() == weight.data_ptr() + 20
 
 
+@pytest.mark.full
 def test_tensors_do_not_overlap_and_memory_is_used_again() -> None:
     _, heap = heap_of(160)
     generator = torch.Generator().manual_seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -51,6 +52,7 @@ def test_a_compiled_kernel_can_be_loaded_before_its_launch() -> None:
     assert callable(CompiledKernel._init_handles)
 
 
+@pytest.mark.full
 def test_operators_can_be_ordered() -> None:
     assert {"op", "effect", "lib"} <= set(inspect.signature(torch.library._register_effectful_op).parameters)
     assert torch.library.EffectType.ORDERED is not None

@@ -144,6 +144,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GgufFile,
     return found
 
 
+@pytest.mark.every(6)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", TYPES)
 def test_any_part_is_that_part(files: dict[str, tuple[GgufFile, Written]], kind: str, data: st.DataObject) -> None:
@@ -373,6 +374,7 @@ def test_a_damaged_header_is_named(tmp_path: Path, old: bytes, new: bytes, error
         GgufFile(path)
 
 
+@pytest.mark.full
 @settings(max_examples=200)
 @given(data=st.data())
 def test_any_damage_before_the_weights_is_refused_or_can_be_read(
@@ -399,6 +401,7 @@ METADATA = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=400)
 @given(
     metadata=st.dictionaries(

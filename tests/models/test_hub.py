@@ -226,6 +226,7 @@ def test_incomplete_snapshots(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None
         find_model("org/name")
 
 
+@pytest.mark.full
 def test_all_ranks_read_the_folder_that_their_parent_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The branch moves to an empty snapshot while the ranks start."""
     from shotcast.launcher.spawn import RankGroup

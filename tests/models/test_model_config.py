@@ -374,6 +374,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=400)
 @given(
     family=st.sampled_from(list(FAMILIES)),

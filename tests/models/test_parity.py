@@ -136,6 +136,7 @@ def test_families(folders: dict[str, tuple[Path, list[torch.Tensor]]], family: s
     assert_agree(run(folder, (2, 1)), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["phi3", "olmo2", "gemma2", "gemma3"])
 def test_fused_matrices_and_other_norms_in_layouts(
     folders: dict[str, tuple[Path, list[torch.Tensor]]], family: str
@@ -145,12 +146,14 @@ def test_fused_matrices_and_other_norms_in_layouts(
         assert_agree(run(folder, layout), wanted)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}x{layout[1]}")
 def test_layouts(folders: dict[str, tuple[Path, list[torch.Tensor]]], layout: tuple[int, int]) -> None:
     folder, wanted = folders["llama-tied-scaled"]
     assert_agree(run(folder, layout), wanted)
 
 
+@pytest.mark.full
 def test_more_ranks_than_key_value_heads_with_biases_and_head_norms(
     folders: dict[str, tuple[Path, list[torch.Tensor]]],
 ) -> None:
@@ -159,6 +162,7 @@ def test_more_ranks_than_key_value_heads_with_biases_and_head_norms(
         assert_agree(run(folder, (4, 1)), wanted)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "layout",
     [(2, 1), (4, 1), (5, 1), (8, 1), (4, 2)],
@@ -171,6 +175,7 @@ def test_heads_words_and_columns_that_no_number_of_ranks_divides(
     assert_agree(run(folder, layout), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [(4, 1), (3, 2)])
 def test_more_ranks_than_heads_and_columns(
     folders: dict[str, tuple[Path, list[torch.Tensor]]], layout: tuple[int, int]
@@ -200,6 +205,7 @@ def test_other_algorithms(folders: dict[str, tuple[Path, list[torch.Tensor]]], a
     assert_agree(run(folder, (3, 1), algorithm=algorithm), wanted)
 
 
+@pytest.mark.full
 def test_sequence_parallel_has_the_same_bits(folders: dict[str, tuple[Path, list[torch.Tensor]]]) -> None:
     folder, _ = folders["llama"]
     for layout in ((2, 1), (2, 2)):

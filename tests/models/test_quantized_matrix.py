@@ -173,6 +173,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Ten
     return {name: (folders[name], save(folders[name], form)[1]) for name, form in FORMATS.items()}
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -283,6 +284,7 @@ def test_formats_are_not_joined() -> None:
         _joined([*groups])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["fp8-block", "awq", "gptq-ordered"])
 def test_layouts(tmp_path: Path, form: str) -> None:
     """Check layouts of which one divides groups, blocks and words between ranks."""
@@ -293,6 +295,7 @@ def test_layouts(tmp_path: Path, form: str) -> None:
         assert_agree(run(tmp_path, layout), wanted)
 
 
+@pytest.mark.full
 def test_joined_matrices(tmp_path: Path) -> None:
     model, _ = save(tmp_path, FORMATS["awq"], "Phi3")
     with torch.inference_mode():

@@ -34,6 +34,7 @@ TINY = ModelConfig(
 WEIGHTS = RandomWeights(TINY)
 
 
+@pytest.mark.full
 @given(data=st.data())
 def test_any_part_is_that_part(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(WEIGHTS.names())))

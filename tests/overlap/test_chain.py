@@ -33,6 +33,7 @@ def test_every_way_gives_the_bits_of_the_contract() -> None:
         assert decision.median_us[decision.way] <= 1.02 * best
 
 
+@pytest.mark.full
 def test_the_library_sums_in_a_chain() -> None:
     assert spawn(targets.served_by_the_library, 3, timeout_s=60) == [(["sequential", "plain"], ["vendor"] * 4)] * 3
 

@@ -20,6 +20,7 @@ def empty_inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_layer_of_products_is_one_graph(backend: str) -> None:
     shared_ranks.run(targets.fullgraph, 2, backend, timeout_s=200)

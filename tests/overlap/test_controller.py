@@ -156,6 +156,7 @@ def on_threads(plan: Schedule, count: int, late: int, left_out: int | None, dela
         lanes.close()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", PLANS)
 def test_threads_wait_for_each_other_as_much_as_they_must(name: str, count: int) -> None:

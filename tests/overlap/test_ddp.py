@@ -10,6 +10,7 @@ from shotcast.collectives import reference
 from shotcast.launcher.spawn import spawn
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_gradients_are_those_of_the_contract(lanes: int) -> None:
     ranks = 2

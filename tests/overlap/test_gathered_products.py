@@ -42,6 +42,7 @@ def test_every_way_has_the_bits_of_the_plain_calls() -> None:
     assert found == [[], []]
 
 
+@pytest.mark.full
 def test_a_tile_waits_for_its_rows_and_for_no_others() -> None:
     """Check that each change of the wait is caught: rows that are not there are NaN."""
     (found,) = interpret(targets.arriving_cases, 1, ["", "none", "a chunk less"])

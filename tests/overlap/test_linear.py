@@ -23,6 +23,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.full
 def test_values_and_gradients() -> None:
     check_block("cpu", 2e-5)
 
@@ -57,6 +58,7 @@ def check_block(device: str, tolerance: float) -> None:
 WAYS_BY_ROWS = ["sequential", "plain", "auto", "fused"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 def test_sequence_parallelism(ranks: int) -> None:
     check_block_by_rows(spawn(targets.block_by_rows, ranks, WAYS_BY_ROWS, timeout_s=300), 1e-6)

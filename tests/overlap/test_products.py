@@ -36,6 +36,7 @@ def asked() -> tuple[int | None, str]:
     return torch._C._get_sm_carveout_experimental(), PREFERRED[0]
 
 
+@pytest.mark.full
 def test_ours_and_the_librarys_agree() -> None:
     (found,) = interpret(products, 1)
     assert found == []

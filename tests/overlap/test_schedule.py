@@ -39,6 +39,7 @@ def before(plan: Schedule, order: Order) -> dict[str, set[str]]:
     return over
 
 
+@pytest.mark.full
 @given(schedules(), st.integers(1, 3))
 def test_waits_suffice_and_none_is_spare(plan: Schedule, lanes: int) -> None:
     order = plan.order(lanes)

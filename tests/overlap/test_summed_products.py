@@ -63,6 +63,7 @@ ODD = [
 """Rows, columns and depths that do not fill tiles, and operands at odd addresses."""
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_bits_are_those_of_the_product_and_then_the_collective() -> None:
     assert interpreted(bits, 2, ODD[:2], 1) == [2] * 2
@@ -129,6 +130,7 @@ def test_the_kernel_unchanged_is_right() -> None:
     assert interpreted(different, 2, "    GATHER: bool\n", "    GATHER: bool\n") == [0, 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "parts are not awaited" else [pytest.mark.full]) for name in CHANGES],
@@ -238,6 +240,7 @@ def test_ways_of_cpu_ranks_have_equal_bits() -> None:
         assert torch.equal(found["gradient"], found["wanted gradient"])
 
 
+@pytest.mark.full
 def test_ways_are_compared_only_where_sums_have_one_order() -> None:
     """Let a library sum whose order depends on the size: no way is left out because its bits differ."""
     for found in shared_ranks.run(chosen_beside_the_library, 3, timeout_s=100, env={"SHOTCAST_ALGORITHM": "vendor"}):
@@ -264,6 +267,7 @@ def test_the_oldest_decisions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     assert known == {2: -2, 3: -3, 4: -4}
 
 
+@pytest.mark.full
 def test_autograd_sees_what_is_written() -> None:
     interpreted(outputs_that_autograd_knows, 2, "fused")
 
@@ -345,6 +349,7 @@ def compiled(
     return cross.build(matmul_reduce, signature, shape, config.warps, capability, {"launch_pdl": False})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("gather", "world_size"),
     [(True, 2), pytest.param(False, 2, marks=pytest.mark.full), pytest.param(True, 8, marks=pytest.mark.full)],

@@ -72,6 +72,7 @@ def test_throughput_of_405b_on_eight_h200() -> None:
     assert best[Layout(1, 8)] / best[Layout(8, 1)] == pytest.approx(1.5, rel=0.2)
 
 
+@pytest.mark.full
 @given(
     st.sampled_from(["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b", "smollm2-135m"]),
     st.sampled_from([1, 2, 3, 4, 6, 8, 16, 24]),
@@ -313,6 +314,7 @@ def test_a_model_that_does_not_fit() -> None:
     assert memory_of(found.job, Layout(1, 1)).cache(1) < 0
 
 
+@pytest.mark.full
 def test_from_a_config_to_a_command(tmp_path: Path) -> None:
     """A new user's way: a config.json without weights, a cluster of one's own, an answer, and the files of it."""
     folder = tmp_path / "my-model"
@@ -351,6 +353,7 @@ def test_from_a_config_to_a_command(tmp_path: Path) -> None:
     assert named_model(str(folder / "config.json")).name == str(folder)
 
 
+@pytest.mark.full
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "similar presets: llama-3.1-70b" in run("plan", "llama-3.1-70", code=2)
     assert "has no config.json" in run("plan", str(tmp_path), code=2)
@@ -377,6 +380,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "no results to calibrate by" in run("calibrate", str(tmp_path), "-o", str(tmp_path / "c.json"), code=2)
 
 
+@pytest.mark.full
 def test_files_are_not_lost(tmp_path: Path) -> None:
     """No output overwrites an input or another output, and a plan outlives the simulation that follows it."""
     question = ["plan", "llama-3.1-8b", "-g", "1"]
@@ -410,12 +414,14 @@ def test_files_are_not_lost(tmp_path: Path) -> None:
     assert not result.exists(), "refused before the plan is made"
 
 
+@pytest.mark.full
 def test_pictures_have_formats(tmp_path: Path) -> None:
     for name in ("plan.PNG", "plan.pdf"):
         run("plan", "llama-3.1-8b", "-g", "1", "--plot", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_pictures_name_the_layouts_on_the_front(tmp_path: Path) -> None:
     found = planned("llama-3.1-8b", "")
     with matplotlib.rc_context({"svg.fonttype": "none"}):

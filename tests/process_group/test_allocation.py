@@ -12,6 +12,7 @@ def test_tensors_that_the_backend_makes() -> None:
     spawn(targets.asked_for, 3, timeout_s=100)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "prefetch"), [(2, True), pytest.param(3, False, marks=pytest.mark.full)])
 def test_fsdp2_trains_in_memory_of_the_backend(world_size: int, prefetch: bool) -> None:
     """Its buffers are mapped, nothing goes by the library, and the bits are those with ordinary buffers."""

@@ -52,12 +52,14 @@ def test_objects_and_messages() -> None:
     shotcast.spawn(targets.objects, 3, timeout_s=60)
 
 
+@pytest.mark.full
 def test_ddp() -> None:
     (first, alone), (second, _) = shotcast.spawn(targets.ddp, 2, timeout_s=60)
     assert first == second
     assert first == pytest.approx(alone, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.full
 def test_every_reduction() -> None:
     for counts in shotcast.spawn(targets.reductions, 3, timeout_s=60):
         assert counts["all_reduce"] == {"own": 26}
@@ -65,6 +67,7 @@ def test_every_reduction() -> None:
         assert counts["reduce_scatter"] == {"own": 22}
 
 
+@pytest.mark.full
 def test_layouts_dtypes_and_sparse_tensors() -> None:
     shotcast.spawn(targets.layouts, 3, timeout_s=60)
 
@@ -73,10 +76,12 @@ def test_coalesced_forms() -> None:
     shotcast.spawn(targets.coalesced, 2, timeout_s=60)
 
 
+@pytest.mark.full
 def test_the_group_itself() -> None:
     shotcast.spawn(targets.direct, 3, timeout_s=60)
 
 
+@pytest.mark.full
 def test_what_pytorch_builds_on_groups() -> None:
     shotcast.spawn(targets.frameworks, 2, timeout_s=60)
 
@@ -102,6 +107,7 @@ def test_the_first_call_may_be_started_while_the_store_is_in_use() -> None:
     shotcast.spawn(targets.first_call_on_a_thread, 2, timeout_s=60)
 
 
+@pytest.mark.full
 def test_calls_in_callbacks() -> None:
     shotcast.spawn(targets.callbacks, 2, timeout_s=60)
 

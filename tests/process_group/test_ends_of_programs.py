@@ -16,6 +16,7 @@ PROGRAM = Path(__file__).with_name("ending_program.py")
 CASES = ["callback", pytest.param("waiting", marks=pytest.mark.full), pytest.param("pending", marks=pytest.mark.full)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_ends_without_destroying_its_group(case: str) -> None:
     with socket.socket() as free:

@@ -21,6 +21,7 @@ def test_a_killed_rank_is_named(when: str) -> None:
         assert elapsed < 5
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_errors_of_a_part_name_ranks_of_the_job_and_the_group() -> None:
     found = shotcast.spawn(targets.subgroups, 3, timeout_s=60, return_exceptions=True)[1]
@@ -67,6 +68,7 @@ def test_a_rank_killed_in_ddp_is_named() -> None:
     assert "dead ranks: 1" in results[0]
 
 
+@pytest.mark.full
 def test_late_ranks_and_calls_that_differ() -> None:
     (first, second), (_, other) = shotcast.spawn(targets.late_and_different, 2, timeout_s=40)
     assert first == [("CollectiveTimeout", (1,), "late")] * 2
@@ -86,6 +88,7 @@ def test_an_abort_ends_calls_that_wait() -> None:
     assert max(took for _, took in found) < 5  # of 25
 
 
+@pytest.mark.full
 def test_limits_of_waits() -> None:
     shotcast.spawn(targets.limits, 2, timeout_s=40)
 
@@ -105,5 +108,6 @@ def test_forked_workers_read_data() -> None:
     shotcast.spawn(targets.workers, 2, timeout_s=60)
 
 
+@pytest.mark.full
 def test_debug_mode_and_sparse_gradients() -> None:
     shotcast.spawn(targets.detail, 2, timeout_s=60, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})

@@ -30,6 +30,7 @@ def test_tensors_of_inference_mode_are_written_outside_of_it(asynchronous: bool)
     shotcast.spawn(targets.inference, 2, asynchronous, timeout_s=60)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_dispatch_modes_see_the_calls(asynchronous: bool) -> None:
     """CommDebugMode counts them, as it does those of Gloo."""

@@ -94,6 +94,7 @@ def check(name: str, found: Results, library: str = "gloo") -> None:
     assert not any(run.counts for run in gloo)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_results_are_those_by_gloo_and_the_same_on_every_run(name: str, two: Results) -> None:
     check(name, two)
@@ -113,6 +114,7 @@ def test_compiled(name: str) -> None:
     check(name, results({name: COMPILED[name]}, 2, 500, COMPILED))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["shotcast", pytest.param("gloo", marks=pytest.mark.full)])
 def test_accelerates_own_script(backend: str) -> None:
     (run, _) = spawn(frameworks.run, 2, "accelerate_script", backend, timeout_s=200)

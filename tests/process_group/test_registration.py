@@ -26,6 +26,7 @@ OF_2_13 = (
 )
 
 
+@pytest.mark.full
 def test_a_script_that_knows_nothing_of_us(tmp_path: Path) -> None:
     script = """
         import sys
@@ -42,6 +43,7 @@ def test_a_script_that_knows_nothing_of_us(tmp_path: Path) -> None:
     subprocess.run(command, env=entry_points.environment(tmp_path), check=True, timeout=120)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("imported", ["after the group", pytest.param("before the group", marks=pytest.mark.full)])
 def test_dynamo_traces_the_group_as_one(imported: str, tmp_path: Path) -> None:

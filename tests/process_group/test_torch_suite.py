@@ -31,6 +31,7 @@ def kept_runs() -> dict[tuple[str, int], dict[str, Any]]:
     return {(run["backend"], run["world_size"]): run for run in json.loads(KEPT.read_text())["runs"]}
 
 
+@pytest.mark.full
 def test_short_selection_passes(tmp_path: Path) -> None:
     path = tmp_path / "outcomes.json"
     command = [sys.executable, torch_suite.__file__, "--selection", "gloo", "--world-size", "2", "--out", str(path)]

@@ -97,6 +97,7 @@ def model(ranks: int, calls: list[int], rules: Rules | None = None) -> Machine:
     return Machine(programs, {"window": EMPTY, **words})
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("ranks", "calls"), [(2, [5, 1]), (2, [0, 1]), (3, [1])])
 def test_protocol_holds(ranks: int, calls: list[int], verify) -> None:
     verify(model(ranks, calls))
@@ -114,6 +115,7 @@ def test_meeting_before_staging_copies_what_was_there(refute) -> None:
     refute(model(2, [1], Rules(meets_after_staging=False)), Kind.WRONG_VALUE)
 
 
+@pytest.mark.full
 def test_meeting_before_the_copies_lets_them_be_overwritten(refute) -> None:
     refute(model(2, [6], Rules(meets_after_copies=False)), Kind.WRONG_VALUE)
 

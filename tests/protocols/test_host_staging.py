@@ -393,18 +393,21 @@ MIXED = [
 ]
 
 
+@pytest.mark.every(11)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("op", list(SCHEDULES))
 def test_protocol_holds(op: str, ranks: int, verify) -> None:
     verify(model(ranks, [op] * 5))
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("op", [op for op in SCHEDULES if op != "barrier"])
 def test_messages_of_several_chunks(op: str, ranks: int, verify) -> None:
     verify(model(ranks, [op] * 2, chunks=3))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("ops", MIXED, ids=lambda ops: "-".join(ops))
 def test_operations_may_follow_each_other(ops: list[str], ranks: int, verify) -> None:

@@ -342,6 +342,7 @@ OFTEN = (
 """The changes that the default run tries."""
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )

@@ -292,6 +292,7 @@ def sequences(ranks: int) -> dict[str, list[TracedCall]]:
     }
 
 
+@pytest.mark.every(9)
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [(name, 3 if "ring" in name else 2) for name in sequences(2)]
@@ -326,6 +327,7 @@ def switched(ranks: int) -> list[TracedCall]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_multicast(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(ranks, switched(ranks), monkeypatch, Circumstances(multicast=True))

@@ -70,6 +70,7 @@ MODELS: dict[str, Callable[[bool], Machine]] = {
 }
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_reduction_changes_no_verdict(name: str) -> None:
     reduced, plain = explore(MODELS[name](True)), explore(MODELS[name](False))
@@ -83,6 +84,7 @@ def test_both_verdicts_are_compared() -> None:
     assert len(held) * 0.3 < sum(held) < len(held) * 0.7
 
 
+@pytest.mark.full
 def test_pipeline_is_compared_too() -> None:
     """One chunk less than the reuse of a generation needs: more takes too long without reduction."""
     for rules in (pipeline.Rules(), pipeline.Rules(fence=False)):

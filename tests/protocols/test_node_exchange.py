@@ -398,6 +398,7 @@ THOROUGH = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("exchange", "group"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.full) for one in THOROUGH)], ids=str
 )
@@ -495,6 +496,7 @@ def lost(group: Group, exchange: str, rules: Rules, loss: Loss) -> Machine:
     return model(group, calls, rules, loss, check_starts=False)  # calls after a fault return at once
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("exchange", "group", "every"),
     [

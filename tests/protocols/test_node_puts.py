@@ -133,6 +133,7 @@ def test_a_put_that_begins_before_the_words_are_staged_sends_old_ones(refute) ->
     refute(Ranks(2, calls_of("doubling", 3), Rules(barrier=False)), Kind.DEADLOCK, Kind.WRONG_VALUE)
 
 
+@pytest.mark.full
 def test_a_word_that_is_written_twice_is_taken_for_one_of_a_later_call(refute) -> None:
     """Unlike a cell with the epoch, a word relies on a network that delivers each packet of a put once."""
     refute(Ranks(2, calls_of("doubling", 4), Rules(once=False)), Kind.WRONG_VALUE)

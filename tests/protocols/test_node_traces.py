@@ -116,6 +116,7 @@ THOROUGH = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("group", "exchange"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.full) for one in THOROUGH)], ids=str
 )
@@ -124,6 +125,7 @@ def test_calls(group: Group, exchange: str, monkeypatch: pytest.MonkeyPatch) -> 
     replay(group, calls, run(group, calls, in_circumstances(exchange)), monkeypatch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("group", "exchange"),
     [

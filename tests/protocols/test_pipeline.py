@@ -71,6 +71,7 @@ def test_protocol_holds(ranks: int, verify) -> None:
     verify(model(ranks, kernels=2 if ranks == 2 else 1, chunks=4))
 
 
+@pytest.mark.full
 def test_without_the_fence_a_clear_comes_too_late(refute) -> None:
     refute(model(2, Rules(fence=False)), Kind.DEADLOCK, Kind.WRONG_VALUE)
 

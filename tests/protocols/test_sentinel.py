@@ -232,6 +232,7 @@ def with_empty(op: str, ranks: int) -> list[Call]:
 # -- protocols that hold ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("op", list(SCHEDULES))
 def test_protocol_holds(op: str, ranks: int, verify) -> None:

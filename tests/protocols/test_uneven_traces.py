@@ -178,6 +178,7 @@ def check(matrices: Sequence[Sequence[Sequence[int]]], change: Change | None = N
                     raise TraceError(f"rank {rank}, call {number}, program {program}: {got}, {wanted}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_programs_do_what_the_models_do(ranks: int) -> None:
     assert head_words(ranks) * 4 % QUAD == 0
@@ -225,6 +226,7 @@ CHANGES = {
 HANGS = ("chunks of this rank alone", "a head of another rank's place", "a part that is one word short")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "name", [name if number < 2 else pytest.param(name, marks=pytest.mark.full) for number, name in enumerate(CHANGES)]
 )

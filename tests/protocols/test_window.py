@@ -140,6 +140,7 @@ def test_protocol_of_uneven_parts_holds(verify) -> None:
     verify(model(2, [copies(5), copies(4, 1)], UNEVEN))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", [reduces(3), copies(4)], ids=["sums", "copies"])
 def test_protocol_holds_for_three_ranks(call: Call, verify) -> None:
     verify(model(3, [call], SHORT))

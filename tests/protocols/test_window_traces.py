@@ -194,6 +194,7 @@ def check(plans: Sequence[CallPlan], ranks: int, change: Change | None = None, t
                     raise TraceError(f"rank {rank}, call {number}, program {program}: {len(got)} phases")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("op", [Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL])
 def test_programs_do_what_the_model_does(op: Op, ranks: int) -> None:

@@ -432,6 +432,7 @@ def test_served_model_name() -> None:
             client.completions.create(model="letters", prompt="x")
 
 
+@pytest.mark.full
 def test_a_hundred_streams_at_once() -> None:
     engine = ScriptedEngine()
     engine.hold_after, engine.length = 3, 20

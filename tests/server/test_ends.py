@@ -288,6 +288,7 @@ def test_a_signal_ends_the_process_in_order(number: signal.Signals) -> None:
         assert child.stdout.read() == "closed 1\n"
 
 
+@pytest.mark.full
 def test_a_second_signal_does_not_wait() -> None:
     with process(drain_s=1000) as (child, url):
         body = {"model": "letters", "prompt": "x", "stream": True}

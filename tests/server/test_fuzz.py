@@ -293,6 +293,7 @@ def test_mutated_bodies(fuzzed: Fuzzed, path: str, seed: int) -> None:
         fuzzed.check(path, mutated(chance, chance.choice(VALID[path]), names), "mutated")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("examples", [100, pytest.param(2500, marks=pytest.mark.full)])
 @pytest.mark.parametrize("path", PATHS)
 def test_generated_bodies(fuzzed: Fuzzed, path: str, examples: int) -> None:

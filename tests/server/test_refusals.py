@@ -51,6 +51,7 @@ def test_texts_hold_any_number_of_marks() -> None:
     assert parse(CompletionBody, json.dumps({"model": "letters", "prompt": prompt}).encode()).prompt == prompt
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("wrong", "param", "says"),
     [
@@ -316,6 +317,7 @@ def test_a_body_is_refused_before_its_end(server: Live) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.full
 def test_key() -> None:
     with live(api_key="s3cret") as server:
         assert server.client("s3cret").completions.create(model="letters", prompt="x").choices[0].text == "abcde"
@@ -408,6 +410,7 @@ def refusal(kind: type[Body], raw: bytes) -> ApiError | None:
     return None
 
 
+@pytest.mark.full
 @settings(max_examples=200)
 @given(kind=st.sampled_from([CompletionBody, ChatBody]), extra=st.dictionaries(st.sampled_from(NAMES), JSON))
 def test_any_json_is_a_request_or_a_400_that_names_a_parameter(kind: type[Body], extra: dict[str, object]) -> None:

@@ -114,6 +114,7 @@ def complete(client: openai.OpenAI, prompt: str, length: int = 16, **options: An
     return answer.choices[0].text
 
 
+@pytest.mark.full
 def test_completion_chat_and_stream_agree(served: Served) -> None:
     client = served.client()
     assert [model.id for model in client.models.list()] == ["smollm2"]
@@ -194,6 +195,7 @@ def test_a_client_that_disconnects_ends_its_request(served: Served) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_a_killed_rank_fails_the_stream_and_ends_the_server() -> None:
     server = Served("--tensor-parallel", "2")
     try:
@@ -235,6 +237,7 @@ def test_a_signal_while_the_model_loads(tmp_path: Path, number: signal.Signals) 
         shutil.rmtree(folder)
 
 
+@pytest.mark.full
 def test_restart_serves_again_after_a_killed_rank() -> None:
     server = Served("--restart")
     try:

@@ -72,6 +72,7 @@ def test_a_large_body_does_not_hold_the_event_loop(server: Live, name: str) -> N
     pytest.fail(f"the event loop was held for {min(lags):.3f} s")
 
 
+@pytest.mark.full
 def test_a_large_response_does_not_hold_the_event_loop(server: Live) -> None:
     body = {"model": "letters", "prompt": "x" * 12_000, "max_tokens": 0, "echo": True, "logprobs": 0}
     lags = []

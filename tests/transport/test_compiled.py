@@ -299,6 +299,7 @@ def machine_code_is_what_ptx_says(form: Form, folder: Path) -> None:
         assert not [key for key in counts if re.match(r"(LDG|STG)\.E(\.(U|S)?(8|16))(\.|$)", key)]
 
 
+@pytest.mark.every(46)
 @pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("name", [name for name in KERNELS if name not in SEND_RECV])
 def test_a_program_counts_itself_in_once_it_has_the_epoch(name: str, warps: int) -> None:
@@ -348,6 +349,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.every(62)
 @pytest.mark.parametrize("form", chosen_forms(), ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_form(form: Form, check: Callable[[Form, Path], None], tmp_path: Path) -> None:
@@ -371,6 +373,7 @@ def test_every_form(name: str, capability: int, tmp_path: Path) -> None:
 # -- control words ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring", "gather_cells", "exchange_cells", "broadcast_cells"])
 def test_only_16_byte_accesses_grow_with_the_tile(name: str) -> None:
     """Only data doubles with the length of a tile. None of it is in 8-byte accesses, which could tear a cell pair."""
@@ -422,6 +425,7 @@ def test_compiled_form_does_not_depend_on_rank_or_addresses(kernel: Any) -> None
         assert cross.kinds_where_launched(kernel, arguments | {"SHAPE": None}) == cross.signature_of(kernel)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "make",
     [

@@ -43,6 +43,7 @@ def kernel(kind: int, dtype: str, unit: int, world_size: int, capability: int = 
     return made, block, shape.num_warps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=[] if form == FORMS[0] else [pytest.mark.full]) for form in FORMS], ids=str
 )

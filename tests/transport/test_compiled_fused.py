@@ -63,6 +63,7 @@ def name_of(form: Form) -> str:
     return "-".join(str(value) for value in form)
 
 
+@pytest.mark.every(16)
 @pytest.mark.parametrize("form", FORMS, ids=name_of)
 def test_form(form: Form, tmp_path: Path) -> None:
     check(form, tmp_path)
@@ -133,6 +134,7 @@ def test_row_tiles(words: int) -> None:
     assert tiles.slots_at_once(block, warps) >= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("each", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_several_tiles_of_a_program_stay_in_registers(each: int, tmp_path: Path) -> None:
     """All tiles are loaded before the first is waited for, and the few programs of a launch fit on an SM."""

@@ -125,6 +125,7 @@ EVERY.append(Form("doubling", 2, 4, block=1024, warps=8, clears=True))
 FORMS = [*QUICK, *(pytest.param(one, marks=pytest.mark.full) for one in EVERY if one not in QUICK)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_form(form: Form, tmp_path: Path) -> None:
     """Words pass four by four, partial sums are added without fusing, and tiles stay in registers."""
@@ -150,6 +151,7 @@ def test_form(form: Form, tmp_path: Path) -> None:
     assert not [key for key in code if key.startswith("FFMA")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("exchange", "nodes", "local"),
     [
@@ -172,6 +174,7 @@ def test_rows_are_normed_in_registers(exchange: str, nodes: int, local: int, tmp
     assert used["STACK"] <= MAX_STACK[exchange]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exchange", ["doubling", pytest.param("pairs", marks=pytest.mark.full)])
 def test_no_word_is_in_two_halves(exchange: str) -> None:
     """Only 16-byte accesses grow with a tile: no word, and no part of one, has an access of its own."""

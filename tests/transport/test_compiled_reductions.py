@@ -49,6 +49,7 @@ def check(form: tuple[str, str, str, int, int], folder: Path) -> None:
     assert used["REG"] <= MAX_REGISTERS[world_size]
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("form", [*FORMS, *(pytest.param(form, marks=pytest.mark.full) for form in OTHERS)])
 def test_machine_code(form: tuple[str, str, str, int, int], tmp_path: Path) -> None:
     check(form, tmp_path)

@@ -35,6 +35,7 @@ def shape_of(world_size: int) -> LaunchShape:
     return launch(problem)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=[] if form == FORMS[0] else [pytest.mark.full]) for form in FORMS], ids=str
 )

@@ -121,6 +121,7 @@ def check_reductions(group, dtype):
     executor.close()
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
     [
@@ -181,6 +182,7 @@ def check_copies(group, dtypes):
     executor.close()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("world_size", "dtypes"),
     [
@@ -248,6 +250,7 @@ def check_stragglers(group, max_bytes, seconds):
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "max_bytes"),
     [
@@ -307,5 +310,6 @@ def check_prepare(group):
     executor.close()
 
 
+@pytest.mark.full
 def test_plans_are_prepared_once_and_unsupported_ones_refused():
     run_ranks(2, check_prepare)

@@ -100,6 +100,7 @@ def check_mismatches(group):
     executor.close()
 
 
+@pytest.mark.full
 def test_every_mismatch_is_found_and_the_odd_rank_named():
     run_ranks(4, check_mismatches)
 

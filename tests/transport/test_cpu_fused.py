@@ -174,6 +174,7 @@ def check_values(group, dtype, max_bytes):
     executor.close()
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("world_size", "dtype", "max_bytes"),
     [
@@ -216,6 +217,7 @@ def check_stragglers(group, max_bytes, seconds):
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "max_bytes"),
     [pytest.param(2, 300_000, marks=pytest.mark.full), pytest.param(3, 1, marks=pytest.mark.full), (8, 1)],

@@ -49,6 +49,7 @@ def text_of(schedule: Schedule) -> str:
     return str(compile_function(schedule._function, "schedule").library.get_llvm_str())
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("name", CALLS)
 def test_words_are_acquired_and_released(name):
     text = text_of(CALLS[name].schedule)
@@ -96,6 +97,7 @@ def test_rows_are_vectors_and_nothing_is_fused(dtype, triple):
     assert count(narrowed, norms) >= 2, "bytes are not packed from vectors"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("triple", TRIPLES)
 @pytest.mark.parametrize("dtype", fp8_blocks.ENCODE)
 def test_blocks_are_vectors_and_nothing_is_fused(dtype, triple):

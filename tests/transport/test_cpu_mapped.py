@@ -145,6 +145,7 @@ def check_values(group: LocalGroup, dtypes: tuple[torch.dtype, ...], counts: tup
     return done
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("world_size", "dtypes"),
     [(2, (torch.bfloat16, torch.int64)), (3, (torch.float32,)), pytest.param(8, DTYPES[1:2], marks=pytest.mark.full)],

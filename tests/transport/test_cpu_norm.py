@@ -92,6 +92,7 @@ def weight_of(weight: torch.Tensor, dtype: torch.dtype) -> str:
     return "" if weight.dtype == dtype else str(weight.dtype).removeprefix("torch.")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [RMS, LAYER_WITH_BIAS])
 def test_weights_of_another_dtype(dtype, weight_dtype, kind):
@@ -103,6 +104,7 @@ def test_weights_of_another_dtype(dtype, weight_dtype, kind):
             check(total, residual, weight, 1e-6, quantization, keeps, scale, offset=turn % 4, kind=kind)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("quantization", "keeps"), FORMS)
 @pytest.mark.parametrize("kind", NORM_KINDS)
 def test_every_length_of_a_row(dtype, quantization, keeps, kind):
@@ -172,6 +174,7 @@ def test_the_norm_is_within_the_rounding_of_its_dtype(dtype, hidden):
     assert error.max() < bound
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("offset", [0.0, 1.0, 1e3, 1e6])
 @pytest.mark.parametrize("hidden", [1, 2, 33, 64, 4099])
 def test_layer_norm_keeps_its_accuracy_however_large_the_mean_is(dtype, hidden, offset):

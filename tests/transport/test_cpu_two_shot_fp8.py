@@ -182,6 +182,7 @@ def check_sums(group, dtype, max_bytes):
     executor.close()
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize(
     ("world_size", "dtype", "max_bytes"),
     [
@@ -250,6 +251,7 @@ def check_stragglers(group, max_bytes, seconds):
     return calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "max_bytes"), [pytest.param(2, 300_000, marks=pytest.mark.full), (4, 1)])
 def test_stragglers_and_changing_sizes(world_size, max_bytes):
     assert min(run_ranks(world_size, check_stragglers, max_bytes, 2.0)) >= 20

@@ -32,5 +32,6 @@ def test_a_program_takes_what_all_gave(cell_stride: int) -> None:
     interpret(targets.exchanges, 1, cell_stride)
 
 
+@pytest.mark.full
 def test_mean_and_variance_do_not_depend_on_who_holds_a_row() -> None:
     interpret(targets.moments_of_rows, 1)

@@ -25,6 +25,7 @@ def test_they_are_memory_of_the_host_whatever_the_default_device(default: str) -
     assert words.numel() == layout.HOST_WORDS
 
 
+@pytest.mark.full
 def test_they_outlive_an_executor_that_is_not_closed() -> None:
     """A kernel that still waits would store into memory that something else has by then."""
     made = executor._host_words(CPU)

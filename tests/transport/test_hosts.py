@@ -246,6 +246,7 @@ def _copied(group: LocalGroup, nodes: int, local: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("nodes", "local"), [(2, 3), pytest.param(5, 1, marks=pytest.mark.full), pytest.param(3, 2, marks=pytest.mark.full)]
 )
@@ -366,6 +367,7 @@ def _blamed(group: LocalGroup) -> list[tuple[int, tuple[int, ...]]]:
     return found
 
 
+@pytest.mark.full
 def test_a_rank_that_others_keep_in_an_earlier_call_is_not_late() -> None:
     assert run_ranks(3, _blamed)[0] == [(kind, ranks) for _, kind, ranks in ANSWERS]
 
@@ -410,6 +412,7 @@ def _go_on_after_a_fault(group: LocalGroup) -> tuple[Fault | None, Fault | None,
     return first, again, bool((out == 4).all())
 
 
+@pytest.mark.full
 def test_ranks_connect_anew_after_a_fault() -> None:
     for first, again, right in run_ranks(4, _go_on_after_a_fault):
         assert first is not None
@@ -458,6 +461,7 @@ def _fail_in_a_message(group: LocalGroup, what: str) -> Any:
     return fault, [None if words is None else Header.decode(words, NAMES).nbytes for words in headers]
 
 
+@pytest.mark.full
 def test_faults_of_messages() -> None:
     fault, _ = run_ranks(2, _fail_in_a_message, "absent")[1]
     assert (fault.kind, fault.op, fault.ranks) == (wire.TIMEOUT, "recv", (0,))
@@ -508,6 +512,7 @@ def _refused_measurement(group: LocalGroup) -> tuple[str, bool]:
     return message, _resources() == before
 
 
+@pytest.mark.full
 def test_a_failed_construction_leaves_nothing_behind() -> None:
     for message, clean in run_ranks(2, _refused_measurement):
         assert "no network" in message
@@ -537,6 +542,7 @@ def test_messages_connect_over_a_slow_network() -> None:
     assert run_ranks(2, _far_away) == [(None, True)] * 2
 
 
+@pytest.mark.full
 def test_only_ranks_with_the_same_secret_connect() -> None:
     assert run_ranks(2, _with_secrets, ["a", "a"]) == ["", ""]
     for text in run_ranks(2, _with_secrets, ["a", "b"]):
@@ -565,6 +571,7 @@ def _with_a_stranger(group: LocalGroup, port: int) -> bool:
     return bool((x == 2).all())
 
 
+@pytest.mark.full
 def test_strangers_are_turned_away() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
