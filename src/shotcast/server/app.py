@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -122,9 +124,10 @@ def create_app(service: Service) -> ASGIApp:
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="shotcast", version=__version__, redoc_url=None)
     app.include_router(public)
     app.include_router(keyed)
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
@@ -132,6 +135,26 @@ def create_app(service: Service) -> ASGIApp:
         options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **options)
     return CountResponses(app, service.metrics)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Return the description of the API. FastAPI does not know the bodies, which the routes read by themselves."""
+    if app.openapi_schema is None:
+        kinds = {
+            "/v1/completions": CompletionBody,
+            "/v1/chat/completions": ChatBody,
+            "/tokenize": TokenizeBody,
+            "/detokenize": DetokenizeBody,
+        }
+        models: Any = [(kind, "validation") for kind in kinds.values()]
+        references, defined = models_json_schema(models, ref_template="#/components/schemas/{model}")
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schema["components"] = {"schemas": defined["$defs"]}
+        for path, kind in kinds.items():
+            content = {"application/json": {"schema": references[kind, "validation"]}}
+            schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        app.openapi_schema = schema
+    return app.openapi_schema
 
 
 async def _read_body(http: Request, limit: int) -> bytes:
