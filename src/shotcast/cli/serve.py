@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +22,12 @@ from shotcast.cli.engine_options import (
 )
 from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
+
+
+def _since_start() -> float:
+    """Return the seconds since this process began, which had to import PyTorch before it could look at a clock."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 @with_groups(engine, sums)
@@ -135,8 +144,13 @@ def serve(
         signal.signal(number, lambda number, frame: sys.exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    first = True
+
     def listening(bound: int) -> None:
-        say(f"serving {model} at http://{host}:{bound}/v1")
+        nonlocal first
+        ready = f", ready {_since_start():.1f} s after the command" if first else ""
+        first = False
+        say(f"serving {model} at http://{host}:{bound}/v1{ready}")
 
     def start() -> AsyncLLM:
         nonlocal options

@@ -92,12 +92,15 @@ class EngineClient:
     """
 
     def __init__(self, config: EngineConfig):
+        began = time.perf_counter()
         job = env.job()
         if job is not None and job.rank != 0:
             _serve_as_member(config, JobMember(job, config.timeout_s))
         leader = JobLeader(job, config.timeout_s) if job is not None else None
         with leader.refusing() if leader is not None else contextlib.nullcontext():
             self._start(config, leader)
+        took = time.perf_counter() - began
+        logger.info("the engine started in %.1f s, %.1f s of them for CUDA graphs", took, self.info.capture_s)
 
     def _start(self, config: EngineConfig, leader: JobLeader | None) -> None:
         self.config = config = select_device(config)
@@ -182,7 +185,6 @@ class EngineClient:
         if (dead := self.dead) is not None:
             self.close()
             raise dead.__cause__ if isinstance(dead.__cause__, ConfigError | UnsupportedError) else dead
-        logger.info("ready after %.1f s, %.1f s of them for CUDA graphs", self.info.load_s, self.info.capture_s)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def load(
         stack: closes everything that is opened here.
 
     Returns:
-        The model runner, the properties of the engine (``load_s`` is 0), and the :func:`communicators`.
+        The model runner, the properties of the engine, and the :func:`communicators`.
 
     Raises:
         ConfigError: the model does not fit the configuration, or there is too little memory.
@@ -116,7 +116,7 @@ def load(
         stack.callback(runner.close)
         runner.capture(stamped=config.stamp_every > 0)
     capture_s = time.perf_counter() - started
-    info = EngineInfo(model, max_model_len, blocks, config.block_size, device, dtype_name, 0.0, capture_s)
+    info = EngineInfo(model, max_model_len, blocks, config.block_size, device, dtype_name, capture_s)
     return runner, info, job, comm
 
 

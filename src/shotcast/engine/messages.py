@@ -23,7 +23,6 @@ class EngineInfo:
     block_size: int
     device: str
     dtype: str
-    load_s: float
     capture_s: float
 
 

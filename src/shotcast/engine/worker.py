@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Client
 
 from shotcast import env
@@ -35,7 +33,6 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
     """
     rank_env = env.job()
     assert rank_env is not None
-    started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         requests = stack.enter_context(Client(address, authkey=key)) if rank_env.rank == 0 else None
         runner, info, job, comm = load(config, stack)
@@ -58,7 +55,7 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
             scheduler = Scheduler(scheduler_config(config, info, runner.lookahead), Speculation.of(config))
             stage_timeout_s = config.timeout_s * STAGE_TIMEOUTS
             core = EngineCore(scheduler, runner, channel, client, check, config.stamp_every, stage_timeout_s)
-            client.send(replace(info, load_s=time.perf_counter() - started))
+            client.send(info)
             client.start_heartbeat()
             stack.callback(client.stop_heartbeat)
             core.run()
