@@ -18,7 +18,7 @@ help:
 	@echo "make demo       a model answers on two CPU ranks; all-reduce of 2, 4 and 8: a table, and demo/all_reduce.png"
 	@echo "make bench-hosts  all-reduce between hosts that are simulated on this machine; needs root: sudo make bench-hosts"
 	@echo "make quick      linters, types, and the fastest tests of every folder: 2 minutes on two cores"
-	@echo "make test       linters, types, tests: 10 to 15 minutes on two cores, by their speed"
+	@echo "make test       linters, types, tests: 10 minutes on two cores"
 	@echo "make test-full  the same and every test that needs no GPU: hours"
 	@echo "make lint       linters and types alone"
 	@echo "make site       the documentation as a site, with search and docstrings: build/site/index.html"
