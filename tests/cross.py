@@ -22,6 +22,9 @@ from shotcast.hardware.nodes import folded
 from shotcast.kernels.triton.arriving_gemm import Arriving, arriving_gemm_kernel
 from shotcast.kernels.triton.gemm import Sizes, gemm_kernel
 from shotcast.kernels.triton.norm import NormAddresses, norm_rows
+from shotcast.kernels.triton.paged_attention import Parts, Scoring, Sequences
+from shotcast.kernels.triton.rope import Cache, Rotation
+from shotcast.kernels.triton.skinny_gemm import Matrix
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier, gate
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
@@ -325,13 +328,57 @@ def build(
     options: dict[str, Any] | None = None,
     aligned: Collection[str] = (),
 ) -> Any:
-    """Compile a kernel. ``aligned`` names arguments that are multiples of 16, as Triton finds out when it launches."""
-    known = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in aligned}
+    """Compile a kernel. ``aligned`` names arguments that are multiples of 16, as Triton finds out when it launches.
+
+    Elements of tuples have the names of their fields.
+    """
+    known = {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in aligned:
+            known[place,] = [["tt.divisibility", 16]]
+        for inner, field in enumerate(getattr(signature.get(name), "_fields", ())):
+            if field in aligned:
+                known[place, inner] = [["tt.divisibility", 16]]
     return triton.compile(
         ASTSource(kernel, signature=signature, constexprs=constants, attrs=known),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90, **(options or {})},
     )
+
+
+TUPLES: dict[str, Any] = {
+    "rotation": Rotation,
+    "cache": Cache,
+    "sequences": Sequences,
+    "parts": Parts,
+    "scoring": Scoring,
+    "matrix": Matrix,
+}
+"""Tuples that kernels of models take, by the names of the arguments."""
+
+
+def build_of_kinds(
+    kernel: Any,
+    kinds: dict[str, str],
+    shape: Any,
+    warps: int,
+    capability: int,
+    options: dict[str, Any] | None = None,
+    aligned: Collection[str] = (),
+) -> Any:
+    """Compile a kernel of models for a SHAPE; arguments, and fields of tuples, without a kind are None."""
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {"SHAPE": shape}
+    for place, name in enumerate(kernel.arg_names):
+        if name in TUPLES:
+            fields = TUPLES[name]._fields
+            signature[name] = TUPLES[name](*(kinds.get(field, "constexpr") for field in fields))
+            constants |= {(place, inner): None for inner, field in enumerate(fields) if field not in kinds}
+        else:
+            signature[name] = kinds.get(name, "constexpr")
+            if name not in kinds and name != "SHAPE":
+                constants[name] = None
+    return build(kernel, signature, constants, warps, capability, options, aligned)
 
 
 def instructions(ptx: str) -> Counter[str]:

@@ -79,7 +79,7 @@ def both_ways(
             rotated = tuple(tensor.clone() for tensor in mine)
             rope.rotate_into_cache(given, *turns, *places, *rotated, queries, gains, EPS)
             decoding = paged_attention.PagedDecoding(heads, head_dim, kv_head_of, 8, num_sms, given.device)
-            for scratch in (decoding._partial_out, decoding._partial_stats):
+            for scratch in decoding._parts:
                 # everything that is merged must have been written, also by parts without tokens
                 scratch.fill_(float("nan"))
             decoding(given, *turns, *mine, *paged, block_size, window, out, gains, EPS, *scoring)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import grouped_targets as targets
 import pytest
@@ -15,7 +14,7 @@ from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import skinny_gemm
 from shotcast.kernels.triton.dequantize import dequantize_kernel, step_columns
-from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, skinny_gemm_kernel
+from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, SkinnyShape, skinny_gemm_kernel
 
 CASES = [
     Case(1, 256, 70, 128, True, "bfloat16", False),
@@ -70,43 +69,42 @@ KINDS = {
 }
 
 
-def compiled(kernel: Any, int4: bool, capability: int, constants: dict[str, Any], warps: int) -> Any:
-    constants = constants | {"GROUP": 128, "COLUMNS": 128, "NATIVE": capability >= 89 and not int4}
+def kinds_of(int4: bool, capability: int) -> dict[str, str]:
     kinds = KINDS | {
         **dict.fromkeys(("weight", "values"), "*i32" if int4 else "*fp8e4nv" if capability >= 89 else "*u8"),
         **dict.fromkeys(("scale", "scales"), "*fp16" if int4 else "*fp32"),
-        "zeros": "*u8",
     }
-    if not int4:
-        constants["zeros"] = None
-    signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
-    aligned = tuple(name for name in ("x", "weight", "values", "inputs", "out", "partial_sums") if name in signature)
-    return cross.build(kernel, signature, constants, warps, capability, {}, aligned)
+    return kinds | {"zeros": "*u8"} if int4 else kinds
 
 
 @pytest.mark.every(6)
 @pytest.mark.parametrize("int4", [True, False])
 @pytest.mark.parametrize(("capability", "memory"), [(80, 164), (90, 228), (100, 228)])
 def test_kernels_compile_without_spills(int4: bool, capability: int, memory: int, tmp_path: Path) -> None:
+    kinds, native = kinds_of(int4, capability), capability >= 89 and not int4
     for rows in (1, 64):
         config = skinny_gemm.choose_config(4096, 4096, 2, rows, 132, memory << 10)
-        constants: dict[str, Any] = {
-            "M_TILE": skinny_gemm.row_tile(rows),
-            "TILE": skinny_gemm.TILE,
-            "STAGES": config.stages,
-            "SPLIT_K": config.split_k,
-            "EVEN_K": True,
-            "GATED": False,
-            "PDL": capability >= 90,
-            "bias": None,
-            "x_scale": None,
-        }
-        kernel = compiled(skinny_gemm_kernel, int4, capability, constants, skinny_gemm.WARPS)
+        shape = SkinnyShape(
+            M_TILE=skinny_gemm.row_tile(rows),
+            TILE=skinny_gemm.TILE,
+            COLUMNS=128,
+            STAGES=config.stages,
+            SPLIT_K=config.split_k,
+            EVEN_K=True,
+            GROUP=128,
+            NATIVE=native,
+            GATED=False,
+            PDL=capability >= 90,
+        )
+        aligned = ("x", "weight", "inputs", "out", "partial_sums")
+        kernel = cross.build_of_kinds(skinny_gemm_kernel, kinds, shape, skinny_gemm.WARPS, capability, {}, aligned)
         found = cross.resources(kernel, tmp_path)
         assert found["LOCAL"] == found["STACK"] == 0
         assert kernel.metadata.shared <= (memory - 1) << 10
         assert "mma" in kernel.asm["ptx"]
-    kernel = compiled(dequantize_kernel, int4, capability, {"TILE": 16}, 4)
+    constants = {"GROUP": 128, "COLUMNS": 128, "NATIVE": native, "TILE": 16, **({} if int4 else {"zeros": None})}
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in dequantize_kernel.arg_names}
+    kernel = cross.build(dequantize_kernel, signature, constants, 4, capability, {}, ("values", "inputs", "out"))
     assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
     if int4:
         assert "cvt.rn.f32.s32" not in kernel.asm["ptx"], "codes become floats by their bits"

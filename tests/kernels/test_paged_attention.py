@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from paged_attention_targets import both_ways, cap_matters, in_float8
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as triton_compile
 
 import cross
 from quick_interpreter import interpret
@@ -22,12 +20,13 @@ from shotcast.kernels.triton.paged_attention import (
     WARPS,
     WIDE_STAGES,
     WIDE_TILE,
+    DecodeShape,
     PagedDecoding,
     decode_kernel,
     merge_kernel,
     tile_and_stages,
 )
-from shotcast.kernels.triton.rope import rotate_kernel
+from shotcast.kernels.triton.rope import RotateShape, rotate_kernel
 
 
 @pytest.mark.parametrize(
@@ -72,20 +71,10 @@ def test_kernels_with_caches_in_float8_compile(capability: int, tmp_path: Path) 
     stored = {
         **dict.fromkeys(("keys", "values"), "*fp8e4nv"),
         **dict.fromkeys(("key_scales", "value_scales"), "*fp32"),
-        **dict.fromkeys(("positions", "slots"), "*i64"),
-        "queries": "*bf16",
     }
-    shape = {"squash": None, "norms": None, "HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "PDL": True}
-    own = {
-        decode_kernel: TILES | {"GROUP": 16, "BLOCK_SIZE": 16, "SPLITS": 32},
-        rotate_kernel: {"HEADS_TILE": 16},
-    }
-    for kernel, others in own.items():
-        constants = {name: value for name, value in (shape | others).items() if name in kernel.arg_names}
-        kinds = KINDS | stored
-        signature = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
-        vectors = ("x", "keys", "values", "cosines", "sines")
-        built = cross.build(kernel, signature, constants, 4, capability, {}, aligned=vectors)
+    kinds = without(KINDS | stored, "norms")
+    for kernel, shape in ((decode_kernel, SHAPE), (rotate_kernel, RotateShape(16, 2, 64, 64, 16, True))):
+        built = cross.build_of_kinds(kernel, kinds, shape, 4, capability, {}, VECTORS)
         if kernel is decode_kernel:
             assert "cvt.rn.f16x2.e4m3x2" in built.asm["ptx"], "bytes are converted by instructions"
         found = cross.resources(built, tmp_path)
@@ -101,89 +90,45 @@ def test_scores_are_scaled_and_capped(num_sms: int) -> None:
     assert lengths > 0.02, "this case would not see a missing cap"
 
 
-NO_SCALES = {"key_scales": None, "value_scales": None}
-NOTHING = {"squash": None, **NO_SCALES}
+KINDS = {
+    **dict.fromkeys(("x", "norms", "keys", "values", "result", "queries", "out"), "*bf16"),
+    **dict.fromkeys(("cosines", "sines", "sums", "stats", "partial_out", "partial_stats"), "*fp32"),
+    **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
+    **dict.fromkeys(("rows", "positions", "slots"), "*i64"),
+    **dict.fromkeys(("scale", "eps"), "fp32"),
+    **dict.fromkeys(("blocks", "window"), "i32"),
+}
+FUSION = {"enable_fp_fusion": True}
+VECTORS = ("x", "keys", "values", "cosines", "sines", "sums", "stats", "result", "queries")
+SHAPE = DecodeShape(16, 2, 64, 64, 16, 16, 32, SMALL_TILE, TILE, STAGES, True)
+MERGE = {"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32}
+
+
+def without(kinds: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: kind for name, kind in kinds.items() if name not in names}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile(capability: int) -> None:
-    target = GPUTarget("cuda", capability, 32)
-    decode = ASTSource(
-        decode_kernel,
-        signature={
-            **dict.fromkeys(("x", "norms", "keys", "values", "result"), "*bf16"),
-            **dict.fromkeys(("cosines", "sines"), "*fp32"),
-            **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
-            "rows": "*i64",
-            **dict.fromkeys(("partial_out", "partial_stats"), "*fp32"),
-            "scale": "fp32",
-            "eps": "fp32",
-            "blocks": "i32",
-            "window": "i32",
-        },
-        constexprs={
-            "HEADS": 16,
-            "KV_HEADS": 2,
-            "HALF": 64,
-            "HALF_TILE": 64,
-            "GROUP": 16,
-            "BLOCK_SIZE": 16,
-            "SPLITS": 32,
-            "FIRST_TILE": SMALL_TILE,
-            "TILE": TILE,
-            "STAGES": STAGES,
-            "PDL": capability >= 90,
-            **NOTHING,
-        },
-    )
-    ptx = triton_compile(decode, target=target, options={"num_warps": 4}).asm["ptx"]
-    assert "bf16" in ptx
-    assert "mma" in ptx, "products of queries and keys go through the tensor cores"
-    rotate = ASTSource(
-        rotate_kernel,
-        signature={
-            **dict.fromkeys(("x", "norms", "keys", "values", "queries"), "*bf16"),
-            **dict.fromkeys(("cosines", "sines"), "*fp32"),
-            **dict.fromkeys(("positions", "slots"), "*i64"),
-            "eps": "fp32",
-        },
-        constexprs={
-            **{"HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "HEADS_TILE": 16, "PDL": capability >= 90},
-            **NO_SCALES,
-        },
-    )
-    assert "fma" in triton_compile(rotate, target=target, options={"num_warps": 1}).asm["ptx"]
-    join = ASTSource(
-        merge_kernel,
-        signature={"partial_out": "*fp32", "partial_stats": "*fp32", "out": "*bf16"},
-        constexprs={"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32, "PDL": capability >= 90},
-    )
-    assert "ex2" in triton_compile(join, target=target, options={"num_warps": 1}).asm["ptx"]
-
-
-KINDS = {
-    **dict.fromkeys(("x", "norms", "keys", "values", "result", "out"), "*bf16"),
-    **dict.fromkeys(("cosines", "sines", "partial_out", "partial_stats"), "*fp32"),
-    **dict.fromkeys(("tables", "lengths", "first_heads"), "*i32"),
-    "rows": "*i64",
-    **dict.fromkeys(("scale", "eps"), "fp32"),
-    **dict.fromkeys(("blocks", "window"), "i32"),
-}
-SHAPE = {**NOTHING, "HEADS": 16, "KV_HEADS": 2, "HALF": 64, "HALF_TILE": 64, "GROUP": 16, "BLOCK_SIZE": 16}
-TILES = {"FIRST_TILE": SMALL_TILE, "TILE": TILE, "STAGES": STAGES}
+    pdl = capability >= 90
+    decode = cross.build_of_kinds(decode_kernel, KINDS, replace(SHAPE, PDL=pdl), 4, capability)
+    assert "bf16" in decode.asm["ptx"]
+    assert "mma" in decode.asm["ptx"], "products of queries and keys go through the tensor cores"
+    rotate = cross.build_of_kinds(rotate_kernel, KINDS, RotateShape(16, 2, 64, 64, 16, pdl), 1, capability, FUSION)
+    assert "fma" in rotate.asm["ptx"]
+    constants = MERGE | {"PDL": pdl}
+    signature = {name: KINDS.get(name, "constexpr") for name in merge_kernel.arg_names}
+    assert "ex2" in cross.build(merge_kernel, signature, constants, 1, capability).asm["ptx"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("splits", [1, 32])
 def test_what_attention_loads_before_the_kernel_before_it_has_ended(splits: int) -> None:
     """Check that it loads nothing that this step's kernels write, but the first keys and values of earlier steps."""
-    constants = SHAPE | TILES | {"SPLITS": splits, "PDL": True}
-    signature = {name: "constexpr" if name in constants else KINDS[name] for name in decode_kernel.arg_names}
-    vectors = ("x", "keys", "values", "cosines", "sines", "partial_out", "partial_stats", "result")
-    kernel = cross.build(decode_kernel, signature, constants, 4, 90, {}, aligned=vectors)
+    kernel = cross.build_of_kinds(decode_kernel, KINDS, replace(SHAPE, SPLITS=splits), 4, 90, {}, VECTORS)
     early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    accesses = cross.touched(early, signature)
+    accesses = cross.touched(early, kernel.src.signature)
     assert {name.partition(".")[0] for name, _ in accesses} == {"ld"}
     known = {"cosines", "sines", "tables", "first_heads", "lengths", "rows"}
     assert {argument for _, argument in accesses} == known | {"keys", "values"}
@@ -193,11 +138,9 @@ def test_what_attention_loads_before_the_kernel_before_it_has_ended(splits: int)
 
 
 def test_parts_are_joined_after_the_wait() -> None:
-    constants = {"HEAD_DIM": 128, "WIDTH": 128, "SPLITS": 32, "PDL": True}
-    signature = {name: "constexpr" if name in constants else KINDS[name] for name in merge_kernel.arg_names}
-    early, _, late = (
-        cross.build(merge_kernel, signature, constants, 4, 90, {}).asm["ptx"].partition("griddepcontrol.wait")
-    )
+    signature = {name: KINDS.get(name, "constexpr") for name in merge_kernel.arg_names}
+    kernel = cross.build(merge_kernel, signature, MERGE | {"PDL": True}, 4, 90, {})
+    early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
     assert cross.touched(early, signature) == []
     assert "griddepcontrol.wait" not in late
 
@@ -224,12 +167,10 @@ def test_tiles_fit_into_shared_memory(capability: int, kib: int, kind: str, item
 
 
 def tiles_compiled(kind: str, head_dim: int, tile: int, stages: int, capability: int, first: int = 0) -> Any:
-    shape = SHAPE | {"HALF": head_dim // 2, "HALF_TILE": head_dim // 2, "SPLITS": 2, "PDL": capability >= 90}
-    constants = shape | {"FIRST_TILE": first or tile, "TILE": tile, "STAGES": stages, "norms": None}
-    kinds = KINDS | dict.fromkeys(("x", "keys", "values", "result"), f"*{kind}")
-    signature = {name: "constexpr" if name in constants else kinds[name] for name in decode_kernel.arg_names}
-    vectors = ("x", "keys", "values", "cosines", "sines", "partial_out", "partial_stats", "result")
-    return cross.build(decode_kernel, signature, constants, WARPS, capability, {}, aligned=vectors)
+    half = head_dim // 2
+    shape = DecodeShape(16, 2, half, half, 16, 16, 2, first or tile, tile, stages, capability >= 90)
+    kinds = without(KINDS, "norms") | dict.fromkeys(("x", "keys", "values", "result"), f"*{kind}")
+    return cross.build_of_kinds(decode_kernel, kinds, shape, WARPS, capability, {}, VECTORS)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +215,8 @@ def test_attention_of_few_sequences_leaves_the_cache_to_products(
     cache, tables = torch.zeros(1, kv_heads, 128, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
     decoding = PagedDecoding(16, 128, kv_head_of, 200, 132, x.device)
     decoding(x, x, x, cache, cache, tables, tables, tables, 16, 0, torch.empty(sequences, 16, 128, dtype=dtype))
-    constants = dict(zip(decode_kernel.arg_names, launches[0], strict=True))
-    assert (constants["FIRST_TILE"], constants["TILE"], constants["STAGES"]) == (first, tile, stages)
+    shape = launches[0][-1]
+    assert (first, tile, stages) == (shape.FIRST_TILE, shape.TILE, shape.STAGES)
 
 
 def test_wide_tiles_are_for_groups_and_gpus_whose_registers_hold_them() -> None:
@@ -321,13 +262,8 @@ def test_heads_are_turned_together(
     queries, cache = torch.zeros(5, heads, head_dim), torch.zeros(9, kv_heads, head_dim)
     rope.rotate_into_cache(x, x, x, x, x, cache, cache, queries)
     ((grid, given, options),) = launches.seen
-    assert (grid, given["HEADS_TILE"], options["num_warps"]) == ((5, partial_out), count, warps)
-    constants = {name: given[name] for name in ("HEADS", "KV_HEADS", "HALF", "HALF_TILE", "HEADS_TILE", "PDL")}
-    kinds = KINDS | dict.fromkeys(("queries",), "*bf16") | dict.fromkeys(("positions", "slots"), "*i64")
-    constants |= {"norms": None, **NO_SCALES}
-    signature = {name: "constexpr" if name in constants else kinds[name] for name in rotate_kernel.arg_names}
-    vectors = ("x", "keys", "values", "cosines", "sines", "queries")
-    kernel = cross.build(rotate_kernel, signature, constants, warps, 90, {}, aligned=vectors)
+    assert (grid, given["SHAPE"].HEADS_TILE, options["num_warps"]) == ((5, partial_out), count, warps)
+    kernel = cross.build_of_kinds(rotate_kernel, without(KINDS, "norms"), given["SHAPE"], warps, 90, {}, VECTORS)
     used = cross.resources(kernel, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0
     counts = cross.instructions(kernel.asm["ptx"])

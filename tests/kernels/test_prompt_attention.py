@@ -25,6 +25,7 @@ from shotcast.kernels.triton.prompt_attention import (
     STAGES,
     WIDE_KEYS,
     WIDE_STAGES,
+    PromptShape,
     prompt_kernel,
     tile_tokens,
 )
@@ -79,7 +80,7 @@ def test_few_queries_take_few_rows(
     queries, cache = torch.zeros(9, group, 64), torch.zeros(32, 1, 64)
     ints = torch.zeros(1, TILE_FIELDS, dtype=torch.int32)
     prompt_attention.attend(queries, cache, cache, ints, ints, most, ints, group, 16, 0, queries)
-    assert (launched[0]["ROWS"], launched[0]["SHORT_ROWS"]) == (rows, short)
+    assert (rows, short) == (launched[0]["SHAPE"].ROWS, launched[0]["SHAPE"].SHORT_ROWS)
 
 
 def compiled(
@@ -93,32 +94,28 @@ def compiled(
     fp8: bool = False,
 ) -> Any:
     """Compile the kernel as ``attend`` launches it."""
-    scales = ("key_scales", "value_scales")
-    constants = {
-        **dict.fromkeys(("squash", *(() if fp8 else scales))),
-        "HEADS": 2 * group,
-        "KV_HEADS": 2,
-        "HEAD_DIM": head_dim,
-        "GROUP": group,
-        "ROWS": rows,
-        "SHORT_ROWS": max(16, triton.next_power_of_2(group)),
-        "WIDTH": triton.next_power_of_2(head_dim),
-        "BLOCK_SIZE": 16,
-        "KEYS": keys,
-        "STAGES": WIDE_STAGES if head_dim > 128 else STAGES,
-        "WINDOWED": windowed,
-        "TILE_FIELDS": TILE_FIELDS,
-        "PDL": capability >= 90,
-    }
-    floats, ints = ("queries", "keys", "values", "result"), ("tables", "tiles", "first_heads")
-    signature = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(ints, "*i32") | dict.fromkeys(constants, "constexpr")
-    signature |= {"scale": "fp32", "blocks": "i32", "window": "i32"}
-    if fp8:
-        signature |= dict.fromkeys(("keys", "values"), "*fp8e4nv") | dict.fromkeys(scales, "*fp32")
-    options = {"enable_fp_fusion": True}
-    return cross.build(
-        prompt_kernel, signature, constants, 8 if rows >= ROWS else 4, capability, options, (*floats, *ints)
+    shape = PromptShape(
+        HEADS=2 * group,
+        KV_HEADS=2,
+        HEAD_DIM=head_dim,
+        GROUP=group,
+        ROWS=rows,
+        SHORT_ROWS=max(16, triton.next_power_of_2(group)),
+        WIDTH=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=16,
+        KEYS=keys,
+        STAGES=WIDE_STAGES if head_dim > 128 else STAGES,
+        WINDOWED=windowed,
+        TILE_FIELDS=TILE_FIELDS,
+        PDL=capability >= 90,
     )
+    floats, ints = ("queries", "keys", "values", "result"), ("tables", "tiles", "first_heads")
+    kinds = dict.fromkeys(floats, f"*{dtype}") | dict.fromkeys(ints, "*i32")
+    kinds |= {"scale": "fp32", "blocks": "i32", "window": "i32"}
+    if fp8:
+        kinds |= dict.fromkeys(("keys", "values"), "*fp8e4nv") | dict.fromkeys(("key_scales", "value_scales"), "*fp32")
+    warps, options = 8 if rows >= ROWS else 4, {"enable_fp_fusion": True}
+    return cross.build_of_kinds(prompt_kernel, kinds, shape, warps, capability, options, (*floats, *ints))
 
 
 def instances(counts: Counter[str], name: str) -> int:
@@ -149,8 +146,7 @@ def test_hopper_multiplies_from_shared_memory_and_spills_nothing(
     """
     kernel = compiled(rows, KEYS, head_dim, dtype, windowed, group)
     early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    signature = {name: kernel.src.signature[name] for name in prompt_kernel.arg_names}
-    assert cross.touched(early, signature) == [], "this step's kernels write queries, keys and values"
+    assert cross.touched(early, kernel.src.signature) == [], "this step's kernels write queries, keys and values"
     assert "griddepcontrol.wait" not in late
     counts = cross.instructions(kernel.asm["ptx"])
     loops, threads = 3 if windowed else 2, 256 if rows == ROWS else 128

@@ -17,7 +17,7 @@ import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import skinny_gemm
-from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, skinny_gemm_kernel
+from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, SkinnyShape, skinny_gemm_kernel
 
 DTYPES = ("bfloat16", "float16", "float8")
 MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
@@ -112,40 +112,33 @@ def test_what_is_not_served_is_refused() -> None:
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
-def signature_of(fp8: bool) -> dict[str, str]:
-    kinds = {
-        **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
-        **dict.fromkeys(("scale", "x_scale", "partial_sums"), "*fp32"),
-        **dict.fromkeys(("x", "weight"), "*fp8e4nv" if fp8 else "*bf16"),
-        "counters": "*i32",
-    }
-    return {name: kinds.get(name, "*bf16") for name in skinny_gemm_kernel.arg_names}
-
-
 def compiled(
     outputs: int, inputs: int, rows: int, fp8: bool, gated: bool = False, capability: int = 90, whole: bool = True
-) -> tuple[Any, dict[str, str]]:
+) -> Any:
     item = 1 if fp8 else 2
     config = skinny_gemm.choose_config(outputs, inputs, item, rows, 132, MEMORY[capability] << 10)
-    constants: dict[str, Any] = {
-        "M_TILE": skinny_gemm.row_tile(rows),
-        "TILE": skinny_gemm.TILE,
-        "COLUMNS": skinny_gemm.STEP_BYTES // item,
-        "STAGES": config.stages,
-        "SPLIT_K": config.split_k,
-        "EVEN_K": whole,
-        "GATED": gated,
-        "PDL": capability >= 90,
-        "bias": None,
-        "zeros": None,
-        "GROUP": 0,
-        "NATIVE": False,
+    shape = SkinnyShape(
+        M_TILE=skinny_gemm.row_tile(rows),
+        TILE=skinny_gemm.TILE,
+        COLUMNS=skinny_gemm.STEP_BYTES // item,
+        STAGES=config.stages,
+        SPLIT_K=config.split_k,
+        EVEN_K=whole,
+        GROUP=0,
+        NATIVE=False,
+        GATED=gated,
+        PDL=capability >= 90,
+    )
+    kinds = {
+        **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
+        **dict.fromkeys(("x", "weight"), "*fp8e4nv" if fp8 else "*bf16"),
+        **(dict.fromkeys(("scale", "x_scale"), "*fp32") if fp8 else {}),
+        "partial_sums": "*fp32",
+        "counters": "*i32",
+        "out": "*bf16",
     }
-    if not fp8:
-        constants |= {"scale": None, "x_scale": None}
-    signature = signature_of(fp8) | dict.fromkeys(constants, "constexpr")
     aligned = ("x", "weight", "inputs", "out", "partial_sums")
-    return cross.build(skinny_gemm_kernel, signature, constants, skinny_gemm.WARPS, capability, {}, aligned), signature
+    return cross.build_of_kinds(skinny_gemm_kernel, kinds, shape, skinny_gemm.WARPS, capability, {}, aligned)
 
 
 SHAPES = [(1536, 4096, False), (14336, 8192, False), (4608, 16384, True), (26624, 16384, True)]
@@ -165,9 +158,9 @@ def test_tensor_cores_take_tiles_of_shared_memory(
     outputs: int, inputs: int, fp8: bool, rows: int, tmp_path: Path
 ) -> None:
     """Check for wgmma instructions and 16-byte copies, without spills."""
-    kernel, signature = compiled(outputs, inputs, rows, fp8)
+    kernel = compiled(outputs, inputs, rows, fp8)
     early, _, late = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    assert cross.touched(early, signature) == []
+    assert cross.touched(early, kernel.src.signature) == []
     assert "griddepcontrol.wait" not in late
     found = cross.instructions(kernel.asm["ptx"])
     kind = "f32.e4m3.e4m3" if fp8 else "f32.bf16.bf16"
@@ -195,7 +188,7 @@ def test_tensor_cores_take_tiles_of_shared_memory(
 )
 def test_compiles_for(capability: int, fp8: bool, tmp_path: Path) -> None:
     for rows, gated, whole in ((3, True, False), (64, True, True), (32, False, True)):
-        kernel, _ = compiled(1536, 4096, rows, fp8, gated, capability, whole)
+        kernel = compiled(1536, 4096, rows, fp8, gated, capability, whole)
         assert cross.resources(kernel, tmp_path)["LOCAL"] == 0
         assert ("ex2" in kernel.asm["ptx"]) == gated
         assert kernel.metadata.shared <= (MEMORY[capability] - 1) << 10

@@ -10,6 +10,8 @@ contents, and parts without tokens give zeros.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +31,7 @@ from shotcast.kernels.triton import gemv
 from shotcast.kernels.triton.activations import tanh
 from shotcast.kernels.triton.rope import (
     CacheScales,
+    Rotation,
     as_stored,
     from_cache,
     load_halves,
@@ -68,6 +71,55 @@ def _tile_bytes(head_dim: int, itemsize: int) -> int:
     return 2 * triton.next_power_of_2(head_dim) * itemsize * (4 if itemsize == 4 else 3)
 
 
+class Sequences(NamedTuple):
+    """The block tables, int32 [rows, blocks], and of each sequence its row and its length in tokens."""
+
+    tables: Any
+    rows: Any
+    lengths: Any
+    blocks: Any
+
+
+class Scoring(NamedTuple):
+    """Scores are ``scale`` times products of queries and keys, or times ``tanh(squash * product)`` if that is given.
+
+    A query sees the last ``window`` keys, its own included; 0 for all.
+    """
+
+    scale: Any
+    window: Any
+    squash: Any
+
+
+class Parts(NamedTuple):
+    """The results of parts of contexts: ``sums`` is float32 [sequences, heads, splits, head_dim], of values
+    weighted relative to the largest score; ``stats`` is [..., 2], that score and the sum of the weights."""
+
+    sums: Any
+    stats: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """The argument SHAPE of :func:`decode_kernel`.
+
+    HALF_TILE: HALF rounded up to a power of two. GROUP: rows for the query heads of a key-value head. FIRST_TILE, TILE,
+    STAGES: see :meth:`PagedDecoding.tiles`.
+    """
+
+    HEADS: int
+    KV_HEADS: int
+    HALF: int
+    HALF_TILE: int
+    GROUP: int
+    BLOCK_SIZE: int
+    SPLITS: int
+    FIRST_TILE: int
+    TILE: int
+    STAGES: int
+    PDL: bool
+
+
 @triton.jit
 def cache_slots(table, positions, valid, BLOCK_SIZE: tl.constexpr):
     """Return the cache slots of positions of a sequence."""
@@ -76,49 +128,32 @@ def cache_slots(table, positions, valid, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_kv(
-    keys,
-    values,
-    table,
-    kv,
-    tile,
-    stop,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+def load_kv(cache, table, kv, tile, stop, SHAPE: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr):
     """Load the halves of keys and of values at positions ``tile`` to ``tile + TILE``, without scales; 0 from ``stop``
     on."""
     position = tile + tl.arange(0, TILE)
     valid = position < stop
-    row = (cache_slots(table, position, valid, BLOCK_SIZE) * KV_HEADS + kv)[:, None]
-    i = tl.arange(0, HALF_TILE)[None, :]
-    mask = valid[:, None] & (i < HALF)
-    first, second = load_halves(keys, row, i, mask, HALF)
-    low, high = load_halves(values, row, i, mask, HALF)
+    row = (cache_slots(table, position, valid, SHAPE.BLOCK_SIZE) * SHAPE.KV_HEADS + kv)[:, None]
+    i = tl.arange(0, SHAPE.HALF_TILE)[None, :]
+    mask = valid[:, None] & (i < SHAPE.HALF)
+    keys, values, _, _ = cache
+    first, second = load_halves(keys, row, i, mask, SHAPE.HALF)
+    low, high = load_halves(values, row, i, mask, SHAPE.HALF)
     return from_cache(first, DTYPE), from_cache(second, DTYPE), from_cache(low, DTYPE), from_cache(high, DTYPE)
 
 
 @triton.jit
-def load_scales(
-    key_scales,
-    value_scales,
-    table,
-    kv,
-    tile,
-    stop,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Load the scales of keys and of values at positions ``tile`` to ``tile + TILE``; 0 from ``stop`` on."""
-    position = tile + tl.arange(0, TILE)
-    valid = position < stop
-    row = cache_slots(table, position, valid, BLOCK_SIZE) * KV_HEADS + kv
-    return tl.load(key_scales + row, mask=valid, other=0.0), tl.load(value_scales + row, mask=valid, other=0.0)
+def load_scales(cache, table, kv, tile, stop, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Load the scales of keys and of values at positions ``tile`` to ``tile + TILE``, 0 from ``stop`` on; None without
+    scales."""
+    scales = None
+    if cache.key_scales is not None:
+        position = tile + tl.arange(0, TILE)
+        valid = position < stop
+        row = cache_slots(table, position, valid, SHAPE.BLOCK_SIZE) * SHAPE.KV_HEADS + kv
+        of_keys = tl.load(cache.key_scales + row, mask=valid, other=0.0)
+        scales = of_keys, tl.load(cache.value_scales + row, mask=valid, other=0.0)
+    return scales
 
 
 @triton.jit
@@ -130,31 +165,18 @@ def squashed(products, squash):
 
 
 @triton.jit
-def attend(
-    q1,
-    q2,
-    kv_tile,
-    scales,
-    tile,
-    stop,
-    scale,
-    squash,
-    largest,
-    total,
-    low,
-    high,
-    TILE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+def attend(query, kv_tile, scales, tile, stop, scoring, softmax, TILE: tl.constexpr, DTYPE: tl.constexpr):
     """Add TILE keys and values to a running softmax: largest scores, sums of weights and halves of weighted values.
 
-    ``scales`` are those of keys and values, or None.
+    ``query`` has the halves of queries. ``scales`` are those of keys and values, or None.
     """
+    q1, q2 = query
     k1, k2, v1, v2 = kv_tile
+    largest, total, low, high = softmax
     products = dot(q1, tl.trans(k1)) + dot(q2, tl.trans(k2))
     if scales is not None:
         products = products * scales[0][None, :]
-    scores = squashed(products, squash) * scale
+    scores = squashed(products, scoring.squash) * scoring.scale
     scores = tl.where((tile + tl.arange(0, TILE) < stop)[None, :], scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     weight = tl.exp(scores - new_largest[:, None])
@@ -179,50 +201,27 @@ def store_quantized(cache, scales, offset, index, a, b, mask, HALF: tl.constexpr
 
 
 @triton.jit
-def decode_kernel(
-    x,
-    norms,
-    cosines,
-    sines,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    tables,
-    rows,
-    lengths,
-    first_heads,
-    partial_out,
-    partial_stats,
-    result,
-    scale,
-    eps,
-    blocks,
-    window,
-    squash,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FIRST_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def decode_kernel(x, rotation, cache, sequences, first_heads, parts, result, scoring, SHAPE: tl.constexpr):
     """Program (sequence, key-value head, split): attend to one part of the context.
 
-    ``partial_out`` is float32 [sequences, heads, splits, head_dim], sums of values weighted relative to the largest
-    score; ``partial_stats`` is [..., 2], that score and the sum of the weights. With a single split, the output goes to
-    ``result``, [sequences, heads, head_dim]. Scores are ``scale`` times products of queries and keys, or times their
-    ``tanh(squash * product)`` if there is a ``squash``. Scales, [slots, KV_HEADS], are None unless the cache is FP8.
+    The arguments are :class:`~shotcast.kernels.triton.rope.Rotation`, :class:`~shotcast.kernels.triton.rope.Cache`,
+    :class:`Sequences`, :class:`Parts`, :class:`Scoring` and :class:`DecodeShape`. With a single split, the output goes
+    to ``result``, [sequences, heads, head_dim].
 
     Everything but ``x`` is complete before the previous kernel ends, so the first keys and values are loaded before
     waiting for it. The new key and value come from ``x``; the first split writes them to the cache and attends to them.
     """
-    release_next_kernel(PDL)
+    HEADS: tl.constexpr = SHAPE.HEADS
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
+    HALF: tl.constexpr = SHAPE.HALF
+    HALF_TILE: tl.constexpr = SHAPE.HALF_TILE
+    GROUP: tl.constexpr = SHAPE.GROUP
+    SPLITS: tl.constexpr = SHAPE.SPLITS
+    FIRST_TILE: tl.constexpr = SHAPE.FIRST_TILE
+    TILE: tl.constexpr = SHAPE.TILE
+    norms, cosines, sines, eps = rotation
+    keys, values, key_scales, value_scales = cache
+    release_next_kernel(SHAPE.PDL)
     DTYPE: tl.constexpr = x.dtype.element_ty
     sequence = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
@@ -232,21 +231,17 @@ def decode_kernel(
     first_head = tl.load(first_heads + kv)
     head = first_head + tl.arange(0, GROUP)[:, None]
     own = head < tl.load(first_heads + kv + 1)
-    last = tl.load(lengths + sequence) - 1
-    table = tables + tl.load(rows + sequence).to(tl.int64) * blocks
-    begin = tl.maximum(last + 1 - window, 0) if window > 0 else 0
+    last = tl.load(sequences.lengths + sequence) - 1
+    table = sequences.tables + tl.load(sequences.rows + sequence).to(tl.int64) * sequences.blocks
+    begin = tl.maximum(last + 1 - scoring.window, 0) if scoring.window > 0 else 0
     each = ((last - begin + SPLITS - 1) // SPLITS + FIRST_TILE - 1) // FIRST_TILE * FIRST_TILE
     start = begin + split * each
     stop = tl.minimum(start + each, last)
-    first_kv = load_kv(keys, values, table, kv, start, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, FIRST_TILE, DTYPE)
-    first_scales = (
-        None
-        if key_scales is None
-        else load_scales(key_scales, value_scales, table, kv, start, stop, KV_HEADS, BLOCK_SIZE, FIRST_TILE)
-    )
+    first_kv = load_kv(cache, table, kv, start, stop, SHAPE, FIRST_TILE, DTYPE)
+    first_scales = load_scales(cache, table, kv, start, stop, SHAPE, FIRST_TILE)
     cosine = tl.load(cosines + last * HALF + i, mask=in_half)
     sine = tl.load(sines + last * HALF + i, mask=in_half)
-    await_prior_kernel(PDL)
+    await_prior_kernel(SHAPE.PDL)
     token = x + sequence * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
     q1, q2 = load_halves(token, head, i, own & in_half, HALF)
     gains = None if norms is None else load_halves(norms, head, i, own & in_half, HALF)
@@ -261,7 +256,7 @@ def decode_kernel(
         new_gains = None if norms is None else load_halves(norms, index, i, in_half, HALF)
         new1, new2 = norm_and_rotate(new1, new2, new_gains, cosine, sine, eps, 1, HALF, DTYPE)
         new_low, new_high = load_halves(token, index + KV_HEADS, i, in_half, HALF)
-        of_head = cache_slots(table, last, last >= 0, BLOCK_SIZE) * KV_HEADS + kv
+        of_head = cache_slots(table, last, last >= 0, SHAPE.BLOCK_SIZE) * KV_HEADS + kv
         offset = of_head * (2 * HALF) + i
         if key_scales is None:
             tl.store(keys + offset, new1, mask=in_half)
@@ -273,24 +268,20 @@ def decode_kernel(
             new1, new2 = store_quantized(keys, key_scales, offset, index, new1, new2, in_half, HALF)
             new_low, new_high = store_quantized(values, value_scales, offset, index, new_low, new_high, in_half, HALF)
         products = q1.to(tl.float32) * new1.to(tl.float32) + q2.to(tl.float32) * new2.to(tl.float32)
-        largest = squashed(tl.sum(products, axis=1), squash) * scale
+        largest = squashed(tl.sum(products, axis=1), scoring.squash) * scoring.scale
         total = total + 1.0
         low = low + new_low.to(tl.float32)
         high = high + new_high.to(tl.float32)
     if start + FIRST_TILE < stop:  # otherwise skip even the loop's first loads, which would wait for nothing
-        for tile in tl.range(start + FIRST_TILE, stop, TILE, num_stages=STAGES):
-            kv_tile = load_kv(keys, values, table, kv, tile, stop, KV_HEADS, HALF, HALF_TILE, BLOCK_SIZE, TILE, DTYPE)
-            scales = (
-                None
-                if key_scales is None
-                else load_scales(key_scales, value_scales, table, kv, tile, stop, KV_HEADS, BLOCK_SIZE, TILE)
-            )
+        for tile in tl.range(start + FIRST_TILE, stop, TILE, num_stages=SHAPE.STAGES):
+            kv_tile = load_kv(cache, table, kv, tile, stop, SHAPE, TILE, DTYPE)
+            scales = load_scales(cache, table, kv, tile, stop, SHAPE, TILE)
             largest, total, low, high = attend(
-                q1, q2, kv_tile, scales, tile, stop, scale, squash, largest, total, low, high, TILE, DTYPE
+                (q1, q2), kv_tile, scales, tile, stop, scoring, (largest, total, low, high), TILE, DTYPE
             )
     if start < stop:
         largest, total, low, high = attend(
-            q1, q2, first_kv, first_scales, start, stop, scale, squash, largest, total, low, high, FIRST_TILE, DTYPE
+            (q1, q2), first_kv, first_scales, start, stop, scoring, (largest, total, low, high), FIRST_TILE, DTYPE
         )
     index = (sequence * HEADS + head) * SPLITS + split
     address = index * (2 * HALF) + i
@@ -299,10 +290,10 @@ def decode_kernel(
         tl.store(result + address, round_float(low * rescale, DTYPE), mask=own & in_half)
         tl.store(result + address + HALF, round_float(high * rescale, DTYPE), mask=own & in_half)
     else:  # zeros where the part has no tokens, which is merged too
-        tl.store(partial_out + address, low, mask=own & in_half)
-        tl.store(partial_out + address + HALF, high, mask=own & in_half)
-        tl.store(partial_stats + index * 2, largest[:, None], mask=own)
-        tl.store(partial_stats + index * 2 + 1, total[:, None], mask=own)
+        tl.store(parts.sums + address, low, mask=own & in_half)
+        tl.store(parts.sums + address + HALF, high, mask=own & in_half)
+        tl.store(parts.stats + index * 2, largest[:, None], mask=own)
+        tl.store(parts.stats + index * 2 + 1, total[:, None], mask=own)
 
 
 @triton.jit
@@ -356,8 +347,7 @@ class PagedDecoding:
         self._group = max(_LEAST_GROUP, triton.next_power_of_2(largest))
         self._num_sms = num_sms
         room = max(count * self.splits(count) for count in range(1, sequences + 1)) * heads
-        self._partial_out = torch.empty(room * head_dim, device=device)
-        self._partial_stats = torch.empty(room * 2, device=device)
+        self._parts = Parts(torch.empty(room * head_dim, device=device), torch.empty(room * 2, device=device))
 
     def splits(self, sequences: int) -> int:
         """Return the number of parts of each context, a power of two, for about two programs per SM."""
@@ -431,37 +421,28 @@ class PagedDecoding:
         )
         decode_kernel[(sequences, self._kv_heads, splits)](
             x,
-            norms,
-            cosines,
-            sines,
-            *stored(keys, values, scales),
-            tables,
-            rows,
-            lengths,
+            Rotation(norms, cosines, sines, eps),
+            stored(keys, values, scales),
+            Sequences(tables, rows, lengths, tables.shape[1]),
             self._first_heads,
-            self._partial_out,
-            self._partial_stats,
+            self._parts,
             out,
-            cap or scale,
-            eps,
-            tables.shape[1],
-            window,
-            scale / cap if cap else None,
-            self._heads,
-            self._kv_heads,
-            half,
-            max(16, triton.next_power_of_2(half)),
-            self._group,
-            block_size,
-            splits,
-            first,
-            tile,
-            stages,
-            pdl,
+            Scoring(cap or scale, window, scale / cap if cap else None),
+            DecodeShape(
+                self._heads,
+                self._kv_heads,
+                half,
+                max(16, triton.next_power_of_2(half)),
+                self._group,
+                block_size,
+                splits,
+                first,
+                tile,
+                stages,
+                pdl,
+            ),
             **options,
         )
         if splits > 1:
             width = triton.next_power_of_2(self._head_dim)
-            merge_kernel[(sequences * self._heads,)](
-                self._partial_out, self._partial_stats, out, self._head_dim, width, splits, pdl, **options
-            )
+            merge_kernel[(sequences * self._heads,)](*self._parts, out, self._head_dim, width, splits, pdl, **options)

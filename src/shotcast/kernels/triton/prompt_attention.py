@@ -9,6 +9,8 @@ read on the device: a captured graph serves any sequences, as long as there is r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, dot, launch_options, release_next_kernel
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.step_fields import TILE_FIELDS
-from shotcast.kernels.triton.activations import tanh
+from shotcast.kernels.triton.paged_attention import Scoring, squashed
 from shotcast.kernels.triton.rope import CacheScales, from_cache, stored
 
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
@@ -30,54 +32,59 @@ STAGES, WIDE_STAGES = 3, 2
 _LOG2_E = 1.4426950408889634
 
 
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """The argument SHAPE of :func:`prompt_kernel`.
+
+    GROUP: query heads of a key-value head. ROWS, SHORT_ROWS: (token, head) pairs of a program, for tiles of many and of
+    few tokens. WIDTH: HEAD_DIM rounded up to a power of two. KEYS: keys at a time. WINDOWED: queries do not see all.
+    """
+
+    HEADS: int
+    KV_HEADS: int
+    HEAD_DIM: int
+    GROUP: int
+    ROWS: int
+    SHORT_ROWS: int
+    WIDTH: int
+    BLOCK_SIZE: int
+    KEYS: int
+    STAGES: int
+    WINDOWED: bool
+    TILE_FIELDS: int
+    PDL: bool
+
+
 @triton.jit
 def _attend_keys(
-    query,
-    position,
-    largest,
-    total,
-    out,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    table,
-    kv,
-    begin,
-    end,
-    stop,
-    scale,
-    window,
-    squash,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    query, position, softmax, cache, table, kv, bounds, scoring, SHAPE: tl.constexpr, CAUSAL: tl.constexpr
 ):
     """Continue softmax and sums over the keys from ``begin`` to ``end``; keys from ``stop`` on do not exist.
 
-    CAUSAL: not every row sees all of these keys.
+    ``softmax`` is (largest scores, sums of weights, weighted values), and ``bounds`` (begin, end, stop). CAUSAL: not
+    every row sees all of these keys.
     """
-    d = tl.arange(0, WIDTH)
+    KEYS: tl.constexpr = SHAPE.KEYS
+    largest, total, out = softmax
+    keys, values, key_scales, value_scales = cache
+    begin, end, stop = bounds
+    d = tl.arange(0, SHAPE.WIDTH)
     # Blocks are read a tile before they are needed. Otherwise keys and values, which the compiler loads ahead of their
     # use, would wait for them.
     ahead = begin + tl.arange(0, KEYS)
-    blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
-    for tile in tl.range(begin, end, KEYS, num_stages=STAGES):
+    blocks = tl.load(table + ahead // SHAPE.BLOCK_SIZE, mask=ahead < stop, other=0)
+    for tile in tl.range(begin, end, KEYS, num_stages=SHAPE.STAGES):
         key_position = tile + tl.arange(0, KEYS)
         valid = key_position < stop
         block = blocks.to(tl.int64)
         ahead = key_position + KEYS
-        blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
-        address = (((block * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv) * HEAD_DIM)[:, None] + d[None, :]
+        blocks = tl.load(table + ahead // SHAPE.BLOCK_SIZE, mask=ahead < stop, other=0)
+        of_head = (block * SHAPE.BLOCK_SIZE + key_position % SHAPE.BLOCK_SIZE) * SHAPE.KV_HEADS + kv
+        address = (of_head * SHAPE.HEAD_DIM)[:, None] + d[None, :]
         inside = valid[:, None]
-        if WIDTH > HEAD_DIM:
-            inside = inside & (d < HEAD_DIM)[None, :]
-        if CAUSAL or WIDTH > HEAD_DIM:
+        if SHAPE.WIDTH > SHAPE.HEAD_DIM:
+            inside = inside & (d < SHAPE.HEAD_DIM)[None, :]
+        if CAUSAL or SHAPE.WIDTH > SHAPE.HEAD_DIM:
             key = tl.load(keys + address, mask=inside, other=0.0)
             value = tl.load(values + address, mask=inside, other=0.0)
         else:
@@ -86,17 +93,15 @@ def _attend_keys(
         key, value = from_cache(key, query.dtype), from_cache(value, query.dtype)
         scores = dot(query, tl.trans(key))
         if key_scales is not None:
-            of_head = (block * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv
             scores = scores * tl.load(key_scales + of_head, mask=valid, other=0.0)[None, :]
-        if squash is not None:
-            scores = tanh(scores * squash)
+        scores = squashed(scores, scoring.squash)
         if CAUSAL:
             seen = key_position[None, :] <= position[:, None]
-            if WINDOWED:
-                seen = seen & (key_position[None, :] > position[:, None] - window)
+            if SHAPE.WINDOWED:
+                seen = seen & (key_position[None, :] > position[:, None] - scoring.window)
             scores = tl.where(seen, scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
-        weight = tl.exp2(scores * scale - new_largest[:, None])
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scoring.scale)
+        weight = tl.exp2(scores * scoring.scale - new_largest[:, None])
         rescale = tl.exp2(largest - new_largest)
         total = total * rescale + tl.sum(weight, axis=1)
         if value_scales is not None:
@@ -109,237 +114,71 @@ def _attend_keys(
 @triton.jit
 def _attend_tile(
     queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
+    cache,
     table,
     first_heads,
     result,
     kv,
-    first,
-    count,
-    start,
-    scale,
-    window,
-    squash,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
+    tokens,
+    scoring,
+    SHAPE: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOWED: tl.constexpr,
 ):
-    """Attend with ``count`` queries, at most ROWS rows, from ``first`` on; the first one is at position ``start``."""
+    """Attend with the queries of a tile: ``tokens`` is (the first, their count, the position of the first).
+
+    They are at most ROWS rows.
+    """
+    KEYS: tl.constexpr = SHAPE.KEYS
+    WIDTH: tl.constexpr = SHAPE.WIDTH
+    first, count, start = tokens
     row = tl.arange(0, ROWS)
-    token = row // GROUP
-    head = tl.load(first_heads + kv) + row % GROUP
+    token = row // SHAPE.GROUP
+    head = tl.load(first_heads + kv) + row % SHAPE.GROUP
     own = (token < count) & (head < tl.load(first_heads + kv + 1))
     d = tl.arange(0, WIDTH)
-    address = ((first + token) * HEADS + head)[:, None] * HEAD_DIM + d[None, :]
-    inside = own[:, None] & (d < HEAD_DIM)[None, :]
+    address = ((first + token) * SHAPE.HEADS + head)[:, None] * SHAPE.HEAD_DIM + d[None, :]
+    inside = own[:, None] & (d < SHAPE.HEAD_DIM)[None, :]
     query = tl.load(queries + address, mask=inside, other=0.0)
     position = start + token
 
     # Finite, so that differences stay finite for a row that has seen no key yet.
     largest = tl.full([ROWS], -1e38, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    softmax = largest, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     stop = tl.where(start < 0, 0, start + count)
     # All rows see all keys between these bounds.
     all_from = 0
     all_to = (start + 1) // KEYS * KEYS
-    if WINDOWED:
-        begin = tl.maximum(start + 1 - window, 0) // KEYS * KEYS
-        all_from = tl.maximum(tl.cdiv(stop - window, KEYS) * KEYS, begin)
-        largest, total, out = _attend_keys(
-            query,
-            position,
-            largest,
-            total,
-            out,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            table,
-            kv,
-            begin,
-            all_from,
-            stop,
-            scale,
-            window,
-            squash,
-            KV_HEADS,
-            HEAD_DIM,
-            WIDTH,
-            BLOCK_SIZE,
-            KEYS,
-            STAGES,
-            True,
-            WINDOWED,
-        )
-    largest, total, out = _attend_keys(
-        query,
-        position,
-        largest,
-        total,
-        out,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        table,
-        kv,
-        all_from,
-        all_to,
-        stop,
-        scale,
-        window,
-        squash,
-        KV_HEADS,
-        HEAD_DIM,
-        WIDTH,
-        BLOCK_SIZE,
-        KEYS,
-        STAGES,
-        False,
-        WINDOWED,
-    )
-    largest, total, out = _attend_keys(
-        query,
-        position,
-        largest,
-        total,
-        out,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        table,
-        kv,
-        tl.maximum(all_from, all_to),
-        stop,
-        stop,
-        scale,
-        window,
-        squash,
-        KV_HEADS,
-        HEAD_DIM,
-        WIDTH,
-        BLOCK_SIZE,
-        KEYS,
-        STAGES,
-        True,
-        WINDOWED,
-    )
+    if SHAPE.WINDOWED:
+        begin = tl.maximum(start + 1 - scoring.window, 0) // KEYS * KEYS
+        all_from = tl.maximum(tl.cdiv(stop - scoring.window, KEYS) * KEYS, begin)
+        seen_by_some = begin, all_from, stop
+        softmax = _attend_keys(query, position, softmax, cache, table, kv, seen_by_some, scoring, SHAPE, True)
+    seen_by_all = all_from, all_to, stop
+    softmax = _attend_keys(query, position, softmax, cache, table, kv, seen_by_all, scoring, SHAPE, False)
+    last = tl.maximum(all_from, all_to), stop, stop
+    largest, total, out = _attend_keys(query, position, softmax, cache, table, kv, last, scoring, SHAPE, True)
     out = out / tl.where(start < 0, 1.0, total)[:, None]
     tl.store(result + address, round_float(out, result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def prompt_kernel(
-    queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    tables,
-    tiles,
-    first_heads,
-    result,
-    scale,
-    blocks,
-    window,
-    squash,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def prompt_kernel(queries, cache, tables, tiles, first_heads, result, scoring, blocks, SHAPE: tl.constexpr):
     """Program (tile, key-value head), in reverse order of tiles: the last tile of a sequence has the most keys.
 
-    Scores are products of queries and keys, or their ``tanh(squash * product)`` if there is a ``squash``. ``scale`` is
-    their factor, times log2(e). The scales of a cache in FP8, [slots, KV_HEADS], are None for another. A tile of one
-    token, as for sequences that decode, or of few tokens takes SHORT_ROWS rows.
+    ``cache`` is a :class:`~shotcast.kernels.triton.rope.Cache`, and ``scoring`` a
+    :class:`~shotcast.kernels.triton.paged_attention.Scoring` whose scale is times log2(e). A tile of one token, as for
+    sequences that decode, or of few tokens takes SHORT_ROWS rows.
     """
-    release_next_kernel(PDL)
-    await_prior_kernel(PDL)
-    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_FIELDS
+    release_next_kernel(SHAPE.PDL)
+    await_prior_kernel(SHAPE.PDL)
+    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * SHAPE.TILE_FIELDS
     kv = tl.program_id(1)
     table = tables + tl.load(tile).to(tl.int64) * blocks
-    first = tl.load(tile + 1).to(tl.int64)
-    count = tl.load(tile + 2)
-    start = tl.load(tile + 3)
-    if count * GROUP <= SHORT_ROWS and SHORT_ROWS < ROWS:
-        _attend_tile(
-            queries,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            table,
-            first_heads,
-            result,
-            kv,
-            first,
-            count,
-            start,
-            scale,
-            window,
-            squash,
-            HEADS,
-            KV_HEADS,
-            HEAD_DIM,
-            GROUP,
-            SHORT_ROWS,
-            WIDTH,
-            BLOCK_SIZE,
-            KEYS,
-            STAGES,
-            WINDOWED,
-        )
+    tokens = tl.load(tile + 1).to(tl.int64), tl.load(tile + 2), tl.load(tile + 3)
+    if tokens[1] * SHAPE.GROUP <= SHAPE.SHORT_ROWS and SHAPE.SHORT_ROWS < SHAPE.ROWS:
+        _attend_tile(queries, cache, table, first_heads, result, kv, tokens, scoring, SHAPE, SHAPE.SHORT_ROWS)
     else:
-        _attend_tile(
-            queries,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            table,
-            first_heads,
-            result,
-            kv,
-            first,
-            count,
-            start,
-            scale,
-            window,
-            squash,
-            HEADS,
-            KV_HEADS,
-            HEAD_DIM,
-            GROUP,
-            ROWS,
-            WIDTH,
-            BLOCK_SIZE,
-            KEYS,
-            STAGES,
-            WINDOWED,
-        )
+        _attend_tile(queries, cache, table, first_heads, result, kv, tokens, scoring, SHAPE, SHAPE.ROWS)
 
 
 def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int) -> int:
@@ -406,27 +245,27 @@ def attend(
     options = launch_options(queries.device, warps=8 if rows >= ROWS else 4)
     prompt_kernel[(tiles.shape[0], keys.shape[1])](
         queries,
-        *stored(keys, values, scales),
+        stored(keys, values, scales),
         tables,
         tiles,
         first_heads,
         out,
-        (cap or scale) * _LOG2_E,
+        Scoring((cap or scale) * _LOG2_E, window, scale / cap if cap else None),
         tables.shape[1],
-        window,
-        scale / cap if cap else None,
-        heads,
-        keys.shape[1],
-        head_dim,
-        group,
-        rows,
-        short,
-        width,
-        block_size,
-        keys_at_once,
-        WIDE_STAGES if wide else STAGES,
-        window > 0,
-        TILE_FIELDS,
-        options["launch_pdl"],
+        PromptShape(
+            heads,
+            keys.shape[1],
+            head_dim,
+            group,
+            rows,
+            short,
+            width,
+            block_size,
+            keys_at_once,
+            WIDE_STAGES if wide else STAGES,
+            window > 0,
+            TILE_FIELDS,
+            options["launch_pdl"],
+        ),
         **options,
     )

@@ -10,6 +10,9 @@ A cache in FP8 has e4m3 values, and a scale for each key and value of each head:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +26,42 @@ from shotcast.device.triton.intrinsics import (
 )
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.triton.norm import e4m3_byte, magnitude, scale_of
+
+
+class Rotation(NamedTuple):
+    """The tables of a rotation, float32 [positions, HALF], and the weights and the epsilon of the norm before it.
+
+    ``norms`` is [heads + kv heads, head_dim], or None for no norm.
+    """
+
+    norms: Any
+    cosines: Any
+    sines: Any
+    eps: Any
+
+
+class Cache(NamedTuple):
+    """Keys and values [slots, KV_HEADS, head_dim], and their scales [slots, KV_HEADS], None unless it is FP8.
+
+    Kernels unpack it, as Triton's tuples have ``values`` of their own.
+    """
+
+    keys: Any
+    values: Any
+    key_scales: Any
+    value_scales: Any
+
+
+@dataclass(frozen=True, slots=True)
+class RotateShape:
+    """The argument SHAPE of :func:`rotate_kernel`. HALF_TILE: HALF rounded up to a power of two."""
+
+    HEADS: int
+    KV_HEADS: int
+    HALF: int
+    HALF_TILE: int
+    HEADS_TILE: int
+    PDL: bool
 
 
 @triton.jit
@@ -72,35 +111,24 @@ def from_cache(stored, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rotate_kernel(
-    x,
-    norms,
-    cosines,
-    sines,
-    positions,
-    slots,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    queries,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (token, part): process HEADS_TILE heads, of the queries, then the keys, then the values. ``norms`` may be
-    None, and so are the scales, [slots, KV_HEADS], unless the cache is FP8."""
-    release_next_kernel(PDL)
-    await_prior_kernel(PDL)
+def rotate_kernel(x, rotation, positions, slots, cache, queries, SHAPE: tl.constexpr):
+    """Program (token, part): process HEADS_TILE heads, of the queries, then the keys, then the values.
+
+    ``rotation`` is a :class:`Rotation`, ``cache`` a :class:`Cache` and SHAPE a :class:`RotateShape`.
+    """
+    HEADS: tl.constexpr = SHAPE.HEADS
+    KV_HEADS: tl.constexpr = SHAPE.KV_HEADS
+    HALF: tl.constexpr = SHAPE.HALF
+    HEADS_TILE: tl.constexpr = SHAPE.HEADS_TILE
+    release_next_kernel(SHAPE.PDL)
+    await_prior_kernel(SHAPE.PDL)
+    norms, cosines, sines, eps = rotation
+    keys, values, key_scales, value_scales = cache
     ALL_HEADS: tl.constexpr = HEADS + 2 * KV_HEADS
     DTYPE: tl.constexpr = x.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
-    i = tl.arange(0, HALF_TILE)[None, :]
+    i = tl.arange(0, SHAPE.HALF_TILE)[None, :]
     in_half = i < HALF
     first, second = load_halves(x, token * ALL_HEADS + head, i, in_half & (head < ALL_HEADS), HALF)
     slot = tl.load(slots + token)
@@ -132,13 +160,13 @@ CacheScales = tuple[torch.Tensor, torch.Tensor] | None
 """The scales of keys and of values of a cache in FP8; None for another cache."""
 
 
-def stored(keys: torch.Tensor, values: torch.Tensor, scales: CacheScales) -> tuple[torch.Tensor | None, ...]:
+def stored(keys: torch.Tensor, values: torch.Tensor, scales: CacheScales) -> Cache:
     """Return caches and scales as kernels take them: FP8 is bytes where the GPU has no instructions for it."""
     if scales is None:
-        return keys, values, None, None
-    if has_float8_conversions(keys.device):
-        return keys, values, *scales
-    return keys.view(torch.uint8), values.view(torch.uint8), *scales
+        return Cache(keys, values, None, None)
+    if not has_float8_conversions(keys.device):
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    return Cache(keys, values, *scales)
 
 
 _PAIRS = 1024
@@ -173,19 +201,11 @@ def rotate_into_cache(
     options = launch_options(x.device, warps=max(1, count * half_tile // 256))  # 16-byte accesses of 16-bit values
     rotate_kernel[(tokens, triton.cdiv(all_heads, count))](
         x,
-        norms,
-        cosines,
-        sines,
+        Rotation(norms, cosines, sines, eps),
         positions,
         slots,
-        *stored(keys, values, scales),
+        stored(keys, values, scales),
         queries,
-        eps,
-        heads,
-        kv_heads,
-        head_dim // 2,
-        half_tile,
-        count,
-        options["launch_pdl"],
+        RotateShape(heads, kv_heads, head_dim // 2, half_tile, count, options["launch_pdl"]),
         **options,
     )

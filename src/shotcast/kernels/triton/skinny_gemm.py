@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,59 +40,73 @@ from shotcast.kernels.triton.gemv import DTYPES, UNIT, check, weight_rows, write
 FLOAT8 = torch.float8_e4m3fn
 
 
+class Matrix(NamedTuple):
+    """A weight, its scales and zeros, and the bias of its outputs; all but the weight may be None.
+
+    With groups, ``scale`` and ``zeros`` are [groups, outputs].
+    """
+
+    weight: Any
+    scale: Any
+    zeros: Any
+    bias: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyShape:
+    """The argument SHAPE of :func:`skinny_gemm_kernel`.
+
+    EVEN_K: the number of inputs is a multiple of COLUMNS. GROUP: the columns that share a scale, 0 for all of them.
+    NATIVE: as in ``device/triton/float8.py``.
+    """
+
+    M_TILE: int
+    TILE: int
+    COLUMNS: int
+    STAGES: int
+    SPLIT_K: int
+    EVEN_K: bool
+    GROUP: int
+    NATIVE: bool
+    GATED: bool
+    PDL: bool
+
+
 @triton.jit(do_not_specialize=["outputs", "count"])
-def skinny_gemm_kernel(
-    x,
-    x_scale,
-    weight,
-    scale,
-    zeros,
-    bias,
-    out,
-    partial_sums,
-    counters,
-    outputs,
-    inputs,
-    count,
-    M_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    NATIVE: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs, inputs, count, SHAPE: tl.constexpr):
     """Program (tile, part): multiply one of SPLIT_K parts of the columns of TILE outputs.
 
-    ``partial_sums`` is float32 [tiles, SPLIT_K, TILE, M_TILE]; ``counters`` is int32 [tiles], zero before and after.
-    EVEN_K: the number of inputs is a multiple of COLUMNS. GROUP: the columns that share a scale, 0 for all of them.
-    With groups, ``scale`` and ``zeros`` are [groups, outputs]. NATIVE: as in ``device/triton/float8.py``.
+    ``matrix`` is a :class:`Matrix` and SHAPE a :class:`SkinnyShape`. ``partial_sums`` is float32 [tiles, SPLIT_K, TILE,
+    M_TILE]; ``counters`` is int32 [tiles], zero before and after.
     """
+    M_TILE: tl.constexpr = SHAPE.M_TILE
+    TILE: tl.constexpr = SHAPE.TILE
+    COLUMNS: tl.constexpr = SHAPE.COLUMNS
+    SPLIT_K: tl.constexpr = SHAPE.SPLIT_K
+    GROUP: tl.constexpr = SHAPE.GROUP
+    weight, scale, zeros, bias = matrix
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    rows = weight_rows(outputs, TILE, GATED)
+    rows = weight_rows(outputs, TILE, SHAPE.GATED)
     m = tl.arange(0, M_TILE)
     i = tl.arange(0, COLUMNS)
     width = tl.cdiv(tl.cdiv(inputs, COLUMNS), SPLIT_K) * COLUMNS
     first = part * width
     end = tl.minimum(first + width, inputs)
-    release_next_kernel(PDL)
-    await_prior_kernel(PDL)
+    release_next_kernel(SHAPE.PDL)
+    await_prior_kernel(SHAPE.PDL)
     sums = tl.zeros([TILE, M_TILE], tl.float32)
-    for start in tl.range(first, end, COLUMNS, num_stages=STAGES):
+    for start in tl.range(first, end, COLUMNS, num_stages=SHAPE.STAGES):
         k = start + i
         if GROUP > 0:
             group = start // GROUP
-            weights = load_codes(weight, zeros, rows, group, start, outputs, inputs, TILE, COLUMNS, NATIVE)
+            weights = load_codes(weight, zeros, rows, group, start, outputs, inputs, TILE, COLUMNS, SHAPE.NATIVE)
             values = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
             # whole numbers up to 15, and FP8, are exact in 16 bits
             sums += (
                 dot(weights.to(values.dtype), values) * tl.load(scale + group * outputs + rows).to(tl.float32)[:, None]
             )
-        elif EVEN_K:
+        elif SHAPE.EVEN_K:
             weights = tl.load(weight + rows[:, None] * inputs + k[None, :], eviction_policy="evict_first")
             values = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
         else:
@@ -122,7 +137,7 @@ def skinny_gemm_kernel(
             tl.store(counters + tile, 0)
     if is_last:
         output_scale = scale if GROUP == 0 else None
-        write_outputs(tl.trans(sums), rows, x_scale, output_scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+        write_outputs(tl.trans(sums), rows, x_scale, output_scale, bias, out, outputs, count, M_TILE, TILE, SHAPE.GATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,19 +340,7 @@ def _launch(
     m_tile = row_tile(rows)
     partial_sums = x.new_empty(*grid, TILE, m_tile, dtype=torch.float32) if config.split_k > 1 else counters
     options = launch_options(x.device, WARPS)
-    skinny_gemm_kernel[grid](
-        x,
-        x_scale,
-        weight,
-        scale,
-        zeros,
-        bias,
-        out,
-        partial_sums,
-        counters,
-        outputs,
-        inputs,
-        rows,
+    shape = SkinnyShape(
         m_tile,
         TILE,
         columns,
@@ -348,6 +351,7 @@ def _launch(
         group > 0 and has_float8_conversions(x.device),
         gated,
         options["launch_pdl"],
-        **options,
     )
+    matrix = Matrix(weight, scale, zeros, bias)
+    skinny_gemm_kernel[grid](x, x_scale, matrix, out, partial_sums, counters, outputs, inputs, rows, shape, **options)
     return out
