@@ -265,7 +265,7 @@ class TestKeptResults:
             "| 8 KB | 4.1 | 8.4 | 3.63x |",
             "| 1 MB | 6.9 | 16.5 | 2.40x |",
             "",
-            "*Made by earlier kernels.*",
+            "*Made by the kernels of commit 443446a.*",
         ]
 
     def test_world_sizes_of_several_files(self) -> None:

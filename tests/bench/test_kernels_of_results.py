@@ -106,6 +106,13 @@ class TestNote:
     def test_all_that_changed_need_no_names(self, tmp_path: Path) -> None:
         assert self.note(tmp_path, {"all_reduce/one_shot": "0"}) == "*Made by earlier kernels.*"
 
+    def test_names_the_commit_where_the_result_does(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.json"
+        report.write(path, report.Result({}, "", "", (ROW,), {"all_reduce/one_shot": "0"}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"recorded_in": "1604f71"}))
+        assert kernels.note([path]) == "*Made by the kernels of commit 1604f71.*"
+        assert report.read(path).rows == (ROW,)
+
     def test_a_kernel_that_does_not_exist_any_more_is_an_earlier_one(self, tmp_path: Path) -> None:
         recorded = kernels.of_rows([ROW]) | {"all_reduce/gone": "0", "other/one_shot": "0", "kernels.triton.gone": "0"}
         said = "*Made by earlier kernels (all_reduce/gone, other/one_shot, gone).*"

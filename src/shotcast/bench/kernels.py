@@ -158,7 +158,7 @@ def with_note(table: str, paths: Sequence[Path]) -> str:
 def _note(path: Path) -> str:
     try:
         document = json.loads(path.read_text())
-        recorded, rows = document.get("kernels"), document["rows"]
+        recorded, rows, commit = document.get("kernels"), document["rows"], document.get("recorded_in")
         if recorded is None:
             return "made by kernels whose fingerprints were not recorded"
         first = rows[0] if rows else {}
@@ -168,7 +168,8 @@ def _note(path: Path) -> str:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error
     if not other:
         return ""
+    made = f"made by the kernels of commit {commit}" if commit else "made by earlier kernels"
     if len(other) > 3 or len(other) == len(recorded):  # a long list would be another one with every edit of a kernel
-        return "made by earlier kernels"
+        return made
     names = [name.removeprefix("kernels.triton.").removeprefix("kernels.cpu.") for name in other]
-    return f"made by earlier kernels ({', '.join(names)})"
+    return f"{made} ({', '.join(names)})"
