@@ -147,7 +147,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             "/detokenize": DetokenizeBody,
         }
         models: Any = [(kind, "validation") for kind in kinds.values()]
-        references, defined = models_json_schema(models, ref_template="#/components/schemas/{model}")
+        described: Any = models_json_schema(models, ref_template="#/components/schemas/{model}")
+        references, defined = described
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schema["components"] = {"schemas": defined["$defs"]}
         for path, kind in kinds.items():
