@@ -67,11 +67,11 @@ engine() {
         --layouts "$layouts" --batches "$batches" --algorithms "$@"
 }
 
-# seconds, name, arguments of `shotcast bench overlap` on the GPUs of the part; $sets names its forms
+# seconds, name, arguments of research/bench_overlap.py on the GPUs of the part; $sets names its forms
 overlap() {
     limit=$1 name=overlap_$2_x$ranks
     shift 2
-    timeout -k 5 "$limit" python3 research/overlap_forms.py --sets "${sets:-own,library,torch}" -- overlap --device cuda \
+    timeout -k 5 "$limit" python3 research/bench_overlap.py --sets "${sets:-own,library,torch}" --device cuda \
         --world-size "$ranks" --timeout $((limit - 10)) "$@" --json "$out/$name.json" >"$out/$name.txt" 2>&1
     ran "$name" $?
 }
@@ -392,9 +392,12 @@ for part in "$@"; do
             tests/collectives/test_dropped.py
         ;;
     overlap_hosts) # chains of CPU ranks on two simulated hosts, 5 ms apart, and on one; as root
-        bench 300 overlap_hosts overlap --hosts 2 --delay-us 5000 --size 4K,64K,256K --plot "$out/overlap_hosts.png"
-        bench 300 overlap_hosts_lanes overlap --hosts 2 --delay-us 5000 --size 4K --repeat 8 --lanes 3
-        bench 300 overlap_one_host overlap --device cpu --world-size 2 --size 4K,64K,1M
+        chain=research/bench_overlap.py
+        script 300 overlap_hosts $chain --hosts 2 --delay-us 5000 --size 4K,64K,256K --plot "$out/overlap_hosts.png" \
+            --json "$out/overlap_hosts.json"
+        script 300 overlap_hosts_lanes $chain --hosts 2 --delay-us 5000 --size 4K --repeat 8 --lanes 3 \
+            --json "$out/overlap_hosts_lanes.json"
+        script 300 overlap_one_host $chain --device cpu --world-size 2 --size 4K,64K,1M --json "$out/overlap_one_host.json"
         ;;
     products_x1) # large products that leave room, beside the library's, on one GPU
         script 300 shaped_products research/shaped_products.py --set tune --json "$out/shaped_products.json"

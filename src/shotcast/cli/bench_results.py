@@ -31,7 +31,7 @@ def _table_command(
         str,
         typer.Option(
             "--kind",
-            help="times, summary, ratios, fused, hosts, model, operations, between, overlap, engine or algorithms.",
+            help="times, summary, ratios, fused, hosts, model, operations, between, engine or algorithms.",
         ),
     ] = "",
     measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
@@ -55,15 +55,6 @@ def _table_command(
         engine_rows = [row for path in json_files for row in engine_report.read(path)]
         typer.echo(kernels.with_note(engine_report.markdown(engine_rows), json_files))
         return
-    if kind == "overlap":
-        from shotcast.bench.overlap import report as overlap_report
-        from shotcast.bench.overlap.result import read
-
-        if measure or world_size or sizes or columns:
-            raise ConfigError("a table of overlap takes no --measure, --world-size, --sizes or --columns")
-        measured = [one for path in json_files for one in read(path)]
-        typer.echo(kernels.with_note(overlap_report.markdown(measured), json_files))
-        return
     rows = _stored_rows(json_files, world_size)[0]
     wanted = [parse_size(size) for size in names_in(sizes)]
     typer.echo(kernels.with_note(markdown.markdown_table(rows, kind, wanted, names_in(columns), measure), json_files))
@@ -81,21 +72,16 @@ def _kernels_command(json_files: Raw) -> None:
 def _plot_command(
     picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
     json_files: Raw,
-    kind: Annotated[str, typer.Option("--kind", help="latency, summary, overlap or engine.")] = "latency",
+    kind: Annotated[str, typer.Option("--kind", help="latency, summary or engine.")] = "latency",
     world_size: OnlyWorldSize = "",
 ) -> None:
     """Draw a picture of stored results; measures nothing."""
     from shotcast.bench import engine_report
     from shotcast.bench.plot import plot
 
-    if kind in ("engine", "overlap") and world_size:
-        raise ConfigError(f"a picture of {kind} takes no --world-size")
-    if kind == "overlap":
-        from shotcast.bench.overlap import report as overlap_report
-        from shotcast.bench.overlap.result import read
-
-        overlap_report.plot([one for path in json_files for one in read(path)], picture)
-    elif kind == "engine":
+    if kind == "engine" and world_size:
+        raise ConfigError("a picture of the engine takes no --world-size")
+    if kind == "engine":
         engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
     else:
         rows, machine = _stored_rows(json_files, world_size)
