@@ -19,9 +19,9 @@ import overlap_forms
 import typer
 from overlap_bench import config as settings
 from overlap_bench import measure, report, result
+from simulated_hosts.facts import simulated
 
 from shotcast.bench import kernels
-from shotcast.cli.bench import simulated
 from shotcast.cli.options import (
     Device,
     DeviceOption,

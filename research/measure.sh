@@ -102,6 +102,13 @@ script() {
     ran "$name" $?
 }
 
+# seconds, name, options of `research/bench_hosts.py collective`
+on_hosts() {
+    limit=$1 name=$2
+    shift 2
+    script "$limit" "$name" research/bench_hosts.py collective --json "$out/$name.json" "$@"
+}
+
 # 1 where there are fewer GPUs than ranks, which then take turns
 shared() { [ "$(nvidia-smi -L 2>/dev/null | grep -c "^GPU")" -lt "$1" ] && echo 1; }
 
@@ -252,13 +259,14 @@ for part in "$@"; do
         ;;
     hosts) # simulated hosts against Gloo; as root, on CPUs
         over="all-reduce -b 4K -e 16M -f 4 --seconds 1"
-        bench 900 hosts_8_1ms $over --hosts 8 --delay-us 1000
-        bench 900 hosts_8_10ms $over --hosts 8 --delay-us 10000
-        bench 600 hosts_4_1ms $over --hosts 4 --delay-us 1000
+        on_hosts 900 hosts_8_1ms --hosts 8 --delay-us 1000 $over
+        on_hosts 900 hosts_8_10ms --hosts 8 --delay-us 10000 $over
+        on_hosts 600 hosts_4_1ms --hosts 4 --delay-us 1000 $over
         for hosts in 2 4 8; do
-            bench 300 hosts_${hosts}_5ms_2gbit all-reduce -b 4K -e 1M -f 4 --seconds 0.4 --hosts $hosts --delay-us 5000 --bandwidth-gbps 2
+            on_hosts 300 hosts_${hosts}_5ms_2gbit --hosts $hosts --delay-us 5000 --bandwidth-gbps 2 \
+                all-reduce -b 4K -e 1M -f 4 --seconds 0.4
         done
-        bench 600 hosts_2x4_1ms $over --hosts 2 --ranks-per-host 4 --delay-us 1000
+        on_hosts 600 hosts_2x4_1ms --hosts 2 --ranks-per-host 4 --delay-us 1000 $over
         ;;
     operations_cpu) # every operation between CPU ranks beside Gloo, then other reductions and dtypes
         for op in all-reduce reduce-scatter all-gather all-to-all broadcast reduce gather scatter; do

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from simulated_hosts.facts import HostsConfig
 
 from overlap_bench import library, own
 from overlap_bench.config import (
@@ -39,8 +40,6 @@ from overlap_bench.library import Groups, Messages
 from overlap_bench.result import Measured, OverlapRow
 from overlap_bench.steps import Steps
 from overlap_bench.times import times_of
-from shotcast.bench.hosts.measure import HostsConfig
-from shotcast.bench.hosts.network import SimulatedHosts
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
 from shotcast.errors import ConfigError, ShotcastError, UnsupportedError
 from shotcast.launcher.spawn import spawn
@@ -66,7 +65,7 @@ def run(config: OverlapConfig) -> Measured:
     if config.hosts is None:
         return spawn(measure_on_rank, config.world_size, config, timeout_s=config.timeout_s)[0]
     hosts = config.hosts
-    with SimulatedHosts(hosts.hosts, delay_us=hosts.delay_us, bandwidth_gbps=hosts.bandwidth_gbps) as network:
+    with hosts.network() as network:
         found = network.run(measure_on_rank, hosts.ranks_per_host, config, timeout_s=config.timeout_s)
         network.check()
     return found[0]

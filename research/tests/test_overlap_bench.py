@@ -14,10 +14,10 @@ from overlap_bench import measure, report, result
 from overlap_bench.config import OverlapConfig
 from overlap_bench.result import Measured, OverlapRow
 from rich.console import Console
+from simulated_hosts.facts import HostsConfig
 from typer.testing import CliRunner
 
 from hosts import needs_hosts
-from shotcast.bench.hosts.measure import HostsConfig
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 

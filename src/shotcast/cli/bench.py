@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,7 @@ from shotcast.cli.options import (
     device_name,
     names_in,
     new_console,
+    node_shape,
     numbers_in,
     ready_to_write,
     sizes_between,
@@ -42,38 +43,12 @@ from shotcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from shotcast.bench.config import BenchConfig
-    from shotcast.bench.hosts.measure import HostsConfig, NetworkFacts
     from shotcast.bench.report import Row
 
 app = typer.Typer(
     help="Time collectives and the engine: own algorithms compared with NCCL, Gloo and PyTorch.", no_args_is_help=True
 )
 app.add_typer(bench_results.app)
-
-
-def simulated(
-    hosts: Annotated[
-        int,
-        typer.Option(
-            "--hosts", min=0, help="Simulate that many hosts on this machine, joined by a network. Needs root."
-        ),
-    ] = 0,
-    ranks_per_host: Annotated[int, typer.Option("--ranks-per-host", min=1, help="Ranks on each simulated host.")] = 1,
-    delay_us: Annotated[
-        float, typer.Option("--delay-us", min=0.0, help="The one-way delay between simulated hosts, in microseconds.")
-    ] = 0.0,
-    bandwidth_gbps: Annotated[
-        float, typer.Option("--bandwidth-gbps", min=0.0, help="Gbit/s of a simulated host's link. Default: no limit.")
-    ] = 0.0,
-) -> Any:
-    """Return the :class:`HostsConfig` of the hosts to simulate; None if there are none."""
-    from shotcast.bench.hosts.measure import HostsConfig
-
-    if hosts:
-        return HostsConfig(hosts, ranks_per_host, delay_us, bandwidth_gbps)
-    if ranks_per_host != 1 or delay_us or bandwidth_gbps:
-        raise ConfigError("--ranks-per-host, --delay-us and --bandwidth-gbps are for simulated hosts: say --hosts too")
-    return None
 
 
 def timing(
@@ -151,7 +126,7 @@ def outputs(
 def _plain_command(op: str) -> None:
     """Register the benchmark of an operation whose sizes are given in bytes; all take the same options."""
 
-    @with_groups(timing, simulated, outputs)
+    @with_groups(timing, outputs)
     def command(
         *,
         minbytes: MinBytes = "1K",
@@ -166,16 +141,15 @@ def _plain_command(op: str) -> None:
         ] = "sum",
         hidden: Hidden = 8192,
         timing: dict[str, Any],
-        simulated: Any,
         outputs: _Outputs,
     ) -> None:
         sizes = sizes_between(minbytes, maxbytes, stepfactor)
         from shotcast.bench.config import BenchConfig
 
-        facts = _on_device(timing, simulated)
+        facts = _on_device(timing)
         hidden = hidden if facts["between"] else 0
         config = BenchConfig(op=op, sizes=sizes, hidden=hidden, reduction=reduction, **facts)
-        _bench(config, world_size, outputs, simulated)
+        _bench(config, world_size, outputs)
 
     name = op.replace("_", "-")
     app.command(name, help=f"Time {name} over a range of message sizes.")(command)
@@ -211,13 +185,13 @@ def _fused_command(
     _bench(BenchConfig(op=f"all_reduce_{norm}_norm", sizes=sizes, hidden=hidden, **facts), world_size, outputs)
 
 
-def _on_device(facts: dict[str, Any], simulated: HostsConfig | None = None) -> dict[str, Any]:
-    """Return the facts with the name of the device, which simulated hosts decide, and its usual dtype."""
-    name = device_name(Device.CPU if simulated and facts["device"] is Device.AUTO else facts["device"])
+def _on_device(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts with the name of the device and its usual dtype."""
+    name = device_name(facts["device"])
     return facts | {"device": name, "dtype": facts["dtype"] or ("float32" if name == "cpu" else "bfloat16")}
 
 
-def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: HostsConfig | None = None) -> None:
+def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
     from shotcast.bench import harness, headline, implementations, kernels, markdown, report
     from shotcast.bench.plot import KINDS, plot
     from shotcast.planner.picture import check_format
@@ -230,21 +204,12 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
     job = env.job()
     if job is None or job.rank == 0:
         ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
-    if hosts is not None and (world_size or job is not None):
-        raise ConfigError("simulated hosts have ranks of their own: leave out --world-size and torchrun")
-    world_sizes = (
-        [hosts.world_size] if hosts else world_sizes_of(world_size, config.device, job.world_size if job else None)
-    )
+    world_sizes = world_sizes_of(world_size, config.device, job.world_size if job else None)
     console = new_console()
     rows: list[Row] = []
-    network: NetworkFacts | None = None
     for number in world_sizes:
-        if hosts is not None:
-            from shotcast.bench.hosts.measure import run
-
-            measured, network = run(config, hosts)
-        else:
-            measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
+        config = replace(config, nodes=node_shape(number).nodes)
+        measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
         if not measured:
             raise ConfigError(f"none of the algorithms serves {config.op} of {config.dtype} between {number} ranks")
         rows += measured
@@ -257,8 +222,6 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
                     console.print(columns)
                 if means := report.mean_bandwidths(of_measure):
                     console.print(f"mean bus bandwidth (GB/s): {means}", highlight=False)
-            if network is not None:
-                console.print(str(network), highlight=False)
             if sentences := headline.sentences(measured):
                 console.print(sentences)
             console.print()
@@ -270,10 +233,7 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
 
         command = command_line()
         made_by = kernels.of_rows(rows)
-        facts = None if network is None else network.as_json()
-        result = report.Result.now(
-            rows, environment=detect().as_json(), command=command, kernels=made_by, network=facts
-        )
+        result = report.Result.now(rows, environment=detect().as_json(), command=command, kernels=made_by)
     if outputs.json_file is not None and result is not None:
         report.write(outputs.json_file, result)
         console.print(f"wrote {outputs.json_file}")
@@ -294,7 +254,6 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
 
 
 @app.command("engine")
-@with_groups(simulated)
 def _engine_command(
     *,
     model: Annotated[str, typer.Option("-m", "--model", help="A model, as for shotcast generate.")] = "smollm2",
@@ -307,7 +266,7 @@ def _engine_command(
         typer.Option(
             "--algorithms",
             callback=with_underscores,
-            help="Algorithms of the all-reduces: auto, one_shot, nccl, ...; with --hosts, gloo for all calls.",
+            help="Algorithms of the all-reduces: auto, one_shot, nccl, ...",
         ),
     ] = "auto",
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of each prompt.")] = 128,
@@ -329,7 +288,6 @@ def _engine_command(
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
     ] = False,
-    simulated: Any,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -347,11 +305,10 @@ def _engine_command(
         prompt,
         output,
         rounds,
-        "cpu" if simulated and device is Device.AUTO else device.value,
+        device.value,
         dtype,
         baseline,
         quantization,
-        simulated,
         names_in(overlap),
         speculative_config,
         period,
