@@ -287,10 +287,9 @@ class TestKeptResults:
         )
         assert result.output.splitlines()[0] == "| | 2 GPUs: shotcast | NCCL | PyTorch | our ring |"
 
-    @pytest.mark.parametrize("kind", ["latency", "summary"])
-    def test_plot(self, tmp_path: Path, kind: str) -> None:
+    def test_plot(self, tmp_path: Path) -> None:
         picture = tmp_path / "picture.png"
-        result = CliRunner().invoke(app, ["bench", "plot", str(picture), *KEPT, "--kind", kind])
+        result = CliRunner().invoke(app, ["bench", "plot", str(picture), *KEPT])
         assert result.exit_code == 0, result.output
         assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -298,7 +297,7 @@ class TestKeptResults:
         from shotcast.bench import plot
 
         captions = []
-        monkeypatch.setattr(plot, "plot", lambda rows, path, kind, caption: captions.append(caption))
+        monkeypatch.setattr(plot, "plot", lambda rows, path, caption: captions.append(caption))
         CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "a.png"), *KEPT])
         assert captions == ["NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0, NCCL 2.28.9, 2026-11-21"]
 
@@ -443,7 +442,6 @@ class TestErrors:
             (["--between", "sleep"], "no work 'sleep' between calls; choose from gemm"),
             (["--between", "gemm", "--host"], "host time is measured without work between"),
             (["--host", "--eager"], "already measures eager calls"),
-            (["--plot-kind", "pie"], "no picture 'pie'"),
             (["--plot", "picture.docx"], "picture.docx has the suffix .docx"),
             (["--json", "/"], "cannot write /: Is a directory"),
             (["--markdown", "/proc/t.md"], "cannot write /proc/t.md: "),

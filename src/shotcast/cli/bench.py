@@ -107,20 +107,18 @@ class _Outputs:
 
     json_file: Path | None
     plot_file: Path | None
-    plot_kind: str
     markdown_file: Path | None
 
 
 def outputs(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
-    plot_kind: Annotated[str, typer.Option("--plot-kind", help="latency or summary.")] = "latency",
     markdown_file: Annotated[
         Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")
     ] = None,
 ) -> _Outputs:
     """Return the files to write."""
-    return _Outputs(json_file, plot_file, plot_kind, markdown_file)
+    return _Outputs(json_file, plot_file, markdown_file)
 
 
 def _plain_command(op: str) -> None:
@@ -193,12 +191,10 @@ def _on_device(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
     from shotcast.bench import harness, headline, implementations, kernels, markdown, report
-    from shotcast.bench.plot import KINDS, plot
+    from shotcast.bench.plot import plot
     from shotcast.planner.picture import check_format
 
     # checked before minutes of measuring
-    if outputs.plot_kind not in KINDS:
-        raise ConfigError(f"there is no picture {outputs.plot_kind!r}; choose from {', '.join(KINDS)}")
     if outputs.plot_file is not None:
         check_format(outputs.plot_file)
     job = env.job()
@@ -242,7 +238,7 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
         outputs.markdown_file.write_text("\n\n".join(texts) + "\n")
         console.print(f"wrote {outputs.markdown_file}")
     if outputs.plot_file is not None and result is not None:
-        plot(rows, outputs.plot_file, outputs.plot_kind, result.machine)
+        plot(rows, outputs.plot_file, result.machine)
         console.print(f"wrote {outputs.plot_file}")
     if any(row.errors for row in rows):
         Console(stderr=True).print("shotcast: some results were wrong", style="red")
