@@ -18,8 +18,8 @@ import numpy as np
 
 from shotcast.collectives.registry import registered
 from shotcast.cost.calibration import (
+    Fit,
     FusedNormPoint,
-    KernelFit,
     KernelPoint,
     Measured,
     fit,
@@ -148,13 +148,13 @@ def kernel_point(row: dict[str, Any]) -> tuple[str, KernelPoint] | None:
     return kind, KernelPoint(work, us)
 
 
-def fit_kinds(points: dict[str, list[KernelPoint]], gpu: GpuSpec) -> dict[str, KernelFit]:
+def fit_kinds(points: dict[str, list[KernelPoint]], gpu: GpuSpec) -> dict[str, Fit[KernelCost]]:
     """Return the constants of each kind of kernel.
 
     Raises:
         ConfigError: the points of a kind do not determine its constants.
     """
-    kinds: dict[str, KernelFit] = {}
+    kinds: dict[str, Fit[KernelCost]] = {}
     for kind, measured in sorted(points.items()):  # few rows before many, and all products before those in a row
         start = _start(kind, gpu)
         read_as = kind.replace("many_rows", "few_rows").replace("sustained_product", "product_many_rows")
