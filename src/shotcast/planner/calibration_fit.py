@@ -121,7 +121,7 @@ def calibrate(folder: Path, part: str = "") -> Calibration:
 def kernel_point(row: dict[str, Any]) -> tuple[str, KernelPoint] | None:
     """Return the kind and the measurement of a row of a kernel; None for one that nothing is fitted to.
 
-    These are steps of prompts and of sequences that decode in one kernel, which are kept to compare with.
+    These are steps of prompts and of sequences that decode in one kernel, which earlier results have.
     """
     kernel, us = row["kernel"], row["us"]
     if kernel in ("product", "sustained_product"):
