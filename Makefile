@@ -45,8 +45,8 @@ RANKS_PER_HOST ?= 1
 DELAY_US ?= 1000
 bench-hosts: root $(INSTALLED)
 	@mkdir -p demo
-	$(BIN)/shotcast bench all-reduce --hosts $(HOSTS) --ranks-per-host $(RANKS_PER_HOST) --delay-us $(DELAY_US) \
-		--minbytes 1K --maxbytes 16M --json demo/hosts.json
+	$(BIN)/python research/bench_hosts.py collective --hosts $(HOSTS) --ranks-per-host $(RANKS_PER_HOST) \
+		--delay-us $(DELAY_US) --json demo/hosts.json all-reduce --minbytes 1K --maxbytes 16M
 
 root:
 	@[ "$$(id -u)" = 0 ] || { echo "network namespaces need root: sudo make bench-hosts" >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""Results of scripts with their provenance."""
+"""Results of scripts with their provenance, and what a GPU copies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from shotcast.bench.gpu_times import seconds_each
 from shotcast.hardware.detect import detect
 
 
@@ -27,3 +30,10 @@ def write(path: Path, rows: list[dict[str, Any]], made_by: dict[str, str], **mea
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def copy_gbps() -> float:
+    """Return the GB/s that copying memory reaches, counting bytes read and bytes written."""
+    sources = [torch.ones(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    target = torch.empty_like(sources[0])
+    return 2 * target.nbytes / seconds_each(lambda turn: target.copy_(sources[turn]), 2, 24) / 1e9

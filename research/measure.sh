@@ -67,11 +67,11 @@ engine() {
         --layouts "$layouts" --batches "$batches" --algorithms "$@"
 }
 
-# seconds, name, arguments of `shotcast bench overlap` on the GPUs of the part; $sets names its forms
+# seconds, name, arguments of research/bench_overlap.py on the GPUs of the part; $sets names its forms
 overlap() {
     limit=$1 name=overlap_$2_x$ranks
     shift 2
-    timeout -k 5 "$limit" python3 research/overlap_forms.py --sets "${sets:-own,library,torch}" -- overlap --device cuda \
+    timeout -k 5 "$limit" python3 research/bench_overlap.py --sets "${sets:-own,library,torch}" --device cuda \
         --world-size "$ranks" --timeout $((limit - 10)) "$@" --json "$out/$name.json" >"$out/$name.txt" 2>&1
     ran "$name" $?
 }
@@ -100,6 +100,13 @@ script() {
     shift 2
     shown "$out/$name.txt" timeout -k 5 "$limit" python3 "$@"
     ran "$name" $?
+}
+
+# seconds, name, options of `research/bench_hosts.py collective`
+on_hosts() {
+    limit=$1 name=$2
+    shift 2
+    script "$limit" "$name" research/bench_hosts.py collective --json "$out/$name.json" "$@"
 }
 
 # 1 where there are fewer GPUs than ranks, which then take turns
@@ -252,13 +259,14 @@ for part in "$@"; do
         ;;
     hosts) # simulated hosts against Gloo; as root, on CPUs
         over="all-reduce -b 4K -e 16M -f 4 --seconds 1"
-        bench 900 hosts_8_1ms $over --hosts 8 --delay-us 1000
-        bench 900 hosts_8_10ms $over --hosts 8 --delay-us 10000
-        bench 600 hosts_4_1ms $over --hosts 4 --delay-us 1000
+        on_hosts 900 hosts_8_1ms --hosts 8 --delay-us 1000 $over
+        on_hosts 900 hosts_8_10ms --hosts 8 --delay-us 10000 $over
+        on_hosts 600 hosts_4_1ms --hosts 4 --delay-us 1000 $over
         for hosts in 2 4 8; do
-            bench 300 hosts_${hosts}_5ms_2gbit all-reduce -b 4K -e 1M -f 4 --seconds 0.4 --hosts $hosts --delay-us 5000 --bandwidth-gbps 2
+            on_hosts 300 hosts_${hosts}_5ms_2gbit --hosts $hosts --delay-us 5000 --bandwidth-gbps 2 \
+                all-reduce -b 4K -e 1M -f 4 --seconds 0.4
         done
-        bench 600 hosts_2x4_1ms $over --hosts 2 --ranks-per-host 4 --delay-us 1000
+        on_hosts 600 hosts_2x4_1ms --hosts 2 --ranks-per-host 4 --delay-us 1000 $over
         ;;
     operations_cpu) # every operation between CPU ranks beside Gloo, then other reductions and dtypes
         for op in all-reduce reduce-scatter all-gather all-to-all broadcast reduce gather scatter; do
@@ -392,9 +400,12 @@ for part in "$@"; do
             tests/collectives/test_dropped.py
         ;;
     overlap_hosts) # chains of CPU ranks on two simulated hosts, 5 ms apart, and on one; as root
-        bench 300 overlap_hosts overlap --hosts 2 --delay-us 5000 --size 4K,64K,256K --plot "$out/overlap_hosts.png"
-        bench 300 overlap_hosts_lanes overlap --hosts 2 --delay-us 5000 --size 4K --repeat 8 --lanes 3
-        bench 300 overlap_one_host overlap --device cpu --world-size 2 --size 4K,64K,1M
+        chain=research/bench_overlap.py
+        script 300 overlap_hosts $chain --hosts 2 --delay-us 5000 --size 4K,64K,256K --plot "$out/overlap_hosts.png" \
+            --json "$out/overlap_hosts.json"
+        script 300 overlap_hosts_lanes $chain --hosts 2 --delay-us 5000 --size 4K --repeat 8 --lanes 3 \
+            --json "$out/overlap_hosts_lanes.json"
+        script 300 overlap_one_host $chain --device cpu --world-size 2 --size 4K,64K,1M --json "$out/overlap_one_host.json"
         ;;
     products_x1) # large products that leave room, beside the library's, on one GPU
         script 300 shaped_products research/shaped_products.py --set tune --json "$out/shaped_products.json"

@@ -1,15 +1,12 @@
-"""Chains of products and messages beside forms of other libraries, and beside forms that no chain chooses::
+"""Sets of further forms of ``research/bench_overlap.py``: of other libraries, and forms that no chain chooses.
 
-    python research/overlap_forms.py [--sets own,library,torch] -- overlap --op all-gather --device cuda --json FILE
-
-What follows ``--`` is a command of ``shotcast bench``, whose forms come first. ``own`` adds our shaped products and
-copy engines, ``library`` NCCL with each option that may help, ``torch`` what PyTorch makes of its symmetric memory, and
-``published`` the grid of arXiv 2606.09200. A form that ends the ranks is left out, and the ranks start again.
+``own`` has our shaped products and copy engines, ``library`` NCCL with each option that may help, ``torch`` what
+PyTorch makes of its symmetric memory, and ``published`` the grid of arXiv 2606.09200. A form that ends the ranks is
+left out, and the ranks start again.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import tempfile
@@ -22,16 +19,15 @@ import torch
 import torch_forms
 import zero_ctas
 from occupancy import Multiprocessor
+from overlap_bench import library, measure, own
+from overlap_bench.config import LIBRARY, OWN, REDUCE_SCATTER_ALL_GATHER, OverlapConfig
+from overlap_bench.form import Candidate, Candidates, Form
+from overlap_bench.library import Groups, Messages
+from overlap_bench.result import Measured
+from overlap_bench.steps import Steps, library_product
 from overlap_verdicts import TORCH, verdicts
 from product_room import multiprocessor_of
 
-from shotcast.bench.overlap import library, measure, own
-from shotcast.bench.overlap.config import LIBRARY, OWN, REDUCE_SCATTER_ALL_GATHER, OverlapConfig
-from shotcast.bench.overlap.form import Candidate, Candidates, Form
-from shotcast.bench.overlap.library import Groups, Messages
-from shotcast.bench.overlap.result import Measured
-from shotcast.bench.overlap.steps import Steps, library_product
-from shotcast.cli import app
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError, RankFailed
 from shotcast.kernels.triton.gemm import GemmConfig
@@ -44,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 PUBLISHED = "published"
 SETS = (OWN, LIBRARY, TORCH, PUBLISHED)
-DEFAULT = (OWN, LIBRARY, TORCH)
 CTAS = (4, 8, 16)
 _LEAST_S = 30.0
 """The time in which ranks could start and measure."""
@@ -65,10 +60,10 @@ class LeftOutError(Exception):
     """A form that is not tried again."""
 
 
-def run(config: OverlapConfig, sets: Sequence[str] = DEFAULT) -> Measured:
+def run(config: OverlapConfig, sets: Sequence[str]) -> Measured:
     """Start the ranks and measure, and start them again without a form of another library that ended them."""
     if config.hosts is not None:
-        raise ConfigError("simulated hosts have the forms of shotcast bench overlap alone")
+        raise ConfigError("simulated hosts have no further forms: leave out --sets")
     until = time.monotonic() + config.timeout_s
     measured = _beside_failures(config, until, sets)
     if config.device == "cuda" and LIBRARY in sets and config.op in zero_ctas.OPS:
@@ -120,7 +115,7 @@ def _refuse(reason: str) -> Form:
 
 
 def candidates(steps: Steps, chain: Chain | None, groups: Groups, sets: Sequence[str]) -> measure.Found:
-    """Yield the forms of ``shotcast bench overlap``, and those of these sets."""
+    """Yield the usual forms, and those of these sets."""
     yield from measure.candidates(steps, chain, groups)
     if steps.config.device == "cuda":
         if OWN in sets:
@@ -237,30 +232,3 @@ def published(steps: Steps, groups: Groups) -> Candidates:
         yield Candidate(f"{PUBLISHED} {name}, sequential", functools.partial(form, False, False))
         yield Candidate(f"{PUBLISHED} {name}", functools.partial(form, True, False))
         yield Candidate(f"{PUBLISHED} {name}, priority", functools.partial(form, True, True))
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def _sets(text: str) -> tuple[str, ...]:
-    found = tuple(text.split(","))
-    if others := [name for name in found if name not in SETS]:
-        raise argparse.ArgumentTypeError(f"sets are {', '.join(SETS)}, not {', '.join(others)}")
-    return found
-
-
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", type=_sets, default=DEFAULT, help=", ".join(SETS))
-    parser.add_argument("command", nargs="+", help="options of shotcast bench, after --")
-    return parser
-
-
-def main() -> None:
-    asked = options().parse_args()
-    measure.run = functools.partial(run, sets=asked.sets)
-    app(["bench", *asked.command])
-
-
-if __name__ == "__main__":
-    main()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from shotcast.bench.overlap.config import OWN, REDUCE_SCATTER_ALL_GATHER
-from shotcast.bench.overlap.result import Measured, OverlapRow
+from overlap_bench.config import OWN, REDUCE_SCATTER_ALL_GATHER
+from overlap_bench.result import Measured, OverlapRow
 
 TORCH = "torch"
 """The set of PyTorch's forms."""

@@ -11,7 +11,7 @@ There is one panel for each world size; sizes run from 4 KB to 1 MB, those of de
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +135,23 @@ def _line(
         axes.annotate(text, at, xytext=(-10, 19 * sign), ha="left", fontweight="bold", fontsize=10, **side)
 
 
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path, help="the file to write (png, svg, pdf)")
     parser.add_argument("--json", type=Path, action="append", required=True, help="results; repeat it for several")
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    asked = options().parse_args(arguments)
+def main(
+    arguments: Sequence[str] | None = None,
+    draw: Callable[[Sequence[Row], str], Any] = figure,
+    description: str | None = __doc__,
+) -> None:
+    asked = options(description).parse_args(arguments)
     results = [read(file) for file in asked.json]
     timed = [row for result in results for row in result.rows if row.time_us is not None]
     machines = "; ".join(dict.fromkeys(result.machine for result in results))
-    figure(timed, machines).savefig(asked.picture, dpi=150)
+    draw(timed, machines).savefig(asked.picture, dpi=150)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch_symmetric
+from overlap_bench.config import REDUCE_SCATTER_ALL_GATHER
+from overlap_bench.form import Candidate, Candidates, Form, in_one, run_steps
+from overlap_bench.library import Groups
+from overlap_bench.steps import Steps
 
-from shotcast.bench.overlap.config import REDUCE_SCATTER_ALL_GATHER
-from shotcast.bench.overlap.form import Candidate, Candidates, Form, in_one, run_steps
-from shotcast.bench.overlap.library import Groups
-from shotcast.bench.overlap.steps import Steps
 from shotcast.errors import UnsupportedError
 
 

@@ -17,14 +17,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch_symmetric
+from overlap_bench.config import LIBRARY, LIBRARY_PLAIN, OverlapConfig
+from overlap_bench.library import GROUP_TIMEOUT_S, Messages
+from overlap_bench.result import Measured
+from overlap_bench.steps import Steps
+from overlap_bench.times import times_of
 from product_room import seen_kernels
 
 from shotcast import env
-from shotcast.bench.overlap.config import LIBRARY, LIBRARY_PLAIN, OverlapConfig
-from shotcast.bench.overlap.library import GROUP_TIMEOUT_S, Messages
-from shotcast.bench.overlap.result import Measured
-from shotcast.bench.overlap.steps import Steps
-from shotcast.bench.overlap.times import times_of
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.rank_device import device_of
 from shotcast.errors import RankFailed, ShotcastError

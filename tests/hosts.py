@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from simulated_hosts import linux, namespaces, network
 
-from shotcast.bench.hosts import linux, network
 from shotcast.launcher.spawn import RankGroup
 
 __all__ = ["SimulatedHosts", "all_arrived", "arrive", "needs_hosts"]
@@ -40,11 +40,10 @@ class SimulatedHosts(network.SimulatedHosts):
 
     def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a host, with the options of :class:`subprocess.Popen`; it is killed when we end."""
-        namespaces = self._hosts[host].namespaces
-        script = str(Path(__file__).with_name("enter_host.py"))
-        enter = [sys.executable, script, ",".join(map(str, namespaces)), *command]
+        descriptors = self._hosts[host].namespaces
+        enter = [sys.executable, namespaces.__file__, ",".join(map(str, descriptors)), *command]
         environment = {**os.environ, **self._interfaces, **(options.pop("env", None) or {})}
-        return subprocess.Popen(enter, pass_fds=namespaces, env=environment, **options)
+        return subprocess.Popen(enter, pass_fds=descriptors, env=environment, **options)
 
     def cut(self, host: int, *, interface: bool = True) -> None:
         """Cut a host off: take its interface down, or let the network lose its packets while its interface stays up."""

@@ -18,7 +18,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import shotcast
-from hosts import needs_hosts
 from shotcast.cli import app
 from shotcast.cli.options import command_line
 from shotcast.memory.holdings import Held, Notice
@@ -169,6 +168,21 @@ class TestBench:
         assert [(config.dtype, ranks) for config, ranks in asked] == [(dtype, 3) for dtype in names.values()]
         assert {config.algorithms for config, _ in asked} == {("two_shot", "one_shot")}
 
+    def test_the_nodes_of_the_ranks_are_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of a job under torchrun, and logical ones."""
+        asked: list[int] = []
+        monkeypatch.setattr("shotcast.bench.harness.run", lambda config, ranks: asked.append(config.nodes) or [])
+        monkeypatch.setattr("shotcast.bench.harness.run_under_torchrun", lambda c: asked.append(c.nodes) or [])
+        refused("bench", "all-reduce", "--device", "cpu", "-g", "4")
+        monkeypatch.setenv("SHOTCAST_RANKS_PER_NODE", "2")
+        refused("bench", "all-reduce", "--device", "cpu", "-g", "4")
+        monkeypatch.delenv("SHOTCAST_RANKS_PER_NODE")
+        job = {"RANK": 0, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "host", "MASTER_PORT": 1}
+        for name, value in job.items():
+            monkeypatch.setenv(name, str(value))
+        refused("bench", "all-reduce", "--device", "cpu")
+        assert asked == [1, 2, 3]
+
     @pytest.mark.full
     def test_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         result_file, picture = tmp_path / "result.json", tmp_path / "picture.png"
@@ -276,10 +290,9 @@ class TestKeptResults:
         )
         assert result.output.splitlines()[0] == "| | 2 GPUs: shotcast | NCCL | PyTorch | our ring |"
 
-    @pytest.mark.parametrize("kind", ["latency", "summary"])
-    def test_plot(self, tmp_path: Path, kind: str) -> None:
+    def test_plot(self, tmp_path: Path) -> None:
         picture = tmp_path / "picture.png"
-        result = CliRunner().invoke(app, ["bench", "plot", str(picture), *KEPT, "--kind", kind])
+        result = CliRunner().invoke(app, ["bench", "plot", str(picture), *KEPT])
         assert result.exit_code == 0, result.output
         assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -287,7 +300,7 @@ class TestKeptResults:
         from shotcast.bench import plot
 
         captions = []
-        monkeypatch.setattr(plot, "plot", lambda rows, path, kind, caption: captions.append(caption))
+        monkeypatch.setattr(plot, "plot", lambda rows, path, caption: captions.append(caption))
         CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "a.png"), *KEPT])
         assert captions == ["NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0, NCCL 2.28.9, 2026-11-21"]
 
@@ -414,59 +427,6 @@ class TestTune:
         assert "has format 1; this version reads format 3" in refused("tune", *self.QUICK, "--merge", "-o", str(path))
 
 
-class TestHosts:
-    @pytest.mark.parametrize(
-        ("args", "text"),
-        [
-            (["--hosts", "2", "--world-size", "2"], "leave out --world-size"),
-            (["--hosts", "2", "--device", "cuda"], "run CPU ranks"),
-            (["--hosts", "1"], "joins 2 to 64 hosts, not 1"),
-            (["--delay-us", "1000"], "for simulated hosts: say --hosts too"),
-            (["--ranks-per-host", "2"], "for simulated hosts: say --hosts too"),
-        ],
-    )
-    def test_wrong_options(self, args: list[str], text: str) -> None:
-        assert text in refused("bench", "all-reduce", *args)
-
-    def test_who_is_not_root_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "geteuid", lambda: 1000)
-        assert "root (as in `sudo make bench-hosts`)" in refused("bench", "all-reduce", "--hosts", "2")
-
-    def test_make_says_that_it_needs_root(self, tmp_path: Path) -> None:
-        """The target fails before it installs or measures anything."""
-        (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
-        (tmp_path / "id").chmod(0o755)
-        done = subprocess.run(
-            ["make", "--silent", "bench-hosts", "BIN=/nowhere", "INSTALLED="],
-            cwd=Path(__file__).parent.parent,
-            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode != 0
-        assert done.stderr.splitlines()[0] == "network namespaces need root: sudo make bench-hosts"
-
-    @needs_hosts
-    @pytest.mark.full
-    def test_two_hosts_beside_gloo(self, tmp_path: Path) -> None:
-        file = tmp_path / "hosts.json"
-        result = invoked(
-            "bench", "all-reduce", *QUICK[2:], "-b", "1K", "-e", "64K", "-f", "64", "--hosts", "2", "--ranks-per-host",
-            "1", "--delay-us", "500", "--algorithms", "nvrar,auto,gloo", "--json", file,
-        )  # fmt: skip
-        assert "2 cpu ranks on 2 hosts, 500 us one way" in result.stdout
-        assert "network: 500 us one way. Unloaded, the relay adds" in result.stdout
-        document = json.loads(file.read_text())
-        network = document["network"]
-        assert network["config"] == {"hosts": 2, "ranks_per_host": 1, "delay_us": 500.0, "bandwidth_gbps": 0.0}
-        assert network["throughput_gbps"] > 0
-        assert network["packets"] > 100
-        for row in document["rows"]:
-            assert (row["nodes"], row["delay_us"], row["errors"]) == (2, 500.0, 0)
-            assert row["time_us"] > 500
-            assert (row["predicted_us"] is None) == (row["algorithm"] == "gloo")
-
-
 class TestErrors:
     @pytest.mark.parametrize(
         ("args", "text"),
@@ -485,7 +445,6 @@ class TestErrors:
             (["--between", "sleep"], "no work 'sleep' between calls; choose from gemm"),
             (["--between", "gemm", "--host"], "host time is measured without work between"),
             (["--host", "--eager"], "already measures eager calls"),
-            (["--plot-kind", "pie"], "no picture 'pie'"),
             (["--plot", "picture.docx"], "picture.docx has the suffix .docx"),
             (["--json", "/"], "cannot write /: Is a directory"),
             (["--markdown", "/proc/t.md"], "cannot write /proc/t.md: "),

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import overlap_progress
+from overlap_bench import library
+from overlap_bench.config import OverlapConfig
+from overlap_bench.form import Candidate, Candidates, Form
+from overlap_bench.result import Measured
+from overlap_bench.steps import Steps
 from overlap_forms import measure_on_rank as _measure_on_rank  # which a test replaces
-
-from shotcast.bench.overlap import library
-from shotcast.bench.overlap.config import OverlapConfig
-from shotcast.bench.overlap.form import Candidate, Candidates, Form
-from shotcast.bench.overlap.result import Measured
-from shotcast.bench.overlap.steps import Steps
 
 
 def with_bad_peers(config: OverlapConfig, sets: Sequence[str], left_out: dict[str, str], file: Path) -> Measured:

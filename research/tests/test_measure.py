@@ -32,9 +32,9 @@ def run(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def understand(arguments: list[str]) -> None:
+def understand(arguments: list[str], parser: typer.Typer = app) -> None:
     """Parse a command with the real command line, without running it."""
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(parser)
     while hasattr(command, "commands"):
         name, *arguments = arguments
         command = command.commands[name]
@@ -42,12 +42,13 @@ def understand(arguments: list[str]) -> None:
 
 
 def understand_script(path: str, arguments: list[str]) -> None:
-    """Parse the options of a script; those after -- are a command of ``shotcast bench``."""
+    """Parse the options of a script."""
     assert (ROOT / path).is_file()
     module = importlib.import_module(Path(path).stem)
-    asked = module.options().parse_args(arguments)
-    if "--" in arguments:
-        understand(["bench", *asked.command])
+    if hasattr(module, "app"):
+        understand(arguments, module.app)
+    else:
+        module.options().parse_args(arguments)
 
 
 @pytest.mark.full

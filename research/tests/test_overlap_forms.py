@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
+import bench_overlap
 import overlap_forms
 import overlap_forms_targets as targets
 import pytest
 import zero_ctas
 from occupancy import Kernel, multiprocessor, resident_blocks
+from overlap_bench import report
+from overlap_bench.config import OverlapConfig
+from overlap_bench.result import Measured, OverlapRow
 from overlap_verdicts import verdicts
+from typer.testing import CliRunner
 
-from shotcast.bench.overlap import measure, report
-from shotcast.bench.overlap.config import OverlapConfig
-from shotcast.bench.overlap.result import Measured, OverlapRow
 from shotcast.errors import RankFailed
 from shotcast.kernels.triton.gemm import shared_bytes
 
@@ -28,24 +29,26 @@ ROW = OverlapRow(
 CONFIG = OverlapConfig("all_reduce", "cpu", "float32", 2, 4096, (64, 64, 64), 2, steps=3, rounds=1, seconds=0.0)
 
 
-def test_the_command_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = "overlap --size 4K --gemm 64x64x64 --repeat 2 --steps 2 --rounds 1 --seconds 0 --device cpu --world-size 2"
+def test_the_command_measures(tmp_path: Path) -> None:
+    chain = "--size 4K --gemm 64x64x64 --repeat 2 --steps 2 --rounds 1 --seconds 0 --device cpu --world-size 2"
     file = tmp_path / "a.json"
-    asked = overlap_forms.options().parse_args(["--sets", "own,published", "--", *chain.split(), "--json", str(file)])
-    assert asked.sets == ("own", "published")
-    monkeypatch.setattr(measure, "run", functools.partial(overlap_forms.run, sets=asked.sets))
-    with pytest.raises(SystemExit) as ended:
-        overlap_forms.app(["bench", *asked.command])
-    assert ended.value.code == 0
+    done = CliRunner().invoke(bench_overlap.app, ["--sets", "own,published", *chain.split(), "--json", str(file)])
+    assert done.exit_code == 0, done.output
     ways = [row["way"] for row in json.loads(file.read_text())["rows"]]
     assert ways[:4] == ["compute", "communication", "sequential", "plain"]
+
+
+def test_sets_that_there_are_not() -> None:
+    done = CliRunner().invoke(bench_overlap.app, ["--sets", "own,others"])
+    assert done.exit_code == 2
+    assert "others" in done.output
 
 
 @pytest.mark.full
 def test_a_peer_that_fails_gives_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that ends the ranks, and one that never ends."""
     monkeypatch.setattr(overlap_forms, "measure_on_rank", targets.with_bad_peers)
-    rows = {row.way: row for row in overlap_forms.run(CONFIG).rows}
+    rows = {row.way: row for row in overlap_forms.run(CONFIG, ("own", "library", "torch")).rows}
     reasons = {name: row.reason for name, row in rows.items() if row.reason}
     assert reasons["raises"] == "RuntimeError: not on this machine ... second line"
     assert reasons["wrong"].startswith("wrong results: product 0")

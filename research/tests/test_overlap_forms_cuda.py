@@ -5,10 +5,10 @@ from __future__ import annotations
 import overlap_forms
 import pytest
 import torch
+from overlap_bench import config
+from overlap_bench.config import OverlapConfig
+from overlap_bench.result import OverlapRow
 
-from shotcast.bench.overlap import config
-from shotcast.bench.overlap.config import OverlapConfig
-from shotcast.bench.overlap.result import OverlapRow
 from shotcast.collectives.rank_device import enough_gpus
 
 pytestmark = [

@@ -6,17 +6,20 @@ import re
 import shlex
 from pathlib import Path
 
+import fill
 import pytest
 import ring_speedup_plot
+import summary_plot
 from typer.testing import CliRunner
 
-from shotcast.bench.doc_tables import fill
 from shotcast.cli import app
-from shotcast.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
-PICTURE = re.compile(r"(?:shotcast bench plot|python research/ring_speedup_plot\.py) \S+\.png (?:[^\n`\\]|\\\n)+")
+SCRIPTS = {"ring_speedup_plot": ring_speedup_plot, "summary_plot": summary_plot}
+PICTURE = re.compile(
+    rf"(?:shotcast bench plot|python research/(?:{'|'.join(SCRIPTS)})\.py) \S+\.png (?:[^\n`\\]|\\\n)+"
+)
 
 TEXT = "before\n<!-- shotcast bench table --json a.json\n     --kind 'x y' -->\nold\n<!-- end of table -->\nafter\n"
 
@@ -24,8 +27,7 @@ TEXT = "before\n<!-- shotcast bench table --json a.json\n     --kind 'x y' -->\n
 @pytest.mark.full
 def test_tables_in_documents_are_what_the_tool_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    result = CliRunner().invoke(app, ["bench", "fill", "--check", *map(str, DOCUMENTS)])
-    assert result.exit_code == 0, result.output
+    fill.main(["--check", *map(str, DOCUMENTS)])
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "benchmarks/results.md"])
@@ -55,7 +57,7 @@ def test_pictures_are_drawn_by_the_commands_beside_them(tmp_path: Path, monkeypa
         assert Path(command[at]).is_file(), command
         drawn = tmp_path / Path(command[at]).name
         if command[0] == "python":
-            ring_speedup_plot.main([str(drawn), *command[at + 1 :]])
+            SCRIPTS[Path(command[1]).stem].main([str(drawn), *command[at + 1 :]])
         else:
             result = CliRunner().invoke(app, [*command[1:at], str(drawn), *command[at + 1 :]])
             assert result.exit_code == 0, result.output
@@ -82,10 +84,10 @@ def test_fill_makes_tables_and_nothing_else_anew() -> None:
         return "\nnew\n" if command == "table" else ""
 
     note = "![picture](a.png)\n<!-- shotcast bench kernels --json a.json -->\nold note\n<!-- end of kernels -->\n"
-    new = fill(TEXT + note, make)
+    new = fill.fill(TEXT + note, make)
     assert seen == [("table", ["--json", "a.json", "--kind", "x y"]), ("kernels", ["--json", "a.json"])]
     assert new == TEXT.replace("old\n", "\nnew\n\n") + note.replace("old note\n", "")
-    assert fill(new, make) == new, "a second time changes nothing"
+    assert fill.fill(new, make) == new, "a second time changes nothing"
 
 
 @pytest.mark.parametrize(
@@ -97,32 +99,24 @@ def test_fill_makes_tables_and_nothing_else_anew() -> None:
     ],
 )
 def test_a_table_without_an_end_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="no such end"):
-        fill(text, lambda command, arguments: "")
+    with pytest.raises(SystemExit, match="no such end"):
+        fill.fill(text, lambda command, arguments: "")
 
 
 class TestCommand:
-    def filled(self, tmp_path: Path, *options: str) -> tuple[int, str, str]:
-        document = tmp_path / "document.md"
+    @pytest.fixture
+    def document(self, tmp_path: Path) -> Path:
         raw = ROOT / "benchmarks" / "data" / "h200" / "all_reduce_bf16_x4.json"
-        if not document.exists():
-            document.write_text(
-                TEXT.replace("--json a.json\n     --kind 'x y'", f"--json {raw} --sizes 8K --columns nccl")
-            )
-        result = CliRunner().invoke(app, ["bench", "fill", *options, str(document)])
-        return result.exit_code, result.output, document.read_text()
+        document = tmp_path / "document.md"
+        document.write_text(TEXT.replace("--json a.json\n     --kind 'x y'", f"--json {raw} --sizes 8K --columns nccl"))
+        return document
 
-    def test_check_finds_a_table_that_differs_and_writes_nothing(self, tmp_path: Path) -> None:
-        code, output, text = self.filled(tmp_path, "--check")
-        assert (code, "out of date" in output, "old" in text) == (2, True, True)
+    def test_check_finds_a_table_that_differs_and_writes_nothing(self, document: Path) -> None:
+        with pytest.raises(SystemExit, match="out of date"):
+            fill.main(["--check", str(document)])
+        assert "old" in document.read_text()
 
-    def test_writes_the_table(self, tmp_path: Path) -> None:
-        code, output, text = self.filled(tmp_path)
-        assert code == 0, output
-        assert "| 8 KB | 8.5 | 4.21x |" in text
-        assert self.filled(tmp_path, "--check")[0] == 0
-
-    def test_an_absent_document_is_one_line(self, tmp_path: Path) -> None:
-        result = CliRunner().invoke(app, ["bench", "fill", str(tmp_path / "none.md")])
-        assert result.exit_code == 2
-        assert "cannot be read" in result.stderr
+    def test_writes_the_table(self, document: Path) -> None:
+        fill.main([str(document)])
+        assert "| 8 KB | 8.5 | 4.21x |" in document.read_text()
+        fill.main(["--check", str(document)])

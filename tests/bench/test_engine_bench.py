@@ -12,9 +12,7 @@ import transformers
 from click.testing import Result
 from typer.testing import CliRunner
 
-from hosts import needs_hosts
 from shotcast.bench import engine_bench, engine_report
-from shotcast.bench.hosts.measure import HostsConfig
 from shotcast.cli import app
 from shotcast.errors import ConfigError
 from shotcast.hardware import detect
@@ -124,23 +122,6 @@ def test_a_table_names_what_serves_hosts_without_all_reduces_too() -> None:
     assert engine_report.markdown([moved]).splitlines()[2].startswith("| 2 | 50 | 1x2 | gloo |")
 
 
-@needs_hosts
-@pytest.mark.full
-def test_simulated_hosts_beside_gloo(folder: Path, tmp_path: Path) -> None:
-    stored = tmp_path / "a.json"
-    options = ["--layouts", "4x1,2x2", "--batches", "1", "--prompt", "8", "--output", "9", "--rounds", "1"]
-    hosts = ["--hosts", "2", "--ranks-per-host", "2", "--delay-us", "2000", "--algorithms", "auto,gloo"]
-    result = CliRunner().invoke(app, ["bench", "engine", "-m", str(folder), *options, *hosts, "--json", str(stored)])
-    assert result.exit_code == 0, result.output
-    rows = {(row.layout, row.algorithm): row for row in engine_report.read(stored)}
-    assert list(rows) == [(layout, algorithm) for layout in ("4x1", "2x2") for algorithm in ("auto", "gloo")]
-    assert {(row.hosts, row.delay_us, row.device) for row in rows.values()} == {(2, 2000.0, "cpu")}
-    # two layers reduce four times, after the embedding once, and gather logits; each crosses the network once or more
-    assert rows["4x1", "auto"].tpot_ms > 5 * 2.0
-    assert rows["4x1", "gloo"].tpot_ms > rows["4x1", "auto"].tpot_ms
-    assert result.output.split()[:2] == ["hosts", "one"]
-
-
 def test_a_planned_layout_is_for_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(GpuFacts(index, "NVIDIA H200", 150109880320, (9, 0), 132, None) for index in range(4))
     monkeypatch.setattr(detect, "visible_gpus", lambda: gpus)
@@ -152,8 +133,6 @@ def test_a_planned_layout_is_for_what_is_measured(monkeypatch: pytest.MonkeyPatc
     assert [layout.ranks for layout in found.layouts] == [2, 1, 4]
     assert "for throughput of 500+100 tokens on 2 NVIDIA H200" in said[0]
     assert "with 32 sequences" in said[0]
-    with pytest.raises(ConfigError, match="give TxP"):
-        engine_bench.with_layouts(replace(config, device="cpu", hosts=HostsConfig(2)), ["auto"])
 
 
 def test_the_roofline_counts_matrices_as_gpus_keep_them() -> None:
@@ -188,9 +167,6 @@ def test_layouts_that_are_none(text: str) -> None:
         ({"speculative_config": '{"method": "ngram"}'}, "needs num_speculative_tokens"),
         ({"batches": (0,)}, "must be at least 1"),
         ({"algorithms": ("gloo",)}, "'gloo'"),
-        ({"hosts": HostsConfig(2), "algorithms": ("nccl",)}, "'nccl'"),
-        ({"hosts": HostsConfig(2)}, "2 hosts with 1 ranks each have 2 ranks, which a layout divides; 1x1 has 1"),
-        ({"hosts": HostsConfig(2), "baseline": True}, "leave out --baseline"),
     ],
 )
 def test_plans_that_measure_nothing(change: dict[str, object], text: str) -> None:

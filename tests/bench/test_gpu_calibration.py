@@ -90,17 +90,16 @@ def test_kernels_of_gpus_pass_their_checks_interpreted() -> None:
     shapes = [
         *(PassShape(name, 256, 0, (1, 3)) for name in names),
         PassShape("rotation", 4, 2, (1, 3)),
-        PromptShape(4, 2, (((20, 3), (1, 17), (5, 0)), ((33, 0),))),
+        PromptShape(4, 2, (((20, 3), (5, 0)), ((33, 0),))),
     ]
     (rows,) = interpret(checked, 1, shapes, env=GPU_COLLECTIVES)
     assert [row["rows"] for row in rows[:-2]] == [1, 3] * (len(names) + 1)
-    assert [row["kernel"] for row in rows[-2:]] == ["mixed_attention", "prompt_attention"]
+    assert [row["kernel"] for row in rows[-2:]] == ["prompt_attention"] * 2
     assert rows[-2] | {"us": 1.0} == {
-        "kernel": "mixed_attention", "tokens": 26, "parts": [[20, 3], [5, 0]], "decoding": 1, "context": 18,
+        "kernel": "prompt_attention", "tokens": 25, "parts": [[20, 3], [5, 0]],
         "heads": 4, "kv_heads": 2, "head_dim": 128, "us": 1.0,
     }  # fmt: skip
-    for row in rows:
-        assert (kernel_point(row | {"us": 1.0}) is None) == (row["kernel"] == "mixed_attention")
+    assert all(kernel_point(row | {"us": 1.0}) is not None for row in rows)
 
 
 def test_attention_that_decodes_passes_its_check() -> None:

@@ -184,7 +184,7 @@ def test_allocations_of_all_ranks_and_rounds_are_counted() -> None:
         assert [row.allocations for row in rows] == [2 * harness.ROUNDS * each]
 
 
-def test_each_setting_of_nccl_has_ranks_of_its_own() -> None:
+def test_each_setting_of_nccl_has_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
     def spawn(fn: object, world_size: int, config: BenchConfig, names: tuple[str, ...], **options: object) -> list:
@@ -192,7 +192,8 @@ def test_each_setting_of_nccl_has_ranks_of_its_own() -> None:
         return [[]]
 
     named = ("one_shot", "nccl", "nccl_ll", "nccl_tree", "nccl_symmetric")
-    harness.run(dataclasses.replace(CONFIG, device="cuda", algorithms=named), 4, spawn)
+    monkeypatch.setattr(harness, "spawn", spawn)
+    harness.run(dataclasses.replace(CONFIG, device="cuda", algorithms=named), 4)
     favourable = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
     assert started == [
         (("one_shot", "nccl", "nccl_symmetric"), favourable),

@@ -99,8 +99,8 @@ def test_the_bench_of_an_engine_names_each_point(
             return None
 
     monkeypatch.setattr(engine_bench, "spawn", lambda function, ranks, *rest: [10.0] * ranks)
-    monkeypatch.setattr(engine_bench, "_engine", lambda *arguments: Engine())
-    monkeypatch.setattr(engine_bench, "_point", lambda *arguments: _row(arguments[2], arguments[3]))
+    monkeypatch.setattr(engine_bench, "open_engine", lambda *arguments: Engine())
+    monkeypatch.setattr(engine_bench, "point", lambda *arguments: _row(arguments[2], arguments[3]))
     layouts = tuple(Layout(*parse_layout(name)) for name in ("1x1", "2x1"))
     config = engine_bench.EngineBenchConfig("random:x", layouts, (1, 4), ("auto", "ring"), 8, 2, 1, "cpu")
     assert len(list(engine_bench.measure(config, shown=True))) == 6

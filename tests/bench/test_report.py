@@ -135,13 +135,11 @@ def test_table_shows_what_was_not_compared_or_timed() -> None:
 def test_json_round_trip(tmp_path: Path) -> None:
     rows = [row(), row("gloo", errors=None)]
     path = tmp_path / "result.json"
-    result = report.Result.now(
-        rows, environment={}, command="shotcast bench all-reduce", kernels={"a/b": "1"}, network={"hosts": 2}
-    )
+    result = report.Result.now(rows, environment={}, command="shotcast bench all-reduce", kernels={"a/b": "1"})
     report.write(path, result)
     assert report.read(path) == result
     document = json.loads(path.read_text())
-    assert list(document) == ["environment", "command", "date", "kernels", "network", "rows"]
+    assert list(document) == ["environment", "command", "date", "kernels", "rows"]
     assert list(document["rows"][0]) == [
         "op", "device", "world_size", "dtype", "algorithm", "nbytes", "time_us", "p99_us", "skew_us", "algbw_gbps",
         "busbw_gbps", "errors", "measure", "hidden", "work", "work_us", "allocations", "nodes", "delay_us",

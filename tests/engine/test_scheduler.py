@@ -21,7 +21,7 @@ from shotcast.engine.requests import Request
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.sequence import SequenceState
-from shotcast.engine.speculation import Proposer, RankProposer, Speculation
+from shotcast.engine.speculation import RankProposer, Speculation
 from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, StepPlan
 from shotcast.errors import ConfigError
 
@@ -340,7 +340,7 @@ def test_every_output_equals_that_of_the_request_alone(
 @pytest.mark.parametrize("proposer", [None, Guesses(), RankProposer()])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("pipeline", [1, 2, 3])
-def test_a_tiny_cache_under_load(lookahead: int, pipeline: int, proposer: Proposer | None) -> None:
+def test_a_tiny_cache_under_load(lookahead: int, pipeline: int, proposer: Guesses | RankProposer | None) -> None:
     """There is much preemption and much sharing, and both must occur."""
     draw = random.Random(1)
     engine = Engine(

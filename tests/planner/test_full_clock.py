@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shotcast.cost.calibration import KernelFit
+from shotcast.cost.calibration import Fit
 from shotcast.cost.inference import FULL_CLOCK_US, KernelCost, sustained_kind
 from shotcast.engine.scheduler import SchedulerConfig
 from shotcast.engine.step_plan import StepPlan
@@ -29,7 +29,7 @@ def with_sustained(slower: float) -> Calibration:
     for fp8 in (False, True) if slower else ():
         cost = kinds[f"product_many_rows{'_fp8' if fp8 else ''}"].cost
         slow = KernelCost(cost.fixed_us, cost.first_rate, cost.second_rate / slower)
-        kinds[sustained_kind(fp8)] = KernelFit(slow, 0.03, 0.05, 9)
+        kinds[sustained_kind(fp8)] = Fit(slow, 0.03, 0.05, 9)
     return replace(known, kinds=kinds)
 
 

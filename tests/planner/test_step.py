@@ -17,7 +17,7 @@ from nccl_rings import fit_rings
 
 from shotcast.collectives.registry import registered
 from shotcast.cost import nccl
-from shotcast.cost.calibration import FusedNormFit, KernelFit
+from shotcast.cost.calibration import Fit
 from shotcast.cost.collective import LinkCost, NetworkCost
 from shotcast.cost.inference import DECODE_BEGINNING, KINDS, FusedNormCost, HostCost, KernelCost
 from shotcast.errors import ConfigError
@@ -34,12 +34,12 @@ MODELS = ["llama-3.1-8b", "llama-3.1-70b", "qwen2.5-7b", "smollm2-135m"]
 
 def constants(only: str, rate: str, value: float) -> Calibration:
     """Return a calibration by which all kinds take no time but those that begin so, by one of their two rates."""
-    free = KernelFit(KernelCost(0.0, math.inf, math.inf), 0.0, 0.0, 1)
+    free = Fit(KernelCost(0.0, math.inf, math.inf), 0.0, 0.0, 1)
     rates = {"first_rate": math.inf, "second_rate": math.inf} | {rate: value}
     counted = free._replace(cost=KernelCost(0.0, **rates))
     kinds = {kind: counted if kind.startswith(only) else free for kind in KINDS}
     fused_norms = {
-        kind: FusedNormFit(FusedNormCost(0.0, 0.0, value if kind.startswith(only) else math.inf), 0.0, 0.0, 1)
+        kind: Fit(FusedNormCost(0.0, 0.0, value if kind.startswith(only) else math.inf), 0.0, 0.0, 1)
         for kind in FUSED_NORMS
     }
     return Calibration("NVIDIA H200", kinds, LinkCost(0.0, 0.0, math.inf), 0.0, (), {}, fused_norms=fused_norms)
@@ -233,7 +233,7 @@ def test_sums_of_the_library_are_followed_by_a_norm() -> None:
 )
 def test_a_norm_in_the_kernel_of_a_sum(beyond_us: float, at_least_us: float, norm_us: float, error_us: float) -> None:
     """The call takes a moment more than a sum of 40 us, or what norming the rows takes."""
-    fit = FusedNormFit(FusedNormCost(beyond_us, at_least_us, math.inf), 0.1, 0.1, 9)
+    fit = Fit(FusedNormCost(beyond_us, at_least_us, math.inf), 0.1, 0.1, 9)
     calibration = replace(
         constants("no kind", "first_rate", 1.0), link_residual=0.3, fused_norms=dict.fromkeys(FUSED_NORMS, fit)
     )

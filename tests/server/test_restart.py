@@ -14,7 +14,6 @@ from scripted_engine import ScriptedEngine
 
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
-from shotcast.server.engine_protocol import Engine
 from shotcast.server.main import bind, run
 from shotcast.server.restart import MAX_FAILURES, STABLE_S, run_with_restarts
 from shotcast.server.startup import refuse_requests
@@ -36,7 +35,7 @@ class Starts:
         self.ports: list[int] = []
         self.pauses: list[float] = []
 
-    def __call__(self) -> Engine:
+    def __call__(self) -> ScriptedEngine:
         turn = self.turns[min(self.begun, len(self.turns) - 1)]
         self.begun += 1
         if isinstance(turn, Exception):
@@ -123,7 +122,7 @@ def test_requests_get_503_until_an_engine_is_ready() -> None:
             assert (response.headers["retry-after"], response.headers["connection"]) == ("1", "close")
         refused.append(when)
 
-    def start() -> Engine:
+    def start() -> ScriptedEngine:
         refuse("start")
         return starts()
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from simulated_hosts.network import address_of
 
 from hosts import SimulatedHosts, needs_hosts
-from shotcast.bench.hosts.network import address_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timing, needs_hosts]
 

@@ -7,9 +7,6 @@ tokens, ITL the median.
 The roofline is the limit of memory bandwidth: each decoding step reads all weights of a rank once, and the keys and
 values of all its sequences, so ``time >= bytes / bandwidth``. The stages of a pipeline run one after the other, so for
 one sequence their times add up. The bandwidth is measured on the ranks, with all of them reading at once.
-
-Ranks may be on simulated hosts, which share the cores of this machine: that shows what the network between them costs,
-and not how computation scales.
 """
 
 from __future__ import annotations
@@ -28,8 +25,6 @@ import torch
 
 from shotcast.bench.baselines import NCCL_FAVOURABLE
 from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
-from shotcast.bench.hosts.measure import HostsConfig
-from shotcast.bench.hosts.network import SimulatedHosts
 from shotcast.bench.progress import progress
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
@@ -49,29 +44,24 @@ from shotcast.planner.step import Layout
 
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
 """Settings under which we add nothing to a call of NCCL."""
-_GLOO = "gloo"
-_ALL_BY_GLOO = {"SHOTCAST_ALGORITHM": LIBRARY, "SHOTCAST_CHECK_VENDOR": "0"}
-"""Settings under which Gloo serves every call of the engine, and nothing of ours is added to one."""
 _READ_BYTES = 256 << 20
 _READS = 8
 
 
-def benchmark_algorithms(hosts: bool = False) -> dict[str, str]:
+def benchmark_algorithms() -> dict[str, str]:
     """Return the engine's algorithms by their names in the benchmark.
 
-    "nccl" is the library for the all-reduces (Gloo on CPU ranks). On simulated ``hosts`` it is "gloo", for all calls.
+    "nccl" is the library for the all-reduces (Gloo on CPU ranks).
     """
-    library = {_GLOO: "auto"} if hosts else {"nccl": LIBRARY}
-    return {name: name for name in algorithm_names() if name != LIBRARY} | library
+    return {name: name for name in algorithm_names() if name != LIBRARY} | {"nccl": LIBRARY}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchConfig:
     """The points to measure: each batch with each algorithm, and each of the ways of ``overlaps``, on each layout.
 
-    With ``baseline``, Transformers is measured first. With ``hosts``, the ranks are on simulated hosts, and each layout
-    takes all of them. With ``speculative_config``, every engine is measured without it and with it. Prompts repeat
-    ``period`` random tokens; 0 for random tokens throughout.
+    With ``baseline``, Transformers is measured first. With ``speculative_config``, every engine is measured without it
+    and with it. Prompts repeat ``period`` random tokens; 0 for random tokens throughout.
     """
 
     model: str
@@ -85,13 +75,12 @@ class EngineBenchConfig:
     dtype: str = ""
     baseline: bool = False
     quantization: str = ""
-    hosts: HostsConfig | None = None
     overlaps: tuple[str, ...] = ("auto",)
     speculative_config: str = ""
     period: int = 0
 
     def __post_init__(self) -> None:
-        known = benchmark_algorithms(self.hosts is not None)
+        known = benchmark_algorithms()
         if unknown := [name for name in self.algorithms if name not in known]:
             raise ConfigError(f"there is no algorithm {unknown[0]!r}; choose from {', '.join(known)}")
         if unknown := [name for name in self.overlaps if name not in OVERLAP]:
@@ -104,16 +93,6 @@ class EngineBenchConfig:
             raise ConfigError(f"period must be at least 0, not {self.period}")
         if self.speculative_config:
             SpeculativeConfig.read(self.speculative_config)
-        if self.hosts is None:
-            return
-        if self.device != "cpu" or self.baseline:
-            raise ConfigError("simulated hosts run the engine's CPU ranks: leave out --baseline, and a device but cpu")
-        ranks = self.hosts.world_size
-        if other := [layout for layout in self.layouts if layout.ranks != ranks]:
-            raise ConfigError(
-                f"{self.hosts.hosts} hosts with {self.hosts.ranks_per_host} ranks each have {ranks} ranks, which a "
-                f"layout divides; {other[0]} has {other[0].ranks}"
-            )
 
 
 class _Engine(NamedTuple):
@@ -141,8 +120,6 @@ def with_layouts(
         if not name.startswith("auto"):
             layouts.append(Layout(*parse_layout(name)))
             continue
-        if config.hosts is not None:
-            raise ConfigError("simulated hosts share the cores of this machine, which plans do not describe; give TxP")
         engine = _engine_options(config) | {"layout": name, "workload": f"{config.prompt}+{config.output}"}
         with contextlib.closing(open_checkpoint(config.model)) as checkpoint:
             choice = choose_layout(select_device(EngineConfig(config.model, **engine)), checkpoint.config)
@@ -158,29 +135,22 @@ def measure(config: EngineBenchConfig, shown: bool = False) -> Iterator[EngineRo
         shown: show progress on standard error.
     """
     engines = list(_engines(config))
-    # ranks of simulated hosts measure all batches before they say anything
-    total = len(engines) * (1 if config.hosts else len(config.batches)) + config.baseline
-    with progress(total, shown) as advance:
-        if config.hosts is not None:
-            yield from _measure_on_hosts(config, config.hosts, engines, advance)
-        else:
-            yield from _measure_here(config, engines, advance)
+    with progress(len(engines) * len(config.batches) + config.baseline, shown) as advance:
+        yield from _measure(config, engines, advance)
 
 
 def _engines(config: EngineBenchConfig) -> Iterator[_Engine]:
     for layout in config.layouts:
         ways = itertools.product(config.algorithms, config.overlaps)
         # a single rank does not communicate, so it is measured once
-        once = layout.tensor_parallel == 1 and config.hosts is None
-        speculates = config.speculative_config and config.hosts is None
-        speculations = ("", config.speculative_config) if speculates else ("",)
-        few = itertools.islice(ways, 1 if once else None)
+        few = itertools.islice(ways, 1 if layout.tensor_parallel == 1 else None)
+        speculations = dict.fromkeys(("", config.speculative_config))
         for (algorithm, overlap), speculation in itertools.product(few, speculations):
             name = f"{layout} {algorithm}" + (f", overlap {overlap}" if len(config.overlaps) > 1 else "")
             yield _Engine(layout, algorithm, overlap, speculation, name + ", speculating" * bool(speculation))
 
 
-def _measure_here(
+def _measure(
     config: EngineBenchConfig, engines: Sequence[_Engine], advance: Callable[[str], None]
 ) -> Iterator[EngineRow]:
     most = max(layout.ranks for layout in config.layouts)
@@ -197,22 +167,23 @@ def _measure_here(
             bandwidths[layout.ranks] = min(spawn(read_bandwidth_gbps, layout.ranks, config.device))
         with (
             _environment(_NCCL if algorithm == "nccl" else {}),
-            _engine(config, layout, algorithm, overlap, speculation) as llm,
+            open_engine(config, layout, algorithm, overlap, speculation) as llm,
         ):
             for number, batch in enumerate(config.batches):
                 if number:
                     advance(batches[number])
-                row = _point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
+                row = point(config, layout, algorithm, batch, llm, bandwidths[layout.ranks])
                 yield replace(row, overlap=overlap, speculation=speculation)
 
 
-def _engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str, speculation: str = "") -> LLM:
+def open_engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str, speculation: str = "") -> LLM:
+    """Return the engine to measure, with an algorithm of :func:`benchmark_algorithms`."""
     return LLM(
         config.model,
         **_engine_options(config),
         layout=str(layout),
         prefix_caching=False,
-        algorithm=benchmark_algorithms(config.hosts is not None)[algorithm],
+        algorithm=benchmark_algorithms()[algorithm],
         overlap=overlap,
         speculative_config=speculation or None,
         # graphs with timestamps are captured when the model is loaded, not in the round that uses them
@@ -229,36 +200,6 @@ def _engine_options(config: EngineBenchConfig) -> dict[str, Any]:
         "max_model_len": config.prompt + config.output,
         "max_sequences": max(config.batches),
     }
-
-
-def _measure_on_hosts(
-    config: EngineBenchConfig, hosts: HostsConfig, engines: Sequence[_Engine], advance: Callable[[str], None]
-) -> Iterator[EngineRow]:
-    """Measure on simulated hosts. Raises ShotcastError if their network lost packets."""
-    options = {"delay_us": hosts.delay_us, "bandwidth_gbps": hosts.bandwidth_gbps}
-    with SimulatedHosts(hosts.hosts, **options) as network:
-        bandwidth = min(network.run(read_bandwidth_gbps, hosts.ranks_per_host, config.device))
-        for layout, algorithm, overlap, _, name in engines:
-            advance(name)
-            environment = _ALL_BY_GLOO if algorithm == _GLOO else {}
-            arguments = config, layout, algorithm, overlap, bandwidth
-            rows = network.run(rows_of_rank, hosts.ranks_per_host, *arguments, env=environment)[0]
-            network.check()
-            yield from (replace(row, hosts=hosts.hosts, delay_us=hosts.delay_us, overlap=overlap) for row in rows)
-
-
-def rows_of_rank(
-    config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str, bandwidth: float
-) -> list[EngineRow]:
-    """Measure the batches of a layout as rank 0 of a job; other ranks serve it, and return nothing."""
-    try:
-        llm = _engine(config, layout, algorithm, overlap)
-    except SystemExit as end:  # of another rank, when rank 0 is done
-        if end.code:
-            raise
-        return []
-    with llm:
-        return [_point(config, layout, algorithm, batch, llm, bandwidth) for batch in config.batches]
 
 
 @contextlib.contextmanager
@@ -368,9 +309,15 @@ def _read_cuda_s(data: torch.Tensor) -> float:
     return before.elapsed_time(after) / 1e3 / _READS
 
 
-def _point(
+def point(
     config: EngineBenchConfig, layout: Layout, algorithm: str, batch: int, llm: LLM, bandwidth: float
 ) -> EngineRow:
+    """Measure a batch: a round to warm up, and the timed rounds.
+
+    Args:
+        algorithm: as the row names it.
+        bandwidth: GB/s at which the ranks read memory.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=config.output, ignore_eos=True)
     numbers = random.Random(batch)
     model = llm.model

@@ -1,4 +1,4 @@
-"""Attention on a GPU, alone: of sequences that decode, of parts of prompts, and of both in one step.
+"""Attention on a GPU, alone: of sequences that decode, and of parts of prompts.
 
 Caches are paged, with blocks in random order, and no cache of the GPU holds their keys and values.
 """
@@ -28,11 +28,8 @@ PROMPTS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((128, 0),) * 16,
     ((512, 8192),),
     ((2048, 8192),),
-    ((512, 0),) * 3 + ((256, 0),) + ((1, 575),) * 256,
-    ((512, 0),) * 3 + ((1, 575),) * 512,
-    ((512, 0),) + ((1, 575),) * 64,
 )
-"""Steps by their parts: tokens, and those before them; of one token are sequences that decode, which come last here."""
+"""Steps by the parts of prompts in them: tokens, and those before them."""
 PROMPT_HEADS = ((32, 8), (64, 8), (128, 8), (16, 2), (8, 2), (8, 1))
 HEAD_DIM = 128
 BLOCK = 16
@@ -112,8 +109,7 @@ class PromptShape(NamedTuple):
         first_heads = torch.arange(0, self.heads + 1, group, dtype=torch.int32, device=device)
         sms = num_sms(device)
         for parts in self.steps:
-            # in the kernel's order: sequences that decode come first
-            new, before = (np.array(each, np.int32) for each in zip(*sorted(parts, key=_is_prompt), strict=True))
+            new, before = (np.array(each, np.int32) for each in zip(*parts, strict=True))
             tokens, lengths = int(new.sum()), before + new
             blocks = -(-lengths // BLOCK)
             cache = _cache(int(blocks.sum()), self.kv_heads, device, True)
@@ -125,10 +121,11 @@ class PromptShape(NamedTuple):
             tiles = torch.from_numpy(attention_tiles(_inputs(new, before), most)).to(device)
             queries = _normal((tokens, self.heads, HEAD_DIM), device)
             out = torch.empty_like(queries)
-            decoding = sum(not _is_prompt(part) for part in parts)
-            row: dict[str, Any] = {"kernel": "mixed_attention" if decoding else "prompt_attention", "tokens": tokens}
-            row |= {"parts": [list(part) for part in parts if _is_prompt(part)], "decoding": decoding}
-            row |= {"context": int(before[0]) + 1 if decoding else 0}
+            row: dict[str, Any] = {
+                "kernel": "prompt_attention",
+                "tokens": tokens,
+                "parts": [list(part) for part in parts],
+            }
             row |= {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": HEAD_DIM}
             arguments = queries, cache.keys, cache.values, tables, tiles, most, first_heads, group, BLOCK, 0, out
 
@@ -171,10 +168,6 @@ def decode_shapes() -> list[DecodeShape]:
 def prompt_shapes() -> list[PromptShape]:
     """Return the shapes of steps with prompts."""
     return [PromptShape(heads, kv_heads, PROMPTS) for heads, kv_heads in PROMPT_HEADS]
-
-
-def _is_prompt(part: tuple[int, int]) -> bool:
-    return part[0] > 1
 
 
 def _normal(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from shotcast.bench.gpu_case import Case, copies_beyond_caches, off_by
 from shotcast.collectives.communicator import Communicator
-from shotcast.cost.inference import FEW_ROWS
+from shotcast.cost.inference import FEW_ROWS, FP8
 from shotcast.layers.parallel import Parallel
 from shotcast.planner.calibration import rotation_bytes
 
@@ -49,58 +50,37 @@ class PassShape(NamedTuple):
             parallel = Parallel(comm)
             for rows in self.rows:
                 copies = copies_beyond_caches(4 * rows * self.width) if filled else 1
-                nbytes, call, check = getattr(self, f"_{self.name}")(rows, min(copies, 1024), device, parallel)
+                make = getattr(self, f"_{self.name.removesuffix(FP8)}")
+                fp8 = {"fp8": True} if self.name.endswith(FP8) else {}
+                nbytes, call, check = make(rows, min(copies, 1024), device, parallel, **fp8)
                 row = {"kernel": "rows_pass", "name": self.name, "rows": rows, "width": self.width}
                 if self.kv_heads:
                     row |= {"kv_heads": self.kv_heads}
                 yield Case(row | {"nbytes": nbytes}, min(copies, 1024), call, check)
 
-    def _norm(self, rows: int, copies: int, device: torch.device, parallel: Parallel) -> _Made:
+    def _norm(self, rows: int, copies: int, device: torch.device, parallel: Parallel, fp8: bool = False) -> _Made:
         x, residual = (_normal(copies, rows, self.width, device) for _ in range(2))
         weight = torch.ones(self.width, device=device, dtype=torch.bfloat16)
+        norm = parallel.reduce_norm_float8 if fp8 else parallel.reduce_norm
 
         def check() -> None:
-            total = x[0].float() + residual[0].float()
-            normed, _ = parallel.reduce_norm(x[0].clone(), residual[0].clone(), weight, _EPS)
-            off_by("norm", normed, F.rms_norm(total, weight.shape, None, _EPS), 0.0, 2.0**-6)
+            exact = F.rms_norm(x[0].float() + residual[0].float(), weight.shape, None, _EPS)
+            found, _ = norm(x[0].clone(), residual[0].clone(), weight, _EPS)
+            _compare("norm", found, exact, 0.0, 2.0**-6)
 
-        return 8 * rows * self.width, lambda turn: parallel.reduce_norm(x[turn], residual[turn], weight, _EPS), check
+        return (7 if fp8 else 8) * rows * self.width, lambda turn: norm(x[turn], residual[turn], weight, _EPS), check
 
-    def _norm_fp8(self, rows: int, copies: int, device: torch.device, parallel: Parallel) -> _Made:
-        x, residual = (_normal(copies, rows, self.width, device) for _ in range(2))
-        weight = torch.ones(self.width, device=device, dtype=torch.bfloat16)
-
-        def check() -> None:
-            total = x[0].float() + residual[0].float()
-            (values, scale), _ = parallel.reduce_norm_float8(x[0], residual[0].clone(), weight, _EPS)
-            found, exact = values.float() * scale, F.rms_norm(total, weight.shape, None, _EPS)
-            off_by("norm in FP8", found, exact, 8 * scale, 2.0**-4)
-
-        call = lambda turn: parallel.reduce_norm_float8(x[turn], residual[turn], weight, _EPS)  # noqa: E731
-        return 7 * rows * self.width, call, check
-
-    def _activation(self, rows: int, copies: int, device: torch.device, parallel: Parallel) -> _Made:
+    def _activation(self, rows: int, copies: int, device: torch.device, parallel: Parallel, fp8: bool = False) -> _Made:
         from shotcast.kernels.triton import activations
 
         x = _normal(copies, rows, 2 * self.width, device)
+        activate = partial(activations.quantize, gated=True) if fp8 else activations.gate
 
         def check() -> None:
             gate, up = x[0].float().chunk(2, 1)
-            off_by("activation", activations.gate(x[0]), F.silu(gate) * up, 1e-3, 2.0**-7)
+            _compare("activation", activate(x[0]), F.silu(gate) * up, 1e-3, 2.0**-7)
 
-        return 6 * rows * self.width, lambda turn: activations.gate(x[turn]), check
-
-    def _activation_fp8(self, rows: int, copies: int, device: torch.device, parallel: Parallel) -> _Made:
-        from shotcast.kernels.triton import activations
-
-        x = _normal(copies, rows, 2 * self.width, device)
-
-        def check() -> None:
-            gate, up = x[0].float().chunk(2, 1)
-            values, scale = activations.quantize(x[0], gated=True)
-            off_by("activation in FP8", values.float() * scale, F.silu(gate) * up, 8 * scale, 2.0**-4)
-
-        return 5 * rows * self.width, lambda turn: activations.quantize(x[turn], gated=True), check
+        return (5 if fp8 else 6) * rows * self.width, lambda turn: activate(x[turn]), check
 
     def _quantization(self, rows: int, copies: int, device: torch.device, parallel: Parallel) -> _Made:
         from shotcast.kernels.triton import activations
@@ -108,8 +88,7 @@ class PassShape(NamedTuple):
         x = _normal(copies, rows, self.width, device)
 
         def check() -> None:
-            values, scale = activations.quantize(x[0])
-            off_by("quantization", values.float() * scale, x[0].float(), 8 * scale, 2.0**-4)
+            _compare("quantization", activations.quantize(x[0]), x[0].float(), 0.0, 0.0)
 
         return 3 * rows * self.width, lambda turn: activations.quantize(x[turn]), check
 
@@ -212,6 +191,15 @@ def pass_shapes(fp8: bool) -> list[PassShape]:
         found += [PassShape("quantization", width, 0, ROWS) for width in (*HIDDEN, *COLUMNS)]
         found += [PassShape("activation_fp8", width, 0, many) for width in COLUMNS]
     return found
+
+
+def _compare(name: str, found: Any, exact: torch.Tensor, allowed: float, rounding: float) -> None:
+    """Compare a tensor, or values in FP8 with the scale of each row, whose rounding is that of their type."""
+    if isinstance(found, torch.Tensor):
+        off_by(name, found, exact, allowed, rounding)
+    else:
+        values, scale = found
+        off_by(f"{name} in FP8", values.float() * scale, exact, 8 * scale, 2.0**-4)
 
 
 def _normal(*shape_and_device: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.linear import Linear
 from shotcast.models.presets import preset
-from shotcast.planner.step import largest_share
+from shotcast.planner.step import largest_share, layer_products
 
 MODELS = {
     False: {"8b": (1, 2, 4, 8), "70b": (1, 2, 4, 8), "405b": (4, 8)},
@@ -146,14 +146,7 @@ def shapes(
         config = preset(f"llama-3.1-{model}")
         for number in ranks:
             share = largest_share(config, number)
-            queries, keys = share.heads * config.head_dim, share.kv_heads * config.head_dim
-            sides = {
-                "qkv": (queries + 2 * keys, config.hidden),
-                OUTPUT: (config.hidden, queries),
-                GATED: (2 * share.columns, config.hidden),
-                "down": (config.hidden, share.columns),
-            }
-            for part, (outputs, inputs) in sides.items():
+            for part, (outputs, inputs) in layer_products(config, share).items():
                 shape = ProductShape(f"{model}/{number} {part}", outputs, inputs, fp8, rows)
                 found.setdefault((outputs, inputs, fp8, part == GATED), shape)
             if head_rows:

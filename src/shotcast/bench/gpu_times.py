@@ -53,13 +53,6 @@ def seconds_each(call: Callable[[int], Any], turns: int, calls: int, replays: in
     return median(_replayed(graph, replays)) / calls
 
 
-def copy_gbps() -> float:
-    """Return the GB/s that copying memory reaches, counting bytes read and bytes written."""
-    sources = [torch.ones(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    target = torch.empty_like(sources[0])
-    return 2 * target.nbytes / seconds_each(lambda turn: target.copy_(sources[turn]), 2, 24) / 1e9
-
-
 def calls_of(call: Callable[[int], Any], graph_s: float, most: int = MOST_CALLS) -> int:
     """Return how many calls take about ``graph_s``, by one that is made now; the call must have been made before."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -62,18 +62,15 @@ _Task = tuple[str, str]
 """A timed task: the measure, and the implementation (empty for the work alone)."""
 
 
-def run(config: BenchConfig, world_size: int, start: Callable[..., list[Any]] = spawn) -> list[Row]:
-    """Start ``world_size`` ranks and measure; a baseline that needs another environment runs on ranks of its own.
-
-    ``start`` starts them, with the arguments of :func:`shotcast.spawn`.
-    """
+def run(config: BenchConfig, world_size: int) -> list[Row]:
+    """Start ``world_size`` ranks and measure; a baseline that needs another environment runs on ranks of its own."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name in config.implementations():
         groups.setdefault(tuple(implementations.NCCL_SETTINGS.get(name, {}).items()), []).append(name)
     rows: list[Row] = []
     for setting, names in groups.items():
         extra = baselines.NCCL_FAVOURABLE | dict(setting)
-        rows += start(measure, world_size, config, tuple(names), timeout_s=config.timeout_s, env=extra)[0]
+        rows += spawn(measure, world_size, config, tuple(names), timeout_s=config.timeout_s, env=extra)[0]
     order = {name: number for number, name in enumerate(config.implementations())}
     return sorted(rows, key=lambda row: (MEASURES.index(row.measure), row.nbytes, order[row.algorithm]))
 

@@ -1,8 +1,4 @@
-"""Pictures of benchmark results.
-
-``latency`` shows time against message size and, below it, the speed-up over one of the curves. ``summary`` is in
-:mod:`shotcast.bench.summary_plot`.
-"""
+"""Pictures of benchmark results: time against message size and, below it, the speed-up over one of the curves."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ from shotcast.bench.markdown import require_same
 from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
 from shotcast.planner.picture import check_format
-
-KINDS = ("latency", "summary")
 
 COLORS = {
     "auto": "#000000",
@@ -62,21 +56,17 @@ def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]
     return {name: sorted(points) for name, points in result.items()}
 
 
-def plot(rows: Sequence[Row], path: Path, kind: str = "latency", caption: str = "") -> None:
+def plot(rows: Sequence[Row], path: Path, caption: str = "") -> None:
     """Write a picture of rows of one operation and dtype. The suffix of ``path`` chooses the format.
 
     Raises:
-        ConfigError: there is no such kind or format, or the rows do not fit one picture.
+        ConfigError: there is no such format, or the rows do not fit one picture.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"there is no picture {kind!r}; choose from {', '.join(KINDS)}")
     timed = [row for row in rows if row.time_us is not None]
     if not timed:
         raise ConfigError("there is nothing to plot: no point was timed")
     check_format(path)
-    from shotcast.bench import summary_plot
-
-    figure = (summary_plot.figure if kind == "summary" else _figure)(timed, caption)
+    figure = _figure(timed, caption)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

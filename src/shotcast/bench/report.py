@@ -147,7 +147,6 @@ class Result:
     """A file of measurements: its rows, and where, how, when and by which kernels they were made.
 
     ``kernels`` has fingerprints by the names of :mod:`shotcast.bench.kernels`; None where they were not recorded.
-    ``network`` says what was measured of the network between simulated hosts.
     """
 
     environment: dict[str, Any]
@@ -155,7 +154,6 @@ class Result:
     date: str
     rows: tuple[Row, ...]
     kernels: dict[str, str] | None = None
-    network: dict[str, Any] | None = None
 
     @classmethod
     def now(
@@ -165,10 +163,9 @@ class Result:
         environment: dict[str, Any],
         command: str,
         kernels: dict[str, str],
-        network: dict[str, Any] | None = None,
     ) -> Result:
         """Build a result of rows that were measured just now."""
-        return cls(rows=tuple(rows), network=network, **stamped(environment, command, kernels))
+        return cls(rows=tuple(rows), **stamped(environment, command, kernels))
 
     @property
     def machine(self) -> str:
@@ -197,7 +194,11 @@ def table(rows: Sequence[Row]) -> Table:
     redop = first.reduction if OPERATIONS[plain_operation(first.op)].reduces else "none"
     title = f"{first.op}, {first.world_size} {first.device} ranks" + _TITLES[first.measure].format(work=first.work)
     if first.nodes > 1:
-        title = title.replace(" ranks", f" ranks on {first.nodes} hosts, {first.delay_us:g} us one way", 1)
+        title = title.replace(
+            " ranks",
+            f" ranks on {first.nodes} hosts" + (f", {first.delay_us:g} us one way" if first.delay_us else ""),
+            1,
+        )
     if first.measure == "host" and first.device == "cpu":
         title += " (on the CPU a call returns when it is done: this is the call's time)"
     view = Table(title=title, title_justify="left", box=None)
@@ -328,7 +329,6 @@ def write(path: Path, result: Result) -> None:
         "command": result.command,
         "date": result.date,
         **({} if result.kernels is None else {"kernels": result.kernels}),
-        **({} if result.network is None else {"network": result.network}),
         "rows": [asdict(row) for row in result.rows],
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
@@ -350,7 +350,6 @@ def read(path: Path) -> Result:
             document.get("date", ""),
             tuple(Row(**row) for row in rows),
             document.get("kernels"),
-            document.get("network"),
         )
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not a benchmark result: {error}") from error

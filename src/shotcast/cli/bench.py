@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +31,7 @@ from shotcast.cli.options import (
     device_name,
     names_in,
     new_console,
+    node_shape,
     numbers_in,
     ready_to_write,
     sizes_between,
@@ -41,42 +40,15 @@ from shotcast.cli.options import (
     world_sizes_of,
 )
 from shotcast.errors import ConfigError
-from shotcast.units import parse_size
 
 if TYPE_CHECKING:
     from shotcast.bench.config import BenchConfig
-    from shotcast.bench.hosts.measure import HostsConfig, NetworkFacts
     from shotcast.bench.report import Row
 
 app = typer.Typer(
     help="Time collectives and the engine: own algorithms compared with NCCL, Gloo and PyTorch.", no_args_is_help=True
 )
 app.add_typer(bench_results.app)
-
-
-def simulated(
-    hosts: Annotated[
-        int,
-        typer.Option(
-            "--hosts", min=0, help="Simulate that many hosts on this machine, joined by a network. Needs root."
-        ),
-    ] = 0,
-    ranks_per_host: Annotated[int, typer.Option("--ranks-per-host", min=1, help="Ranks on each simulated host.")] = 1,
-    delay_us: Annotated[
-        float, typer.Option("--delay-us", min=0.0, help="The one-way delay between simulated hosts, in microseconds.")
-    ] = 0.0,
-    bandwidth_gbps: Annotated[
-        float, typer.Option("--bandwidth-gbps", min=0.0, help="Gbit/s of a simulated host's link. Default: no limit.")
-    ] = 0.0,
-) -> Any:
-    """Return the :class:`HostsConfig` of the hosts to simulate; None if there are none."""
-    from shotcast.bench.hosts.measure import HostsConfig
-
-    if hosts:
-        return HostsConfig(hosts, ranks_per_host, delay_us, bandwidth_gbps)
-    if ranks_per_host != 1 or delay_us or bandwidth_gbps:
-        raise ConfigError("--ranks-per-host, --delay-us and --bandwidth-gbps are for simulated hosts: say --hosts too")
-    return None
 
 
 def timing(
@@ -135,26 +107,24 @@ class _Outputs:
 
     json_file: Path | None
     plot_file: Path | None
-    plot_kind: str
     markdown_file: Path | None
 
 
 def outputs(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
-    plot_kind: Annotated[str, typer.Option("--plot-kind", help="latency or summary.")] = "latency",
     markdown_file: Annotated[
         Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")
     ] = None,
 ) -> _Outputs:
     """Return the files to write."""
-    return _Outputs(json_file, plot_file, plot_kind, markdown_file)
+    return _Outputs(json_file, plot_file, markdown_file)
 
 
 def _plain_command(op: str) -> None:
     """Register the benchmark of an operation whose sizes are given in bytes; all take the same options."""
 
-    @with_groups(timing, simulated, outputs)
+    @with_groups(timing, outputs)
     def command(
         *,
         minbytes: MinBytes = "1K",
@@ -169,16 +139,15 @@ def _plain_command(op: str) -> None:
         ] = "sum",
         hidden: Hidden = 8192,
         timing: dict[str, Any],
-        simulated: Any,
         outputs: _Outputs,
     ) -> None:
         sizes = sizes_between(minbytes, maxbytes, stepfactor)
         from shotcast.bench.config import BenchConfig
 
-        facts = _on_device(timing, simulated)
+        facts = _on_device(timing)
         hidden = hidden if facts["between"] else 0
         config = BenchConfig(op=op, sizes=sizes, hidden=hidden, reduction=reduction, **facts)
-        _bench(config, world_size, outputs, simulated)
+        _bench(config, world_size, outputs)
 
     name = op.replace("_", "-")
     app.command(name, help=f"Time {name} over a range of message sizes.")(command)
@@ -214,40 +183,29 @@ def _fused_command(
     _bench(BenchConfig(op=f"all_reduce_{norm}_norm", sizes=sizes, hidden=hidden, **facts), world_size, outputs)
 
 
-def _on_device(facts: dict[str, Any], simulated: HostsConfig | None = None) -> dict[str, Any]:
-    """Return the facts with the name of the device, which simulated hosts decide, and its usual dtype."""
-    name = device_name(Device.CPU if simulated and facts["device"] is Device.AUTO else facts["device"])
+def _on_device(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts with the name of the device and its usual dtype."""
+    name = device_name(facts["device"])
     return facts | {"device": name, "dtype": facts["dtype"] or ("float32" if name == "cpu" else "bfloat16")}
 
 
-def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: HostsConfig | None = None) -> None:
+def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
     from shotcast.bench import harness, headline, implementations, kernels, markdown, report
-    from shotcast.bench.plot import KINDS, plot
+    from shotcast.bench.plot import plot
     from shotcast.planner.picture import check_format
 
     # checked before minutes of measuring
-    if outputs.plot_kind not in KINDS:
-        raise ConfigError(f"there is no picture {outputs.plot_kind!r}; choose from {', '.join(KINDS)}")
     if outputs.plot_file is not None:
         check_format(outputs.plot_file)
     job = env.job()
     if job is None or job.rank == 0:
         ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
-    if hosts is not None and (world_size or job is not None):
-        raise ConfigError("simulated hosts have ranks of their own: leave out --world-size and torchrun")
-    world_sizes = (
-        [hosts.world_size] if hosts else world_sizes_of(world_size, config.device, job.world_size if job else None)
-    )
+    world_sizes = world_sizes_of(world_size, config.device, job.world_size if job else None)
     console = new_console()
     rows: list[Row] = []
-    network: NetworkFacts | None = None
     for number in world_sizes:
-        if hosts is not None:
-            from shotcast.bench.hosts.measure import run
-
-            measured, network = run(config, hosts)
-        else:
-            measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
+        config = replace(config, nodes=node_shape(number).nodes)
+        measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
         if not measured:
             raise ConfigError(f"none of the algorithms serves {config.op} of {config.dtype} between {number} ranks")
         rows += measured
@@ -260,8 +218,6 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
                     console.print(columns)
                 if means := report.mean_bandwidths(of_measure):
                     console.print(f"mean bus bandwidth (GB/s): {means}", highlight=False)
-            if network is not None:
-                console.print(str(network), highlight=False)
             if sentences := headline.sentences(measured):
                 console.print(sentences)
             console.print()
@@ -273,10 +229,7 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
 
         command = command_line()
         made_by = kernels.of_rows(rows)
-        facts = None if network is None else network.as_json()
-        result = report.Result.now(
-            rows, environment=detect().as_json(), command=command, kernels=made_by, network=facts
-        )
+        result = report.Result.now(rows, environment=detect().as_json(), command=command, kernels=made_by)
     if outputs.json_file is not None and result is not None:
         report.write(outputs.json_file, result)
         console.print(f"wrote {outputs.json_file}")
@@ -285,7 +238,7 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
         outputs.markdown_file.write_text("\n\n".join(texts) + "\n")
         console.print(f"wrote {outputs.markdown_file}")
     if outputs.plot_file is not None and result is not None:
-        plot(rows, outputs.plot_file, outputs.plot_kind, result.machine)
+        plot(rows, outputs.plot_file, result.machine)
         console.print(f"wrote {outputs.plot_file}")
     if any(row.errors for row in rows):
         Console(stderr=True).print("shotcast: some results were wrong", style="red")
@@ -297,7 +250,6 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs, hosts: Hosts
 
 
 @app.command("engine")
-@with_groups(simulated)
 def _engine_command(
     *,
     model: Annotated[str, typer.Option("-m", "--model", help="A model, as for shotcast generate.")] = "smollm2",
@@ -310,7 +262,7 @@ def _engine_command(
         typer.Option(
             "--algorithms",
             callback=with_underscores,
-            help="Algorithms of the all-reduces: auto, one_shot, nccl, ...; with --hosts, gloo for all calls.",
+            help="Algorithms of the all-reduces: auto, one_shot, nccl, ...",
         ),
     ] = "auto",
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of each prompt.")] = 128,
@@ -332,7 +284,6 @@ def _engine_command(
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
     ] = False,
-    simulated: Any,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -350,11 +301,10 @@ def _engine_command(
         prompt,
         output,
         rounds,
-        "cpu" if simulated and device is Device.AUTO else device.value,
+        device.value,
         dtype,
         baseline,
         quantization,
-        simulated,
         names_in(overlap),
         speculative_config,
         period,
@@ -375,112 +325,4 @@ def _engine_command(
         screen.print(f"wrote {json_file}")
     if plot_file is not None:
         engine_report.plot(rows, plot_file)
-        screen.print(f"wrote {plot_file}")
-
-
-def _sides(text: str) -> tuple[int, int, int]:
-    try:
-        rows, columns, depth = (int(side) for side in text.split("x"))
-    except ValueError:
-        raise ConfigError(f"--gemm takes three sides such as 8192x8192x8192, not {text!r}") from None
-    return rows, columns, depth
-
-
-@app.command("overlap")
-@with_groups(simulated)
-def _overlap_command(
-    *,
-    op: Annotated[
-        str,
-        typer.Option(
-            "--op",
-            callback=with_underscores,
-            help="all-reduce, reduce-scatter, all-gather, all-to-all or reduce-scatter-all-gather.",
-        ),
-    ] = "all-reduce",
-    size: Annotated[
-        str,
-        typer.Option("--size", help="Bytes of a message; several, such as 4K,64K. Default on CUDA: as the product."),
-    ] = "",
-    gemm: Annotated[
-        str, typer.Option("--gemm", help="Rows, columns and depth of a product, such as 8192x8192x8192; or several.")
-    ] = "",
-    repeat: Annotated[
-        int | None,
-        typer.Option("--repeat", min=0, help="Products of a step; 0 (default on CPUs): as long as a message."),
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Products and messages.")] = 8,
-    ratio: Annotated[
-        float, typer.Option("--ratio", help="CUDA: the time of a message over that of the products, for its size.")
-    ] = 1.0,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Communicate the product's result; of all-gather, its left operand.")
-    ] = False,
-    lanes: Annotated[int, typer.Option("--lanes", min=1, help="CPU: messages under way at once.")] = 1,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="CPU: threads of a rank.")] = 1,
-    sms: Annotated[str, typer.Option("--sms", help="CUDA: numbers of SMs that messages are given.")] = "16,24,32",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measurements of each way.")] = 5,
-    seconds: Seconds = 0.2,
-    world_size: WorldSize = "",
-    device: DeviceOption = Device.AUTO,
-    dtype: Dtype = "",
-    simulated: Any,
-    timeout: Timeout = 600.0,
-    json_file: JsonFile = None,
-    plot_file: PlotFile = None,
-) -> None:
-    """Time products and messages one after the other and at once, beside the library's; draw their timelines."""
-    from shotcast.bench import kernels
-    from shotcast.bench.overlap import config as settings
-    from shotcast.bench.overlap import measure, result
-    from shotcast.bench.overlap import report as overlap_report
-    from shotcast.hardware.detect import detect
-    from shotcast.planner.picture import check_format
-
-    name = device_name(Device.CPU if simulated and device is Device.AUTO else device)
-    products = [_sides(text) for text in names_in(gemm)] or [settings.GEMMS[name]]
-    if repeat is None:
-        repeat = 1 if name == "cuda" or whole else 0
-    sizes = [parse_size(one) for one in names_in(size)] or [0 if name == "cuda" or whole else 64 << 10]
-    numbers = [simulated.world_size] if simulated else world_sizes_of(world_size, name, None)
-    if plot_file is not None:
-        check_format(plot_file)
-    ready_to_write(json_file, plot_file)
-    screen = new_console()
-    environment, command = detect().as_json(), command_line()
-    measured = []
-    until = time.monotonic() + timeout
-    for number, sides, nbytes in itertools.product(numbers, products, sizes):
-        config = settings.OverlapConfig(
-            op=op,
-            device=name,
-            dtype=dtype or ("float32" if name == "cpu" else "bfloat16"),
-            world_size=number,
-            nbytes=nbytes,
-            gemm=sides,
-            repeat=repeat,
-            steps=steps,
-            ratio=ratio,
-            whole=whole,
-            lanes=lanes,
-            rounds=rounds,
-            seconds=seconds,
-            threads=threads,
-            sms=tuple(numbers_in(sms, "--sms")),
-            hosts=simulated,
-            timeout_s=max(1.0, until - time.monotonic()),
-        )
-        measured.append(measure.run(config))
-        screen.print(overlap_report.table(measured[-1]))
-        for sentence in overlap_report.sentences(measured[-1]):
-            screen.print(sentence, highlight=False)
-        if measured[-1].decision:
-            screen.print(f"auto: {measured[-1].decision}")
-        if json_file is not None:  # after each: it may take minutes, and the next may fail
-            behind = kernels.of_collectives(name, simulated.hosts if simulated else 1)
-            json_file.write_text(result.document(measured, environment, command, behind))
-    if json_file is not None:
-        screen.print(f"wrote {json_file}")
-    if plot_file is not None:
-        overlap_report.plot(measured, plot_file)
         screen.print(f"wrote {plot_file}")

@@ -1,14 +1,11 @@
-"""``shotcast bench table``, ``kernels``, ``plot`` and ``fill``: show stored results, and measure nothing."""
+"""``shotcast bench table``, ``kernels`` and ``plot``: show stored results, and measure nothing."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-import typer.main
 
 from shotcast.cli.options import names_in, numbers_in
 from shotcast.errors import ConfigError
@@ -26,12 +23,12 @@ OnlySizes = Annotated[str, typer.Option("--sizes", help="Only rows of these size
 
 @app.command("table")
 def _table_command(
-    json_files: Raw = [],  # noqa: B006  # typer makes a list of its own
+    json_files: Raw,
     kind: Annotated[
         str,
         typer.Option(
             "--kind",
-            help="times, summary, ratios, fused, hosts, model, operations, between, overlap, engine or algorithms.",
+            help="times, summary, ratios, fused, hosts, model, operations, between or engine.",
         ),
     ] = "",
     measure: Annotated[str, typer.Option("--measure", help="call, between or host.")] = "",
@@ -39,30 +36,14 @@ def _table_command(
     sizes: OnlySizes = "",
     columns: Annotated[str, typer.Option("--columns", help="Only these implementations.")] = "",
 ) -> None:
-    """Print stored results, or the registered algorithms, as a Markdown table; measures nothing."""
-    from shotcast.bench import algorithm_table, engine_report, kernels, markdown
+    """Print stored results as a Markdown table; measures nothing."""
+    from shotcast.bench import engine_report, kernels, markdown
 
-    if kind == "algorithms":
-        if json_files or measure or world_size or sizes or columns:
-            raise ConfigError("the table of algorithms is made from their descriptions; it takes no other option")
-        typer.echo(algorithm_table.algorithm_table())
-        return
-    if not json_files:
-        raise ConfigError("a table is made from stored results: name their files by --json")
     if kind == "engine":
         if measure or world_size or sizes or columns:
             raise ConfigError("a table of the engine takes no --measure, --world-size, --sizes or --columns")
         engine_rows = [row for path in json_files for row in engine_report.read(path)]
         typer.echo(kernels.with_note(engine_report.markdown(engine_rows), json_files))
-        return
-    if kind == "overlap":
-        from shotcast.bench.overlap import report as overlap_report
-        from shotcast.bench.overlap.result import read
-
-        if measure or world_size or sizes or columns:
-            raise ConfigError("a table of overlap takes no --measure, --world-size, --sizes or --columns")
-        measured = [one for path in json_files for one in read(path)]
-        typer.echo(kernels.with_note(overlap_report.markdown(measured), json_files))
         return
     rows = _stored_rows(json_files, world_size)[0]
     wanted = [parse_size(size) for size in names_in(sizes)]
@@ -81,64 +62,23 @@ def _kernels_command(json_files: Raw) -> None:
 def _plot_command(
     picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
     json_files: Raw,
-    kind: Annotated[str, typer.Option("--kind", help="latency, summary, overlap or engine.")] = "latency",
+    kind: Annotated[str, typer.Option("--kind", help="latency or engine.")] = "latency",
     world_size: OnlyWorldSize = "",
 ) -> None:
     """Draw a picture of stored results; measures nothing."""
     from shotcast.bench import engine_report
     from shotcast.bench.plot import plot
 
-    if kind in ("engine", "overlap") and world_size:
-        raise ConfigError(f"a picture of {kind} takes no --world-size")
-    if kind == "overlap":
-        from shotcast.bench.overlap import report as overlap_report
-        from shotcast.bench.overlap.result import read
-
-        overlap_report.plot([one for path in json_files for one in read(path)], picture)
-    elif kind == "engine":
+    if kind not in ("latency", "engine"):
+        raise ConfigError(f"there is no picture {kind!r}; choose from latency, engine")
+    if kind == "engine" and world_size:
+        raise ConfigError("a picture of the engine takes no --world-size")
+    if kind == "engine":
         engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
     else:
         rows, machine = _stored_rows(json_files, world_size)
-        plot(rows, picture, kind, machine)
+        plot(rows, picture, machine)
     typer.echo(f"wrote {picture}")
-
-
-@app.command("fill")
-def _fill_command(
-    documents: Annotated[list[Path], typer.Argument(help="Markdown files.")],
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is out of date.")] = False,
-) -> None:
-    """Generate the tables in documents again, each with the command in the comment before it.
-
-    A table is between <!-- shotcast bench table ... --> and <!-- end of table -->, and the note under a picture between
-    <!-- shotcast bench kernels ... --> and <!-- end of kernels -->. Both say so where earlier kernels made the figures.
-    Paths in the commands are relative to the current directory.
-    """
-    from shotcast.bench.doc_tables import fill
-
-    stale = []
-    for document in documents:
-        try:
-            text = document.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{document} cannot be read: {error}") from error
-        new = fill(text, _printed)
-        if new != text:
-            stale.append(str(document))
-            if not check:
-                document.write_text(new)
-                typer.echo(f"wrote {document}")
-    if check and stale:
-        raise ConfigError(f"tables are out of date in {', '.join(stale)}; run shotcast bench fill {' '.join(stale)}")
-
-
-def _printed(command: str, arguments: list[str]) -> str:
-    """Return what ``shotcast bench table``, or another command, prints with these arguments."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        found = typer.main.get_group(app).commands[command]
-        found.main(arguments, f"shotcast bench {command}", standalone_mode=False)
-    return text.getvalue()
 
 
 def _stored_rows(json_files: list[Path], world_size: str) -> tuple[list[Row], str]:

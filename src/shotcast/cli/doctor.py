@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -24,34 +25,32 @@ def doctor(
         typer.echo(json.dumps(_for_programs(facts), indent=2))
         return
     console = Console()
-    view = Table(box=None, show_header=False, pad_edge=False)
-    view.add_column(style="bold", no_wrap=True)
-    view.add_column()
-    for name, value in (*_doctor_rows(facts), *_held_rows()):
-        view.add_row(name, value)
-    console.print(view)
+    console.print(_listed([*_doctor_rows(facts), *_held_rows()], "bold"))
     console.print()
     marks = {Level.GOOD: "[green]ok[/]", Level.NOTE: "[yellow]note[/]", Level.PROBLEM: "[red]problem[/]"}
-    states = Table(box=None, show_header=False, pad_edge=False)
-    states.add_column(no_wrap=True)
-    states.add_column(style="bold", no_wrap=True)
-    states.add_column()
-    for name, use, lacks in _parts(facts):
-        states.add_row("[yellow]missing[/]" if lacks else "[green]ready[/]", name, escape(lacks or use))
-    for one in integrations():
-        states.add_row(
-            "[green]active[/]" if one.active else "[yellow]off[/]", one.name, escape(one.obstacle or one.use)
-        )
-    console.print(states)
+    states = [
+        ("[yellow]missing[/]" if lacks else "[green]ready[/]", name, escape(lacks or use))
+        for name, use, lacks in _parts(facts)
+    ]
+    states += [
+        ("[green]active[/]" if one.active else "[yellow]off[/]", one.name, escape(one.obstacle or one.use))
+        for one in integrations()
+    ]
+    console.print(_listed(states, "", "bold"))
     console.print()
-    advice = Table(box=None, show_header=False, pad_edge=False)
-    advice.add_column(no_wrap=True)
-    advice.add_column()
-    for finding in findings(facts):
-        advice.add_row(marks[finding.level], finding.text)
-    for text in _packaged_tables(facts):
-        advice.add_row(marks[Level.NOTE], text)
-    console.print(advice)
+    advice = [(marks[finding.level], finding.text) for finding in findings(facts)]
+    console.print(_listed([*advice, *((marks[Level.NOTE], text) for text in _packaged_tables(facts))], ""))
+
+
+def _listed(rows: Iterable[tuple[str, ...]], *styles: str) -> Table:
+    """Return rows without a frame, whose columns but the last have these styles."""
+    view = Table(box=None, show_header=False, pad_edge=False)
+    for style in styles:
+        view.add_column(style=style, no_wrap=True)
+    view.add_column()
+    for row in rows:
+        view.add_row(*row)
+    return view
 
 
 _USES = (

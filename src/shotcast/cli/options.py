@@ -15,8 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from shotcast import env
 from shotcast.errors import ConfigError
 from shotcast.units import parse_size
+from shotcast.wire import NodeShape
 
 
 class NormKind(enum.StrEnum):
@@ -173,6 +175,15 @@ def world_sizes_of(text: str, device: str, running: int | None) -> list[int]:
     if count < max(world_sizes, default=2):
         raise ConfigError(f"{max(world_sizes, default=2)} CUDA ranks need as many GPUs; {count} are visible")
     return world_sizes or [count]
+
+
+def node_shape(world_size: int) -> NodeShape:
+    """Return the nodes and ranks that the job will have, as far as the environment says."""
+    from shotcast.collectives.rank_device import local_world_size
+
+    of_host = local_world_size() if env.job() else world_size
+    of_node = env.ranks_per_node() or of_host
+    return NodeShape(1, world_size) if world_size % of_node else NodeShape(world_size // of_node, of_node)
 
 
 def command_line() -> str:

@@ -18,9 +18,9 @@ from shotcast.hardware import cluster as clusters
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shotcast.cost.calibration import FusedNormFit
+    from shotcast.cost.calibration import Fit
     from shotcast.cost.collective import LinkCost
-    from shotcast.cost.inference import HostCost
+    from shotcast.cost.inference import FusedNormCost, HostCost
     from shotcast.planner.plan import Plan
     from shotcast.simulator.traffic import Traffic
 
@@ -285,7 +285,7 @@ def _link_line(link: LinkCost, residual: float) -> str:
     )
 
 
-def _norm_line(kind: str, norm: FusedNormFit) -> str:
+def _norm_line(kind: str, norm: Fit[FusedNormCost]) -> str:
     cost = norm.cost
     return (
         f"{kind}: {cost.beyond_us:.2f} us more than the sum, at least {cost.fixed_us:.2f} us + size / {cost.rate:.0f} "

@@ -20,13 +20,13 @@ from shotcast.cli.options import (
     dtypes_named,
     names_in,
     new_console,
+    node_shape,
     ready_to_write,
     sizes_between,
     with_underscores,
     world_sizes_of,
 )
 from shotcast.errors import ConfigError
-from shotcast.wire import NodeShape
 
 
 def tune(
@@ -110,7 +110,7 @@ def tune(
     )
     facts = detect()
     part = facts.gpus[0].name if where == "cuda" else facts.cpu_model
-    shape = _shape(world_sizes[0])
+    shape = node_shape(world_sizes[0])
     file = output or Path(table.file_name(part, shape))
     writes = job is None or job.rank == 0
     merging = writes and merge and file.exists()
@@ -142,15 +142,6 @@ def tune(
         for line in wrong:
             errors.print(f"shotcast: {line}", style="red", markup=False)
         raise typer.Exit(1)
-
-
-def _shape(world_size: int) -> NodeShape:
-    """Return the nodes and ranks that the job will have, as far as the environment says."""
-    from shotcast.collectives.rank_device import local_world_size
-
-    of_host = local_world_size() if env.job() else world_size
-    of_node = env.ranks_per_node() or of_host
-    return NodeShape(1, world_size) if world_size % of_node else NodeShape(world_size // of_node, of_node)
 
 
 def _numbers_of_sms(text: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -61,8 +61,11 @@ class KernelPoint(NamedTuple):
     time_us: float
 
 
-class KernelFit(NamedTuple):
-    """Constants of a kind of kernel.
+Cost = TypeVar("Cost", KernelCost, FusedNormCost)
+
+
+class Fit(NamedTuple, Generic[Cost]):
+    """Constants of a kind of kernel, or of all-reduces with residual and norm.
 
     Attributes:
         cost: the constants.
@@ -71,7 +74,7 @@ class KernelFit(NamedTuple):
         points: the number of measurements.
     """
 
-    cost: KernelCost
+    cost: Cost
     residual: float
     worst: float
     points: int
@@ -84,7 +87,7 @@ _MOST_STEPS = 200
 _EDGES = 3
 
 
-def fit_kernel(points: Sequence[KernelPoint], start: KernelCost) -> KernelFit:
+def fit_kernel(points: Sequence[KernelPoint], start: KernelCost) -> Fit[KernelCost]:
     r"""Fit f, x and y of a kind of kernel, by least squares of the logarithms' differences:
 
     .. math:: \min \sum_p (\log T_p - \log t_p)^2
@@ -122,7 +125,7 @@ def fit_kernel(points: Sequence[KernelPoint], start: KernelCost) -> KernelFit:
     constants = [start.fixed_us, start.first_rate, start.second_rate]
     for number in free:
         constants[number] = float(np.exp(now[number]))
-    return KernelFit(KernelCost(*constants), *_spread(wrong), len(points))
+    return Fit(KernelCost(*constants), *_spread(wrong), len(points))
 
 
 class FusedNormPoint(NamedTuple):
@@ -133,16 +136,7 @@ class FusedNormPoint(NamedTuple):
     time_us: float
 
 
-class FusedNormFit(NamedTuple):
-    """Constants of all-reduces with residual and norm, with the fields of :class:`KernelFit`."""
-
-    cost: FusedNormCost
-    residual: float
-    worst: float
-    points: int
-
-
-def fit_fused_norm(points: Sequence[FusedNormPoint]) -> FusedNormFit:
+def fit_fused_norm(points: Sequence[FusedNormPoint]) -> Fit[FusedNormCost]:
     """Fit d, f and x of all-reduces with residual and norm, as :func:`fit_kernel` fits those of kernels.
 
     Where the sum bounds no message, d is the largest that the messages allow.
@@ -188,7 +182,7 @@ def fit_fused_norm(points: Sequence[FusedNormPoint]) -> FusedNormFit:
         (each for each in found if each[1] @ each[1] <= least * (1 + 1e-9)), key=lambda each: each[0][0]
     )
     beyond, fixed, rate = (float(np.exp(constant)) for constant in constants)
-    return FusedNormFit(FusedNormCost(beyond, fixed, rate / 1e3), *_spread(wrong), len(points))
+    return Fit(FusedNormCost(beyond, fixed, rate / 1e3), *_spread(wrong), len(points))
 
 
 def _spread(wrong: np.ndarray) -> tuple[float, float]:

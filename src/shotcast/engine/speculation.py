@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.sequence import SequenceState
@@ -25,14 +24,6 @@ def num_accepted(proposals: Sequence[int], sampled: Sequence[int]) -> int:
     """Return how many of the first proposals equal the tokens that were sampled in their places."""
     pairs = enumerate(zip(proposals, sampled, strict=False))
     return next((place for place, (proposal, token) in pairs if proposal != token), len(proposals))
-
-
-class Proposer(Protocol):
-    """A source of proposals."""
-
-    def propose(self, sequence: SequenceState, count: int) -> Sequence[int]:
-        """Return up to ``count`` tokens that may follow the known tokens of a sequence."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +62,6 @@ class RankProposer:
     def propose(self, sequence: SequenceState, count: int) -> Sequence[int]:
         """Return up to ``count`` of the reported tokens."""
         return sequence.reported[:count]
-
-
-class Policy(Protocol):
-    """Decides when steps have proposals."""
-
-    def speculates(self, running: int) -> bool:
-        """Return whether the next step with ``running`` sequences has proposals."""
-        ...
-
-    def record(self, running: int, speculated: bool, tokens: float, seconds: float) -> None:
-        """Take note of a step: whether it was to have proposals, and its tokens of a sequence."""
-        ...
 
 
 @dataclass(slots=True)
@@ -154,8 +133,8 @@ class Speculation:
 
     count: int
     most: int
-    proposer: Proposer
-    policy: Policy = field(default_factory=MeasuringPolicy)
+    proposer: NgramProposer | RankProposer
+    policy: MeasuringPolicy = field(default_factory=MeasuringPolicy)
     clock: Callable[[], float] = time.perf_counter
 
     @classmethod
@@ -163,9 +142,8 @@ class Speculation:
         """Return the speculation of an engine; None if it has none."""
         if (found := config.speculation) is None:
             return None
-        proposer: Proposer = RankProposer()
-        if not found.model:
-            proposer = NgramProposer(found.prompt_lookup_max, found.prompt_lookup_min)
+        lengths = found.prompt_lookup_max, found.prompt_lookup_min
+        proposer = RankProposer() if found.model else NgramProposer(*lengths)
         return cls(found.num_speculative_tokens, config.max_proposals, proposer)
 
     @property

@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -88,21 +87,14 @@ class RankHandle:
     failure: Failure | None = None
 
     @classmethod
-    def create(
-        cls,
-        rank: int,
-        env: dict[str, str],
-        payload: bytes,
-        namespaces: Sequence[int] = (),
-        own_group: bool = False,
-    ) -> RankHandle:
+    def create(cls, rank: int, env: dict[str, str], payload: bytes, own_group: bool = False) -> RankHandle:
         """Create the pipes and the process object; :meth:`start` starts the process, perhaps in its own group."""
         context = multiprocessing.get_context("forkserver")
         results, results_w = context.Pipe(duplex=False)
         stacks, stacks_w = context.Pipe(duplex=False)
         alive_r, alive = context.Pipe(duplex=False)
         child_ends = (results_w, stacks_w, alive_r)
-        caller = CallerContext.current(env, namespaces, own_group)
+        caller = CallerContext.current(env, own_group)
         process = RankProcess(target=run_rank, args=(caller, payload, *child_ends))
         process.name = f"shotcast rank {rank}"
         return cls(rank, process, results, stacks, alive, child_ends)

@@ -18,7 +18,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from shotcast.env import socket_dir
 from shotcast.errors import ConfigError
-from shotcast.launcher.namespaces import enter_namespace
 from shotcast.launcher.pickling import dumps
 
 running_main = False
@@ -153,7 +152,6 @@ class CallerContext:
         env: all environment variables of the rank.
         main: how the rank imports the caller's script.
         streams: standard output and error, by descriptor, if open.
-        namespaces: the namespaces that the rank enters, those of a simulated host.
         own_group: the rank leaves the caller's process group, so that signals to the group do not reach it.
     """
 
@@ -163,11 +161,10 @@ class CallerContext:
     umask: int | None
     cores: set[int]
     niceness: int
-    namespaces: tuple[_Descriptor, ...] = ()
     own_group: bool = False
 
     @classmethod
-    def current(cls, env: dict[str, str], namespaces: Sequence[int] = (), own_group: bool = False) -> CallerContext:
+    def current(cls, env: dict[str, str], own_group: bool = False) -> CallerContext:
         streams = {}
         for number in (1, 2):
             with contextlib.suppress(OSError):
@@ -180,14 +177,10 @@ class CallerContext:
             _umask(),
             os.sched_getaffinity(0),
             os.nice(0),
-            tuple(map(_Descriptor, namespaces)),
             own_group,
         )
 
     def apply(self) -> None:
-        for namespace in self.namespaces:
-            enter_namespace(namespace.number)
-            os.close(namespace.number)
         for number, stream in self.streams.items():
             os.dup2(stream.number, number)
             if stream.number != number:  # the server may have started without this descriptor

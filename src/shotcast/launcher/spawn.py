@@ -129,7 +129,6 @@ class RankGroup:
         payload: bytes,
         environments: Mapping[int, dict[str, str]],
         store: dist.Store | None,
-        namespaces: Mapping[int, Sequence[int]] | None = None,
         others: Sequence[RemoteRank] = (),
         own_group: bool = False,
     ):
@@ -143,8 +142,7 @@ class RankGroup:
         try:
             for number, environment in environments.items():
                 # recorded before it runs, as an interrupt may come at any moment
-                spaces = (namespaces or {}).get(number, ())
-                self.ranks.append(RankHandle.create(number, environment, payload, spaces, own_group))
+                self.ranks.append(RankHandle.create(number, environment, payload, own_group))
                 self.ranks[-1].start()
                 self.pids.append(self.ranks[-1].process.pid or 0)
         except BaseException:
@@ -162,36 +160,6 @@ class RankGroup:
         payload = _pickle_call(fn, args)
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         return cls(payload, {rank: _rank_env(rank, world_size, store.port, env) for rank in range(world_size)}, store)
-
-    @classmethod
-    def start_on_hosts(
-        cls,
-        fn: Callable[..., Any],
-        hosts: Sequence[Sequence[int]],
-        ranks_per_host: int,
-        *args: Any,
-        store: dist.TCPStore,
-        env: Mapping[str, str] | None = None,
-    ) -> RankGroup:
-        """Start ``ranks_per_host`` ranks on each simulated host of this machine, and return at once.
-
-        Args:
-            hosts: the descriptors of each host's namespaces, in the order in which a rank enters them.
-            store: the job's store, at an address that the hosts reach.
-        """
-        _check_env(env)
-        world_size = len(hosts) * ranks_per_host
-        environments = {}
-        for rank in range(world_size):
-            host, local_rank = divmod(rank, ranks_per_host)
-            environments[rank] = _rank_env(rank, world_size, store.port, env) | {
-                "LOCAL_RANK": str(local_rank),
-                "GROUP_RANK": str(host),
-                "LOCAL_WORLD_SIZE": str(ranks_per_host),
-                "MASTER_ADDR": store.host,
-            }
-        namespaces = {rank: hosts[rank // ranks_per_host] for rank in range(world_size)}
-        return cls(_pickle_call(fn, args), environments, store, namespaces)
 
     @classmethod
     def start_in_place(cls, leader: JobLeader, fn: Callable[..., Any], *args: Any, decision: str = "") -> RankGroup:

@@ -5,24 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 _STEP, _COMMUNICATION = 0, 1
 _EMPTY = 64
 """The number of empty spans that are timed to measure what a timestamp costs."""
-
-
-class StepTimer(Protocol):
-    """The seconds of steps and of their communication since the start."""
-
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def communication_s(self) -> float: ...
-    def step(self) -> contextlib.AbstractContextManager[None]: ...
-    def communication(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class HostStepTimer:
@@ -128,6 +117,10 @@ class DeviceStepTimer:
         self._receive()
         nanoseconds, calls = self._latest_totals[_COMMUNICATION]
         return 0.0 if self._cost is None else self._cost.communication_s(nanoseconds, calls)
+
+
+StepTimer = HostStepTimer | DeviceStepTimer
+"""The seconds of steps and of their communication since the start."""
 
 
 class TimestampCost(NamedTuple):

@@ -11,12 +11,12 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shotcast.cost.calibration import FusedNormFit, KernelFit
+from shotcast.cost.calibration import Cost, Fit
 from shotcast.cost.collective import LinkCost
 from shotcast.cost.inference import CPU_KINDS, FEW_ROWS, FP8, KINDS, NO_HOST, FusedNormCost, HostCost, KernelCost
 from shotcast.errors import ConfigError
@@ -36,7 +36,7 @@ LINK = "link"
 class Share(NamedTuple):
     """The constants of a rank of a machine whose cores and memory several ranks share."""
 
-    kinds: Mapping[str, KernelFit]
+    kinds: Mapping[str, Fit[KernelCost]]
     host: HostCost
 
 
@@ -62,7 +62,7 @@ class Calibration:
     """
 
     part: str
-    kinds: Mapping[str, KernelFit]
+    kinds: Mapping[str, Fit[KernelCost]]
     link: LinkCost
     link_residual: float
     sources: tuple[str, ...]
@@ -72,7 +72,7 @@ class Calibration:
     few_rows: int = FEW_ROWS
     host: HostCost = NO_HOST
     shares: Mapping[int, Share] = field(default_factory=dict)
-    fused_norms: Mapping[str, FusedNormFit] = field(default_factory=dict)
+    fused_norms: Mapping[str, Fit[FusedNormCost]] = field(default_factory=dict)
 
     @property
     def itemsize(self) -> int:
@@ -193,7 +193,7 @@ def _host_as_json(host: HostCost, device: str) -> Any:
     )
 
 
-def _fits_as_json(fits: Mapping[str, KernelFit] | Mapping[str, FusedNormFit]) -> Any:
+def _fits_as_json(fits: Mapping[str, Fit[Cost]]) -> Any:
     return _rounded(
         {kind: asdict(fit.cost) | {name: getattr(fit, name) for name in _FIT} for kind, fit in fits.items()}
     )
@@ -234,10 +234,10 @@ def parse(text: str, origin: str) -> Calibration:
         value = json.loads(text)
         link = LinkCost(*(float(value["link"][name]) for name in _LINK_FIELDS))
         shares = {
-            int(ranks): Share(_kinds_of(share["kinds"]), _host_of(share["host"]))
+            int(ranks): Share(_fits_of(share["kinds"], KernelCost), _host_of(share["host"]))
             for ranks, share in value["shares"].items()
         }
-        kinds = shares[max(shares)].kinds if shares else _kinds_of(value["kinds"])
+        kinds = shares[max(shares)].kinds if shares else _fits_of(value["kinds"], KernelCost)
         found = Calibration(
             str(value["part"]),
             kinds,
@@ -250,7 +250,7 @@ def parse(text: str, origin: str) -> Calibration:
             int(value["few_rows"]),
             _host_of(value["host"]),
             shares,
-            {} if shares else {kind: _fused_norm_of(known) for kind, known in value["fused_norms"].items()},
+            {} if shares else _fits_of(value["fused_norms"], FusedNormCost),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{origin} is no calibration, as shotcast calibrate writes it: {error!r}") from error
@@ -258,10 +258,10 @@ def parse(text: str, origin: str) -> Calibration:
     return found
 
 
-def _kinds_of(value: Any) -> dict[str, KernelFit]:
+def _fits_of(value: Any, cost: type[Cost]) -> dict[str, Fit[Cost]]:
     return {
-        str(kind): KernelFit(
-            KernelCost(*(float(known[name]) for name in ("fixed_us", "first_rate", "second_rate"))),
+        str(kind): Fit(
+            cost(*(float(known[each.name]) for each in fields(cost))),
             float(known["residual"]),
             float(known["worst"]),
             int(known["points"]),
@@ -270,17 +270,12 @@ def _kinds_of(value: Any) -> dict[str, KernelFit]:
     }
 
 
-def _fused_norm_of(value: Any) -> FusedNormFit:
-    cost = FusedNormCost(*(float(value[name]) for name in ("beyond_us", "fixed_us", "rate")))
-    return FusedNormFit(cost, float(value["residual"]), float(value["worst"]), int(value["points"]))
-
-
 def _host_of(value: Any) -> HostCost:
     if not isinstance(value["hidden"], bool):
         raise ValueError(f"hidden must be true or false, not {value['hidden']!r}")
-    fields = {name: float(value[name]) for name in _HOST_FIELDS}
-    fields |= {name: float(value.get(name, 0.0)) for name in _HOST_FIELDS_OF_GPUS}
-    return HostCost(**fields, hidden=value["hidden"], source=str(value["source"]))
+    times = {name: float(value[name]) for name in _HOST_FIELDS}
+    times |= {name: float(value.get(name, 0.0)) for name in _HOST_FIELDS_OF_GPUS}
+    return HostCost(**times, hidden=value["hidden"], source=str(value["source"]))
 
 
 def _require_sense(calibration: Calibration, origin: str) -> None:

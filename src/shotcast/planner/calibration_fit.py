@@ -18,8 +18,8 @@ import numpy as np
 
 from shotcast.collectives.registry import registered
 from shotcast.cost.calibration import (
+    Fit,
     FusedNormPoint,
-    KernelFit,
     KernelPoint,
     Measured,
     fit,
@@ -121,7 +121,7 @@ def calibrate(folder: Path, part: str = "") -> Calibration:
 def kernel_point(row: dict[str, Any]) -> tuple[str, KernelPoint] | None:
     """Return the kind and the measurement of a row of a kernel; None for one that nothing is fitted to.
 
-    These are steps of prompts and of sequences that decode in one kernel, which are kept to compare with.
+    These are steps of prompts and of sequences that decode in one kernel, which earlier results have.
     """
     kernel, us = row["kernel"], row["us"]
     if kernel in ("product", "sustained_product"):
@@ -148,13 +148,13 @@ def kernel_point(row: dict[str, Any]) -> tuple[str, KernelPoint] | None:
     return kind, KernelPoint(work, us)
 
 
-def fit_kinds(points: dict[str, list[KernelPoint]], gpu: GpuSpec) -> dict[str, KernelFit]:
+def fit_kinds(points: dict[str, list[KernelPoint]], gpu: GpuSpec) -> dict[str, Fit[KernelCost]]:
     """Return the constants of each kind of kernel.
 
     Raises:
         ConfigError: the points of a kind do not determine its constants.
     """
-    kinds: dict[str, KernelFit] = {}
+    kinds: dict[str, Fit[KernelCost]] = {}
     for kind, measured in sorted(points.items()):  # few rows before many, and all products before those in a row
         start = _start(kind, gpu)
         read_as = kind.replace("many_rows", "few_rows").replace("sustained_product", "product_many_rows")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shotcast.cost.calibration import KernelFit, KernelPoint
+from shotcast.cost.calibration import Fit, KernelPoint
 from shotcast.cost.inference import (
     HEAD_OF_PROMPTS,
     KernelCost,
@@ -62,7 +62,7 @@ class RowsPoint(NamedTuple):
     point: KernelPoint
 
 
-def fit_rows(points: Iterable[RowsPoint]) -> dict[str, KernelFit]:
+def fit_rows(points: Iterable[RowsPoint]) -> dict[str, Fit[KernelCost]]:
     """Return the constants of each kind and window, by names such as ``product@24``.
 
     Raises:
@@ -78,7 +78,7 @@ def fit_rows(points: Iterable[RowsPoint]) -> dict[str, KernelFit]:
     return {name: _line(measured) for name, measured in grouped.items()}
 
 
-def _line(points: Sequence[KernelPoint]) -> KernelFit:
+def _line(points: Sequence[KernelPoint]) -> Fit[KernelCost]:
     """Fit f and x by least squares of the relative errors; neither is below 0."""
     firsts, times = (np.array(column) for column in zip(*((p.work.first, p.time_us) for p in points), strict=True))
     scale = firsts.max()
@@ -90,10 +90,10 @@ def _line(points: Sequence[KernelPoint]) -> KernelFit:
         fixed, slope = float(np.mean(times)), _LEAST_US
     relative = (fixed + slope * firsts / scale) / times - 1
     cost = KernelCost(fixed, 1e6 * scale / slope)
-    return KernelFit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
+    return Fit(cost, float(np.sqrt(np.mean(relative**2))), float(np.abs(relative).max()), len(points))
 
 
-def residuals(kinds: Mapping[str, KernelFit]) -> dict[str, tuple[int, float]]:
+def residuals(kinds: Mapping[str, Fit[KernelCost]]) -> dict[str, tuple[int, float]]:
     """Return for each kind how many numbers of rows it has constants of, and the root mean square of their errors."""
     squares: dict[str, list[float]] = {}
     for name, known in kinds.items():
@@ -104,8 +104,8 @@ def residuals(kinds: Mapping[str, KernelFit]) -> dict[str, tuple[int, float]]:
 class RowsCosts:
     """The constants of a share of a machine, by kind and rows."""
 
-    def __init__(self, kinds: Mapping[str, KernelFit]):
-        self._curves: dict[str, dict[int, KernelFit]] = {}
+    def __init__(self, kinds: Mapping[str, Fit[KernelCost]]):
+        self._curves: dict[str, dict[int, Fit[KernelCost]]] = {}
         for name, known in kinds.items():
             kind, _, rows = name.partition("@")
             if rows:
@@ -147,7 +147,7 @@ class CpuStepModel(StepModel):
         costs = self._costs()
         rows, hidden, item = work.rows, self.model.hidden, self.itemsize
         layer = Estimate()
-        for name, outputs, inputs in self._products():
+        for name, (outputs, inputs) in self._sides.items():
             nbytes = outputs * inputs * item
             layer.add(name, *costs.time_us(product_kind(nbytes), rows, rows_pass(nbytes)))
         self._add_attention(layer, costs, work)
@@ -174,17 +174,6 @@ class CpuStepModel(StepModel):
         return self._rows_costs
 
     _rows_costs: RowsCosts | None = None
-
-    def _products(self) -> tuple[tuple[str, int, int], ...]:
-        """Return the products of a layer: their names, outputs and inputs."""
-        share, hidden, head_dim = self.share, self.model.hidden, self.model.head_dim
-        queries, keys = share.heads * head_dim, share.kv_heads * head_dim
-        return (
-            ("qkv", queries + 2 * keys, hidden),
-            ("output", hidden, queries),
-            ("gate_up", 2 * share.columns, hidden),
-            ("down", hidden, share.columns),
-        )
 
     def _add_attention(self, layer: Estimate, costs: RowsCosts, work: StepWork) -> None:
         share, head_dim = self.share, self.model.head_dim

@@ -163,6 +163,17 @@ def largest_share(model: ModelConfig, ranks: int) -> RankShare:
     )
 
 
+def layer_products(model: ModelConfig, share: RankShare) -> dict[str, tuple[int, int]]:
+    """Return the outputs and inputs of each product of a layer, on a rank with this share of it."""
+    queries, keys = share.heads * model.head_dim, share.kv_heads * model.head_dim
+    return {
+        "qkv": (queries + 2 * keys, model.hidden),
+        "output": (model.hidden, queries),
+        "gate_up": (2 * share.columns, model.hidden),
+        "down": (model.hidden, share.columns),
+    }
+
+
 def crossings(layout: Layout, gpus_per_node: int) -> list[bool]:
     """Return for each stage whether one of its ranks and that of the next stage, or of the first, are on two nodes."""
     tensor, stages = layout.tensor_parallel, layout.pipeline_parallel
@@ -201,6 +212,7 @@ class StepModel:
         # whether a stage and the next lie on different nodes; the last one is followed by the first
         self._crossings = crossings(layout, collectives.gpus_per_node)
         self.share = largest_share(model, layout.tensor_parallel)
+        self._sides = layer_products(model, self.share)
         self._calibration, self._collectives = calibration, collectives
         self.itemsize = calibration.itemsize
         self._kv_item = kv_item or self.itemsize
@@ -300,26 +312,22 @@ class StepModel:
 
     def _heads(self, work: StepWork) -> Mapping[str, Priced]:
         """Return the time and the residual of each part of attention with keys and values of heads."""
-        rows, hidden, head_dim, share = work.rows, self.model.hidden, self.model.head_dim, self.share
-        queries, keys = share.heads * head_dim, share.kv_heads * head_dim
+        rows, share = work.rows, self.share
         parts = {
-            "qkv": self._product(rows, queries + 2 * keys, hidden, self._fp8),
+            "qkv": self._product(rows, *self._sides["qkv"], self._fp8),
             "attention": self._attention(work),
-            "output": self._product(rows, hidden, queries, self._fp8),
+            "output": self._product(rows, *self._sides["output"], self._fp8),
         }
         if self._calibration.device == "cpu" or work.prompts:
             # on GPUs, attention that decodes turns queries and keys itself
-            nbytes = rotation_bytes(rows, share.heads, share.kv_heads, head_dim, self.itemsize)
+            nbytes = rotation_bytes(rows, share.heads, share.kv_heads, self.model.head_dim, self.itemsize)
             parts["rotation"] = self._kernel("rows_pass", rows_pass(nbytes))
         return parts
 
     def _network(self, rows: int) -> Mapping[str, Priced]:
         """Return the time and the residual of each part of a dense feed-forward network."""
-        hidden, columns = self.model.hidden, self.share.columns
-        parts = {
-            "gate_up": self._product(rows, 2 * columns, hidden, self._fp8),
-            "down": self._product(rows, hidden, columns, self._fp8),
-        }
+        columns = self.share.columns
+        parts = {name: self._product(rows, *self._sides[name], self._fp8) for name in ("gate_up", "down")}
         if self._calibration.device == "cpu" or rows > self._calibration.few_rows:
             # the engine's products of fewer rows have the activation in them
             nbytes = rows * columns * (2 * self.itemsize + (1 if self._fp8 else self.itemsize))

@@ -8,7 +8,7 @@ import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,8 +16,10 @@ from starlette.types import ASGIApp
 from shotcast.errors import ConfigError
 from shotcast.server.app import create_app
 from shotcast.server.config import ServerConfig
-from shotcast.server.engine_protocol import Engine
 from shotcast.server.service import Service
+
+if TYPE_CHECKING:
+    from shotcast.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ FLUSH_S = 5
 
 
 def run(
-    llm: Engine,
+    llm: AsyncLLM,
     config: ServerConfig,
     on_listening: Callable[[int], None] | None = None,
     address: socket.socket | None = None,
@@ -52,7 +54,7 @@ def run(
 
 
 async def serve(
-    llm: Engine,
+    llm: AsyncLLM,
     config: ServerConfig,
     on_listening: Callable[[int], None] | None = None,
     stop: asyncio.Event | None = None,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shotcast.engine.outputs import RequestOutput
-from shotcast.server.engine_protocol import Engine
+
+if TYPE_CHECKING:
+    from shotcast.engine.async_llm import AsyncLLM
 
 TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TPOT_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -19,7 +22,7 @@ REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 class Metrics:
     """The metrics of one server. Each output of the engine counts as a request."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: AsyncLLM):
         registry = CollectorRegistry()
         registry.register(_EngineCollector(engine))
         self._registry = registry
@@ -62,7 +65,7 @@ class Metrics:
 class _EngineCollector:
     """Collects the counters of the engine at each scrape."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: AsyncLLM):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
@@ -16,8 +16,10 @@ from shotcast.engine.grammar import Grammar, styled
 from shotcast.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.server.api_error import ApiError
-from shotcast.server.engine_protocol import Tokenizer
 from shotcast.server.tool_calls import Function, ToolFormat, calls_grammar, find_format
+
+if TYPE_CHECKING:
+    from shotcast.engine.tokenizer import Tokenizer
 
 MAX_STOP = 4
 """The largest number of stop strings of a request."""

@@ -8,13 +8,15 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from shotcast.engine.outputs import RequestOutput, TokenLogprob
 from shotcast.server.answers import BEGIN, END, Answer, Thoughts
-from shotcast.server.engine_protocol import Tokenizer
 from shotcast.server.request_body import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from shotcast.server.tool_calls import ToolCall, ToolParser
+
+if TYPE_CHECKING:
+    from shotcast.engine.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """OpenAI's log-probability of an impossible token: JSON has no minus infinity."""

@@ -6,12 +6,15 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
-from shotcast.server.engine_protocol import Engine
 from shotcast.server.main import bind, run
 from shotcast.server.startup import refuse_requests
+
+if TYPE_CHECKING:
+    from shotcast.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +26,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 
 
 def run_with_restarts(
-    start: Callable[[], Engine],
+    start: Callable[[], AsyncLLM],
     config: ServerConfig,
     on_listening: Callable[[int], None] | None = None,
     pause: Callable[[float], None] = time.sleep,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shotcast.engine.grammar import Grammar
 from shotcast.engine.outputs import RequestOutput
@@ -18,10 +18,12 @@ from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.api_error import ApiError
 from shotcast.server.config import ServerConfig
-from shotcast.server.engine_protocol import Engine
 from shotcast.server.metrics import Metrics
 from shotcast.server.request_body import AnyBody, Body, DetokenizeBody, TokenizeBody, bad_request, parse, shown
 from shotcast.server.responses import detokenized, tokenized
+
+if TYPE_CHECKING:
+    from shotcast.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ RETRY_AFTER_S = 1
 class Service:
     """The state of a running server. It belongs to one event loop."""
 
-    def __init__(self, engine: Engine, config: ServerConfig):
+    def __init__(self, engine: AsyncLLM, config: ServerConfig):
         self.engine = engine
         self.config = config
         self.model = config.served_model_name or engine.model_name
@@ -265,7 +267,7 @@ _FAILED = "abort", "error"
 class _Sequences:
     """The sequences of one request, which run together in the engine."""
 
-    def __init__(self, engine: Engine, metrics: Metrics):
+    def __init__(self, engine: AsyncLLM, metrics: Metrics):
         self._engine = engine
         self._metrics = metrics
         self._request_ids: dict[int, str] = {}  # of the choices that run

@@ -23,7 +23,7 @@ def work_of(plan: StepPlan) -> StepWork:
 
 
 class PricedSteps:
-    """A :class:`shotcast.simulator.serving.StepTimer` by a model of the step."""
+    """Predicts the times of a plan by a model of the step."""
 
     def __init__(self, model: StepModel):
         self._model = model

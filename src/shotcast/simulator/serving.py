@@ -13,9 +13,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shotcast.cost.inference import FullClock
 from shotcast.engine.engine_core import EngineCore
@@ -54,10 +54,8 @@ class StepTimes(NamedTuple):
     saved_s: Sequence[float] = ()
 
 
-class StepTimer(Protocol):
-    """Predicts the times of a plan."""
-
-    def __call__(self, plan: StepPlan) -> StepTimes: ...
+Predict = Callable[[StepPlan], StepTimes]
+"""Predicts the times of a plan."""
 
 
 @dataclass(slots=True)
@@ -113,7 +111,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
-def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: StepTimer, client_s: float = 0.0) -> Service:
+def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: Predict, client_s: float = 0.0) -> Service:
     """Serve requests in simulated time.
 
     Args:
@@ -205,7 +203,7 @@ class _Ranks:
 
     step_s = communication_s = 0.0
 
-    def __init__(self, stages: int, times_of: StepTimer, clock: _Clock):
+    def __init__(self, stages: int, times_of: Predict, clock: _Clock):
         self._times_of, self._clock = times_of, clock
         self._free_s = [0.0] * stages
         self._full_clocks = [FullClock() for _ in range(stages)]

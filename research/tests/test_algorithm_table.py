@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from typer.testing import CliRunner
+from algorithm_table import algorithm_table
 
-from shotcast.bench.algorithm_table import algorithm_table
-from shotcast.cli import app
 from shotcast.collectives import registry
 from shotcast.collectives.registry import register_algorithm, registered
 from shotcast.wire import Op
@@ -42,16 +40,3 @@ def test_a_registered_algorithm_has_one_too(monkeypatch: pytest.MonkeyPatch) -> 
     forms = {Op.ALL_REDUCE: two_shot.forms[Op.ALL_REDUCE]}
     register_algorithm(dataclasses.replace(two_shot, name="mine", summary="moves as it likes", forms=forms))
     assert rows()["mine"][0] == "moves as it likes"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--kind", "algorithms", "--sizes", "8K"], "it takes no other option"),
-        ([], "name their files by --json"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["bench", "table", *options])
-    assert result.exit_code != 0
-    assert message in result.output + str(result.exception)

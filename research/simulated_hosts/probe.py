@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 
-from shotcast.bench.hosts.network import SimulatedHosts
 from shotcast.errors import ShotcastError
+from simulated_hosts.network import SimulatedHosts
 
 _PACKETS = 200
 _PAUSE_S = 0.0005

@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from shotcast.bench.overlap.config import (
+from overlap_bench.config import (
     LIBRARY,
     LIBRARY_COMMUNICATION,
     LIBRARY_PLAIN,
     LIBRARY_PRIORITY,
     OverlapConfig,
 )
-from shotcast.bench.overlap.form import Candidate, Candidates, Form, run_steps
-from shotcast.bench.overlap.steps import Steps, library_product
+from overlap_bench.form import Candidate, Candidates, Form, run_steps
+from overlap_bench.steps import Steps, library_product
 
 GROUP_TIMEOUT_S = 90
 

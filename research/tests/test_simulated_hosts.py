@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import simulated_hosts_targets as targets
+from simulated_hosts import linux, probe
 
 from hosts import SimulatedHosts, all_arrived, needs_hosts
-from shotcast.bench.hosts import linux, probe
 from shotcast.errors import ConfigError, RankFailed, ShotcastError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.timing]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shotcast.bench.overlap.config import COMMUNICATION, COMPUTE
-from shotcast.bench.overlap.form import Candidate, Candidates, Form, in_one
-from shotcast.bench.overlap.steps import Steps, library_product
+from overlap_bench.config import COMMUNICATION, COMPUTE
+from overlap_bench.form import Candidate, Candidates, Form, in_one
+from overlap_bench.steps import Steps, library_product
 from shotcast.collectives.communicator import Communicator
 from shotcast.overlap import schedule
 from shotcast.overlap.chains import Chain

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from overlap_bench import config, measure
+from overlap_bench.config import OverlapConfig
+from overlap_bench.result import OverlapRow
 
-from shotcast.bench.overlap import config, measure
-from shotcast.bench.overlap.config import OverlapConfig
-from shotcast.bench.overlap.result import OverlapRow
 from shotcast.collectives.rank_device import enough_gpus
 
 pytestmark = [

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from shotcast.bench.overlap.config import REDUCE_SCATTER_ALL_GATHER, OverlapConfig
+from overlap_bench.config import REDUCE_SCATTER_ALL_GATHER, OverlapConfig
 from shotcast.collectives.communicator import Communicator
 from shotcast.overlap.products import Product
 from shotcast.units import align_up

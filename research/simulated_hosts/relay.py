@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numba import njit, typeof, types
 
-from shotcast.bench.hosts.linux import PACKET_HEADER_BYTES
 from shotcast.device.cpu.atomics import load_acquire, monotonic_ns
+from simulated_hosts.linux import PACKET_HEADER_BYTES
 
 SLOTS = 4096
 SLOT_BYTES = 65536 + 64

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
-from shotcast.bench.hosts.relay import Relay
+from simulated_hosts.relay import Relay
 
 pytestmark = [pytest.mark.timeout(60)]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from shotcast.bench.overlap.config import COMMUNICATION, COMPUTE, LIBRARY, LIBRARY_COMMUNICATION
-from shotcast.bench.overlap.result import Measured, OverlapRow
+from overlap_bench.config import COMMUNICATION, COMPUTE, LIBRARY, LIBRARY_COMMUNICATION
+from overlap_bench.result import Measured, OverlapRow
 from shotcast.errors import ConfigError
 from shotcast.overlap.policy import SEQUENTIAL
 from shotcast.overlap.schedule import COMPUTE_LANE

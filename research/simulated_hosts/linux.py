@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shotcast.errors import ConfigError
-from shotcast.launcher.namespaces import enter_namespace
+from simulated_hosts.namespaces import enter_namespace
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shotcast.bench.overlap.steps import Steps, library_product
+from overlap_bench.steps import Steps, library_product
 from shotcast.overlap.timeline import Timeline
 
 Begin = Callable[[int], Callable[[], Any]]

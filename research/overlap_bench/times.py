@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from shotcast.bench.overlap.config import OverlapConfig
+from overlap_bench.config import OverlapConfig
 from shotcast.collectives.communicator import Communicator
 from shotcast.overlap.policy import Way, measure
 

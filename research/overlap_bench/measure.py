@@ -11,7 +11,7 @@ communication that a form hides:
 and the ideal is the longer of products and messages alone, by the vendor's product on all SMs and the faster of the
 library's and our messages.
 
-A form that cannot run gives a row with the reason. ``research/overlap_forms.py`` adds forms of other libraries.
+A form that cannot run gives a row with the reason. :mod:`overlap_forms` adds forms of other libraries.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from simulated_hosts.facts import HostsConfig
 
-from shotcast.bench.hosts.measure import HostsConfig
-from shotcast.bench.hosts.network import SimulatedHosts
-from shotcast.bench.overlap import library, own
-from shotcast.bench.overlap.config import (
+from overlap_bench import library, own
+from overlap_bench.config import (
     ALONE,
     COMMUNICATION,
     COMPUTE,
@@ -36,11 +35,11 @@ from shotcast.bench.overlap.config import (
     OWN,
     OverlapConfig,
 )
-from shotcast.bench.overlap.form import Candidate, Form
-from shotcast.bench.overlap.library import Groups, Messages
-from shotcast.bench.overlap.result import Measured, OverlapRow
-from shotcast.bench.overlap.steps import Steps
-from shotcast.bench.overlap.times import times_of
+from overlap_bench.form import Candidate, Form
+from overlap_bench.library import Groups, Messages
+from overlap_bench.result import Measured, OverlapRow
+from overlap_bench.steps import Steps
+from overlap_bench.times import times_of
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
 from shotcast.errors import ConfigError, ShotcastError, UnsupportedError
 from shotcast.launcher.spawn import spawn
@@ -66,7 +65,7 @@ def run(config: OverlapConfig) -> Measured:
     if config.hosts is None:
         return spawn(measure_on_rank, config.world_size, config, timeout_s=config.timeout_s)[0]
     hosts = config.hosts
-    with SimulatedHosts(hosts.hosts, delay_us=hosts.delay_us, bandwidth_gbps=hosts.bandwidth_gbps) as network:
+    with hosts.network() as network:
         found = network.run(measure_on_rank, hosts.ranks_per_host, config, timeout_s=config.timeout_s)
         network.check()
     return found[0]

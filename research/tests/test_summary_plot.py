@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_report import row
+import summary_plot
 
-from shotcast.bench import plot, summary_plot
+from shotcast.bench import report
+from shotcast.bench.report import Row
 from shotcast.errors import ConfigError
 
 KB = 1 << 10
@@ -17,8 +18,13 @@ TIMES_US = {
 }  # fmt: skip
 
 
-def rows(**change: object) -> list:
-    facts = {"device": "cuda", "world_size": 4, **change}
+def row(algorithm: str, nbytes: int, time_us: float, **facts: object) -> Row:
+    times = [time_us] * 2
+    return Row.from_ranks(algorithm=algorithm, nbytes=nbytes, medians_us=times, p99s_us=times, **facts)
+
+
+def rows(**change: object) -> list[Row]:
+    facts = {"op": "all_reduce", "dtype": "bfloat16", "device": "cuda", "world_size": 4, "errors": 0, **change}
     return [row(name, nbytes, time_us, **facts) for nbytes in (8 * KB, 1024 * KB) for name, time_us in TIMES_US.items()]
 
 
@@ -46,5 +52,7 @@ def test_rows_of_two_dtypes_make_no_picture() -> None:
 
 
 def test_writes_a_picture(tmp_path: Path) -> None:
-    plot.plot(rows(), tmp_path / "picture.png", "summary")
+    result = report.Result.now(rows(), environment={}, command="", kernels={})
+    report.write(tmp_path / "rows.json", result)
+    summary_plot.main([str(tmp_path / "picture.png"), "--json", str(tmp_path / "rows.json")])
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

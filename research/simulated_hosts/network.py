@@ -6,17 +6,19 @@ Each host has its own network, host name, boot id and ``/dev/shm``; all share th
 from __future__ import annotations
 
 import logging
+import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from shotcast.bench.hosts import linux
-from shotcast.bench.hosts.linux import INTERFACE
-from shotcast.bench.hosts.relay import Relay
 from shotcast.errors import ConfigError, ShotcastError
 from shotcast.launcher.spawn import RankGroup
+from simulated_hosts import linux
+from simulated_hosts.linux import INTERFACE
+from simulated_hosts.namespaces import enter_namespaces
+from simulated_hosts.relay import Relay
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class SimulatedHosts:
         linux.require()
         self.hosts, self.delay_us, self.bandwidth_gbps = hosts, delay_us, bandwidth_gbps
         self._hosts: list[linux.HostDescriptors] = []
+        self._stores: list[dist.TCPStore] = []  # a store must live as long as its ranks
         self._relay: Relay | None = None
         try:
             names = _names(hosts)
@@ -89,7 +92,7 @@ class SimulatedHosts:
             self._relay = None
         for host in self._hosts:
             host.close()
-        self._hosts = []
+        self._hosts, self._stores = [], []
 
     @property
     def relay(self) -> Relay:
@@ -109,9 +112,11 @@ class SimulatedHosts:
         if ranks_per_host < 1:
             raise ConfigError(f"a host runs at least 1 rank, not {ranks_per_host}")
         store = self._hosts[0].run(lambda: dist.TCPStore(address_of(0), 0, is_master=True, wait_for_workers=False))
+        self._stores.append(store)
         namespaces = [host.namespaces for host in self._hosts]
-        interfaces = self._interfaces | dict(env or {})
-        return RankGroup.start_on_hosts(fn, namespaces, ranks_per_host, *args, store=store, env=interfaces)
+        address = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
+        call = os.getpid(), namespaces, address | {"LOCAL_WORLD_SIZE": str(ranks_per_host)}, fn, args
+        return RankGroup.start(_on_host, self.hosts * ranks_per_host, *call, env=self._interfaces | dict(env or {}))
 
     def run(
         self,
@@ -155,3 +160,23 @@ class SimulatedHosts:
                 f"the simulated network lost packets: the interfaces dropped {dropped}, the relay lost "
                 f"{sum(counters.lost)} and could not deliver {counters.failed}"
             )
+
+
+def _on_host(
+    owner: int,
+    hosts: Sequence[Sequence[int]],
+    environment: dict[str, str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    """Call ``fn(*args)`` as a rank that has entered its host.
+
+    Args:
+        owner: the process that simulates the hosts.
+        hosts: its descriptors of each host's namespaces.
+        environment: of all ranks.
+    """
+    host, local_rank = divmod(int(os.environ["RANK"]), int(environment["LOCAL_WORLD_SIZE"]))
+    os.environ |= environment | {"LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
+    enter_namespaces([f"/proc/{owner}/fd/{descriptor}" for descriptor in hosts[host]])
+    return fn(*args)

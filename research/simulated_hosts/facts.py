@@ -1,17 +1,16 @@
-"""A benchmark of collectives on simulated hosts."""
+"""The hosts to simulate, and what was measured of the network between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
-from shotcast.bench import harness
-from shotcast.bench.config import BenchConfig
-from shotcast.bench.hosts import linux, probe
-from shotcast.bench.hosts.network import SimulatedHosts
-from shotcast.bench.report import Row
+import typer
+
 from shotcast.errors import ConfigError
+from simulated_hosts import probe
+from simulated_hosts.network import SimulatedHosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,33 @@ class HostsConfig:
     @property
     def world_size(self) -> int:
         return self.hosts * self.ranks_per_host
+
+    def network(self) -> SimulatedHosts:
+        """Return the simulated hosts, to be closed after use."""
+        return SimulatedHosts(self.hosts, delay_us=self.delay_us, bandwidth_gbps=self.bandwidth_gbps)
+
+
+def simulated(
+    hosts: Annotated[
+        int,
+        typer.Option(
+            "--hosts", min=0, help="Simulate that many hosts on this machine, joined by a network. Needs root."
+        ),
+    ] = 0,
+    ranks_per_host: Annotated[int, typer.Option("--ranks-per-host", min=1, help="Ranks on each simulated host.")] = 1,
+    delay_us: Annotated[
+        float, typer.Option("--delay-us", min=0.0, help="The one-way delay between simulated hosts, in microseconds.")
+    ] = 0.0,
+    bandwidth_gbps: Annotated[
+        float, typer.Option("--bandwidth-gbps", min=0.0, help="Gbit/s of a simulated host's link. Default: no limit.")
+    ] = 0.0,
+) -> Any:
+    """Return the :class:`HostsConfig` of the hosts to simulate; None if there are none."""
+    if hosts:
+        return HostsConfig(hosts, ranks_per_host, delay_us, bandwidth_gbps)
+    if ranks_per_host != 1 or delay_us or bandwidth_gbps:
+        raise ConfigError("--ranks-per-host, --delay-us and --bandwidth-gbps are for simulated hosts: say --hosts too")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +97,17 @@ class NetworkFacts:
         )
 
 
-def run(config: BenchConfig, hosts: HostsConfig) -> tuple[list[Row], NetworkFacts]:
-    """Simulate the hosts, measure their network, and then the collectives.
+def run_on_hosts(hosts: HostsConfig, fn: Callable[..., Any], *args: Any) -> tuple[list[Any], NetworkFacts]:
+    """Simulate the hosts, measure their network, and run ``fn(*args)`` on them; return its results and the facts.
 
     Raises:
-        ConfigError: hosts cannot be simulated here, or the configuration is not for them.
+        ConfigError: hosts cannot be simulated here.
         ShotcastError: the network lost packets.
     """
-    if config.device != "cpu":
-        raise ConfigError("simulated hosts run CPU ranks; leave out --device, or say --device cpu")
-    if hosts.ranks_per_host < 1:
-        raise ConfigError(f"a host runs at least 1 rank, not {hosts.ranks_per_host}")
-    linux.require()
-    with SimulatedHosts(hosts.hosts, delay_us=hosts.delay_us, bandwidth_gbps=hosts.bandwidth_gbps) as network:
+    with hosts.network() as network:
         own_delay_us, throughput_gbps = probe.own_delay_us(network), probe.throughput_gbps(network)
         before, retransmitted = network.relay.counters(), network.retransmitted()
-
-        def start(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-            return network.run(fn, world_size // hosts.hosts, *args, **options)
-
-        rows = harness.run(replace(config, nodes=hosts.hosts), hosts.world_size, start)
+        results = network.run(fn, hosts.ranks_per_host, *args)
         counters = network.relay.counters().since(before)
         facts = NetworkFacts(
             hosts,
@@ -103,4 +120,4 @@ def run(config: BenchConfig, hosts: HostsConfig) -> tuple[list[Row], NetworkFact
             network.retransmitted() - retransmitted,
         )
         network.check()
-    return [replace(row, delay_us=hosts.delay_us) for row in rows], facts
+    return results, facts

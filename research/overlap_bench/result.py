@@ -103,7 +103,7 @@ def read(path: Path) -> tuple[Measured, ...]:
             rows[row.pop("measurement")].append(_row(row))
         return tuple(_read(rows, found["measurements"]))
     except (OSError, UnicodeDecodeError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{path} is not a result of shotcast bench overlap: {error}") from error
+        raise ConfigError(f"{path} is not a result of bench_overlap.py: {error}") from error
 
 
 def _read(rows: Sequence[Sequence[OverlapRow]], choices: Sequence[dict[str, Any]]) -> Iterator[Measured]:

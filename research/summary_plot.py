@@ -1,4 +1,6 @@
-"""The summary picture: latency over message size, one curve for the fastest of each family.
+"""The summary picture: latency over message size, one curve for the fastest of each family::
+
+    python research/summary_plot.py PICTURE --json FILE [--json FILE]
 
 The families are those of the ``summary`` table (:data:`shotcast.bench.markdown.FAMILIES`): shotcast's algorithms with
 the bits of the numerics contract, NCCL in any of its forms (or Gloo), PyTorch's symmetric-memory kernels, and the own
@@ -13,6 +15,7 @@ from typing import Any
 import matplotlib.figure
 import matplotlib.patheffects
 import matplotlib.ticker
+import ring_speedup_plot
 
 from shotcast.bench.markdown import fastest, measured_families, require_same, size_name
 from shotcast.bench.report import Row
@@ -109,3 +112,11 @@ def _note_times(axes: Any, lines: dict[str, list[tuple[int, float]]]) -> None:
                     path_effects=halo,
                     zorder=6,
                 )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    ring_speedup_plot.main(arguments, figure, __doc__)
+
+
+if __name__ == "__main__":
+    main()

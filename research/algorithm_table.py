@@ -1,4 +1,4 @@
-"""The table of registered algorithms: what the description of each says, for the reference pages and for readers."""
+"""The table of registered algorithms, from their descriptions; ``fill.py`` puts it on the reference page."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Functions that ranks of tests/bench/test_overlap_bench.py run."""
+"""Functions that ranks of research/tests/test_overlap_bench.py run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from overlap_bench import own
+from overlap_bench.config import OverlapConfig
+from overlap_bench.steps import Steps
 
-from shotcast.bench.overlap import own
-from shotcast.bench.overlap.config import OverlapConfig
-from shotcast.bench.overlap.steps import Steps
 from shotcast.collectives.communicator import Communicator
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shotcast.bench.hosts.measure import HostsConfig
+from simulated_hosts.facts import HostsConfig
+
 from shotcast.errors import ConfigError
 from shotcast.overlap.policy import ROUNDS
 
