@@ -56,7 +56,7 @@ def _fusions(size: int, *names: str, elastic: bool = False) -> list[bool]:
     """Return which fusions are on after vLLM's platform has looked at a configuration with all of them."""
     from vllm.platforms import current_platform
 
-    names = names or ("fuse_allreduce_rms", "fuse_gemm_comms")
+    names = names or ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
     passes = types.SimpleNamespace(**dict.fromkeys(names, True))
     config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(pass_config=passes),
@@ -74,8 +74,8 @@ def vllm(folder: str) -> list[str]:
     from vllm.platforms import current_platform
 
     assert vllm.config.vllm.platform is current_platform
-    assert _fusions(1) == _fusions(2, elastic=True) == [True, True]  # not ours to change
-    assert _fusions(2) == [True, True]
+    assert _fusions(1) == _fusions(2, elastic=True) == [True] * 3  # not ours to change
+    assert _fusions(2) == [True] * 3
     assert _fusions(2, "fuse_allreduce_rms") == [True]  # vLLM 0.33 has no other
     passes = types.SimpleNamespace(fuse_allreduce_rms=True)
     vllm.config.vllm.current = types.SimpleNamespace(
@@ -122,8 +122,8 @@ def vllm(folder: str) -> list[str]:
 def vllm_batch_invariant(folder: str) -> str:
     """Run parts of a batch through vLLM in its batch-invariant mode. Return the explanation of a sum."""
     _begin(folder)
-    assert _fusions(1) == [True, True]
-    assert _fusions(2) == [True, False]
+    assert _fusions(1) == [True] * 3
+    assert _fusions(2) == [True, False, False]
     tp, rank = _vllm_group("tp"), dist.get_rank()
     ours = tp.device_communicator
     xs = _inputs(1 << 16)

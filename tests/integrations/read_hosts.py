@@ -24,8 +24,17 @@ HOSTS = Path(__file__).parent / "hosts.json"
 
 WANTED = {
     "vllm": {
-        "vllm.config.compilation": ["PassConfig.fuse_allreduce_rms", "PassConfig.fuse_gemm_comms"],
-        "vllm.config.parallel": ["ParallelConfig.enable_elastic_ep", "ParallelConfig.tensor_parallel_size"],
+        "vllm.config.compilation": [
+            "CompilationConfig.compile_ranges_endpoints",
+            "PassConfig.enable_sp",
+            "PassConfig.flashinfer_max_size",
+            "PassConfig.fuse_allreduce_rms",
+            "PassConfig.fuse_gemm_comms",
+        ],
+        "vllm.config.parallel": [
+            "ParallelConfig.enable_elastic_ep",
+            "ParallelConfig.tensor_parallel_size",
+        ],
         "vllm.config.vllm": ["get_current_vllm_config_or_none"],
         "vllm.distributed.device_communicators.base_device_communicator": ["DeviceCommunicatorBase.__init__"],
         "vllm.distributed.device_communicators.cuda_communicator": [

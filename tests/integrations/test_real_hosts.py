@@ -14,7 +14,9 @@ import real_host_targets as targets
 from fake_hosts import write_entry_points
 
 import shotcast
+from shotcast.collectives.choice.table import Row, render
 from shotcast.integrations import sglang, vllm
+from shotcast.wire import NodeShape
 
 pytestmark = pytest.mark.full
 
@@ -42,6 +44,23 @@ def test_vllm_fuses_sums_with_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert names.count("shotcast_vllm.all_reduce_rms_norm.default") == 2
         assert names.count("shotcast_vllm.all_reduce_rms_norm_fp8.default") == 1
         assert names.count("vllm.all_reduce.default") == 1, "its weight has another dtype"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_rows_of_vllm_in_ten_batches(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOTCAST_VLLM", "1")
+    write_entry_points(tmp_path)
+    table = tmp_path / "table.json"  # three ranks sum in another order by a ring
+    rows = [Row(4096, "one_shot", None, "eager"), Row(float("inf"), "ring", None, "eager")]
+    table.write_text(render("cpu", NodeShape(1, 3), {("eager", "all_reduce", "bfloat16"): rows}, {}, []))
+    environment = {"VLLM_BATCH_INVARIANT": mode, "SHOTCAST_TABLE": str(table)}
+    for sums, norms, algorithms, one_range in shotcast.spawn(
+        targets.vllm_rows, 3, str(tmp_path), env=environment, timeout_s=400
+    ):
+        assert ("ring" in algorithms) == (sums > 1) == (mode == "0")
+        assert norms == 1
+        assert one_range
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")

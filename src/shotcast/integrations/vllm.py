@@ -29,6 +29,8 @@ EXPECTED = (
     Expected("vllm.platforms.cuda", "CudaPlatform"),
     Expected("vllm.platforms.cuda", "CudaPlatformBase.get_device_communicator_cls", ("cls",), whole=True),
     Expected("vllm.platforms.cuda", "CudaPlatformBase.check_and_update_config", ("cls", "vllm_config"), whole=True),
+    Expected("vllm.config.compilation", "CompilationConfig.compile_ranges_endpoints"),
+    Expected("vllm.config.compilation", "PassConfig.flashinfer_max_size", ("self", "world_size"), whole=True),
     Expected("vllm.config.compilation", "PassConfig.fuse_allreduce_rms"),
     Expected("vllm.config.parallel", "ParallelConfig.enable_elastic_ep"),
     Expected("vllm.config.parallel", "ParallelConfig.tensor_parallel_size"),

@@ -19,14 +19,15 @@ logger = logging.getLogger(__name__)
 
 def _take_fusion() -> None:
     """Let vLLM's fused norms be ours, or switch them off, as its kernel would bypass our sums."""
+    from vllm.config.vllm import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
     try:
         from shotcast.integrations import vllm_fusion
 
-        vllm_fusion.install()
+        vllm_fusion.install(config)
     except Exception as error:
-        from vllm.config.vllm import get_current_vllm_config_or_none
-
-        if (config := get_current_vllm_config_or_none()) is not None:
+        if config is not None:
             config.compilation_config.pass_config.fuse_allreduce_rms = False
         logger.warning("fuse_allreduce_rms is off, as its kernel would bypass the all-reduce of shotcast: %s", error)
 
