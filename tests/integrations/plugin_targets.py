@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast.collectives import reference
-from shotcast.integrations import tensor_parallel
+from shotcast.integrations import tensor_parallel, vllm_platform
 
 
 class _Logged(logging.Handler):
@@ -60,10 +60,14 @@ def _fusions(size: int, *names: str, elastic: bool = False) -> list[bool]:
     passes = types.SimpleNamespace(**dict.fromkeys(names, True))
     config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(pass_config=passes),
-        parallel_config=types.SimpleNamespace(tensor_parallel_size=size, enable_elastic_ep=elastic),
+        parallel_config=types.SimpleNamespace(
+            tensor_parallel_size=size, enable_elastic_ep=elastic, worker_cls=vllm_platform.WORKER_OF_VLLM
+        ),
     )
     current_platform.check_and_update_config(config)
     assert config.checked
+    ours = config.parallel_config.worker_cls == vllm_platform.WORKER
+    assert ours == (size > 1 and not elastic)
     return [getattr(passes, name) for name in names]
 
 
@@ -80,7 +84,9 @@ def vllm(folder: str) -> list[str]:
     passes = types.SimpleNamespace(fuse_allreduce_rms=True)
     vllm.config.vllm.current = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(pass_config=passes),
+        model_config=types.SimpleNamespace(get_hidden_size=lambda: 64, dtype=torch.bfloat16),
         parallel_config=types.SimpleNamespace(enable_elastic_ep=False),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=2048),
     )
     tp, other = _vllm_group("tp"), _vllm_group("pp")
     assert type(tp.device_communicator).__name__ == "ShotcastCudaCommunicator"
@@ -109,6 +115,8 @@ def vllm(folder: str) -> list[str]:
     assert theirs.host_calls == ["all_reduce"]
     assert tensor_parallel.counts()["all_reduce"] == 6
     assert tensor_parallel.counts()["declined"] == 1
+    assert ours.sums.communicator.max_bytes == 2048 * 64 * 2, "the largest batch"
+    _sleep(ours.sums)
     communicator = ours.sums.communicator
     tp.destroy()
     assert "destroy" in ours.host_calls
@@ -117,6 +125,24 @@ def vllm(folder: str) -> list[str]:
     assert tensor_parallel.counts() == {}
     other.destroy()
     return logged
+
+
+def _sleep(sums: tensor_parallel.TensorParallelSums) -> None:
+    """Let the sums sleep, and wake up by a call; but not where graphs have the addresses of the workspace."""
+    first, x = sums.communicator, torch.ones(4)
+    sums.sleep()
+    sums.sleep()
+    with pytest.raises(shotcast.ClosedError):
+        first.check()
+    assert sums.serves(x)
+    assert sums.all_reduce(x).tolist() == [2.0] * 4
+    second = sums.communicator
+    assert second is not first
+    sums.wake_up()
+    assert sums.communicator is second
+    sums._in_graphs = True
+    sums.sleep()
+    second.check()
 
 
 def vllm_batch_invariant(folder: str) -> str:
@@ -178,6 +204,8 @@ def vllm_without_kernels(folder: str) -> list[str]:
 
     class FullMachine(tensor_parallel.TensorParallelSums):
         def __init__(self, *args: Any):
+            super().__init__(*args)
+            self.close()
             raise OSError("no space left")
 
     if dist.get_rank() == 1:  # after the construction, which all ranks end

@@ -7,7 +7,12 @@ the packages that these import.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import real_host_targets as targets
@@ -61,6 +66,39 @@ def test_rows_of_vllm_in_ten_batches(mode: str, tmp_path: Path, monkeypatch: pyt
         assert ("ring" in algorithms) == (sums > 1) == (mode == "0")
         assert norms == 1
         assert one_range
+
+
+_OF_ENGINE = ("vllm", "msgspec", "einops", "cloudpickle", "pybase64", "cachetools", "uvloop", "cpuinfo")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of each case in vLLM's real executor and workers."""
+    if missing := [name for name in _OF_ENGINE if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    folder = tmp_path_factory.mktemp("engine")
+    write_entry_points(folder)
+    here = Path(targets.__file__).parent
+    path = os.pathsep.join((str(here), *sys.path))
+    command = [sys.executable, str(here / "vllm_engine.py"), str(folder), "sleeps"]
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=True)
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    return found
+
+
+def test_vllm_gives_workspaces_back_in_sleep(engine: dict[str, Any]) -> None:
+    for level in engine["sleeps"]:
+        for awake, asleep, half, again in zip(*level, strict=True):
+            (kib, calls), (kib_again, calls_again) = awake, again
+            assert kib > 256, "both ranks' workspaces"
+            assert asleep[0] < kib / 4
+            assert half[0] < kib / 4, "the weights alone are awake"
+            assert abs(kib_again - kib) < kib / 4
+            assert calls == calls_again
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")

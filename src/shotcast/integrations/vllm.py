@@ -16,6 +16,7 @@ AT_LEAST, BELOW = (0, 24), (0, 34)
 """The versions that are served. 0.24.0 and 0.33.0 were read."""
 
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
+WORKER = "vllm.v1.worker.gpu_worker"
 EXPECTED = (
     Expected(COMMUNICATOR, "CudaCommunicator.__init__", ("self", "cpu_group", "device", "device_group", "unique_name")),
     Expected(COMMUNICATOR, "CudaCommunicator.all_reduce", ("self", "input_"), whole=True),
@@ -34,8 +35,11 @@ EXPECTED = (
     Expected("vllm.config.compilation", "PassConfig.fuse_allreduce_rms"),
     Expected("vllm.config.parallel", "ParallelConfig.enable_elastic_ep"),
     Expected("vllm.config.parallel", "ParallelConfig.tensor_parallel_size"),
+    Expected("vllm.config.parallel", "ParallelConfig.worker_cls"),
     Expected("vllm.config.vllm", "get_current_vllm_config_or_none"),
     Expected("vllm.envs", "VLLM_BATCH_INVARIANT"),
+    Expected(WORKER, "Worker.sleep", ("self", "level"), whole=True),
+    Expected(WORKER, "Worker.wake_up", ("self", "tags"), whole=True),
 )
 PLATFORM = "shotcast.integrations.vllm_platform.ShotcastCudaPlatform"
 

@@ -14,6 +14,8 @@ from shotcast import env
 
 logger = logging.getLogger(__name__)
 
+WORKER = "shotcast.integrations.vllm_worker.ShotcastWorker"
+WORKER_OF_VLLM = "vllm.v1.worker.gpu_worker.Worker"
 COMMUNICATOR = "shotcast.integrations.vllm_communicator.ShotcastCudaCommunicator"
 
 
@@ -49,7 +51,7 @@ def _platform() -> type:
 
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
-            """Do what vLLM does, and in batch-invariant mode switch off what depends on the batch.
+            """Do what vLLM does, take our worker, and in batch-invariant mode switch off what depends on the batch.
 
             That is sequence parallelism, which begins at a number of tokens and norms by other kernels than ours, and
             the product with reduce-scatter, which calls no communicator. Ranks and their GPUs are not known yet, so
@@ -61,6 +63,8 @@ def _platform() -> type:
                 return
             from vllm import envs
 
+            if parallel.worker_cls == WORKER_OF_VLLM:
+                parallel.worker_cls = WORKER
             passes = vllm_config.compilation_config.pass_config
             if envs.VLLM_BATCH_INVARIANT or env.batch_invariant():
                 for name in ("enable_sp", "fuse_gemm_comms"):  # vLLM 0.24 has them, and 0.33 does not
