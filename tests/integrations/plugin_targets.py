@@ -132,12 +132,15 @@ def _sleep(sums: tensor_parallel.TensorParallelSums) -> None:
     first, x = sums.communicator, torch.ones(4)
     sums.sleep()
     sums.sleep()
+    sums.set_timeout(30)
+    sums.check()
     with pytest.raises(shotcast.ClosedError):
         first.check()
     assert sums.serves(x)
     assert sums.all_reduce(x).tolist() == [2.0] * 4
     second = sums.communicator
     assert second is not first
+    assert second._timeout_s == 30
     sums.wake_up()
     assert sums.communicator is second
     sums._in_graphs = True

@@ -80,7 +80,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_entry_points(folder)
     here = Path(targets.__file__).parent
     path = os.pathsep.join((str(here), *sys.path))
-    command = [sys.executable, str(here / "vllm_engine.py"), str(folder), "sleeps"]
+    command = [sys.executable, str(here / "vllm_engine.py"), str(folder), *("sleeps", *FAULTS)]
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=True)
     found: dict[str, Any] = {}
@@ -99,6 +99,28 @@ def test_vllm_gives_workspaces_back_in_sleep(engine: dict[str, Any]) -> None:
             assert half[0] < kib / 4, "the weights alone are awake"
             assert abs(kib_again - kib) < kib / 4
             assert calls == calls_again
+
+
+FAULTS = {
+    "killed": ("as processes have ended; dead ranks: 1.", 1),
+    "raises": ("interrupted ranks: 1.", 1),
+    "differs": ("differs between ranks in nbytes; differing ranks: 1.", 1),
+    "skips": ("did not complete within its timeout of 4 s (timeout_s); missing ranks: 1.", 4.8),
+    "stopped": ("did not complete within its timeout of 4 s (timeout_s); missing ranks: 1.", 4.8),
+    "late": ("did not complete within its timeout of 4 s (timeout_s); missing ranks: 1.", 4.8),
+    "replayed": ("did not complete within its timeout of 4 s (timeout_s); missing ranks: 1.", 4.8),
+    "replayed later": ("did not complete within its timeout of 4 s (timeout_s); missing ranks: 1.", 4.8),
+}
+"""The errors of steps in which rank 1 has each trouble, and the seconds of 5 within which vLLM gets them."""
+
+
+@pytest.mark.parametrize("trouble", FAULTS)
+def test_vllm_is_told_which_rank(trouble: str, engine: dict[str, Any]) -> None:
+    text, within_s = FAULTS[trouble]
+    found = engine[trouble]
+    assert text in found["error"]
+    assert found["seconds"] < within_s
+    assert found["burnt"] < 0.3, "nothing spins"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")

@@ -44,6 +44,7 @@ class TensorParallelSums:
         self.communicator = communicator = make()
         self.group_name = group_name
         self._asleep = self._in_graphs = False
+        self._timeout_s = 0.0
         self.batch_invariant = communicator.topology.batch_invariant
         self.calls = {"all_reduce": 0, "reduce_scatter": 0, "all_reduce_rms_norm": 0, "declined": 0}
         """Calls by operation, with those that were left to the host program. Replays of graphs do not count."""
@@ -109,6 +110,22 @@ class TensorParallelSums:
         found = self.communicator.all_reduce_rms_norm_fp8(x, residual, weight, eps, scale=scale)
         return found.quantized, found.new_residual
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of later calls, also after :meth:`wake_up`."""
+        if timeout_s != self._timeout_s:
+            self._timeout_s = timeout_s
+            if not self._asleep:
+                self.communicator.set_timeout(timeout_s)
+
+    def check(self) -> None:
+        """Raise if a call has failed, as far as finished calls have seen; also one of a graph that was replayed."""
+        if not self._asleep:
+            self.communicator.check()
+
+    def interrupt(self) -> None:
+        """End the calls of all ranks with an error that names this one, which has failed."""
+        self.communicator._interrupt()
+
     def sleep(self) -> None:
         """Give the workspace back until :meth:`wake_up` or the next call. Needs no other rank.
 
@@ -125,6 +142,8 @@ class TensorParallelSums:
         if self._asleep:
             self.communicator = self._make()
             self._asleep = False
+            if self._timeout_s:
+                self.communicator.set_timeout(self._timeout_s)
 
     def close(self) -> None:
         """Give the workspace back. Needs no other rank; a second call does nothing."""

@@ -38,6 +38,10 @@ EXPECTED = (
     Expected("vllm.config.parallel", "ParallelConfig.worker_cls"),
     Expected("vllm.config.vllm", "get_current_vllm_config_or_none"),
     Expected("vllm.envs", "VLLM_BATCH_INVARIANT"),
+    Expected("vllm.envs", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
+    Expected("vllm.v1.outputs", "AsyncModelRunnerOutput.get_output", ("self",), whole=True),
+    Expected(WORKER, "Worker.execute_model", ("self", "scheduler_output"), whole=True),
+    Expected(WORKER, "Worker.sample_tokens", ("self", "grammar_output"), whole=True),
     Expected(WORKER, "Worker.sleep", ("self", "level"), whole=True),
     Expected(WORKER, "Worker.wake_up", ("self", "tags"), whole=True),
 )
