@@ -12,7 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_NAMES = ("vllm.vllm_flash_attn", "xgrammar", "xgrammar.openai_tool_call_schema", "xgrammar.structural_tag")
 _COMPILED = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_C", "_moe_C")
+
+
+class _Names(types.ModuleType):
+    """A module that vLLM imports names of, and does not use here."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
 
 
 class _NoNccl:
@@ -35,6 +45,7 @@ def _import_vllm(folder: str) -> Any:
     for name in _COMPILED:  # sources that were unpacked have no compiled parts
         if importlib.util.find_spec(f"vllm.{name}") is None:
             sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
+    sys.modules.update((name, _Names(name)) for name in _NAMES)
     import vllm.platforms as platforms
 
     platforms._current_platform = None

@@ -8,9 +8,11 @@ The workers take another device, group and model runner than on GPUs. FOLDER has
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,6 +23,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+import triton
 from real_host_targets import _import_passes, _import_vllm, _vllm_group
 
 _DEADLINE_S = 5
@@ -29,14 +32,6 @@ _IDLE_S = 2.5
 """vLLM's queues spin for a second after a message."""
 _CULPRIT = 1
 _ROWS, _HIDDEN = 64, 64
-
-
-class _Names(types.ModuleType):
-    """A module that vLLM imports names of, and does not use here."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 class Runner:
@@ -74,6 +69,9 @@ class Runner:
         if trouble != "skips":
             _sum(_ROWS)
 
+    def get_draft_model(self) -> None:
+        pass
+
     def post_kv_cache_wake_up(self) -> None:
         pass
 
@@ -94,6 +92,9 @@ def _given_later(output: Any) -> Any:
     class Later(AsyncModelRunnerOutput):
         def get_output(self) -> Any:
             return output
+
+        def get_kv_connector_output(self) -> None:
+            pass
 
     return Later()
 
@@ -179,8 +180,35 @@ def _fault(executor: Any, trouble: str) -> dict[str, Any]:
     return {"error": error, "seconds": seconds, "burnt": burnt}
 
 
-def _hidden() -> int:
-    return _HIDDEN
+class _Model:
+    """The answers to what a worker asks of a model's configuration: this one has nothing special."""
+
+    dtype, sleep_mode_backend = torch.float32, "cumem"
+
+    def __getattr__(self, name: str) -> bool:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return False
+
+    def get_hidden_size(self) -> int:
+        return _HIDDEN
+
+
+def _import_worker() -> None:
+    """Import vLLM's worker, which asks compiled kernels that are not there what they can do."""
+    from vllm.triton_utils import triton as stand_in
+
+    stand_in.Config = triton.Config  # without a GPU, vLLM has one of its own
+    while True:
+        try:
+            importlib.import_module("vllm.v1.worker.gpu_worker")
+        except AttributeError as error:
+            missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
+            if missing is None:
+                raise
+            setattr(getattr(torch.ops, missing[1]), missing[2], lambda *_: False)
+        else:
+            return
 
 
 def _begin(folder: str) -> Any:
@@ -193,10 +221,7 @@ def _begin(folder: str) -> Any:
     }
     _import_vllm(folder)
     _import_passes()
-    for name in ("vllm.vllm_flash_attn", "xgrammar"):
-        sys.modules[name] = _Names(name)
-    for name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"):
-        setattr(torch.ops._C, name, lambda *_: False)
+    _import_worker()
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.device_allocator import cumem
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -204,16 +229,16 @@ def _begin(folder: str) -> Any:
     from shotcast.integrations import vllm_worker
 
     cumem.cumem_available = True
-    torch.cuda.mem_get_info = lambda *_: (1 << 30, 1 << 31)  # what other processes do would show
+    torch.cuda.mem_get_info = torch.accelerator.get_memory_info = lambda *_: (1 << 30, 1 << 31)
+    torch.cuda.set_device = torch.accelerator.synchronize = torch.accelerator.empty_cache = lambda *_: None
 
     def make() -> Any:
         parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="mp")
         config = VllmConfig(parallel_config=parallel)
         assert parallel.worker_cls == f"{vllm_worker.__name__}.ShotcastWorker"
         parallel.worker_cls = "vllm_engine.CpuWorker"
-        config.scheduler_config.async_scheduling = False  # its thread wants a GPU
-        model = {"is_multimodal_model": False, "multimodal_config": None, "is_diffusion": False, "dtype": torch.float32}
-        object.__setattr__(config, "model_config", types.SimpleNamespace(**model, get_hidden_size=_hidden))
+        assert config.scheduler_config.async_scheduling, "outputs are taken by another thread"
+        object.__setattr__(config, "model_config", _Model())
         return MultiprocExecutor(config)
 
     return make

@@ -28,15 +28,23 @@ def _worker() -> type:
     from vllm.v1.worker.gpu_worker import Worker
 
     class _CheckedOutput(AsyncModelRunnerOutput):
-        """The output of a step that vLLM takes later. It raises what replayed graphs have met, as these do not."""
+        """The output of a step that vLLM takes later. It looks for what replayed graphs have met."""
 
         def __init__(self, output: Any):
             self._output = output
 
         def get_output(self) -> Any:
+            """Return the output, or an error for vLLM to tell: raised here, it would end a thread of vLLM 0.24."""
             output = self._output.get_output()
-            _check()
+            try:
+                _check()
+            except ShotcastError as error:
+                return error
             return output
+
+        def get_kv_connector_output(self) -> Any:
+            """Return what vLLM 0.33 keeps of a step that has failed."""
+            return self._output.get_kv_connector_output()
 
     class ShotcastWorker(Worker):
         """vLLM's own worker, but for faults of our sums and for sleep."""
