@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -107,15 +108,19 @@ def _import_passes() -> Any:
     manager = sys.modules[name] = types.ModuleType(name)
     manager.AllReduceFusionPass = None  # type: ignore[attr-defined]
     libraries = {"_C": torch.library.Library("_C", "FRAGMENT")}
-    libraries["_C"].define(f"{_QUANTIZE}(Tensor! result, Tensor input, Tensor scale, (int, int)? group=None) -> ()")
+    libraries["_C"].define(
+        f"{_QUANTIZE}(Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None) -> ()"
+    )
 
-    def quantize(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, group: Any = None) -> None:
+    def quantize(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, group_shape: Any = None) -> None:
         result.copy_((input.float() * (1 / scale.float())).clamp(-448, 448).to(torch.float8_e4m3fn))
 
     libraries["_C"].impl(_QUANTIZE, quantize, "CompositeExplicitAutograd")
     while True:
         try:
             import vllm.compilation.passes as passes
+
+            importlib.import_module("vllm.compilation.passes.fusion.matcher_utils")
         except AttributeError as error:
             missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
             if missing is None:
