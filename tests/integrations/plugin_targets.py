@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast.collectives import reference
-from shotcast.integrations import tensor_parallel
+from shotcast.integrations import tensor_parallel, vllm_platform
 
 
 class _Logged(logging.Handler):
@@ -56,14 +56,18 @@ def _fusions(size: int, *names: str, elastic: bool = False) -> list[bool]:
     """Return which fusions are on after vLLM's platform has looked at a configuration with all of them."""
     from vllm.platforms import current_platform
 
-    names = names or ("fuse_allreduce_rms", "fuse_gemm_comms")
+    names = names or ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
     passes = types.SimpleNamespace(**dict.fromkeys(names, True))
     config = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(pass_config=passes),
-        parallel_config=types.SimpleNamespace(tensor_parallel_size=size, enable_elastic_ep=elastic),
+        parallel_config=types.SimpleNamespace(
+            tensor_parallel_size=size, enable_elastic_ep=elastic, worker_cls=vllm_platform.WORKER_OF_VLLM
+        ),
     )
     current_platform.check_and_update_config(config)
     assert config.checked
+    ours = config.parallel_config.worker_cls == vllm_platform.WORKER
+    assert ours == (size > 1 and not elastic)
     return [getattr(passes, name) for name in names]
 
 
@@ -74,13 +78,15 @@ def vllm(folder: str) -> list[str]:
     from vllm.platforms import current_platform
 
     assert vllm.config.vllm.platform is current_platform
-    assert _fusions(1) == _fusions(2, elastic=True) == [True, True]  # not ours to change
-    assert _fusions(2) == [True, True]
+    assert _fusions(1) == _fusions(2, elastic=True) == [True] * 3  # not ours to change
+    assert _fusions(2) == [True] * 3
     assert _fusions(2, "fuse_allreduce_rms") == [True]  # vLLM 0.33 has no other
     passes = types.SimpleNamespace(fuse_allreduce_rms=True)
     vllm.config.vllm.current = types.SimpleNamespace(
         compilation_config=types.SimpleNamespace(pass_config=passes),
+        model_config=types.SimpleNamespace(get_hidden_size=lambda: 64, dtype=torch.bfloat16),
         parallel_config=types.SimpleNamespace(enable_elastic_ep=False),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=2048),
     )
     tp, other = _vllm_group("tp"), _vllm_group("pp")
     assert type(tp.device_communicator).__name__ == "ShotcastCudaCommunicator"
@@ -109,6 +115,8 @@ def vllm(folder: str) -> list[str]:
     assert theirs.host_calls == ["all_reduce"]
     assert tensor_parallel.counts()["all_reduce"] == 6
     assert tensor_parallel.counts()["declined"] == 1
+    assert ours.sums.communicator.max_bytes == 2048 * 64 * 2, "the largest batch"
+    _sleep(ours.sums)
     communicator = ours.sums.communicator
     tp.destroy()
     assert "destroy" in ours.host_calls
@@ -119,11 +127,32 @@ def vllm(folder: str) -> list[str]:
     return logged
 
 
+def _sleep(sums: tensor_parallel.TensorParallelSums) -> None:
+    """Let the sums sleep, and wake up by a call; but not where graphs have the addresses of the workspace."""
+    first, x = sums.communicator, torch.ones(4)
+    sums.sleep()
+    sums.sleep()
+    sums.set_timeout(30)
+    sums.check()
+    with pytest.raises(shotcast.ClosedError):
+        first.check()
+    assert sums.serves(x)
+    assert sums.all_reduce(x).tolist() == [2.0] * 4
+    second = sums.communicator
+    assert second is not first
+    assert second._timeout_s == 30
+    sums.wake_up()
+    assert sums.communicator is second
+    sums._in_graphs = True
+    sums.sleep()
+    second.check()
+
+
 def vllm_batch_invariant(folder: str) -> str:
     """Run parts of a batch through vLLM in its batch-invariant mode. Return the explanation of a sum."""
     _begin(folder)
-    assert _fusions(1) == [True, True]
-    assert _fusions(2) == [True, False]
+    assert _fusions(1) == [True] * 3
+    assert _fusions(2) == [True, False, False]
     tp, rank = _vllm_group("tp"), dist.get_rank()
     ours = tp.device_communicator
     xs = _inputs(1 << 16)
@@ -178,6 +207,8 @@ def vllm_without_kernels(folder: str) -> list[str]:
 
     class FullMachine(tensor_parallel.TensorParallelSums):
         def __init__(self, *args: Any):
+            super().__init__(*args)
+            self.close()
             raise OSError("no space left")
 
     if dist.get_rank() == 1:  # after the construction, which all ranks end

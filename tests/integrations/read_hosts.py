@@ -24,8 +24,18 @@ HOSTS = Path(__file__).parent / "hosts.json"
 
 WANTED = {
     "vllm": {
-        "vllm.config.compilation": ["PassConfig.fuse_allreduce_rms", "PassConfig.fuse_gemm_comms"],
-        "vllm.config.parallel": ["ParallelConfig.enable_elastic_ep", "ParallelConfig.tensor_parallel_size"],
+        "vllm.config.compilation": [
+            "CompilationConfig.compile_ranges_endpoints",
+            "PassConfig.enable_sp",
+            "PassConfig.flashinfer_max_size",
+            "PassConfig.fuse_allreduce_rms",
+            "PassConfig.fuse_gemm_comms",
+        ],
+        "vllm.config.parallel": [
+            "ParallelConfig.enable_elastic_ep",
+            "ParallelConfig.tensor_parallel_size",
+            "ParallelConfig.worker_cls",
+        ],
         "vllm.config.vllm": ["get_current_vllm_config_or_none"],
         "vllm.distributed.device_communicators.base_device_communicator": ["DeviceCommunicatorBase.__init__"],
         "vllm.distributed.device_communicators.cuda_communicator": [
@@ -42,12 +52,19 @@ WANTED = {
             "GroupCoordinator._all_reduce_out_place",
             "GroupCoordinator.destroy",
         ],
-        "vllm.envs": ["VLLM_BATCH_INVARIANT", "VLLM_PLUGINS"],
+        "vllm.envs": ["VLLM_BATCH_INVARIANT", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "VLLM_PLUGINS"],
         "vllm.platforms": ["cuda_platform_plugin", "resolve_current_platform_cls_qualname"],
         "vllm.platforms.cuda": [
             "CudaPlatform",
             "CudaPlatformBase.get_device_communicator_cls",
             "CudaPlatformBase.check_and_update_config",
+        ],
+        "vllm.v1.outputs": ["AsyncModelRunnerOutput.get_output"],
+        "vllm.v1.worker.gpu_worker": [
+            "Worker.execute_model",
+            "Worker.sample_tokens",
+            "Worker.sleep",
+            "Worker.wake_up",
         ],
     },
     "sglang": {

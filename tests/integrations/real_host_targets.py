@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -12,16 +13,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_NAMES = ("vllm.vllm_flash_attn", "xgrammar", "xgrammar.openai_tool_call_schema", "xgrammar.structural_tag")
 _COMPILED = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_C", "_moe_C")
+
+
+class _Names(types.ModuleType):
+    """A module that vLLM imports names of, and does not use here."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
 
 
 class _NoNccl:
     """A stand-in for vLLM's NCCL, which needs GPUs."""
 
-    disabled, world_size = True, 2
+    disabled = True
 
     def __init__(self, group: Any, device: Any):
-        pass
+        self.world_size = dist.get_world_size()
 
     def destroy(self) -> None:
         pass
@@ -35,6 +46,7 @@ def _import_vllm(folder: str) -> Any:
     for name in _COMPILED:  # sources that were unpacked have no compiled parts
         if importlib.util.find_spec(f"vllm.{name}") is None:
             sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
+    sys.modules.update((name, _Names(name)) for name in _NAMES)
     import vllm.platforms as platforms
 
     platforms._current_platform = None
@@ -55,8 +67,9 @@ def _vllm_group(groups: Any, name: str) -> Any:
     group = dist.new_group(backend="gloo")
     chosen = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
     made = object.__new__(groups.GroupCoordinator)
-    made.unique_name, made.world_size, made.use_custom_op_call = name, 2, False
-    made.cpu_group = made.device_group = group
+    made.unique_name, made.world_size, made.use_custom_op_call = name, dist.get_world_size(), False
+    made.cpu_group, made.device_group = group, dist.new_group(backend="gloo")
+    made.mq_broadcaster = None
     made.device_communicator = chosen(group, torch.device("cpu"), group, unique_name=name)
     return made
 
@@ -95,15 +108,19 @@ def _import_passes() -> Any:
     manager = sys.modules[name] = types.ModuleType(name)
     manager.AllReduceFusionPass = None  # type: ignore[attr-defined]
     libraries = {"_C": torch.library.Library("_C", "FRAGMENT")}
-    libraries["_C"].define(f"{_QUANTIZE}(Tensor! result, Tensor input, Tensor scale, (int, int)? group=None) -> ()")
+    libraries["_C"].define(
+        f"{_QUANTIZE}(Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None) -> ()"
+    )
 
-    def quantize(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, group: Any = None) -> None:
+    def quantize(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, group_shape: Any = None) -> None:
         result.copy_((input.float() * (1 / scale.float())).clamp(-448, 448).to(torch.float8_e4m3fn))
 
     libraries["_C"].impl(_QUANTIZE, quantize, "CompositeExplicitAutograd")
     while True:
         try:
             import vllm.compilation.passes as passes
+
+            importlib.import_module("vllm.compilation.passes.fusion.matcher_utils")
         except AttributeError as error:
             missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
             if missing is None:
@@ -121,18 +138,10 @@ _KERNELS: list[torch.library.Library] = []
 """They end with their libraries."""
 
 
-def vllm_fusion(folder: str) -> tuple[int, dict[str, int], list[str]]:
-    """Let vLLM's pass manager fuse a graph, and run it. Return how many it fused, our calls, and its operators."""
+def _begin_passes(folder: str) -> tuple[Any, Any, Any]:
+    """Return vLLM's tensor-parallel group, a configuration, and the pass that its pass manager would take."""
     groups = _import_vllm(folder)
-    import vllm.ir
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
     pass_manager = _import_passes()
-    from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
-
-    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     groups._TP = tp = _vllm_group(groups, "tp:0")
     tp.use_custom_op_call = True
@@ -149,7 +158,30 @@ def vllm_fusion(folder: str) -> tuple[int, dict[str, int], list[str]]:
     configuration._current_vllm_config = config  # type: ignore[assignment]
     _KERNELS.append(torch.library.Library("vllm", "FRAGMENT"))
     _KERNELS[-1].impl("all_reduce", groups.all_reduce, "CPU")
-    ours = pass_manager.AllReduceFusionPass(config)
+    return tp, config, pass_manager.AllReduceFusionPass(config)
+
+
+def _fused(ours: Any, layers: Any, operands: tuple[torch.Tensor, ...]) -> Any:
+    """Return the graph of ``layers`` after our pass."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.inference_mode(), torch._subclasses.FakeTensorMode() as mode:
+        traced = make_fx(layers)(*(mode.from_tensor(one) for one in operands))
+    traced.graph.eliminate_dead_code()
+    ours(traced.graph)
+    traced.recompile()
+    return traced
+
+
+def vllm_fusion(folder: str) -> tuple[int, dict[str, int], list[str]]:
+    """Let vLLM's pass manager fuse a graph, and run it. Return how many it fused, our calls, and its operators."""
+    tp, _, ours = _begin_passes(folder)
+    import vllm.ir
+    from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
+    from vllm.distributed import tensor_model_parallel_all_reduce
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+    rank = dist.get_rank()
     norms, quantize = vllm.ir.ops, MatcherQuantFP8(kFp8StaticTensorSym)
 
     def layers(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> Any:
@@ -168,11 +200,7 @@ def vllm_fusion(folder: str) -> tuple[int, dict[str, int], list[str]]:
     weight = torch.linspace(0.5, 1.5, 256).to(torch.bfloat16)
     scale = torch.tensor([[0.02]])
     operands = x, weight, weight.float(), scale
-    with torch.inference_mode(), torch._subclasses.FakeTensorMode() as mode:
-        traced = make_fx(layers)(*(mode.from_tensor(one) for one in operands))
-    traced.graph.eliminate_dead_code()
-    ours(traced.graph)
-    traced.recompile()
+    traced = _fused(ours, layers, operands)
     names = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
     with torch.inference_mode():
         last, residual, quantized, _ = traced(*operands)
@@ -185,6 +213,55 @@ def vllm_fusion(folder: str) -> tuple[int, dict[str, int], list[str]]:
     calls = dict(tp.device_communicator.sums.calls)
     tp.device_communicator.destroy()
     return ours.matched_count, calls, names
+
+
+_HIDDEN = 256
+
+
+def vllm_rows(folder: str) -> tuple[int, int, set[str], bool]:
+    """Put a row into ten batches. Return how many different sums and norms it has, who chose, and the ranges' end.
+
+    That is whether the graphs that vLLM compiles have one range, up to the largest batch.
+    """
+    tp, config, ours = _begin_passes(folder)
+    import vllm.ir
+    from vllm.config.vllm import VllmConfig
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    from shotcast.integrations import vllm_fusion
+
+    rank, communicator, norm = dist.get_rank(), tp.device_communicator.sums.communicator, vllm.ir.ops.fused_add_rms_norm
+
+    def layers(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+        normed, residual = norm(tensor_model_parallel_all_reduce(x), residual, weight, 1e-6)
+        return norm(tensor_model_parallel_all_reduce(normed * (1 + rank)), residual, weight, 1e-6)
+
+    generator = torch.Generator().manual_seed(rank)
+    row, weight = torch.randn(_HIDDEN, generator=generator).to(torch.bfloat16), torch.ones(_HIDDEN).to(torch.bfloat16)
+    traced = _fused(ours, layers, (row.repeat(7, 1), row.repeat(7, 1), weight))
+    assert ours.matched_count == 2
+    sums, norms, reasons = set(), set(), set()
+    for tokens in (1, 2, 3, 7, 8, 33, 64, 255, 1000, 4096):
+        batch = torch.randn(tokens, _HIDDEN, generator=generator).to(torch.bfloat16)
+        for place in {0, tokens // 2, tokens - 1}:
+            batch[place] = row
+            with torch.inference_mode():
+                sums.add(tp.all_reduce(batch)[place].view(torch.uint8).numpy().tobytes())
+                found = traced(batch, batch.sign(), weight)
+                norms.add(tuple(one[place].view(torch.uint8).numpy().tobytes() for one in found))
+        reasons.add(communicator.explain(batch).algorithm)
+
+    config.model_config.get_hidden_size = lambda: _HIDDEN
+    config.parallel_config = types.SimpleNamespace(tensor_parallel_size=2)
+    config.scheduler_config = types.SimpleNamespace(max_num_batched_tokens=8192)
+    passes = config.compilation_config.pass_config
+    passes.fuse_allreduce_rms, passes.fi_allreduce_fusion_max_size_mb = True, 1
+    VllmConfig._set_compile_ranges(config)
+    assert len(config.compilation_config.get_compile_ranges()) == 2
+    vllm_fusion.install(config)
+    (only,) = config.compilation_config.get_compile_ranges()
+    tp.device_communicator.destroy()
+    return len(sums), len(norms), reasons, (only.start, only.end) == (1, 8192)
 
 
 def _norm_in_float64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from shotcast import env
-from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.communicator import DEFAULT_MAX_BYTES, MAX_WORKSPACE_MESSAGE, Communicator
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S
 from shotcast.errors import ShotcastError, UnsupportedError
 
@@ -33,13 +35,16 @@ class TensorParallelSums:
     are and have workspaces of their own, so a graph registers no buffers.
 
     Args:
-        communicator: of the ranks of the group; it belongs to this object.
+        make: makes the communicator of the ranks of the group, which belongs to this object. Collective.
         group_name: the host program's name of the group.
     """
 
-    def __init__(self, communicator: Communicator, group_name: str):
-        self.communicator = communicator
+    def __init__(self, make: Callable[[], Communicator], group_name: str):
+        self._make = make
+        self.communicator = communicator = make()
         self.group_name = group_name
+        self._asleep = self._in_graphs = False
+        self._timeout_s = 0.0
         self.batch_invariant = communicator.topology.batch_invariant
         self.calls = {"all_reduce": 0, "reduce_scatter": 0, "all_reduce_rms_norm": 0, "declined": 0}
         """Calls by operation, with those that were left to the host program. Replays of graphs do not count."""
@@ -49,8 +54,12 @@ class TensorParallelSums:
 
     def serves(self, x: torch.Tensor) -> bool:
         """Return whether :meth:`all_reduce` takes ``x``, captured or not. All ranks get the same answer."""
+        if self._asleep:
+            self.wake_up()
         if x.device != self.communicator.device or x.layout is not torch.strided:
             return False
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._in_graphs = True
         if self.batch_invariant:
             return True
         key = x.numel(), x.dtype
@@ -101,6 +110,41 @@ class TensorParallelSums:
         found = self.communicator.all_reduce_rms_norm_fp8(x, residual, weight, eps, scale=scale)
         return found.quantized, found.new_residual
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of later calls, also after :meth:`wake_up`."""
+        if timeout_s != self._timeout_s:
+            self._timeout_s = timeout_s
+            if not self._asleep:
+                self.communicator.set_timeout(timeout_s)
+
+    def check(self) -> None:
+        """Raise if a call has failed, as far as finished calls have seen; also one of a graph that was replayed."""
+        if not self._asleep:
+            self.communicator.check()
+
+    def interrupt(self) -> None:
+        """End the calls of all ranks with an error that names this one, which has failed."""
+        self.communicator._interrupt()
+
+    def sleep(self) -> None:
+        """Give the workspace back until :meth:`wake_up` or the next call. Needs no other rank.
+
+        A workspace with which graphs were captured stays, as their replays use its addresses.
+        """
+        if self._in_graphs:
+            logger.info("the workspace of group %s stays while it sleeps, as graphs use it", self.group_name)
+        elif not self._asleep:
+            self._asleep = True
+            self.communicator.close()
+
+    def wake_up(self) -> None:
+        """Make the workspace again, if it was given back. Collective."""
+        if self._asleep:
+            self.communicator = self._make()
+            self._asleep = False
+            if self._timeout_s:
+                self.communicator.set_timeout(self._timeout_s)
+
     def close(self) -> None:
         """Give the workspace back. Needs no other rank; a second call does nothing."""
         self.communicator.close()
@@ -108,7 +152,12 @@ class TensorParallelSums:
 
 
 def make_sums(
-    group: dist.ProcessGroup, device: torch.device, group_name: str, batch_invariant: bool, host: str
+    group: dist.ProcessGroup,
+    device: torch.device,
+    group_name: str,
+    batch_invariant: bool,
+    host: str,
+    largest: int = MAX_WORKSPACE_MESSAGE,
 ) -> TensorParallelSums | None:
     """Return the sums of a group, or None if the host program has to serve it. Collective.
 
@@ -119,6 +168,7 @@ def make_sums(
         group: the host program's group of CPU tensors, which connects the ranks while they set up.
         batch_invariant: the host program is in its own batch-invariant mode; without it, SHOTCAST_BATCH_INVARIANT says.
         host: the name of the host program, for messages.
+        largest: bytes of the longest message of the host program, for which the workspace has no more room.
 
     Raises:
         UnsupportedError: on all ranks, where there are none and SHOTCAST_BATCH_INVARIANT asks for them.
@@ -131,24 +181,24 @@ def make_sums(
         return None
     if ranks == 1:
         return None
-    communicator, sums, asked, why = None, None, False, ""
+    sums, asked, why = None, False, ""
+    room, invariant = min(largest, DEFAULT_MAX_BYTES[device.type]), batch_invariant or None
+    make = functools.partial(Communicator, group, device, room, batch_invariant=invariant, exclusive=True)
     try:
         asked = env.batch_invariant()
-        communicator = Communicator(group, device, batch_invariant=batch_invariant or None, exclusive=True)
-        why = communicator.topology.obstacle
-        if not why:
-            sums = TensorParallelSums(communicator, group_name)
+        sums = TensorParallelSums(make, group_name)
+        why = sums.communicator.topology.obstacle
     except Exception as error:  # also what a compiler, the driver or the system raises on this rank alone
         why = f"{type(error).__name__}: {error}"
     try:
         any_asked, obstacles = _obstacles(group, asked, why)
     except BaseException:
-        if communicator is not None:
-            communicator.close()
+        if sums is not None:
+            sums.close()
         raise
     if obstacles:
-        if communicator is not None:
-            communicator.close()
+        if sums is not None:
+            sums.close()
         leave_to_host(host, group_name, obstacles, any_asked)
         return None
     assert sums is not None
@@ -201,10 +251,15 @@ def _obstacles(group: dist.ProcessGroup, asked: bool, why: str) -> tuple[bool, s
     return any(bool(row[0]) for row in rows), "; ".join(named)
 
 
+def all_sums() -> list[TensorParallelSums]:
+    """Return the sums of all groups of this process."""
+    return list(_all)
+
+
 def counts() -> dict[str, int]:
     """Return the calls of all groups of this process so far, by operation (see :attr:`TensorParallelSums.calls`)."""
     total: dict[str, int] = {}
-    for sums in list(_all):
+    for sums in all_sums():
         for name, calls in sums.calls.items():
             total[name] = total.get(name, 0) + calls
     return total

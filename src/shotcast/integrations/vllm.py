@@ -16,6 +16,7 @@ AT_LEAST, BELOW = (0, 24), (0, 34)
 """The versions that are served. 0.24.0 and 0.33.0 were read."""
 
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
+WORKER = "vllm.v1.worker.gpu_worker"
 EXPECTED = (
     Expected(COMMUNICATOR, "CudaCommunicator.__init__", ("self", "cpu_group", "device", "device_group", "unique_name")),
     Expected(COMMUNICATOR, "CudaCommunicator.all_reduce", ("self", "input_"), whole=True),
@@ -29,11 +30,20 @@ EXPECTED = (
     Expected("vllm.platforms.cuda", "CudaPlatform"),
     Expected("vllm.platforms.cuda", "CudaPlatformBase.get_device_communicator_cls", ("cls",), whole=True),
     Expected("vllm.platforms.cuda", "CudaPlatformBase.check_and_update_config", ("cls", "vllm_config"), whole=True),
+    Expected("vllm.config.compilation", "CompilationConfig.compile_ranges_endpoints"),
+    Expected("vllm.config.compilation", "PassConfig.flashinfer_max_size", ("self", "world_size"), whole=True),
     Expected("vllm.config.compilation", "PassConfig.fuse_allreduce_rms"),
     Expected("vllm.config.parallel", "ParallelConfig.enable_elastic_ep"),
     Expected("vllm.config.parallel", "ParallelConfig.tensor_parallel_size"),
+    Expected("vllm.config.parallel", "ParallelConfig.worker_cls"),
     Expected("vllm.config.vllm", "get_current_vllm_config_or_none"),
     Expected("vllm.envs", "VLLM_BATCH_INVARIANT"),
+    Expected("vllm.envs", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
+    Expected("vllm.v1.outputs", "AsyncModelRunnerOutput.get_output", ("self",), whole=True),
+    Expected(WORKER, "Worker.execute_model", ("self", "scheduler_output"), whole=True),
+    Expected(WORKER, "Worker.sample_tokens", ("self", "grammar_output"), whole=True),
+    Expected(WORKER, "Worker.sleep", ("self", "level"), whole=True),
+    Expected(WORKER, "Worker.wake_up", ("self", "tags"), whole=True),
 )
 PLATFORM = "shotcast.integrations.vllm_platform.ShotcastCudaPlatform"
 

@@ -12,21 +12,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE
 from shotcast.integrations.tensor_parallel import TensorParallelSums, make_sums
 
 logger = logging.getLogger(__name__)
 
 
+def _largest_message() -> int:
+    """Return the bytes that a sum of the largest batch has; those that every workspace has room for, if unknown."""
+    from vllm.config.vllm import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None:
+        return MAX_WORKSPACE_MESSAGE
+    row = config.model_config.get_hidden_size() * config.model_config.dtype.itemsize
+    return int(config.scheduler_config.max_num_batched_tokens * row)
+
+
 def _take_fusion() -> None:
     """Let vLLM's fused norms be ours, or switch them off, as its kernel would bypass our sums."""
+    from vllm.config.vllm import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
     try:
         from shotcast.integrations import vllm_fusion
 
-        vllm_fusion.install()
+        vllm_fusion.install(config)
     except Exception as error:
-        from vllm.config.vllm import get_current_vllm_config_or_none
-
-        if (config := get_current_vllm_config_or_none()) is not None:
+        if config is not None:
             config.compilation_config.pass_config.fuse_allreduce_rms = False
         logger.warning("fuse_allreduce_rms is off, as its kernel would bypass the all-reduce of shotcast: %s", error)
 
@@ -59,7 +72,8 @@ def _communicator() -> type:
             super().__init__(cpu_group, device, device_group, unique_name, *args, **kwargs)
             self.sums: TensorParallelSums | None = None
             if unique_name.split(":")[0] == "tp":
-                self.sums = make_sums(cpu_group, self.device, unique_name, envs.VLLM_BATCH_INVARIANT, "vLLM")
+                modes = unique_name, envs.VLLM_BATCH_INVARIANT, "vLLM"
+                self.sums = make_sums(cpu_group, self.device, *modes, _largest_message())
             if self.sums is not None:
                 _take_fusion()
 

@@ -79,14 +79,27 @@ def _library() -> torch.library.Library:
     return library
 
 
-def install() -> None:
-    """Let vLLM's passes of this process take ours for its own, wherever its tensor-parallel group has our sums."""
+def install(config: Any) -> None:
+    """Let vLLM's passes of this process take ours for its own, wherever its tensor-parallel group has our sums.
+
+    Args:
+        config: vLLM's, which loses the compile range that begins where its own pass would end. Graphs of two ranges
+            norm by kernels whose bits may differ. None where there is none.
+    """
     from vllm.compilation.passes import pass_manager
 
     own = pass_manager.AllReduceFusionPass
     if not isinstance(own, _Chosen):
         _pass()  # now, as what it raises later would end vLLM
         pass_manager.AllReduceFusionPass = _Chosen(own)
+    if config is None or config.model_config is None:
+        return
+    compilation, model = config.compilation_config, config.model_config
+    most = compilation.pass_config.flashinfer_max_size(config.parallel_config.tensor_parallel_size)
+    if compilation.pass_config.fuse_allreduce_rms and compilation.compile_ranges_endpoints and most is not None:
+        tokens = most // (model.get_hidden_size() * model.dtype.itemsize)
+        *ends, last = compilation.compile_ranges_endpoints
+        compilation.compile_ranges_endpoints = [*(end for end in ends if end != tokens), last]
 
 
 class _Chosen:

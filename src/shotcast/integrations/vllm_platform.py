@@ -14,6 +14,8 @@ from shotcast import env
 
 logger = logging.getLogger(__name__)
 
+WORKER = "shotcast.integrations.vllm_worker.ShotcastWorker"
+WORKER_OF_VLLM = "vllm.v1.worker.gpu_worker.Worker"
 COMMUNICATOR = "shotcast.integrations.vllm_communicator.ShotcastCudaCommunicator"
 
 
@@ -49,10 +51,11 @@ def _platform() -> type:
 
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
-            """Do what vLLM does, and in batch-invariant mode switch off what would bypass our sums.
+            """Do what vLLM does, take our worker, and in batch-invariant mode switch off what depends on the batch.
 
-            That is the product with reduce-scatter, whose kernels call no communicator. Ranks and their GPUs are not
-            known yet, so it stays off also where no communicator can be had later.
+            That is sequence parallelism, which begins at a number of tokens and norms by other kernels than ours, and
+            the product with reduce-scatter, which calls no communicator. Ranks and their GPUs are not known yet, so
+            they stay off also where no communicator can be had later.
             """
             super().check_and_update_config(vllm_config)
             parallel = vllm_config.parallel_config
@@ -60,13 +63,14 @@ def _platform() -> type:
                 return
             from vllm import envs
 
+            if parallel.worker_cls == WORKER_OF_VLLM:
+                parallel.worker_cls = WORKER
             passes = vllm_config.compilation_config.pass_config
-            # vLLM 0.24 has it, and 0.33 does not
-            if (envs.VLLM_BATCH_INVARIANT or env.batch_invariant()) and getattr(passes, "fuse_gemm_comms", False):
-                passes.fuse_gemm_comms = False
-                logger.warning(
-                    "fuse_gemm_comms is off, as its kernels would bypass the batch-invariant sums of shotcast"
-                )
+            if envs.VLLM_BATCH_INVARIANT or env.batch_invariant():
+                for name in ("enable_sp", "fuse_gemm_comms"):  # vLLM 0.24 has them, and 0.33 does not
+                    if getattr(passes, name, False):
+                        setattr(passes, name, False)
+                        logger.warning("%s is off, as what it sums and norms would depend on the batch", name)
 
     ShotcastCudaPlatform.__module__, ShotcastCudaPlatform.__qualname__ = __name__, ShotcastCudaPlatform.__name__
     return ShotcastCudaPlatform
