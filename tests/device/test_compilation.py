@@ -56,7 +56,7 @@ import torch, torch.distributed as dist, torch._dynamo.guards
 import shotcast.collectives.communicator
 
 begun = time.process_time()
-from shotcast.device.cpu.floats import SUMS
+from shotcast.device.cpu.reductions import SUMS
 from shotcast.transport.cpu import executor, one_shot
 SUMS["float32"].address()
 one_shot.ALL_REDUCE.schedule.get()

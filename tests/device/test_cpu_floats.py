@@ -8,14 +8,14 @@ from array import array
 import pytest
 import torch
 
-from shotcast.device.cpu import compilation, floats
+from shotcast.device.cpu import compilation, floats, reductions
 from shotcast.device.cpu.compilation import Arithmetic
 
 KINDS = {
-    "float32": (torch.float32, floats.SUMS["float32"]),
-    "float16": (torch.float16, floats.SUMS["float16"]),
-    "float16 by bits": (torch.float16, floats.SUM_HALF_BITS),
-    "bfloat16": (torch.bfloat16, floats.SUMS["bfloat16"]),
+    "float32": (torch.float32, reductions.SUMS["float32"]),
+    "float16": (torch.float16, reductions.SUMS["float16"]),
+    "float16 by bits": (torch.float16, reductions.arithmetic("float16 by bits", "sum")),
+    "bfloat16": (torch.bfloat16, reductions.SUMS["bfloat16"]),
 }
 QUIET_NAN = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
@@ -96,7 +96,7 @@ def test_lengths_in_place_and_unaligned(kind):
 
 def test_without_a_place_for_the_cache_it_still_compiles(monkeypatch):
     monkeypatch.setattr(compilation, "_folders", lambda source: [])
-    arithmetic = Arithmetic(floats._sum_bfloat16)
+    arithmetic = Arithmetic(reductions.SUMS["bfloat16"]._function)
     assert not arithmetic.ready()
     x = torch.ones(5, dtype=torch.bfloat16)
     call_arithmetic(arithmetic, [x, x], x)

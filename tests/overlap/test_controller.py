@@ -22,7 +22,7 @@ PLANS = {
     "chain": schedule.chain(3),
     "prefetch": schedule.prefetch(3),
     "split": schedule.split(2),
-    "buckets": schedule.buckets(2),
+    "buckets": Schedule((*schedule.chain(2).steps, *(Compute(f"update {i}", (f"communicate {i}",)) for i in range(2)))),
     "beside": schedule.beside(),
     "gather and scatter": schedule.gather_and_scatter(),
 }

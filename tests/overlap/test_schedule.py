@@ -91,7 +91,8 @@ def test_halves_of_a_batch_hide_each_other() -> None:
 
 
 def test_buckets_are_used_in_their_order() -> None:
-    plan = schedule.buckets(3)
+    updates = [Compute(f"update {i}", (f"communicate {i}",)) for i in range(3)]
+    plan = Schedule((*schedule.chain(3).steps, *updates))
     assert [step.name for step in plan.steps][-3:] == ["update 0", "update 1", "update 2"]
     assert plan.order().last == ()
 
@@ -118,7 +119,7 @@ def test_a_wrong_schedule_is_refused(steps: tuple[Step, ...], fault: str) -> Non
         Schedule(steps)
 
 
-@pytest.mark.parametrize("build", [schedule.chain, schedule.prefetch, schedule.split, schedule.buckets])
+@pytest.mark.parametrize("build", [schedule.chain, schedule.prefetch, schedule.split])
 def test_builders_take_one_or_more(build: object) -> None:
     with pytest.raises(ConfigError, match="1 or more"):
         build(0)  # type: ignore[operator]

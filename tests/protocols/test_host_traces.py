@@ -431,8 +431,9 @@ CHANGES = {
         Change(
             "one_shot",
             "    done = 0\n    while True:\n        size = min(chunk, nbytes - done)\n"
-            "        staging = CONTROL_BYTES + (step & 1) * generation_bytes",
-            "    done = 0\n    while True:\n        size = min(chunk, nbytes - done)\n        staging = CONTROL_BYTES",
+            "        staging = generation(context, step)",
+            "    done = 0\n    while True:\n        size = min(chunk, nbytes - done)\n"
+            "        staging = generation(context, 0)",
         ),
         "does",
     ),
@@ -440,7 +441,8 @@ CHANGES = {
         "one_shot",
         Change(
             "one_shot",
-            "        if world_size > 1:\n            copy(region(context, rank) + staging, x + done, size)\n"
+            "        if world_size > 1 and rank != root:\n"
+            "            copy(region(context, rank) + staging, x + done, size)\n"
             "        step = publish(context, step)\n",
             "        step = publish(context, step)\n        copy(region(context, rank) + staging, x + done, size)\n",
         ),
@@ -460,10 +462,10 @@ CHANGES = {
         "gather",
         Change(
             "rooted",
-            "        staging = CONTROL_BYTES + (step & 1) * generation_bytes\n        if rank != root:\n"
+            "        staging = generation(context, step)\n        if rank != root:\n"
             "            copy(region(context, rank) + staging, x + done, size)\n        step = publish(context, step)\n"
             "        if rank == root:\n            copy(out + rank * part",
-            "        staging = CONTROL_BYTES\n        if rank != root:\n"
+            "        staging = generation(context, 0)\n        if rank != root:\n"
             "            copy(region(context, rank) + staging, x + done, size)\n        step = publish(context, step)\n"
             "        if rank == root:\n            copy(out + rank * part",
         ),
@@ -481,26 +483,21 @@ CHANGES = {
         ),
         "does",
     ),
-    "a reduce that waits for nobody": (
-        "reduce",
+    "a sum that waits for nobody": (
+        "one_shot",
         Change(
-            "rooted",
-            "        step = publish(context, step)\n        status = await_all(context, step, word)\n"
-            "        if status != DONE:\n            return status\n        if rank == root:\n"
-            "            for peer in range(world_size):\n"
-            "                store(",
-            "        step = publish(context, step)\n        status = DONE\n"
-            "        if status != DONE:\n            return status\n        if rank == root:\n"
-            "            for peer in range(world_size):\n"
-            "                store(",
+            "one_shot",
+            "        status = await_all(context, step, word)\n        if status != DONE:\n            return status\n"
+            "        if root < 0 or rank == root:\n",
+            "        if root < 0 or rank == root:\n",
         ),
         "waits for",
     ),
-    "sums of a reduce where they are read": (
-        "slices_to_root",
+    "sums where they are read": (
+        "two_shot",
         Change(
-            "rooted",
-            "            result = own + CONTROL_BYTES + (step & 1) * generation_bytes\n",
+            "two_shot",
+            "            result = own + generation(context, step)\n",
             "            result = own + staging\n",
         ),
         "does",
@@ -509,8 +506,8 @@ CHANGES = {
         "uneven",
         Change(
             "uneven",
-            "        staging = CONTROL_BYTES + (step & 1) * generation_bytes\n",
-            "        staging = CONTROL_BYTES\n",
+            "        staging = generation(context, step)\n",
+            "        staging = generation(context, 0)\n",
         ),
         "does",
     ),
@@ -535,8 +532,8 @@ CHANGES = {
         Change(
             "one_shot",
             "        status = await_all(context, step, word)\n        if status != DONE:\n            return status\n"
-            "        if step == first + 1:\n",
-            "        status = DONE\n        if step == first + 1:\n",
+            "        if maps and step == first + 1:\n",
+            "        status = DONE\n        if maps and step == first + 1:\n",
         ),
         "waits for",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shotcast import wire
-from shotcast.device.cpu import floats, reductions
+from shotcast.device.cpu import reductions
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
 from shotcast.transport.cpu import (
     copies,
@@ -46,12 +46,13 @@ def compiled_before_forking():
                 value.get()
     by_dtype = (
         reductions.REDUCTIONS,
-        floats.PARTIAL_SUMS,
-        floats.ROUNDED_SUMS,
+        reductions.PARTIAL_SUMS,
+        reductions.ROUNDED_SUMS,
         fp8_blocks.ENCODE,
         fp8_blocks.DECODE,
     )
-    half_bits = (floats.SUM_HALF_BITS, fp8_blocks.ENCODE_HALF_BITS, fp8_blocks.DECODE_HALF_BITS)
+    form = "float16 by bits"
+    half_bits = (reductions.arithmetic(form, "sum"), fp8_blocks.encoding(form), fp8_blocks.decoding(form))
     norms = [part for dtype in wire.REDUCIBLE for part in norm.arithmetic_of(dtype, wire.Norm(1))]
     for arithmetic in (*(kind for kinds in by_dtype for kind in kinds.values()), *half_bits, *norms, fp8_blocks.SUM):
         assert isinstance(arithmetic, Arithmetic)

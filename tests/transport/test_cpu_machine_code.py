@@ -8,7 +8,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from shotcast import wire
-from shotcast.device.cpu import floats
+from shotcast.device.cpu import floats, reductions
 from shotcast.device.cpu.compilation import Arithmetic, Schedule, compile_function
 from shotcast.transport.cpu import copies, fp8_blocks, fused, norm, one_shot, ring, send_recv, two_shot, two_shot_fp8
 from shotcast.wire import Norm
@@ -69,9 +69,9 @@ def code_of(arithmetic: Arithmetic, triple: str) -> str:
 
 
 @pytest.mark.parametrize("triple", TRIPLES)
-@pytest.mark.parametrize("dtype", floats.SUMS)
+@pytest.mark.parametrize("dtype", reductions.SUMS)
 def test_sums_are_vectors_and_nothing_is_fused(dtype, triple):
-    code = code_of(floats.SUMS[dtype], triple)
+    code = code_of(reductions.SUMS[dtype], triple)
     if triple.startswith("aarch64"):
         assert count(r"fadd\s+v\d+\.4s", code) >= 8
         assert dtype != "float16" or count(r"\bfcvtn", code) > 0

@@ -12,7 +12,6 @@ from norm_reference import reference
 
 from shotcast.device.cpu import floats
 from shotcast.memory.operands import NormTensors
-from shotcast.transport.cpu import norm
 from shotcast.transport.cpu.norm_rows import norm_sum
 from shotcast.wire import LAYER, LAYER_WITH_BIAS, NORM_KINDS, QUANTIZATIONS, RMS, Norm
 
@@ -31,7 +30,7 @@ def dtype(request, monkeypatch):
     if request.param == "float16" and not floats.machine_has_half():
         pytest.skip("no float16 conversions in hardware")
     if request.param == "float16 by bits":
-        monkeypatch.setattr(norm, "machine_has_half", lambda: False)
+        monkeypatch.setattr(floats, "machine_has_half", lambda: False)
     return KINDS[request.param]
 
 

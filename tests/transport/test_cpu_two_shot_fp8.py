@@ -28,7 +28,7 @@ BLOCK = 128
 KINDS = {
     "float32": (torch.float32, fp8_blocks.ENCODE["float32"], fp8_blocks.DECODE["float32"]),
     "float16": (torch.float16, fp8_blocks.ENCODE["float16"], fp8_blocks.DECODE["float16"]),
-    "float16 by bits": (torch.float16, fp8_blocks.ENCODE_HALF_BITS, fp8_blocks.DECODE_HALF_BITS),
+    "float16 by bits": (torch.float16, fp8_blocks.encoding("float16 by bits"), fp8_blocks.decoding("float16 by bits")),
     "bfloat16": (torch.bfloat16, fp8_blocks.ENCODE["bfloat16"], fp8_blocks.DECODE["bfloat16"]),
 }
 

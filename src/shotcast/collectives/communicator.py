@@ -386,6 +386,16 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
+    def _take_turn(self, call: str) -> None:
+        """Wait for calls that were started, and take the lock, which is free unless another thread makes a call."""
+        if self._starter is not None:
+            self._starter.settle()
+        if not self._lock.acquire(False):
+            raise ShotcastError(_TWO_THREADS)
+        if self._closed:
+            self._lock.release()
+            raise ClosedError(f"{call}: this communicator was closed")
+
     def _run(
         self,
         op: Op,
@@ -407,13 +417,8 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         ``count`` is the number of elements that define the call, where it is not that of its tensor. ``given`` are the
         arguments of the method, for which the call is prepared if it can be.
         """
-        if self._starter is not None:
-            self._starter.settle()
-        if not self._lock.acquire(False):
-            raise ShotcastError(_TWO_THREADS)
+        self._take_turn(op.label)
         try:
-            if self._closed:
-                raise ClosedError(f"{op.label}: this communicator was closed")
             capturing = self._chain.enter() if self._chain is not None and self.world_size > 1 else False
             whole = out if op is Op.ALL_GATHER or x is None else x
             dtype = None if whole is None else whole.dtype
@@ -467,13 +472,8 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     def _run_kernel(self, own: KernelCall, *operands: torch.Tensor) -> None:
         """Make a call that brings its launches, for the rooms above. There are several ranks, with kernels of GPUs."""
-        if self._starter is not None:
-            self._starter.settle()
-        if not self._lock.acquire(False):
-            raise ShotcastError(_TWO_THREADS)
+        self._take_turn(own.plan.op.label)
         try:
-            if self._closed:
-                raise ClosedError(f"{own.plan.op.label}: this communicator was closed")
             capturing = self._chain.enter() if self._chain is not None else False
             key = own, capturing
             call = self._calls.get(key) or self._calls.recall(key)
@@ -491,13 +491,8 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             self._lock.release()
 
     def _run_at_once(self, executor: BatchExecutor, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> bool:
-        if self._starter is not None:
-            self._starter.settle()
-        if not self._lock.acquire(False):
-            raise ShotcastError(_TWO_THREADS)
+        self._take_turn("batch_send_recv")
         try:
-            if self._closed:
-                raise ClosedError("batch_send_recv: this communicator was closed")
             self._refuse_if_stopped("batch_send_recv")
             plans, announce = [], self._first_use.announce if self._first_use is not None else None
             for op, x, peer in messages:
@@ -732,12 +727,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         Raises:
             CollectiveTimeout: names the ranks that did not come within the timeout (at least 10 s).
         """
-        if self._closed:
-            raise ClosedError("reset: this communicator was closed")
-        if self._starter is not None:
-            self._starter.settle()
-        if not self._lock.acquire(blocking=False):
-            raise ShotcastError(_TWO_THREADS)
+        self._take_turn("reset")
         try:
             patience = max(self._timeout_s, 10.0)
             self._drain()

@@ -201,15 +201,6 @@ def split(layers: int, parts: int = 2, sms: int | None = None) -> Schedule:
     return Schedule(tuple(steps))
 
 
-def buckets(count: int, sms: int | None = None) -> Schedule:
-    """Communicate each bucket of gradients under the rest of the backward, and use them in the same order at its end.
-
-    The steps of bucket 2 are ``compute 2``, ``communicate 2`` and ``update 2``.
-    """
-    backward = _flat((_compute(i), _communicate(i, (f"compute {i}",), sms)) for i in _counted(count))
-    return Schedule((*backward, *(Compute(f"update {i}", (f"communicate {i}",)) for i in range(count))))
-
-
 def beside(sms: int | None = None) -> Schedule:
     """Communicate the result of ``compute 0`` under ``compute 1``, which does not need it."""
     return Schedule((_compute(0), _communicate(0, ("compute 0",), sms), _compute(1)))

@@ -314,9 +314,9 @@ class _Product:
     def ways(self, forced: str = AUTO) -> dict[str, Callable[[], None]]:
         """Return the ways to make the call, the sequential one first."""
         if not self.obstacle and (forced != AUTO or not self._is_small()):
-            return {SEQUENTIAL: self._own_product_first, FUSED: self._fused}
+            return {SEQUENTIAL: self._product_first, FUSED: self._fused}
         if not self.obstacle_to_chunks():
-            return {SEQUENTIAL: self._chunks_first, PLAIN: self._in_chunks}
+            return {SEQUENTIAL: self._product_first, PLAIN: self._in_chunks}
         return {SEQUENTIAL: self._library_product_first}
 
     def comparable(self, ways: Collection[str]) -> Collection[str]:
@@ -393,7 +393,7 @@ class _Product:
         by_rows = self.scatters and self.m // self.comm.world_size % gemm.UNIT > 0
         return _in_units(self.a, by_rows), _in_units(self.b)
 
-    def _own_product_first(self) -> None:
+    def _product_first(self) -> None:
         product = self.a.new_empty(self.m, self.n)
         self._product(product)
         self._collective(product)
@@ -453,11 +453,6 @@ class _Product:
         blocks = self._blocks(product)
         for source, target in zip(self._blocks(self.a), blocks, strict=True):
             torch.mm(source[first:end], self.b, out=target[first:end])
-
-    def _chunks_first(self) -> None:
-        product = self.a.new_empty(self.m, self.n)
-        self._product(product)
-        self._collective(product)
 
     def _in_chunks(self) -> None:
         chunks, out = self._chunks(), self.out

@@ -15,7 +15,7 @@ from typing import Any
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, slice_of_message, window_alone
-from shotcast.cost.collective import Work
+from shotcast.collectives.algorithms import one_shot, two_shot
 from shotcast.transport.triton.layout import (
     PROGRESS_STEP_BITS,
     QUAD,
@@ -24,7 +24,7 @@ from shotcast.transport.triton.layout import (
     window_bytes,
 )
 from shotcast.units import align_up
-from shotcast.wire import LaunchShape, NodeShape, Op
+from shotcast.wire import LaunchShape, Op
 
 _CHUNKS = 2
 """The chunks of a program that a message should at least have, so that sending and taking overlap."""
@@ -36,16 +36,6 @@ _MANY_SMS = 24
 the product of the rows (``BESIDE_WORDS`` of the kernel), and the programs still fill the link."""
 _MOST_WORDS_OF_WARP = 3072
 """The most words of all ranks' tiles that a warp holds at once in a launch that is worth trying."""
-
-
-def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending a slice to each peer twice."""
-    return Work(2, 2 * (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
-
-
-def part_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending a part of the message to each peer."""
-    return Work(1, (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:
@@ -132,9 +122,11 @@ ALGORITHM = Algorithm(
     summary="as two-shot and one-shot, by a program for each SM that the call may occupy (`sms=`)",
     color="#4c78a8",
     forms={
-        Op.ALL_REDUCE: _form(work=all_reduce_work, reference="shotcast.collectives.reference:ordered_all_reduce"),
-        Op.REDUCE_SCATTER: _form(work=part_work, reference="shotcast.collectives.reference:ordered_reduce_scatter"),
-        Op.ALL_GATHER: _form(work=part_work),
-        Op.ALL_TO_ALL: _form(work=part_work),
+        Op.ALL_REDUCE: _form(work=two_shot.work, reference="shotcast.collectives.reference:ordered_all_reduce"),
+        Op.REDUCE_SCATTER: _form(
+            work=one_shot.part_work, reference="shotcast.collectives.reference:ordered_reduce_scatter"
+        ),
+        Op.ALL_GATHER: _form(work=one_shot.part_work),
+        Op.ALL_TO_ALL: _form(work=one_shot.part_work),
     },
 )

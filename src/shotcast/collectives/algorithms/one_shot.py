@@ -38,12 +38,7 @@ def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 
 
 def part_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending a part of the message to each peer, or a rank's part to all."""
-    return Work(1, (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
-
-
-def rooted_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of the root, which takes in, or sends, the parts of all others; all together are M."""
+    """Return the work of a rank that sends a part of the message to each peer, or its part to all; or of a root."""
     return Work(1, (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
 
 
@@ -84,7 +79,7 @@ def _copy(name: str, **fields: Any) -> Form:
 def _rooted(name: str) -> Form:
     """Return the form of a copy to or from a root."""
     bind, call = "shotcast.transport.triton.rooted:bind", f"shotcast.transport.cpu.rooted:{name}"
-    return Form(work=rooted_work, triton=bind, cpu=call, share=slice_of_message, large_warps=_four_warps)
+    return Form(work=part_work, triton=bind, cpu=call, share=slice_of_message, large_warps=_four_warps)
 
 
 def _four_warps(world_size: int) -> int:

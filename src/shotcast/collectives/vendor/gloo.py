@@ -121,14 +121,9 @@ class GlooGroup:
         if plan.op is Op.BARRIER:
             self._wait(lambda: self._group.barrier())
             return
-        if plan.op is Op.REDUCE:
+        if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE):
             assert x is not None
-            self._reduce_at_root(plan, x.view(-1), None if out is None else out.view(-1))
-            return
-        if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            assert x is not None
-            assert out is not None
-            self._reduce(plan, x.view(-1), out.view(-1))
+            self._reduce(plan, x.view(-1), None if out is None else out.view(-1))
             return
         # data that is only moved is sent as bytes, as the library knows few dtypes
         x = None if x is None else x.view(-1).view(torch.uint8)
@@ -141,43 +136,29 @@ class GlooGroup:
         if out is not None and result is not None:
             out.copy_(result)
 
-    def _reduce(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _reduce(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor | None) -> None:
+        if out is None or (plan.op is Op.REDUCE and self._rank != plan.root):
+            out = torch.empty_like(x)  # the library writes to all
         x, out, by = _bytes_of_bool(plan, x), _bytes_of_bool(plan, out), _reduce_op(plan)
-        if plan.op is Op.ALL_REDUCE:
+        if plan.op is Op.REDUCE_SCATTER:
+            if plan.dtype == "bool":
+                x = x.clamp(max=1)  # a byte that is not 0 is true
+            scatter = dist.ReduceScatterOptions()
+            scatter.reduceOp = by
+            self._wait(lambda: self._group._reduce_scatter_base(out, x, scatter))
+        else:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
             if plan.dtype == "bool":
                 out.clamp_(max=1)
-            options = dist.AllreduceOptions()
+            options: Any = dist.ReduceOptions() if plan.op is Op.REDUCE else dist.AllreduceOptions()
             options.reduceOp = by
-            self._wait(lambda: self._group.allreduce([out], options))
-            self._divide(plan, out)
-            return
-        if plan.dtype == "bool":
-            x = x.clamp(max=1)  # a byte that is not 0 is true
-        scatter = dist.ReduceScatterOptions()
-        scatter.reduceOp = by
-        self._wait(lambda: self._group._reduce_scatter_base(out, x, scatter))
-        self._divide(plan, out)
-
-    def _divide(self, plan: CallPlan, total: torch.Tensor) -> None:
-        """Make the sum of an average, which Gloo has not, the average."""
-        if plan.reduction == "avg":
-            (torch.view_as_real(total) if total.is_complex() else total).div_(self._world_size)
-
-    def _reduce_at_root(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor | None) -> None:
-        at_root = out is not None and self._rank == plan.root
-        data = out if out is not None and at_root else torch.empty_like(x)  # the library writes to all
-        x, data = _bytes_of_bool(plan, x), _bytes_of_bool(plan, data)
-        if data.data_ptr() != x.data_ptr():
-            data.copy_(x)
-        if plan.dtype == "bool":
-            data.clamp_(max=1)
-        options = dist.ReduceOptions()
-        options.reduceOp = _reduce_op(plan)
-        options.rootRank, options.rootTensor = plan.root, 0
-        self._wait(lambda: self._group.reduce([data], options))
-        self._divide(plan, data)
+            if plan.op is Op.REDUCE:
+                options.rootRank, options.rootTensor = plan.root, 0
+            make = self._group.reduce if plan.op is Op.REDUCE else self._group.allreduce
+            self._wait(lambda: make([out], options))
+        if plan.reduction == "avg":  # which Gloo has not
+            (torch.view_as_real(out) if out.is_complex() else out).div_(self._world_size)
 
     def _move_by_root(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         at_root = self._rank == plan.root

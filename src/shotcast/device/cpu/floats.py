@@ -1,11 +1,7 @@
-"""Sums of the ranks' contributions: accumulation in float32 and in rank order, rounded once at the end.
+"""Conversions of floats to float32 and back, in LLVM vectors.
 
-    out[i] = round(((0.0 + x_0[i]) + x_1[i]) + ... + x_{k-1}[i])
-
-The code is written as LLVM vectors rather than left to the vectoriser: the destination may be one of the sources
-(in-place calls), for which the vectoriser's alias check would select scalar code. There is no multiplication to
-contract and no reassociation. Rounding is to nearest even; a NaN comes out as the dtype's positive quiet NaN, so that
-bits do not depend on which operand of an addition the compiler puts first.
+Rounding is to nearest even. A NaN comes out as the dtype's positive quiet NaN, so that bits do not depend on which
+operand of an addition the compiler puts first.
 """
 
 from __future__ import annotations
@@ -15,9 +11,6 @@ from typing import Any, Protocol
 
 import llvmlite.binding
 from llvmlite import ir
-
-from shotcast.device.cpu.compilation import Arithmetic
-from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
 
 WORD = ir.IntType(64)
 I16, I32 = ir.IntType(16), ir.IntType(32)
@@ -142,81 +135,6 @@ class Bfloat16(Format):
         return builder.trunc(rounded, vector(I16, lanes))
 
 
-def _sum_with(form: Format, result: Format | None = None) -> Any:
-    """Return the body of ``function(destination, sources, world_size, count)`` for one dtype.
-
-    ``sources`` is the address of ``world_size`` addresses. ``result`` is the dtype of the sum; None for the same one.
-    """
-    stored_as = form if result is None else result
-
-    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        destination, sources, world_size, count = arguments
-        itemsize = 4 if form.stored is F32 else 2
-        result_size = 4 if stored_as.stored is F32 else 2
-
-        def add_block(first: Any, lanes: int) -> None:
-            stored, wide = vector(form.stored, lanes), vector(F32, lanes)
-            offset = builder.mul(first, ir.Constant(WORD, itemsize))
-            total = cgutils.alloca_once(builder, wide)
-            builder.store(splat(F32, lanes, 0.0), total)
-            with cgutils.for_range(builder, world_size) as rank:
-                source_address = builder.add(sources, builder.mul(rank.index, ir.Constant(WORD, 8)))
-                source = builder.load(builder.inttoptr(source_address, WORD.as_pointer()))
-                item = builder.inttoptr(builder.add(source, offset), stored.as_pointer())
-                value = form.widen(builder, builder.load(item, align=1), lanes)
-                builder.store(builder.fadd(builder.load(total), value), total)
-            rounded = stored_as.narrow(builder, builder.load(total), lanes)
-            place = builder.add(destination, builder.mul(first, ir.Constant(WORD, result_size)))
-            target_item = builder.inttoptr(place, vector(stored_as.stored, lanes).as_pointer())
-            builder.store(rounded, target_item, align=1)
-
-        blocks = builder.udiv(count, ir.Constant(WORD, LANES))
-        with cgutils.for_range(builder, blocks) as block:
-            add_block(builder.mul(block.index, ir.Constant(WORD, LANES)), LANES)
-        done = builder.mul(blocks, ir.Constant(WORD, LANES))
-        with cgutils.for_range(builder, builder.sub(count, done)) as item:
-            add_block(builder.add(done, item.index), 1)
-        return target.get_dummy_value()
-
-    return signature(types.void, *(types.int64,) * 4), generate
-
-
-@intrinsic
-def _float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(Float32())
-
-
-@intrinsic
-def _half(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(Half())
-
-
-@intrinsic
-def _half_bits(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(HalfBits())
-
-
-@intrinsic
-def _bfloat16(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(Bfloat16())
-
-
-def _sum_float32(destination: int, sources: int, world_size: int, count: int) -> None:
-    _float32(destination, sources, world_size, count)
-
-
-def _sum_half(destination: int, sources: int, world_size: int, count: int) -> None:
-    _half(destination, sources, world_size, count)
-
-
-def _sum_half_bits(destination: int, sources: int, world_size: int, count: int) -> None:
-    _half_bits(destination, sources, world_size, count)
-
-
-def _sum_bfloat16(destination: int, sources: int, world_size: int, count: int) -> None:
-    _bfloat16(destination, sources, world_size, count)
-
-
 def machine_has_half() -> bool:
     """Return whether this machine converts float16 in hardware."""
     if platform.machine().lower() in ("aarch64", "arm64"):
@@ -232,81 +150,7 @@ FORMATS: dict[str, Format] = {
 }
 """The formats by dtype; float16 in both variants."""
 
-SUM_HALF = Arithmetic(_sum_half)
-SUM_HALF_BITS = Arithmetic(_sum_half_bits)
-SUMS = {
-    "float32": Arithmetic(_sum_float32),
-    "float16": SUM_HALF if machine_has_half() else SUM_HALF_BITS,
-    "bfloat16": Arithmetic(_sum_bfloat16),
-}
-"""The sum over ranks by dtype, compiled on first use."""
 
-
-@intrinsic
-def _half_to_float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(Half(), Float32())
-
-
-@intrinsic
-def _half_bits_to_float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(HalfBits(), Float32())
-
-
-@intrinsic
-def _bfloat16_to_float32(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(Bfloat16(), Float32())
-
-
-@intrinsic
-def _float32_to_half(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(Float32(), Half())
-
-
-@intrinsic
-def _float32_to_half_bits(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(Float32(), HalfBits())
-
-
-@intrinsic
-def _float32_to_bfloat16(_context: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    return _sum_with(Float32(), Bfloat16())
-
-
-def _partial_half(destination: int, sources: int, world_size: int, count: int) -> None:
-    _half_to_float32(destination, sources, world_size, count)
-
-
-def _partial_half_bits(destination: int, sources: int, world_size: int, count: int) -> None:
-    _half_bits_to_float32(destination, sources, world_size, count)
-
-
-def _partial_bfloat16(destination: int, sources: int, world_size: int, count: int) -> None:
-    _bfloat16_to_float32(destination, sources, world_size, count)
-
-
-def _rounded_half(destination: int, sources: int, world_size: int, count: int) -> None:
-    _float32_to_half(destination, sources, world_size, count)
-
-
-def _rounded_half_bits(destination: int, sources: int, world_size: int, count: int) -> None:
-    _float32_to_half_bits(destination, sources, world_size, count)
-
-
-def _rounded_bfloat16(destination: int, sources: int, world_size: int, count: int) -> None:
-    _float32_to_bfloat16(destination, sources, world_size, count)
-
-
-PARTIAL_HALF, PARTIAL_HALF_BITS = Arithmetic(_partial_half), Arithmetic(_partial_half_bits)
-ROUNDED_HALF, ROUNDED_HALF_BITS = Arithmetic(_rounded_half), Arithmetic(_rounded_half_bits)
-PARTIAL_SUMS = {
-    "float32": SUMS["float32"],
-    "float16": PARTIAL_HALF if machine_has_half() else PARTIAL_HALF_BITS,
-    "bfloat16": Arithmetic(_partial_bfloat16),
-}
-"""The sum over ranks by their dtype, given in float32."""
-ROUNDED_SUMS = {
-    "float32": SUMS["float32"],
-    "float16": ROUNDED_HALF if machine_has_half() else ROUNDED_HALF_BITS,
-    "bfloat16": Arithmetic(_rounded_bfloat16),
-}
-"""The sum of float32 values, by the dtype in which it is given."""
+def form_of(dtype: str) -> str:
+    """Return the key in ``FORMATS`` of the conversions of a dtype that this machine can make."""
+    return "float16 by bits" if dtype == "float16" and not machine_has_half() else dtype

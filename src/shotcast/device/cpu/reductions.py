@@ -1,4 +1,4 @@
-"""Reductions of the ranks' contributions, elementwise and in rank order, for every dtype but the sums of ``floats.py``.
+"""Reductions of the ranks' contributions, elementwise and in rank order.
 
     sum, avg, prod of floats   accumulated in float32 (float64: in float64) from +0.0 or 1.0, and rounded once; avg
                                divides before it rounds
@@ -8,7 +8,11 @@
 
 The numbers of an extremum are compared as integers, the *keys* of the floats: bits that ascend with the value. So
 nothing is converted, and the result has the bits of one of its operands. A NaN comes out as the dtype's positive quiet
-NaN. As in :mod:`shotcast.device.cpu.floats`, the code is LLVM vectors.
+NaN.
+
+The code is written as LLVM vectors rather than left to the vectoriser: the destination may be one of the sources
+(in-place calls), for which the vectoriser's alias check would select scalar code. There is no multiplication to
+contract and no reassociation.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ from typing import Any
 from llvmlite import ir
 
 from shotcast.device.cpu.compilation import Arithmetic
-from shotcast.device.cpu.floats import F32, FORMATS, SUMS, WORD, machine_has_half, splat, vector
+from shotcast.device.cpu.floats import F32, FORMATS, WORD, form_of, splat, vector
 from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, store_at
-from shotcast.wire import INTEGERS, REDUCED
+from shotcast.wire import INTEGERS, REDUCED, REDUCIBLE, SIXTEEN_BITS
 
 F64 = ir.DoubleType()
 _QUIET_NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float64": 0x7FF8000000000000}
@@ -162,12 +166,12 @@ def reducer(form: str, reduction: str) -> Reducer:
 
 @intrinsic(prefer_literal=True)
 def _reduce(
-    _context: Any, form: Any, reduction: Any, destination: Any, sources: Any, world_size: Any, count: Any
+    _context: Any, form: Any, reduction: Any, result: Any, destination: Any, sources: Any, world_size: Any, count: Any
 ) -> Any:
-    by = reducer(form.literal_value, reduction.literal_value)
+    by, given = (reducer(one.literal_value, reduction.literal_value) for one in (form, result))
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, _, destination, sources, world_size, count = arguments
+        _, _, _, destination, sources, world_size, count = arguments
         ranks = builder.uitofp(world_size, by.wide) if by.divided else None
 
         def reduce(first: Any, lanes: int) -> None:
@@ -179,28 +183,32 @@ def _reduce(
                 item = load_at(builder, vector(by.stored, lanes), builder.add(source, offset))
                 value = by.widen(builder, item, lanes)
                 builder.store(by.combine(builder, builder.load(total), value, lanes), total)
-            result = builder.load(total)
+            outcome = builder.load(total)
             if ranks is not None:
-                result = builder.fdiv(result, broadcast_lanes(builder, ranks, lanes))
-            store_at(builder, by.narrow(builder, result, lanes), builder.add(destination, offset))
+                outcome = builder.fdiv(outcome, broadcast_lanes(builder, ranks, lanes))
+            outcome = given.narrow(builder, outcome, lanes)
+            store_at(builder, outcome, builder.add(destination, builder.mul(first, number(given.nbytes))))
 
         for_each_vector(builder, builder.mul(count, number(by.numbers)), reduce)
         return target.get_dummy_value()
 
-    return signature(types.void, form, reduction, *(types.int64,) * 4), generate
+    return signature(types.void, form, reduction, result, *(types.int64,) * 4), generate
 
 
 @functools.cache
-def arithmetic(form: str, reduction: str) -> Arithmetic:
+def arithmetic(form: str, reduction: str, result: str = "") -> Arithmetic:
     """Return ``function(destination, sources, world_size, count)`` that reduces ``count`` elements of all ranks.
 
-    ``sources`` is the address of ``world_size`` addresses; ``form`` is the dtype, or ``float16 by bits``.
+    ``sources`` is the address of ``world_size`` addresses; ``form`` is the dtype, or ``float16 by bits``, and
+    ``result`` that of the outcome, unless it is the same.
     """
+    given = result or form
 
     def function(destination: int, sources: int, world_size: int, count: int) -> None:
-        _reduce(form, reduction, destination, sources, world_size, count)
+        _reduce(form, reduction, given, destination, sources, world_size, count)
 
-    function.__name__ = function.__qualname__ = f"{reduction}_{form.replace(' ', '_')}"  # that of what is kept on disk
+    name = f"{reduction}_{form}_{result}".rstrip("_").replace(" ", "_")
+    function.__name__ = function.__qualname__ = name  # that of what is kept on disk
     return Arithmetic(function)
 
 
@@ -213,12 +221,19 @@ def _same(dtype: str, reduction: str) -> tuple[str, str]:
         return "bool", _OF_BOOL.get(reduction, reduction)
     if dtype in INTEGERS and reduction not in ("max", "min"):
         return f"u{dtype.removeprefix('u')}", reduction
-    if dtype == "float16" and reduction not in ("max", "min") and not machine_has_half():
-        return "float16 by bits", reduction
-    return dtype, reduction
+    return (dtype if reduction in ("max", "min") else form_of(dtype)), reduction
 
 
 REDUCTIONS = {
     (dtype, reduction): arithmetic(*_same(dtype, reduction)) for dtype, names in REDUCED.items() for reduction in names
-} | {(dtype, "sum"): of for dtype, of in SUMS.items()}
+}
 """The reduction over ranks by dtype and name, compiled on first use."""
+SUMS = {dtype: REDUCTIONS[dtype, "sum"] for dtype in REDUCIBLE}
+PARTIAL_SUMS = {"float32": SUMS["float32"]} | {
+    dtype: arithmetic(form_of(dtype), "sum", "float32") for dtype in SIXTEEN_BITS
+}
+"""The sum over ranks by their dtype, given in float32."""
+ROUNDED_SUMS = {"float32": SUMS["float32"]} | {
+    dtype: arithmetic("float32", "sum", form_of(dtype)) for dtype in SIXTEEN_BITS
+}
+"""The sum of float32 values, by the dtype in which it is given."""

@@ -7,8 +7,7 @@ from shotcast.transport.transport import Transport
 
 def host_call(tree: Tree, reference: str) -> str:
     """Return the fingerprint of the compiled code of a host call."""
-    options = (f"shotcast.device.cpu.compilation:{kind}_OPTIONS" for kind in ("SCHEDULE", "ARITHMETIC"))
-    return fingerprint.of_host_call(tree, reference, *options)
+    return fingerprint.of_host_call(tree, reference, "shotcast.device.cpu.compilation:_OPTIONS")
 
 
 COMPILED = Transport(

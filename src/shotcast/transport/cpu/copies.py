@@ -9,38 +9,26 @@ from __future__ import annotations
 from shotcast.device.cpu.atomics import copy, load
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu.host_call import HostCall, for_all_ranks
-from shotcast.transport.cpu.layout import (
-    CHUNK,
-    CONTROL_BYTES,
-    EXTENTS,
-    GENERATION,
-    NBYTES,
-    OFFSETS,
-    RANK,
-    ROOT,
-    STEP,
-    WORLD,
-)
-from shotcast.transport.cpu.mapped import X, is_mapped, meet, place, tell_places
+from shotcast.transport.cpu.layout import CHUNK, EXTENTS, NBYTES, OFFSETS, ROOT
+from shotcast.transport.cpu.mapped import X, is_mapped, place, tell_places
 from shotcast.transport.cpu.slices import wrap_rank
-from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer, begin, finish, publish, region
+from shotcast.transport.cpu.staging import generation
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer, begin, finish, meet, publish, region
 
 
 def all_gather(context: int, plan: int, x: int, out: int) -> int:
     """out = the parts of all ranks in order. x: this rank's part. Any part of the plan's EXTENTS may be empty."""
     tell_places(context, plan, x, x)
-    word = begin(context, plan)
+    word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    chunk, generation_bytes = load(plan + CHUNK), load(context + GENERATION)
-    longest = 0
+    chunk, longest = load(plan + CHUNK), 0
     for peer in range(world_size):
         longest = max(longest, load(plan + EXTENTS + 8 * peer))
     first, done = step, 0
     mapped = is_mapped(context, rank)
     while True:
-        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        staging = generation(context, step)
         size = max(0, min(chunk, load(plan + EXTENTS + 8 * rank) - done))
         unstaged = mapped and step == first
         if not unstaged:
@@ -74,16 +62,14 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
 
 def all_to_all(context: int, plan: int, x: int, out: int) -> int:
     """Block r of out = block ``rank`` of x_r. x, out: N blocks, nbytes in all."""
-    word = begin(context, plan)
+    word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
     block, chunk = load(plan + NBYTES) // world_size, load(plan + CHUNK)
-    generation_bytes = load(context + GENERATION)
     done = 0
     while True:
         size = min(chunk, block - done)
-        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        staging = generation(context, step)
         for peer in range(world_size):
             if peer != rank:
                 copy(region(context, rank) + staging + peer * chunk, x + peer * block + done, size)
@@ -103,16 +89,14 @@ def all_to_all(context: int, plan: int, x: int, out: int) -> int:
 def broadcast(context: int, plan: int, x: int, out: int) -> int:
     """out = the root's x. x, out: nbytes; they may be the same, and x is read on the root only."""
     tell_places(context, plan, x, x)
-    word = begin(context, plan)
+    word, rank, _, step = begin(context, plan)
     if word == 0:
         return ABORTED
-    rank, step, root = load(context + RANK), load(context + STEP), load(plan + ROOT)
-    nbytes, chunk, generation_bytes = load(plan + NBYTES), load(plan + CHUNK), load(context + GENERATION)
-    first = step
-    done = 0
+    nbytes, chunk, root = load(plan + NBYTES), load(plan + CHUNK), load(plan + ROOT)
+    first, done = step, 0
     while True:
         size = min(chunk, nbytes - done)
-        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        staging = generation(context, step)
         if rank == root and is_mapped(context, root):
             step = publish(context, publish(context, step))
             copy(out, x, nbytes)
@@ -142,21 +126,13 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
     # The root's next call overwrites the staging of the step before last, or its tensor is another's by then. The
     # others only wait until all have started.
     status = await_all(context, step if rank == root else first + 1, word)
-    if status != DONE:
-        return status
-    return finish(context, step)
+    return status if status != DONE else finish(context, step)
 
 
 def barrier(context: int, plan: int, x: int, out: int) -> int:
     """Return once every rank has called. It also precedes a vendor's collective, to compare headers."""
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
-    step = publish(context, load(context + STEP))
-    status = await_all(context, step, word)
-    if status != DONE:
-        return status
-    return finish(context, step)
+    word, _, _, step = begin(context, plan)
+    return meet(context, step, word) if word != 0 else ABORTED
 
 
 ALL_GATHER = HostCall(schedule=Schedule(all_gather))

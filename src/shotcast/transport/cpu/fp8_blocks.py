@@ -12,6 +12,7 @@ A block consists of its scale, float32, and then its bytes. The code is LLVM vec
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,10 @@ from llvmlite import ir
 
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.float8 import BYTE, from_e4m3, to_e4m3
-from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_has_half, splat, vector
+from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, form_of, splat, vector
 from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
-from shotcast.wire import FP8_BLOCK, FP8_FLOOR, FP8_LARGEST
+from shotcast.wire import FP8_BLOCK, FP8_FLOOR, FP8_LARGEST, REDUCIBLE
 
 SCALE_BYTES = 4
 BLOCK_BYTES = SCALE_BYTES + FP8_BLOCK
@@ -162,54 +163,33 @@ def _sum(_context: Any, destination: Any, sources: Any, world_size: Any, count: 
     return signature(types.void, *(types.int64,) * 4), generate
 
 
-def _encode_float32(destination: int, source: int, count: int, _unused: int) -> None:
-    _encode("float32", destination, source, count)
+@functools.cache
+def encoding(form: str) -> Arithmetic:
+    """Return ``(destination, source, count, 0)``: encode ``count`` elements as blocks."""
+
+    def encode(destination: int, source: int, count: int, _unused: int) -> None:
+        _encode(form, destination, source, count)
+
+    encode.__name__ = f"encode_{form}".replace(" ", "_")
+    return Arithmetic(encode)
 
 
-def _encode_half(destination: int, source: int, count: int, _unused: int) -> None:
-    _encode("float16", destination, source, count)
+@functools.cache
+def decoding(form: str) -> Arithmetic:
+    """Return ``(destination, source, count, 0)``: decode ``count`` elements of blocks, rounded to the dtype."""
 
+    def decode(destination: int, source: int, count: int, _unused: int) -> None:
+        _decode(form, destination, source, count)
 
-def _encode_half_bits(destination: int, source: int, count: int, _unused: int) -> None:
-    _encode("float16 by bits", destination, source, count)
-
-
-def _encode_bfloat16(destination: int, source: int, count: int, _unused: int) -> None:
-    _encode("bfloat16", destination, source, count)
-
-
-def _decode_float32(destination: int, source: int, count: int, _unused: int) -> None:
-    _decode("float32", destination, source, count)
-
-
-def _decode_half(destination: int, source: int, count: int, _unused: int) -> None:
-    _decode("float16", destination, source, count)
-
-
-def _decode_half_bits(destination: int, source: int, count: int, _unused: int) -> None:
-    _decode("float16 by bits", destination, source, count)
-
-
-def _decode_bfloat16(destination: int, source: int, count: int, _unused: int) -> None:
-    _decode("bfloat16", destination, source, count)
+    decode.__name__ = f"decode_{form}".replace(" ", "_")
+    return Arithmetic(decode)
 
 
 def _sum_blocks(destination: int, sources: int, world_size: int, count: int) -> None:
     _sum(destination, sources, world_size, count)
 
 
-ENCODE_HALF_BITS, DECODE_HALF_BITS = Arithmetic(_encode_half_bits), Arithmetic(_decode_half_bits)
-ENCODE = {
-    "float32": Arithmetic(_encode_float32),
-    "float16": Arithmetic(_encode_half) if machine_has_half() else ENCODE_HALF_BITS,
-    "bfloat16": Arithmetic(_encode_bfloat16),
-}
-"""``(destination, source, count, 0)`` by dtype: encode ``count`` elements as blocks."""
-DECODE = {
-    "float32": Arithmetic(_decode_float32),
-    "float16": Arithmetic(_decode_half) if machine_has_half() else DECODE_HALF_BITS,
-    "bfloat16": Arithmetic(_decode_bfloat16),
-}
-"""``(destination, source, count, 0)`` by dtype: decode ``count`` elements of blocks, rounded to the dtype."""
+ENCODE = {dtype: encoding(form_of(dtype)) for dtype in REDUCIBLE}
+DECODE = {dtype: decoding(form_of(dtype)) for dtype in REDUCIBLE}
 SUM = Arithmetic(_sum_blocks)
 """``(destination, sources, world_size, count)``: encode the sums of ``world_size`` ranks' blocks, in rank order."""

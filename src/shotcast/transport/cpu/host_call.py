@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
-from shotcast.device.cpu.floats import SUMS
-from shotcast.device.cpu.reductions import REDUCTIONS
+from shotcast.device.cpu.reductions import REDUCTIONS, SUMS
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.norm import arithmetic_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import EPOCH, HEAP, HEAP_END, NBYTES, PLACES, RANK, WORLD
-from shotcast.transport.cpu.waiting import DONE, await_all, finish, publish, region
+from shotcast.transport.cpu.waiting import region
 
 X, OUT = 0, 8
 """The tensors of a call, by the offset of their place."""
@@ -59,13 +59,3 @@ def mapped_ranks(context: int) -> int:
         if is_mapped(context, rank):
             ranks += 1
     return ranks
-
-
-@njit(error_model="numpy")
-def meet(context: int, step: int, word: int) -> int:
-    """End a call once all ranks are done with the tensors of all."""
-    step = publish(context, step)
-    status = await_all(context, step, word)
-    if status != DONE:
-        return status
-    return finish(context, step)

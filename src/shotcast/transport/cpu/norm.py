@@ -30,7 +30,7 @@ from llvmlite import ir
 from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.float8 import E4M3_MAX, to_e4m3
-from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, machine_has_half, splat, vector
+from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, form_of, splat, vector
 from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
 from shotcast.transport.cpu.layout import (
@@ -268,11 +268,6 @@ def _norm(_context: Any, dtype: Any, weight_dtype: Any, kind: Any, row: Any, val
         return target.get_dummy_value()
 
     return signature(types.void, dtype, weight_dtype, kind, *(types.int64,) * 3), generate
-
-
-def form_of(dtype: str) -> str:
-    """Return the key in ``FORMATS`` of the conversions of a dtype that this machine can make."""
-    return "float16 by bits" if dtype == "float16" and not machine_has_half() else dtype
 
 
 @functools.cache

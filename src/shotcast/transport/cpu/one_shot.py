@@ -10,68 +10,68 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.lazy_numba import HostFunction, njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, for_all_ranks, reductions
-from shotcast.transport.cpu.layout import (
-    ARITHMETIC,
-    CHUNK,
-    CONTROL_BYTES,
-    GENERATION,
-    ITEMSIZE,
-    NBYTES,
-    RANK,
-    SOURCES,
-    STEP,
-    WORLD,
-)
-from shotcast.transport.cpu.mapped import X, is_mapped, mapped_ranks, meet, place, tell_places
-from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
+from shotcast.transport.cpu.layout import ARITHMETIC, RANK, SOURCES, STEP, WORLD
+from shotcast.transport.cpu.mapped import X, is_mapped, mapped_ranks, place, tell_places
+from shotcast.transport.cpu.staging import generation, set_sources, sizes
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, meet, publish, region
 from shotcast.wire import CallPlan
 
 
-def all_reduce(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
-    word = begin(context, plan)
+@njit(error_model="numpy")
+def add(context: int, plan: int, target: int, count: int) -> None:
+    """Store the sum of ``count`` elements of all sources at ``target``."""
+    call_arithmetic(load(plan + ARITHMETIC), target, context + SOURCES, load(context + WORLD), count)
+
+
+@njit(error_model="numpy")
+def read_all(sum_up: HostFunction, root: int, context: int, plan: int, x: int, out: int) -> int:
+    """Let ``root``, or with -1 every rank, read the messages of all, and ``sum_up`` them, as :func:`add` does.
+
+    x, out: nbytes; they may be the same.
+    """
+    word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    nbytes, chunk, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
-    function = load(plan + ARITHMETIC)
-    generation_bytes = load(context + GENERATION)
+    nbytes, chunk, itemsize = sizes(plan)
     done = 0
     while True:
         size = min(chunk, nbytes - done)
-        staging = CONTROL_BYTES + (step & 1) * generation_bytes
-        if world_size > 1:
+        staging = generation(context, step)
+        if world_size > 1 and rank != root:
             copy(region(context, rank) + staging, x + done, size)
         step = publish(context, step)
         status = await_all(context, step, word)
         if status != DONE:
             return status
-        for peer in range(world_size):
-            store(context + SOURCES + 8 * peer, region(context, peer) + staging)
-        store(context + SOURCES + 8 * rank, x + done)
-        call_arithmetic(function, out + done, context + SOURCES, world_size, size // itemsize)
+        if root < 0 or rank == root:
+            set_sources(context, staging, x + done)
+            sum_up(context, plan, out + done, size // itemsize)
         done += size
         if done >= nbytes:
             return finish(context, step)
 
 
-def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
-    """out = block ``rank`` of x_0 + ... + x_{N-1}. x: N blocks, nbytes in all; out: one block."""
-    tell_places(context, plan, x, x)
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    return read_all(add, -1, context, plan, x, out)
+
+
+@njit(error_model="numpy")
+def read_blocks(sum_up: HostFunction, maps: bool, context: int, plan: int, word: int, x: int, out: int) -> int:
+    """Let every rank read its block of the messages of all, and ``sum_up`` them, as :func:`add` does.
+
+    ``maps`` says that tensors may be mapped. x: N blocks, nbytes in all; out: one block. The call has begun.
+    """
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    block, itemsize = load(plan + NBYTES) // world_size, load(plan + ITEMSIZE)
-    chunk = load(plan + CHUNK)
-    function = load(plan + ARITHMETIC)
-    generation_bytes = load(context + GENERATION)
+    nbytes, chunk, itemsize = sizes(plan)
+    block = nbytes // world_size
     first, done = step, 0
-    mapped = is_mapped(context, rank)
+    mapped = maps and is_mapped(context, rank)
     while True:
         size = min(chunk, block - done)
-        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        staging = generation(context, step)
         for peer in range(world_size):
             if peer != rank and not (mapped and step == first):
                 copy(region(context, rank) + staging + peer * chunk, x + peer * block + done, size)
@@ -79,22 +79,27 @@ def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
         status = await_all(context, step, word)
         if status != DONE:
             return status
-        if step == first + 1:
+        if maps and step == first + 1:
             ranks = mapped_ranks(context)
             if ranks == world_size:
                 for peer in range(world_size):
                     store(context + SOURCES + 8 * peer, region(context, peer) + place(context, peer, X) + rank * block)
-                call_arithmetic(function, out, context + SOURCES, world_size, block // itemsize)
+                add(context, plan, out, block // itemsize)
                 return meet(context, step, word)
             if ranks > 0:
                 continue  # they have staged nothing, which all ranks know, and stage it again
-        for peer in range(world_size):
-            store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * chunk)
-        store(context + SOURCES + 8 * rank, x + rank * block + done)
-        call_arithmetic(function, out + done, context + SOURCES, world_size, size // itemsize)
+        set_sources(context, staging + rank * chunk, x + rank * block + done)
+        sum_up(context, plan, out + done, size // itemsize)
         done += size
         if done >= block:
             return finish(context, step)
+
+
+def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
+    """out = block ``rank`` of x_0 + ... + x_{N-1}. x: N blocks, nbytes in all; out: one block."""
+    tell_places(context, plan, x, x)
+    word = begin(context, plan)[0]
+    return read_blocks(add, True, context, plan, word, x, out) if word != 0 else ABORTED
 
 
 def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:

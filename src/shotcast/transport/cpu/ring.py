@@ -14,28 +14,11 @@ from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import copies, one_shot
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, sums
-from shotcast.transport.cpu.layout import (
-    ARITHMETIC,
-    CHUNK,
-    CONTROL_BYTES,
-    EXTENTS,
-    GENERATION,
-    ITEMSIZE,
-    NBYTES,
-    OFFSETS,
-    RANK,
-    SOURCES,
-    STEP,
-    WORLD,
-)
+from shotcast.transport.cpu.layout import ARITHMETIC, CHUNK, EXTENTS, ITEMSIZE, NBYTES, OFFSETS, RANK, SOURCES, WORLD
 from shotcast.transport.cpu.slices import slice_size, wrap_rank
+from shotcast.transport.cpu.staging import generation
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer, begin, finish, publish, region
 from shotcast.wire import SLICE_ALIGN, CallPlan
-
-
-@njit(error_model="numpy")
-def _staging(context: int, rank: int, step: int) -> int:
-    return region(context, rank) + CONTROL_BYTES + (step & 1) * load(context + GENERATION)
 
 
 @njit(error_model="numpy")
@@ -73,10 +56,9 @@ def _pass_slices(
     ``pitch`` bytes apart, or with ``pitch`` 0 as the plan's OFFSETS and EXTENTS say. ``x`` is this rank's slice alone
     if the first hop is N - 1, and so is ``out`` if the last hop is.
     """
-    word = begin(context, plan)
+    word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
     left, first_step, complete = wrap_rank(rank - 1, world_size), step, world_size - 1
     longest = pitch
     if pitch == 0:
@@ -95,8 +77,8 @@ def _pass_slices(
             status = _await_neighbours(context, step, word, first_step, receives, sends)
             if status != DONE:
                 return status
-            received = _staging(context, left, step - 1) if receives else 0
-            staging = _staging(context, rank, step)
+            received = region(context, left) + generation(context, step - 1) if receives else 0
+            staging = region(context, rank) + generation(context, step)
             if hop < complete:
                 _add(context, plan, staging, source, received, size)
                 step = publish(context, step)
@@ -115,9 +97,7 @@ def _pass_slices(
         if done >= longest:
             break
     status = await_peer(context, wrap_rank(rank + 1, world_size), step, word)
-    if status != DONE:
-        return status
-    return finish(context, step)
+    return status if status != DONE else finish(context, step)
 
 
 def all_reduce(context: int, plan: int, x: int, out: int) -> int:

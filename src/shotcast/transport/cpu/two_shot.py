@@ -14,46 +14,37 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
 from shotcast.device.cpu.compilation import Schedule
-from shotcast.device.cpu.lazy_numba import njit
+from shotcast.device.cpu.lazy_numba import HostFunction, njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, reductions
-from shotcast.transport.cpu.layout import (
-    ARITHMETIC,
-    CHUNK,
-    CONTROL_BYTES,
-    GENERATION,
-    ITEMSIZE,
-    NBYTES,
-    RANK,
-    SOURCES,
-    STEP,
-    WORLD,
-)
-from shotcast.transport.cpu.mapped import OUT, PIECE_BYTES, X, is_mapped, mapped_ranks, meet, place, tell_places
+from shotcast.transport.cpu.layout import ARITHMETIC, RANK, SOURCES, WORLD
+from shotcast.transport.cpu.mapped import OUT, PIECE_BYTES, X, is_mapped, mapped_ranks, place, tell_places
 from shotcast.transport.cpu.slices import slice_size, wrap_rank
-from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, is_stopped, publish, region
+from shotcast.transport.cpu.staging import generation, set_sources, sizes
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, is_stopped, meet, publish, region
 from shotcast.wire import CallPlan
 
+EVERYWHERE, NOWHERE = -1, -2
+"""Values of a root: every rank gets the sum, or only what is done with it."""
 
-def all_reduce(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same.
+
+@njit(error_model="numpy")
+def by_slices(take: HostFunction, root: int, context: int, plan: int, x: int, out: int) -> int:
+    """Let each rank add up its slice of each chunk, and ``take`` the slices of all as :func:`take_slices` does.
 
     A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk. Step k
     publishes both, so C chunks take C + 1 steps rather than 2 C.
     """
-    tell_places(context, plan, x, out)
-    word = begin(context, plan)
+    word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    nbytes, chunk, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+    nbytes, chunk, itemsize = sizes(plan)
     function = load(plan + ARITHMETIC)
-    generation_bytes = load(context + GENERATION)
     contribution = slice_size(chunk, world_size)
     own = region(context, rank)
     first, start, previous_start, previous_size = step, 0, 0, 0
-    mapped = is_mapped(context, rank)
+    mapped = root == EVERYWHERE and is_mapped(context, rank)
     while True:
-        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        staging = generation(context, step)
         size = min(chunk, nbytes - start)
         part = slice_size(size, world_size)
         low, high = min(rank * part, size), min((rank + 1) * part, size)
@@ -65,7 +56,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         if status != DONE:
             return status
 
-        if step == first + 1:
+        if root == EVERYWHERE and step == first + 1:
             ranks = mapped_ranks(context)
             if ranks == world_size:
                 return _in_mapped_tensors(context, plan, word, step, out)
@@ -73,21 +64,16 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
                 continue  # they have staged nothing, which all ranks know, and stage it again
 
         if high > low:
-            for peer in range(world_size):
-                store(context + SOURCES + 8 * peer, region(context, peer) + staging + contribution + low)
-            store(context + SOURCES + 8 * rank, x + start + low)
+            set_sources(context, staging + contribution + low, x + start + low)
             # Every peer has published this step, so it has read the other generation, which may be written now.
-            result = own + CONTROL_BYTES + (step & 1) * generation_bytes
-            call_arithmetic(function, out + start + low, context + SOURCES, world_size, (high - low) // itemsize)
-            copy(result, out + start + low, high - low)
+            result = own + generation(context, step)
+            target = out + start + low if root == EVERYWHERE or rank == root else result
+            call_arithmetic(function, target, context + SOURCES, world_size, (high - low) // itemsize)
+            if root == EVERYWHERE:
+                copy(result, target, high - low)
 
         if previous_size > 0:
-            part = slice_size(previous_size, world_size)
-            for distance in range(1, world_size):
-                peer = wrap_rank(rank + distance, world_size)
-                low, high = min(peer * part, previous_size), min((peer + 1) * part, previous_size)
-                copy(out + previous_start + low, region(context, peer) + staging, high - low)
-
+            take(context, plan, staging, out + previous_start, previous_size, root)
         if size == 0:
             return finish(context, step)
         previous_start, previous_size = start, size
@@ -95,10 +81,28 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 
 @njit(error_model="numpy")
+def take_slices(context: int, plan: int, staging: int, out: int, size: int, root: int) -> None:
+    """Copy the peers' slices of a chunk of ``size`` bytes, which each has at ``staging`` in its region, to ``out``."""
+    rank, world_size = load(context + RANK), load(context + WORLD)
+    part = slice_size(size, world_size)
+    for distance in range(1, world_size if root == EVERYWHERE or rank == root else 1):
+        peer = wrap_rank(rank + distance, world_size)
+        low, high = min(peer * part, size), min((peer + 1) * part, size)
+        copy(out + low, region(context, peer) + staging, high - low)
+
+
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    tell_places(context, plan, x, out)
+    return by_slices(take_slices, EVERYWHERE, context, plan, x, out)
+
+
+@njit(error_model="numpy")
 def _in_mapped_tensors(context: int, plan: int, word: int, step: int, out: int) -> int:
     """Add up this rank's slice, and write it to all ranks. All have begun, so their tensors are there."""
     rank, world_size = load(context + RANK), load(context + WORLD)
-    nbytes, itemsize, function = load(plan + NBYTES), load(plan + ITEMSIZE), load(plan + ARITHMETIC)
+    nbytes, _, itemsize = sizes(plan)
+    function = load(plan + ARITHMETIC)
     part = slice_size(nbytes, world_size)
     low, high = min(rank * part, nbytes), min((rank + 1) * part, nbytes)
     while low < high:

@@ -18,21 +18,9 @@ from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import fp8_blocks
 from shotcast.transport.cpu.fp8_blocks import encoded_bytes
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_sum
-from shotcast.transport.cpu.layout import (
-    ARITHMETIC,
-    CHUNK,
-    CONTROL_BYTES,
-    DECODE,
-    ENCODE,
-    GENERATION,
-    ITEMSIZE,
-    NBYTES,
-    RANK,
-    SOURCES,
-    STEP,
-    WORLD,
-)
+from shotcast.transport.cpu.layout import ARITHMETIC, DECODE, ENCODE, SOURCES
 from shotcast.transport.cpu.slices import slice_size
+from shotcast.transport.cpu.staging import generation, sizes
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.wire import CallPlan
 
@@ -49,18 +37,16 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
     A generation holds this rank's sums of the previous piece of its slice, then its values of this piece of all slices.
     """
-    word = begin(context, plan)
+    word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    nbytes, piece, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
-    generation_bytes = load(context + GENERATION)
+    nbytes, piece, itemsize = sizes(plan)
     part = slice_size(nbytes, world_size)
     room = encoded_bytes(piece // itemsize)
     own = region(context, rank)
     done = 0
     while True:
-        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        staging = generation(context, step)
         for index in range(world_size):
             length = _piece_bytes(nbytes, part, index, done, piece)
             if length > 0:
@@ -76,7 +62,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
             for peer in range(world_size):
                 store(context + SOURCES + 8 * peer, region(context, peer) + staging + room * (1 + rank))
             # Every peer has published this step, so it has read the other generation, which may be written now.
-            result = own + CONTROL_BYTES + (step & 1) * generation_bytes
+            result = own + generation(context, step)
             call_arithmetic(load(plan + ARITHMETIC), result, context + SOURCES, world_size, length // itemsize)
 
         if done > 0:

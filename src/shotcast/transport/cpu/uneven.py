@@ -10,31 +10,10 @@ from shotcast.device.cpu.atomics import copy, load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall
-from shotcast.transport.cpu.layout import (
-    CHUNK,
-    CONTROL_BYTES,
-    EXTENTS,
-    GENERATION,
-    LINE,
-    OFFSETS,
-    PARTS,
-    PARTS_PEER,
-    PARTS_SENT,
-    RANK,
-    STEP,
-    WORLD,
-)
+from shotcast.transport.cpu.layout import CHUNK, EXTENTS, LINE, OFFSETS, PARTS, PARTS_PEER, PARTS_SENT, RANK, WORLD
 from shotcast.transport.cpu.slices import wrap_rank
-from shotcast.transport.cpu.waiting import (
-    ABORTED,
-    DONE,
-    PARTS_DIFFER,
-    await_all,
-    begin,
-    finish,
-    publish,
-    region,
-)
+from shotcast.transport.cpu.staging import generation
+from shotcast.transport.cpu.waiting import ABORTED, DONE, PARTS_DIFFER, await_all, begin, finish, publish, region
 from shotcast.wire import CallPlan
 
 _SIZES = LINE
@@ -64,15 +43,12 @@ def _look(context: int, plan: int, staging: int, longest: int) -> int:
 
 def all_to_all(context: int, plan: int, x: int, out: int) -> int:
     """out = what each rank sends to this one, in their order. EXTENTS and OFFSETS of the plan are those of out."""
-    word = begin(context, plan)
+    word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
-    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
-    chunk, generation_bytes = load(plan + CHUNK), load(context + GENERATION)
-    own = region(context, rank)
-    longest, done = 0, 0
+    chunk, own, longest, done = load(plan + CHUNK), region(context, rank), 0, 0
     while True:
-        staging = CONTROL_BYTES + (step & 1) * generation_bytes
+        staging = generation(context, step)
         for peer in range(world_size):
             nbytes = load(_sent(plan, peer) + 8)
             if done == 0:

@@ -130,14 +130,15 @@ def is_stopped(context: int) -> bool:
 
 
 @njit(error_model="numpy")
-def begin(context: int, plan: int) -> int:
+def begin(context: int, plan: int) -> tuple[int, int, int, int]:
     """Start a collective call: count the epoch and publish the header.
 
-    Returns the second word of the header, or 0 if the communicator is stopped.
+    Returns the second word of the header, or 0 if the communicator is stopped; the rank, the ranks and the first step.
     """
-    own = region(context, load(context + RANK))
+    rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
+    own = region(context, rank)
     if is_stopped(context):
-        return 0
+        return 0, rank, world_size, step
     epoch = load(context + EPOCH) + 1
     store(context + EPOCH, epoch)
     store(context + DEADLINE, 0)
@@ -146,7 +147,7 @@ def begin(context: int, plan: int) -> int:
     store(context + HEADER_WORD, first_word)
     store_release(own + HEADERS + 16 * (epoch & 1), first_word)
     store_release(own + HEADERS + 16 * (epoch & 1) + 8, second_word)
-    return second_word
+    return second_word, rank, world_size, step
 
 
 @njit(error_model="numpy")
@@ -187,3 +188,11 @@ def finish(context: int, step: int) -> int:
     """End a call that was published up to ``step``."""
     store(context + STEP, step)
     return DONE
+
+
+@njit(error_model="numpy")
+def meet(context: int, step: int, word: int) -> int:
+    """End a call, or a phase of it, with a step without data: once all ranks have come to it."""
+    step = publish(context, step)
+    status = await_all(context, step, word)
+    return status if status != DONE else finish(context, step)

@@ -12,8 +12,6 @@ from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import (
     CHUNK,
-    CONTROL_BYTES,
-    GENERATION,
     NBYTES,
     NETWORK,
     PARTS,
@@ -24,7 +22,8 @@ from shotcast.transport.cpu.layout import (
     WORLD,
 )
 from shotcast.transport.cpu.slices import wrap_rank
-from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
+from shotcast.transport.cpu.staging import generation
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, meet, publish, region
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
 from shotcast.transport.network.hosts_call import HostsCall, whole_generation
 from shotcast.transport.network.layout import NODE, NODES
@@ -51,7 +50,7 @@ def _gather_of_node(context: int, plan: int, word: int, out: int, node: int) -> 
         longest = max(longest, _size_of(plan, peer, ranks, node))
     chunk, own, step, done = load(plan + CHUNK), region(context, rank), load(context + STEP), 0
     while done < longest:
-        staging = CONTROL_BYTES + (step & 1) * load(context + GENERATION)
+        staging = generation(context, step)
         size = min(chunk, _size_of(plan, rank, ranks, node) - done)
         if size > 0:
             copy(own + staging, out + _offset_of(plan, rank, ranks, node) + done, size)
@@ -68,24 +67,13 @@ def _gather_of_node(context: int, plan: int, word: int, out: int, node: int) -> 
     return finish(context, step)
 
 
-@njit(error_model="numpy")
-def _all_of_node(context: int, word: int) -> int:
-    """Return when all ranks of this node have begun the call."""
-    step = publish(context, load(context + STEP))
-    status = await_all(context, step, word)
-    return status if status != DONE else finish(context, step)
-
-
 def all_gather(context: int, plan: int, x: int, out: int) -> int:
     """out = the parts of all ranks, in their order; x is the part of this rank."""
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
-    status = _all_of_node(context, word)
+    word, rank, ranks, step = begin(context, plan)
+    status = meet(context, step, word) if word != 0 else ABORTED
     if status != DONE:
         return status
     network = load(context + NETWORK)
-    rank, ranks = load(context + RANK), load(context + WORLD)
     nodes, node = load(network + NODES), load(network + NODE)
     copy(out + _offset_of(plan, rank, ranks, node), x, _size_of(plan, rank, ranks, node))
     begin_transfer(network)
@@ -105,16 +93,13 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
 
 def broadcast(context: int, plan: int, x: int, out: int) -> int:
     """Copy x of the root to out of every rank. x, out: nbytes; they may be the same."""
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
-    status = _all_of_node(context, word)
+    word, rank, ranks, step = begin(context, plan)
+    status = meet(context, step, word) if word != 0 else ABORTED
     if status != DONE:
         return status
     network = load(context + NETWORK)
-    rank, ranks, root = load(context + RANK), load(context + WORLD), load(plan + ROOT)
-    nodes, node, root_node = load(network + NODES), load(network + NODE), load(plan + ROOT_NODE)
-    nbytes = load(plan + NBYTES)
+    nodes, node = load(network + NODES), load(network + NODE)
+    nbytes, root, root_node = load(plan + NBYTES), load(plan + ROOT), load(plan + ROOT_NODE)
     begin_transfer(network)
     for distance in range(1, nodes):
         size = nbytes if rank == root and node == root_node else 0
@@ -130,7 +115,7 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
         copy(out, x, nbytes)
     chunk, step, done = load(plan + CHUNK), load(context + STEP), 0
     while done < nbytes and ranks > 1:
-        staging, size = CONTROL_BYTES + (step & 1) * load(context + GENERATION), min(chunk, nbytes - done)
+        staging, size = generation(context, step), min(chunk, nbytes - done)
         if rank == root:
             copy(region(context, rank) + staging, out + done, size)
         step = publish(context, step)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shotcast import wire
 from shotcast.device.cpu.compilation import Arithmetic
-from shotcast.device.cpu.floats import PARTIAL_SUMS, ROUNDED_SUMS, SUMS
+from shotcast.device.cpu.reductions import PARTIAL_SUMS, ROUNDED_SUMS, SUMS
 from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_sum, reductions
 from shotcast.wire import CallPlan

@@ -10,21 +10,12 @@ from shotcast.device.cpu.atomics import load
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import NETWORK
-from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
+from shotcast.transport.cpu.waiting import DONE
 from shotcast.transport.network.fold import fold, is_folded, unfold
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
 from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, partial_sums
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES
-from shotcast.transport.network.phases import (
-    add,
-    add_rounded,
-    first_slot,
-    gather_in_node,
-    reduce_in_node,
-    rounded,
-    slice_count,
-    slice_start,
-)
+from shotcast.transport.network.phases import add, add_rounded, all_reduce_by, first_slot, rounded
 from shotcast.transport.network.tree import leaf_of, leaves, node_of
 
 
@@ -60,23 +51,18 @@ def _double(context: int, plan: int, word: int, result: int, count: int) -> int:
     return DONE
 
 
-def all_reduce(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
-    status = reduce_in_node(context, plan, word, x)
-    if status != DONE:
-        return status
-    count, result = slice_count(context, plan), out + slice_start(context, plan)
+@njit(error_model="numpy")
+def exchange(context: int, plan: int, word: int, result: int, count: int) -> int:
+    """Add up the sums of all nodes into ``result``, where ``count`` elements of each are in its accumulator."""
     status = fold(context, plan, word, count)
     if status == DONE and not is_folded(load(context + NETWORK)):
         status = _double(context, plan, word, result, count)
-    if status == DONE:
-        status = unfold(context, plan, word, result, count)
-    if status == DONE:
-        status = gather_in_node(context, plan, word, out)
-    return status
+    return status if status != DONE else unfold(context, plan, word, result, count)
+
+
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    return all_reduce_by(exchange, context, plan, x, out)
 
 
 ALL_REDUCE = HostsCall(

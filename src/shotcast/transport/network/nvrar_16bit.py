@@ -23,7 +23,7 @@ from shotcast.transport.network.nvrar_pairs import add_nodes
 from shotcast.transport.network.nvrar_two_shot import part_of_each
 from shotcast.transport.network.phases import (
     first_slot,
-    gather_in_node,
+    gather,
     reduce_in_node,
     rounded,
     slice_count,
@@ -106,21 +106,19 @@ def _exchange(context: int, plan: int, word: int, own: int, result: int, count: 
 
 def all_reduce(context: int, plan: int, x: int, out: int) -> int:
     """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
-    word = begin(context, plan)
+    word, _, world_size, _ = begin(context, plan)
     if word == 0:
         return ABORTED
-    network = load(context + NETWORK)
+    network, result = load(context + NETWORK), out + slice_start(context, plan)
     own, count = x, slice_count(context, plan)  # the sum of a node of one rank is the rank's x
-    if load(context + WORLD) > 1:
+    if world_size > 1:
         status = reduce_in_node(context, plan, word, x)
         if status != DONE:
             return status
         own = first_slot(network, plan)
         rounded(context, plan, own, load(network + ACCUMULATOR), count)
-    status = _exchange(context, plan, word, own, out + slice_start(context, plan), count)
-    if status != DONE:
-        return status
-    return gather_in_node(context, plan, word, out)
+    status = _exchange(context, plan, word, own, result, count)
+    return status if status != DONE else gather(context, plan, word, result, out, -1)
 
 
 def _arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:

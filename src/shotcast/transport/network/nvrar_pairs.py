@@ -10,7 +10,7 @@ from __future__ import annotations
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
-from shotcast.transport.cpu.layout import NETWORK, PARTIAL_BYTES, RANK, ROOT, ROOT_NODE, SLOT
+from shotcast.transport.cpu.layout import NETWORK, PARTIAL_BYTES, ROOT, ROOT_NODE, SLOT
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
 from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, node_reductions
@@ -18,9 +18,9 @@ from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.phases import (
     add,
     add_rounded,
+    all_reduce_by,
     first_slot,
-    gather_at_root,
-    gather_in_node,
+    gather,
     reduce_in_node,
     slice_count,
     slice_start,
@@ -53,66 +53,60 @@ def add_nodes(context: int, plan: int, result: int, count: int) -> None:
     add_rounded(context, plan, result, load(pointers), load(pointers + 8), count)
 
 
-def all_reduce(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
-    status = reduce_in_node(context, plan, word, x)
-    if status != DONE:
-        return status
-    network = load(context + NETWORK)
-    nodes, node, count = load(network + NODES), load(network + NODE), slice_count(context, plan)
-    nbytes = load(plan + PARTIAL_BYTES) * count
-    begin_transfer(network)
-    for distance in range(1, nodes):
-        add_send(context, network, word, (node + distance) % nodes, load(network + ACCUMULATOR), nbytes, 0)
-    for distance in range(1, nodes):
-        peer = (node + distance) % nodes
-        slot = first_slot(network, plan) + peer * load(plan + SLOT)
-        store(network + POINTERS + 8 * peer, slot)
-        add_receipt(context, network, word, peer, slot, nbytes, 0)
-    store(network + POINTERS + 8 * node, load(network + ACCUMULATOR))
-    status = transfer(context, network)
-    if status != DONE:
-        return status
-    add_nodes(context, plan, out + slice_start(context, plan), count)
-    return gather_in_node(context, plan, word, out)
-
-
-def reduce(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on the root. x, out: nbytes; they may be the same, and others have no out.
+@njit(error_model="numpy")
+def _send_to(root_node: int, context: int, plan: int, word: int, count: int) -> int:
+    """Send the sum of this node to the others or, unless it is -1, to ``root_node`` alone, and receive theirs.
 
     Every rank exchanges a frame with each of its peers, if only a header, so no rank finishes before all have begun.
     """
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
-    status = reduce_in_node(context, plan, word, x)
-    if status != DONE:
-        return status
     network = load(context + NETWORK)
-    nodes, node, count = load(network + NODES), load(network + NODE), slice_count(context, plan)
-    root_node, nbytes = load(plan + ROOT_NODE), load(plan + PARTIAL_BYTES) * count
+    nodes, node, nbytes = load(network + NODES), load(network + NODE), load(plan + PARTIAL_BYTES) * count
     begin_transfer(network)
     for distance in range(1, nodes):
         peer = (node + distance) % nodes
-        size = nbytes if peer == root_node else 0
+        size = nbytes if root_node < 0 or peer == root_node else 0
         add_send(context, network, word, peer, load(network + ACCUMULATOR), size, 0)
     for distance in range(1, nodes):
         peer = (node + distance) % nodes
         slot = first_slot(network, plan) + peer * load(plan + SLOT)
         store(network + POINTERS + 8 * peer, slot)
-        add_receipt(context, network, word, peer, slot, nbytes if node == root_node else 0, 0)
+        add_receipt(context, network, word, peer, slot, nbytes if root_node < 0 or node == root_node else 0, 0)
     store(network + POINTERS + 8 * node, load(network + ACCUMULATOR))
-    status = transfer(context, network)
-    if status != DONE or node != root_node:
+    return transfer(context, network)
+
+
+@njit(error_model="numpy")
+def exchange(context: int, plan: int, word: int, result: int, count: int) -> int:
+    """Add up the sums of all nodes into ``result``, where ``count`` elements of each are in its accumulator."""
+    status = _send_to(-1, context, plan, word, count)
+    if status == DONE:
+        add_nodes(context, plan, result, count)
+    return status
+
+
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    return all_reduce_by(exchange, context, plan, x, out)
+
+
+def reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on the root. x, out: nbytes; they may be the same, and others have no out."""
+    word, rank, _, _ = begin(context, plan)
+    if word == 0:
+        return ABORTED
+    status = reduce_in_node(context, plan, word, x)
+    if status != DONE:
         return status
-    result = first_slot(network, plan) + nodes * load(plan + SLOT)
-    if load(context + RANK) == load(plan + ROOT):
+    network, count = load(context + NETWORK), slice_count(context, plan)
+    root, root_node = load(plan + ROOT), load(plan + ROOT_NODE)
+    status = _send_to(root_node, context, plan, word, count)
+    if status != DONE or load(network + NODE) != root_node:
+        return status
+    result = first_slot(network, plan) + load(network + NODES) * load(plan + SLOT)
+    if rank == root:
         result = out + slice_start(context, plan)
     add_nodes(context, plan, result, count)
-    return gather_at_root(context, plan, word, result, out)
+    return gather(context, plan, word, result, out, root)
 
 
 ALL_REDUCE = HostsCall(

@@ -10,12 +10,12 @@ from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import ITEMSIZE, NETWORK
-from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
+from shotcast.transport.cpu.waiting import DONE
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
 from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, partial_sums
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.nvrar_pairs import add_nodes
-from shotcast.transport.network.phases import first_slot, gather_in_node, reduce_in_node, slice_count, slice_start
+from shotcast.transport.network.phases import all_reduce_by, first_slot
 
 _ALIGN = 16
 """Parts begin at multiples of this many elements."""
@@ -27,18 +27,13 @@ def part_of_each(count: int, nodes: int) -> int:
     return ((count + nodes - 1) // nodes + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
-def all_reduce(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
-    status = reduce_in_node(context, plan, word, x)
-    if status != DONE:
-        return status
+@njit(error_model="numpy")
+def exchange(context: int, plan: int, word: int, result: int, count: int) -> int:
+    """Add up the sums of all nodes into ``result``, where ``count`` elements of each are in its accumulator."""
     network = load(context + NETWORK)
-    nodes, node, count = load(network + NODES), load(network + NODE), slice_count(context, plan)
+    nodes, node = load(network + NODES), load(network + NODE)
     accumulator, received = load(network + ACCUMULATOR), first_slot(network, plan)
-    part, itemsize, result = part_of_each(count, nodes), load(plan + ITEMSIZE), out + slice_start(context, plan)
+    part, itemsize = part_of_each(count, nodes), load(plan + ITEMSIZE)
     low, high = min(node * part, count), min((node + 1) * part, count)
     begin_transfer(network)
     for distance in range(1, nodes):
@@ -63,10 +58,12 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         peer = (node + distance) % nodes
         first, last = min(peer * part, count), min((peer + 1) * part, count)
         add_receipt(context, network, word, peer, result + itemsize * first, itemsize * (last - first), 1)
-    status = transfer(context, network)
-    if status != DONE:
-        return status
-    return gather_in_node(context, plan, word, out)
+    return transfer(context, network)
+
+
+def all_reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    return all_reduce_by(exchange, context, plan, x, out)
 
 
 ALL_REDUCE = HostsCall(

@@ -9,19 +9,16 @@ the whole message, whatever its size.
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
-from shotcast.device.cpu.lazy_numba import njit
+from shotcast.device.cpu.lazy_numba import HostFunction, njit
 from shotcast.transport.cpu.layout import (
     ADD_PARTIAL,
     CHUNK,
-    CONTROL_BYTES,
-    GENERATION,
     ITEMSIZE,
     NBYTES,
     NETWORK,
     PARTIAL,
     PARTIAL_BYTES,
     RANK,
-    ROOT,
     ROUND,
     SLOT,
     SOURCES,
@@ -29,7 +26,8 @@ from shotcast.transport.cpu.layout import (
     WORLD,
 )
 from shotcast.transport.cpu.slices import slice_size, wrap_rank
-from shotcast.transport.cpu.waiting import DONE, await_all, publish, region
+from shotcast.transport.cpu.staging import generation, set_sources, sizes
+from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.transport.network.layout import ACCUMULATOR, OPERANDS
 
 
@@ -65,12 +63,12 @@ def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
         store(context + SOURCES, x)
         call_arithmetic(function, accumulator, context + SOURCES, 1, count)
         return DONE
-    nbytes, piece, itemsize = load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+    nbytes, piece, itemsize = sizes(plan)
     partial_bytes = load(plan + PARTIAL_BYTES)
     part = slice_size(nbytes, world_size)
     own, step, offset = region(context, rank), load(context + STEP), 0
     while True:
-        staging = CONTROL_BYTES + (step & 1) * load(context + GENERATION)
+        staging = generation(context, step)
         for distance in range(1, world_size):
             owner = wrap_rank(rank + distance, world_size)
             low = min(owner * part + offset, nbytes)
@@ -81,95 +79,82 @@ def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
         if status != DONE:
             return status
         size = max(0, min(piece, count * itemsize - offset))
-        for peer in range(world_size):
-            store(context + SOURCES + 8 * peer, region(context, peer) + staging + rank * piece)
-        store(context + SOURCES + 8 * rank, x + start + offset)
+        set_sources(context, staging + rank * piece, x + start + offset)
         target = accumulator + offset // itemsize * partial_bytes
         call_arithmetic(function, target, context + SOURCES, world_size, size // itemsize)
         offset += piece
         if offset >= part:
-            store(context + STEP, step)
-            return DONE
+            return finish(context, step)
 
 
 @njit(error_model="numpy")
-def gather_in_node(context: int, plan: int, word: int, out: int) -> int:
-    """Gather the slices of the node's ranks, each of which has its own in ``out``."""
+def gather(context: int, plan: int, word: int, own_slice: int, out: int, root: int) -> int:
+    """Gather the slices of the node's ranks in ``out``, at ``root`` or, with -1, at all; each has its own."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     if world_size == 1:
         return DONE
     nbytes, piece = load(plan + NBYTES), load(plan + CHUNK) * world_size
     part = slice_size(nbytes, world_size)
-    own, step, offset = region(context, rank), load(context + STEP), 0
+    step, offset = load(context + STEP), 0
     while offset < part:
-        staging = CONTROL_BYTES + (step & 1) * load(context + GENERATION)
+        staging = generation(context, step)
         low = min(rank * part + offset, nbytes)
         high = min(rank * part + min(offset + piece, part), nbytes)
-        copy(own + staging, out + low, high - low)
+        if rank != root:
+            copy(region(context, rank) + staging, own_slice + offset, high - low)
         step = publish(context, step)
         status = await_all(context, step, word)
         if status != DONE:
             return status
-        for distance in range(1, world_size):
+        for distance in range(1, world_size if root < 0 or rank == root else 1):
             peer = wrap_rank(rank + distance, world_size)
             low = min(peer * part + offset, nbytes)
             high = min(peer * part + min(offset + piece, part), nbytes)
             copy(out + low, region(context, peer) + staging, high - low)
         offset += piece
-    store(context + STEP, step)
-    return DONE
+    return finish(context, step)
 
 
 @njit(error_model="numpy")
-def gather_at_root(context: int, plan: int, word: int, result: int, out: int) -> int:
-    """Gather the slices of the node's ranks at its root, in ``out``; each has its own at ``result``."""
-    rank, world_size, root = load(context + RANK), load(context + WORLD), load(plan + ROOT)
-    if world_size == 1:
-        return DONE
-    nbytes, piece = load(plan + NBYTES), load(plan + CHUNK) * world_size
-    part = slice_size(nbytes, world_size)
-    own, step, offset = region(context, rank), load(context + STEP), 0
-    while offset < part:
-        staging = CONTROL_BYTES + (step & 1) * load(context + GENERATION)
-        low = min(rank * part + offset, nbytes)
-        high = min(rank * part + min(offset + piece, part), nbytes)
-        if rank != root:
-            copy(own + staging, result + offset, high - low)
-        step = publish(context, step)
-        status = await_all(context, step, word)
-        if status != DONE:
-            return status
-        for peer in range(world_size if rank == root else 0):
-            low = min(peer * part + offset, nbytes)
-            high = min(peer * part + min(offset + piece, part), nbytes)
-            if peer != rank:
-                copy(out + low, region(context, peer) + staging, high - low)
-        offset += piece
-    store(context + STEP, step)
-    return DONE
+def all_reduce_by(exchange: HostFunction, context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same.
+
+    ``exchange(context, plan, word, result, count)`` adds up the sums of all nodes, ``count`` elements of this one in
+    the accumulator, into ``result``.
+    """
+    word = begin(context, plan)[0]
+    if word == 0:
+        return ABORTED
+    status = reduce_in_node(context, plan, word, x)
+    result = out + slice_start(context, plan)
+    if status == DONE:
+        status = exchange(context, plan, word, result, slice_count(context, plan))
+    if status == DONE:
+        status = gather(context, plan, word, result, out, -1)
+    return status
+
+
+@njit(error_model="numpy")
+def _sum_up(context: int, function: int, target: int, first: int, second: int, terms: int, count: int) -> None:
+    network = load(context + NETWORK)
+    store(network + OPERANDS, first)
+    store(network + OPERANDS + 8, second)
+    call_arithmetic(function, target, network + OPERANDS, terms, count)
 
 
 @njit(error_model="numpy")
 def add(context: int, plan: int, target: int, first: int, second: int, count: int) -> None:
     """Store first + second at ``target``, which may be one of them; all are as nodes exchange them."""
-    network = load(context + NETWORK)
-    store(network + OPERANDS, first)
-    store(network + OPERANDS + 8, second)
-    call_arithmetic(load(plan + ADD_PARTIAL), target, network + OPERANDS, 2, count)
+    _sum_up(context, load(plan + ADD_PARTIAL), target, first, second, 2, count)
 
 
 @njit(error_model="numpy")
 def add_rounded(context: int, plan: int, out: int, first: int, second: int, count: int) -> None:
     """Store first + second, which are as nodes exchange them, at ``out`` in the dtype of the call."""
-    network = load(context + NETWORK)
-    store(network + OPERANDS, first)
-    store(network + OPERANDS + 8, second)
-    call_arithmetic(load(plan + ROUND), out, network + OPERANDS, 2, count)
+    _sum_up(context, load(plan + ROUND), out, first, second, 2, count)
 
 
 @njit(error_model="numpy")
 def rounded(context: int, plan: int, out: int, source: int, count: int) -> None:
     """Store float32 values at ``out`` in the dtype of the call."""
-    network = load(context + NETWORK)
-    store(network + OPERANDS, source)
-    call_arithmetic(load(plan + ROUND), out, network + OPERANDS, 1, count)
+    _sum_up(context, load(plan + ROUND), out, source, 0, 1, count)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import load
 from shotcast.device.cpu.compilation import Schedule
-from shotcast.transport.cpu.layout import NBYTES, NETWORK, STEP
-from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish
+from shotcast.transport.cpu.layout import NBYTES, NETWORK
+from shotcast.transport.cpu.waiting import ABORTED, DONE, begin, meet
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
 from shotcast.transport.network.hosts_call import HostsCall
 from shotcast.transport.network.layout import NODE, NODES
@@ -16,11 +16,8 @@ def swap(context: int, plan: int, x: int, out: int) -> int:
 
     If there is no such node, nothing is sent.
     """
-    word = begin(context, plan)
-    if word == 0:
-        return ABORTED
-    step = publish(context, load(context + STEP))
-    status = await_all(context, step, word)
+    word, _, _, step = begin(context, plan)
+    status = meet(context, step, word) if word != 0 else ABORTED
     if status != DONE:
         return status
     network, nbytes = load(context + NETWORK), load(plan + NBYTES)
@@ -29,8 +26,7 @@ def swap(context: int, plan: int, x: int, out: int) -> int:
     if other < load(network + NODES):
         add_send(context, network, word, other, x, nbytes, 0)
         add_receipt(context, network, word, other, out, nbytes, 0)
-    status = transfer(context, network)
-    return status if status != DONE else finish(context, step)
+    return transfer(context, network)
 
 
 SWAP = HostsCall(schedule=Schedule(swap))

@@ -1,0 +1,37 @@
+"""The place where a step stages, and what the sums of a step read."""
+
+from __future__ import annotations
+
+from shotcast.device.cpu.atomics import load, store
+from shotcast.device.cpu.lazy_numba import njit
+from shotcast.transport.cpu.layout import (
+    CHUNK,
+    CONTROL_BYTES,
+    GENERATION,
+    ITEMSIZE,
+    NBYTES,
+    RANK,
+    SOURCES,
+    WORLD,
+)
+from shotcast.transport.cpu.waiting import region
+
+
+@njit(error_model="numpy")
+def sizes(plan: int) -> tuple[int, int, int]:
+    """Return the bytes of the message, those of a pipeline step, and those of an element."""
+    return load(plan + NBYTES), load(plan + CHUNK), load(plan + ITEMSIZE)
+
+
+@njit(error_model="numpy")
+def generation(context: int, step: int) -> int:
+    """Return where in its region a rank stages step ``step``."""
+    return CONTROL_BYTES + (step & 1) * load(context + GENERATION)
+
+
+@njit(error_model="numpy")
+def set_sources(context: int, offset: int, own: int) -> None:
+    """Let a sum read the regions of all peers at ``offset``, and address ``own`` for this rank."""
+    for peer in range(load(context + WORLD)):
+        store(context + SOURCES + 8 * peer, region(context, peer) + offset)
+    store(context + SOURCES + 8 * load(context + RANK), own)
