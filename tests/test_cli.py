@@ -498,6 +498,7 @@ class TestErrors:
 
 
 class TestEngine:
+    @pytest.mark.full
     def test_generate_answers_and_says_what_it_took(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("SHOTCAST_CALIBRATION", raising=False)
         planned = ["--layout", "auto:2", "--device", "cpu"]

@@ -50,6 +50,7 @@ def test_runs_of_three_models_on_1_to_4_gpus() -> None:
         require(found, metric, mean, worst)
 
 
+@pytest.mark.full
 def test_runs_of_one_gpu_have_the_kernels_of_the_calibration() -> None:
     found = [each for each in measured() if each.run.layout == Layout(1, 1)]
     assert len(found) == 13

@@ -447,6 +447,7 @@ class TestConfig:
 
 
 class TestRanks:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("rank", [0, 1])
     def test_a_wrong_candidate_never_enters(self, rank: int) -> None:
         """A candidate that is wrong on one rank is excluded on all ranks."""

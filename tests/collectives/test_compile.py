@@ -68,6 +68,7 @@ def test_fused_calls(backend: str) -> None:
     assert graphs == [1, 1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_one_graph_for_all_sizes(backend: str) -> None:
     assert compile_on_ranks(targets.dynamic_sizes, 2, backend) == [1, 1]

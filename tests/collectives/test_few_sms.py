@@ -65,6 +65,7 @@ def test_all_calls_have_the_bits_of_the_contract(world_size: int) -> None:
     interpreted(cases, world_size, "cpu", [0, 1, 5, 64, 333, 4099], [1, 2, 16], 1 << 18, dtypes, timeout_s=900)
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_places_of_the_window_are_used_again(world_size: int) -> None:

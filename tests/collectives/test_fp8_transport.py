@@ -64,6 +64,7 @@ def test_the_next_call_clears_all_slots(dtype: str, item: int) -> None:
         assert counts == [wanted, short]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "world_size"), [pytest.param("float32", 2, marks=pytest.mark.full), ("float16", 3)])
 def test_the_longest_message_fits(dtype: str, world_size: int) -> None:
     (nbytes,) = interpreted(targets.longest_messages, world_size, dtype)[0]

@@ -226,6 +226,7 @@ def test_messages_beyond_the_workspace_pass_in_pieces() -> None:
     assert interpreted(messages_in_pieces, 3, 4096) == [16] * 3
 
 
+@pytest.mark.full
 def test_long_messages() -> None:
     """A lane has five or three chunks, of which two are in flight: the sender must wait for credit."""
     assert interpreted(with_late_programs, 2, long_messages, 150_001) == [2, 2]

@@ -251,6 +251,7 @@ class TestRender:
         st.sampled_from(MODES), st.sampled_from([op.label for op in Op]), st.sampled_from(list(wire.DTYPES))
     )
 
+    @pytest.mark.full
     @given(st.data(), st.lists(KEYS, unique=True, max_size=4), st.text(min_size=1), NODES)
     def test_is_read_back(self, data: st.DataObject, keys: list[Any], name: str, shape: NodeShape) -> None:
         part = f"part {name}"

@@ -172,6 +172,7 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
     assert (by_token.finish_reason, by_token.stop_reason) == ("stop", token)
 
 
+@pytest.mark.full
 def test_logprobs_are_those_of_transformers(llm: LLM, reference: Any) -> None:
     output = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=1, max_tokens=8, logprobs=3))[0]
     assert output.logprobs is not None
