@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shotcast.overlap.products import Product
 
 _own_product: ContextVar[Product | None] = ContextVar("own_product", default=None)
-_TRANSPOSED_FROM = 16
-"""The number of rows of x from which ``weight @ x.T`` is faster than ``x @ weight.T``, on a CPU in float32 (MKL)."""
 
 
 @contextlib.contextmanager
@@ -154,9 +152,6 @@ class Linear:
         if gemv.serves(x, self.weight):
             out = gemv.linear(x, self.weight)
             return (out if self.bias is None else out + self.bias).to(x.dtype)
-        if x.shape[0] >= _TRANSPOSED_FROM and x.dtype == torch.float32:
-            out = torch.mm(self.weight, x.t().contiguous()).t().contiguous()
-            return out if self.bias is None else out.add_(self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
