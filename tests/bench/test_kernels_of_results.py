@@ -156,7 +156,9 @@ class TestCommands:
 
 def test_all_stored_results_of_kernels_have_fingerprints() -> None:
     for path in (ROOT / "benchmarks" / "data").rglob("*.json"):
-        if not path.name.startswith(("frontend", "server_fuzz", "torch_suite")) and path.parent.name not in (
+        if not path.name.startswith(
+            ("frontend", "llama_cpp", "server_fuzz", "torch_suite")
+        ) and path.parent.name not in (
             "exploration",
             "external",
         ):

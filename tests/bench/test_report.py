@@ -160,6 +160,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
 
 
 OTHERS = (
+    "llama_cpp",
     "engine_",
     "linear",
     "overlap_",
