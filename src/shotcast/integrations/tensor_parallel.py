@@ -58,7 +58,7 @@ class TensorParallelSums:
             self.wake_up()
         if x.device != self.communicator.device or x.layout is not torch.strided:
             return False
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if not self._in_graphs and x.is_cuda and torch.cuda.is_current_stream_capturing():
             self._in_graphs = True
         if self.batch_invariant:
             return True
