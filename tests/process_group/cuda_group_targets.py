@@ -135,9 +135,19 @@ def captured() -> None:
 
 
 def messages() -> None:
-    """Send and receive more than fits in any buffer: in batches that send first, and alone in matching order."""
+    """Send and receive more than fits in any buffer: in batches that send first, and alone in matching order.
+
+    First a rank sends to itself, of which the others know nothing.
+    """
     gpu = device()
     with backend(60.0) as (rank, size):
+        dist.barrier()
+        if rank == 0:
+            x, y = torch.ones(4, device=gpu), torch.zeros(4, device=gpu)
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]):
+                work.wait()
+            assert bool((y == 1).all())
+        dist.barrier()
         behind, before = (rank + 1) % size, (rank - 1) % size
         for count in (4, 1 << 23):
             x, y = torch.full((count,), float(rank), device=gpu), torch.empty(count, device=gpu)

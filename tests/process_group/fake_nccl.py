@@ -36,6 +36,11 @@ class FakeNccl:
         self.calls.append(("_reduce_scatter_base", opts.asyncOp))
         return self._work() if opts.asyncOp else None
 
+    def part(self, name: str, rank: int, world_size: int) -> FakeNccl:
+        """Make a group of some of the ranks: this one, which notes its name, this rank there and the size."""
+        self.calls.append((name, rank, world_size))
+        return self
+
     def _work(self) -> Any:
         return SimpleNamespace(wait=lambda: True, is_completed=lambda: True, is_success=lambda: True)
 

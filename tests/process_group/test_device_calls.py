@@ -42,7 +42,9 @@ def group(inners: dict[str, Any]) -> ShotcastProcessGroup:
 
 def of_gpus(fails_at: int = -1) -> tuple[ShotcastProcessGroup, FakeNccl]:
     nccl = FakeNccl(fails_at)
-    return group({"cpu": object(), "cuda": nccl}), nccl
+    made = group({"cpu": object(), "cuda": nccl})
+    made._nccl = nccl.part  # type: ignore[method-assign]
+    return made, nccl
 
 
 def test_a_message_is_one_of_nccl() -> None:
@@ -66,7 +68,9 @@ def test_messages_of_a_block_begin_together_at_its_end() -> None:
     other.join()
     assert nccl.calls == [("send", 3, 0)]  # the block is that of its thread
     together = found._end_coalescing(torch.device("cuda"))
-    assert nccl.calls[1:] == ["start", ("send", 2, 0), ("recv", 0, 0), "end"]
+    with_rank_0 = [("nccl 0-1", 1, 2), "start", ("recv", 0, 0), "end"]
+    with_rank_2 = [("nccl 1-2", 0, 2), "start", ("send", 1, 0), "end"]
+    assert nccl.calls[1:] == with_rank_0 + with_rank_2
     assert together.wait()
     assert all(work.wait() and work.is_completed() for work in works)
     assert found.counts() == {"send": {"inner": 2}, "recv": {"inner": 1}}
@@ -74,14 +78,34 @@ def test_messages_of_a_block_begin_together_at_its_end() -> None:
     assert nccl.calls[-1] == ("send", 2, 0)
 
 
+def test_a_batch_needs_no_rank_but_those_of_its_messages() -> None:
+    """Each pair of ranks has a group of NCCL, made once, in which messages keep their order."""
+    found, nccl = of_gpus()
+    for _ in range(2):
+        found._start_coalescing(torch.device("cuda"))
+        for op, peer in (("recv", 1), ("send", 3), ("send", 1), ("recv", 3)):
+            found._message(op, on_gpu(), peer, peer)
+        found._end_coalescing(torch.device("cuda"))
+    alone, pair = ["start", ("recv", 0, 1), ("send", 0, 1), "end"], ["start", ("send", 1, 3), ("recv", 1, 3), "end"]
+    assert nccl.calls == [("nccl 1", 0, 1), *alone, ("nccl 1-3", 0, 2), *pair, *alone, *pair]
+    found._rank, found._world_size = 0, 1
+    nccl.calls.clear()
+    found._start_coalescing(torch.device("cuda"))
+    found._message("send", on_gpu(), 0, 0)
+    found._end_coalescing(torch.device("cuda"))
+    assert nccl.calls == ["start", ("send", 0, 0), "end"]  # the group of all ranks is that of its only one
+
+
 def test_an_error_in_a_block_leaves_nothing_open() -> None:
     found, nccl = of_gpus(fails_at=1)
     found._start_coalescing(torch.device("cuda"))
-    for peer in (2, 0, 3):
+    for peer in (2, 0, 2, 2):
         found._message("send", on_gpu(), peer, 0)
     with pytest.raises(RuntimeError, match="of the library"):
         found._end_coalescing(torch.device("cuda"))
-    assert nccl.calls == ["start", ("send", 2, 0), ("send", 0, 0), "end"]
+    with_rank_0 = [("nccl 0-1", 1, 2), "start", ("send", 0, 0), "end"]
+    with_rank_2 = [("nccl 1-2", 0, 2), "start", ("send", 1, 0), "end"]
+    assert nccl.calls == with_rank_0 + with_rank_2
     found._message("send", on_gpu(), 2, 0)
     assert nccl.calls[-1] == ("send", 2, 0)
 
@@ -440,10 +464,10 @@ def test_options_of_nccl_reach_it_and_others_are_refused(monkeypatch: pytest.Mon
     torch._C._distributed_c10d.ProcessGroup.__init__(made, 1, 4)
     made._rank, made._world_size, made._timeout, made._nccl_options = 1, 4, timedelta(seconds=9), given
     made._store = dist.HashStore()
-    assert made._nccl("nccl").arguments[-1] is given
+    assert made._nccl("nccl", 1, 4).arguments[-1] is given
     assert given._timeout == timedelta(seconds=9)
     made._nccl_options = None
-    assert made._nccl("nccl").arguments[-1] is not given
+    assert made._nccl("nccl", 1, 4).arguments[-1] is not given
 
 
 def test_a_group_whose_inner_one_is_gloo_can_be_split() -> None:

@@ -91,7 +91,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         self._inners: dict[str, Any] = {"cpu": gloo}
         self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         if torch_private.has_nccl() and not gpus_are_shared():
-            self._inners["cuda"] = self._nccl("nccl")
+            self._inners["cuda"] = self._nccl("nccl", rank, world_size)
             self._register_backend(torch.device("cuda"), kinds.NCCL, self._inners["cuda"])
         elif torch.cuda.is_available():
             self._inners["cuda"] = gloo
@@ -112,8 +112,8 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         """Return the ranks as errors name them. PyTorch describes a group once it is made."""
         return Members(self._rank, self._ranks, title_of(self) if self._ranks else "", _ADVICE)
 
-    def _nccl(self, name: str) -> Any:
-        ranks = self._part(name), self._rank, self._world_size
+    def _nccl(self, name: str, rank: int, world_size: int) -> Any:
+        ranks = self._part(name), rank, world_size
         told: torch_private.Told = weakref.WeakMethod(self._take_timeout)
         allocate: torch_private.Allocate = weakref.WeakMethod(self._allocate)
         return torch_private.inner_nccl(*ranks, self._timeout, told, allocate, self._nccl_options)
@@ -275,9 +275,9 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             return self._issued(HeldWork(Message(op, x, peer, tag)))
         if (found := torch_private.batch_of_caller()) is None:
             return self._begun(op, Message(op, x, peer, tag).begin, inner, [x])
-        return self._of_batch(inner, *found)
+        return self._of_batch(*found)
 
-    def _of_batch(self, inner: Any, caller: Any, messages: Sequence[tuple[str, torch.Tensor, int, int]]) -> DoneWork:
+    def _of_batch(self, caller: Any, messages: Sequence[tuple[str, torch.Tensor, int, int]]) -> DoneWork:
         """Return the work of all messages of a batch, each of which asks for it; the first begins them.
 
         So they begin with no code of PyTorch in between, which might leave NCCL waiting for the rest.
@@ -285,19 +285,40 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         batch = self._thread.batch
         if batch is None or batch.caller is not caller:
             ours = [Message(*message) for message in messages if not message[1].is_cpu]
-            batch = Batch(caller, self._together(inner, ours), len(ours))
+            batch = Batch(caller, self._together(ours), len(ours))
         batch = batch._replace(left=batch.left - 1)
         self._thread.batch = batch if batch.left else None
         return batch.work
 
-    def _together(self, inner: Any, messages: Sequence[Message]) -> DoneWork:
+    def _together(self, messages: Sequence[Message]) -> DoneWork:
+        """Begin messages, none of which waits for another; return the work of all.
+
+        NCCL makes a batch by a communicator of all ranks of its group, which the first batch connects. Ranks without a
+        message need not come here, so each pair of ranks has a group of NCCL of its own.
+        """
         self._counts.update((message.op, INNER) for message in messages)
         meaning = functools.partial(self._meaning, "batch_isend_irecv")
-        try:
-            work = begin_together(inner, messages)
-        except RuntimeError as error:
-            raise meaning(error, None) from error
-        return inner_work(work, [message.x for message in messages], meaning)
+        by_pair: dict[tuple[int, ...], list[Message]] = {}
+        for message in messages:
+            by_pair.setdefault(tuple(sorted({self._rank, message.peer})), []).append(message)
+        works = []
+        for pair in sorted(by_pair):  # pairs connect in one order on all ranks
+            own = [message._replace(peer=pair.index(message.peer)) for message in by_pair[pair]]
+            try:
+                work = begin_together(self._nccl_of(pair), own)
+            except RuntimeError as error:
+                raise meaning(error, None) from error
+            works.append(inner_work(work, [message.x for message in own], meaning))
+        return works[0] if len(works) == 1 else SeveralWorks(works)
+
+    def _nccl_of(self, ranks: tuple[int, ...]) -> Any:
+        """Return a group of NCCL of this rank and another, or of this rank alone."""
+        if len(ranks) == self._world_size:
+            return self._inners["cuda"]
+        name = "nccl " + "-".join(map(str, ranks))
+        if name not in self._inners:  # nothing connects two that threads make at once, and one is kept
+            self._inners.setdefault(name, self._nccl(name, ranks.index(self._rank), len(ranks)))
+        return self._inners[name]
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks on the host, and name those that do not come; Gloo does it."""
@@ -329,7 +350,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         works, self._thread.works = self._thread.works or [], None
         held = [work for work in works if isinstance(work, HeldWork)]
         if held:
-            begun = self._together(self._inners["cuda"], [work.message for work in held])
+            begun = self._together([work.message for work in held])
             for work in held:
                 work.begun = begun
         return SeveralWorks(works)
