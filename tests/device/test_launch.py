@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import cross
-from shotcast.device.triton.launch import KernelResources, Launch, Wide, descriptor
+from shotcast.device.triton.launch import KernelResources, Launch, Wide, descriptor, unspecialized
 from shotcast.memory import driver as cuda_driver
 from shotcast.memory import nvshmem_library
 
@@ -245,6 +246,26 @@ def test_the_kernel_gets_what_the_public_launcher_gives_it(
     if hasattr(nvidia, "make_kernel_signature"):  # from Triton 3.7 on
         flat = nvidia.make_kernel_signature(signature.values())
         assert flat == [kind for kind in kinds if kind != "constexpr"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_hooks_are_told_of_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM logs what is compiled while it serves, and Triton writes JSON for it."""
+    told: list[dict[str, Any]] = []
+
+    def hook(**facts: Any) -> bool:
+        told.append(facts["compile"])
+        return True  # there is nothing to compile
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
+    kernel = KERNELS[name]
+    kernel.device_caches.clear()
+    given = {name: unspecialized(value) for name, value in arguments_of(name).items()}
+    assert kernel.warmup(**given, **OPTIONS, grid=(1,)) is None
+    kernel.device_caches.clear()
+    (facts,) = told
+    assert repr(given["SHAPE"]) in json.loads(facts["specialization_data"])["constant_vals"]
 
 
 def rounded(value: float) -> float:

@@ -6,6 +6,7 @@ are plain Python, so that algorithms do not branch on where they run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -34,7 +35,18 @@ def kernel(fn: Callable[..., None] | None = None, *, shape: type | None = None) 
     annotations = inspect.signature(fn).parameters.values()
     made = triton.jit(do_not_specialize=[p.name for p in annotations if "constexpr" not in str(p.annotation)])(fn)
     made.shape = shape
+    if not INTERPRETED:
+        made._call_hook = functools.partial(_call_hook, made._call_hook)
     return made
+
+
+def _call_hook(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a hook of Triton's compilation, such as vLLM's. Triton writes all constants as JSON, which has no shapes."""
+    return call(*({k: _written(v) for k, v in one.items()} if type(one) is dict else one for one in arguments))
+
+
+def _written(value: Any) -> Any:
+    return repr(value) if dataclasses.is_dataclass(value) else value
 
 
 @functools.cache
