@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import REDUCTIONS
 
@@ -134,7 +134,7 @@ def _dimension(dim: int, x: torch.Tensor) -> int:
 
 def _plain(x: torch.Tensor, contiguous: bool = True) -> torch.Tensor:
     """Return ``x`` without the wrapper in which PyTorch's functions return an unfinished result."""
-    if not is_compiling():  # there are no wrappers in a graph
+    if not is_traced():  # there are no wrappers in a graph
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
         if isinstance(x, AsyncCollectiveTensor):

@@ -278,7 +278,7 @@ def test_an_export_finds_no_call_without_tensors(parts: Parts, monkeypatch: pyte
     """Tensors of an export are no plain ones."""
     parts.calls.keep((("barrier",), (None, None)), parts.call(), None, None, None, (), 0)
     assert parts.make(None, None, key=("barrier",)) is True
-    monkeypatch.setattr("shotcast.collectives.prepared.is_compiling", lambda: True)
+    monkeypatch.setattr("shotcast.collectives.prepared.is_traced", lambda: True)
     assert parts.make(None, None, key=("barrier",)) is None
 
 

@@ -312,3 +312,52 @@ def calls_of_all(group: Any, rank: int, size: int, asynchronous: bool) -> None:
     elif rank == 1:
         dist.recv(part, 0, group)
         assert (part == 1).all()
+
+
+def compiled() -> None:
+    """Make calls that Dynamo cannot trace from a function that it compiles, which sees nothing of their code.
+
+    A thread makes them while Dynamo compiles what follows.
+    """
+    graphs: list[Any] = []
+
+    def note(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(module.graph)
+        return module.forward
+
+    @torch.compile(backend=note)
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        work = dist.all_reduce(y, async_op=True)
+        other = x * 3
+        work.wait()
+        dist.broadcast(other, 1, async_op=True).wait()
+        return y * 2 + other
+
+    with backend() as (rank, size):
+        for _ in range(2):
+            found = program(torch.full((4,), float(rank)))
+            assert found.tolist() == [2 * sum(r + 1.0 for r in range(size)) + 3] * 4, found
+        operators = [node.target.__name__ for graph in graphs for node in graph.nodes if node.op == "call_function"]
+        assert operators, "nothing was compiled"
+        assert set(operators) <= {"add", "mul"}, operators
+
+
+def calls_while_another_thread_compiles() -> None:
+    """Make calls while PyTorch's flag says that a graph is traced, as it does for all threads at once."""
+    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        x, size = torch.ones(4), float(comm.world_size)
+        torch.compiler._is_compiling_flag = True
+        try:
+            assert comm.broadcast(x * (comm.rank + 1), 1).tolist() == [2.0] * 4
+            assert comm.all_reduce(x).tolist() == [size] * 4
+            assert (
+                comm.all_reduce_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4))[1].tolist()[0][0]
+                == size + 1
+            )
+            differentiated = x.clone().requires_grad_()
+            comm.all_reduce(differentiated).sum().backward()
+            assert differentiated.grad is not None
+            assert comm.start("all_gather", x).wait().tolist() == [1.0] * int(4 * size)
+        finally:
+            torch.compiler._is_compiling_flag = False

@@ -35,3 +35,12 @@ def test_tensors_of_inference_mode_are_written_outside_of_it(asynchronous: bool)
 def test_dispatch_modes_see_the_calls(asynchronous: bool) -> None:
     """CommDebugMode counts them, as it does those of Gloo."""
     shotcast.spawn(targets.modes, 2, asynchronous, timeout_s=60)
+
+
+def test_compiled_programs_make_calls_that_no_graph_has() -> None:
+    """Dynamo would compile the functions of the backend, too, and fails at some of them."""
+    shotcast.spawn(targets.compiled, 2, timeout_s=120)
+
+
+def test_calls_are_made_while_another_thread_compiles() -> None:
+    shotcast.spawn(targets.calls_while_another_thread_compiles, 2, timeout_s=60)

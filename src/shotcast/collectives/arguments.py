@@ -6,8 +6,8 @@ import sys
 import warnings
 
 import torch
-from torch.compiler import is_compiling
 
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.wire import MAX_SMS, Op
 
@@ -20,7 +20,7 @@ _INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
 def valid(x: torch.Tensor, name: str, device: torch.device, call: str) -> None:
     """Raise ConfigError unless ``x`` is a contiguous tensor on ``device``."""
     plain = type(x) is torch.Tensor and x.device == device and x.layout is torch.strided and x.is_contiguous()
-    if plain and (is_compiling() or not (x.is_conj() or x.is_neg())):
+    if plain and (is_traced() or not (x.is_conj() or x.is_neg())):
         return  # the common case, which must not cost an eager call more checks
     if not isinstance(x, torch.Tensor):
         raise ConfigError(f"{call}: {name} is a torch.Tensor, not {type(x).__name__}")
@@ -32,7 +32,7 @@ def valid(x: torch.Tensor, name: str, device: torch.device, call: str) -> None:
         )
         method = "contiguous" if x.layout == torch.strided else "to_dense"
         raise ConfigError(f"{call}: {name} is not contiguous ({description}); pass {name}.{method}()")
-    if is_compiling():  # a traced call is checked again when it is made
+    if is_traced():  # a traced call is checked again when it is made
         return
     if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         # a DTensor, a result of PyTorch's functional collectives and the like have no memory of their own
@@ -49,10 +49,10 @@ def dense(x: torch.Tensor, name: str, device: torch.device, call: str) -> torch.
     Raises ConfigError for what :func:`valid` refuses for another reason.
     """
     plain = type(x) is torch.Tensor and x.device == device and x.layout is torch.strided and x.is_contiguous()
-    if plain and (is_compiling() or not (x.is_conj() or x.is_neg())):
+    if plain and (is_traced() or not (x.is_conj() or x.is_neg())):
         return x
     if isinstance(x, torch.Tensor) and x.device == device and x.layout is torch.strided and not x.is_contiguous():
-        if not is_compiling():
+        if not is_traced():
             _warn(f"{name} is not contiguous (strides {list(x.stride())}), so each such call copies it first")
         x = x.contiguous()
     valid(x, name, device, call)
@@ -86,7 +86,7 @@ def output(
         raise ConfigError(f"{call}: out must be {list(shape)} of {x.dtype}; it is {list(out.shape)} of {out.dtype}")
     if out.requires_grad:
         writable(out, "out", call)
-    if own_at is not None and not is_compiling():
+    if own_at is not None and not is_traced():
         _in_place_or_apart(x, out, call, own_at)
     return out
 
@@ -106,7 +106,7 @@ def writable(x: torch.Tensor, name: str, call: str) -> None:
     """Raise ConfigError if ``x`` is a leaf that requires grad, or a view of one, and autograd records its changes."""
     if x.requires_grad and torch.is_grad_enabled():
         what = "a leaf Variable" if x.is_leaf else ""
-        if not is_compiling() and x._base is not None and x._base.is_leaf:
+        if not is_traced() and x._base is not None and x._base.is_leaf:
             what = "a view of a leaf Variable"
         if what:
             raise ConfigError(

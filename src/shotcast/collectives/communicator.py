@@ -14,7 +14,6 @@ from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch.compiler import is_compiling
 
 from shotcast import env
 from shotcast.collectives import ops, registry
@@ -53,6 +52,7 @@ from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd
 from shotcast.collectives.torch_ops.communicators import register
 from shotcast.collectives.torch_ops.versions import Unseen, increment_version
+from shotcast.collectives.tracing import is_traced
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.collectives.wait_watch import CallWaits
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
@@ -379,7 +379,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         given = ("barrier",), (None, None)
         if (prepared := self._prepared.find(*given)) and prepared.run(given[1]):
             return
-        if is_compiling():
+        if is_traced():
             autograd.in_graph(ops.BARRIER, self.name, {})
             return
         self._run(Op.BARRIER, None, None, given=given)

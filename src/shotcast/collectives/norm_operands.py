@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast import wire
 from shotcast.collectives.arguments import valid, without_gradient, writable
 from shotcast.collectives.torch_ops.versions import increment_version
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm
@@ -198,7 +198,7 @@ def _apart(name: str, x: torch.Tensor, tensors: NormTensors, finds_scale: bool) 
     The new residual may be all of the residual, and the normed tensor all of ``x``. ``finds_scale``: the scales of rows
     are written.
     """
-    if is_compiling():
+    if is_traced():
         return
     residual, weight, _, new_residual, normed, quantized, scale, bias = tensors
     key = (  # cheap: the sizes of all others follow from these

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled  # names of this module: looked up in one step
-from torch._C._dynamo.guards import TensorGuards  # the only private name of PyTorch here
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch._C._dynamo.guards import TensorGuards  # a private name of PyTorch
+from torch.compiler import is_dynamo_compiling
 
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Executor
@@ -24,6 +24,7 @@ from shotcast.collectives.norm_operands import ALIGN, Fp8Normed
 from shotcast.collectives.reductions import divide
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops.versions import Unseen, increment_version
+from shotcast.collectives.tracing import is_traced
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.memory.operands import NormTensors
 
@@ -213,7 +214,7 @@ class PreparedCalls:
     def find(self, key: tuple[Any, ...], operands: Operands) -> PreparedCall | None:
         """Return the call that was made with these arguments, if it matches the operands."""
         x, last = operands[0], operands[-1]
-        if is_dynamo_compiling() or (type(x) is not Tensor and (x is not None or is_compiling())):
+        if is_dynamo_compiling() or (type(x) is not Tensor and (x is not None or is_traced())):
             return None
         pattern = key, last is x, last is None
         try:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast.collectives.arguments import sm_budget, without_gradient
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import Communicator
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.hardware import catalog
 from shotcast.overlap import schedule, torch_ops
@@ -101,7 +101,7 @@ def all_gather_matmul(
         without_gradient("all_gather_matmul", a_shard=a_shard, b=weight)
     if way not in (AUTO, FUSED, PLAIN, SEQUENTIAL):
         raise ConfigError(f"way is {way!r}; it takes {AUTO}, {SEQUENTIAL}, {FUSED} or {PLAIN}")
-    if is_compiling():
+    if is_traced():
         return GatheredProducts(*torch_ops.gathered(comm, a_shard, weights, return_gathered, way, config, sms))
     rows, depth = a_shard.shape
     with torch.no_grad():

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast import wire
 from shotcast.collectives.arguments import operation, writable
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.torch_ops.versions import increment_version
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.overlap import schedule, torch_ops
 from shotcast.overlap.adaptive import AUTO, Adaptive, bucket, remember
@@ -147,7 +147,7 @@ def _run(
     way: str,
     config: GemmConfig | None,
 ) -> torch.Tensor:
-    if is_compiling():
+    if is_traced():
         _check(comm, op, a, b)
         _check_way(way)
         return torch_ops.summed(comm, op is ProductOp.MATMUL_REDUCE_SCATTER, a, b, out, way, config)

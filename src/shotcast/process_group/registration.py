@@ -30,6 +30,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     """
     from shotcast.process_group import torch_private
     from shotcast.process_group.group import ShotcastProcessGroup
+    from shotcast.process_group.works import InnerWork, SeveralWorks, StreamWork, ThreadWork
 
     if backend_options is not None and not torch_private.are_nccl_options(backend_options):
         kind = type(backend_options).__name__
@@ -44,6 +45,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     ranks = options.global_ranks_in_group  # none for the group of all ranks
     group = ShotcastProcessGroup(*place, options.timeout, options.group_id, backend_options, ranks)
     torch_private.trace_as_group(ShotcastProcessGroup)
+    torch_private.run_untraced(ShotcastProcessGroup, InnerWork, SeveralWorks, StreamWork, ThreadWork)
     bound = torch_private.bound_device()
     if bound is not None:
         group.bound_device_id = bound

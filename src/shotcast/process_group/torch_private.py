@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C import _profiler
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch, _pytree
@@ -361,6 +362,20 @@ class _DynamoFinder(importlib.abc.MetaPathFinder):
 
             loader.exec_module = execute_and_add
         return spec
+
+
+@functools.cache
+def run_untraced(*kinds: type) -> None:
+    """Let Dynamo compile no method of classes, and nothing that one calls.
+
+    It would: where code that it compiles calls what it cannot trace, it tries every function that is called from there
+    which is not PyTorch's own. A group of C++ has none.
+    """
+    untraced = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+    for base in {base for kind in kinds for base in kind.__mro__ if base.__module__.startswith(__package__)}:
+        for method in vars(base).values():
+            if inspect.isfunction(method):
+                _eval_frame.set_code_exec_strategy(method.__code__, untraced)
 
 
 def _add_to_groups(module: Any, kind: type) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast.collectives.algorithm import Topology
 from shotcast.collectives.arguments import output
@@ -17,6 +16,7 @@ from shotcast.collectives.interface import Collectives, Executor
 from shotcast.collectives.ops import OpSpec
 from shotcast.collectives.prepared import Given, PreparedCalls
 from shotcast.collectives.torch_ops import autograd, operators
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ class Caller(Collectives):
         """
         operands = operands | {"x": x, "world_size": self.world_size, "rank": self.rank}
         shape = spec.shape(**operands)
-        if is_compiling():
+        if is_traced():
             return operators.traced(spec, self, out, operands)
         if out is None and x.requires_grad and torch.is_grad_enabled():
             return autograd.record(spec, self, operands)

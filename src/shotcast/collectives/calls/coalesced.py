@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast.collectives.arguments import dense, output, rows_per_rank, valid, writable
 from shotcast.collectives.calls.copies import CopyCalls
 from shotcast.collectives.calls.sums import SumCalls
 from shotcast.collectives.choice.select import LOSSLESS
 from shotcast.collectives.reductions import Reduction
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError
 
 
@@ -160,7 +160,7 @@ def _parts(whole: torch.Tensor, sizes: list[int], dim: int, returned: bool) -> S
     """
     if not returned or not torch.is_grad_enabled():
         return whole.split(sizes, dim)
-    if whole.requires_grad or is_compiling():
+    if whole.requires_grad or is_traced():
         return [part.clone() for part in whole.split(sizes, dim)]
     return [part.data for part in whole.split(sizes, dim)]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast.collectives import ops
 from shotcast.collectives.arguments import dense, rank_in, rows_per_rank, valid, writable
 from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.torch_ops import autograd
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
@@ -43,7 +43,7 @@ class CopyCalls(Caller):
         """
         key: tuple[Any, ...] = "all_gather", algorithm, sms, type(sms)
         operands = x, out
-        if sizes is not None and not is_compiling():
+        if sizes is not None and not is_traced():
             key = *key, *sizes, *map(type, sizes)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
@@ -146,7 +146,7 @@ class CopyCalls(Caller):
         valid(x, "x", self.device, "broadcast")
         rank_in(root, self.world_size, "root", "broadcast")
         values = {"x": x, "root": root, "algorithm": algorithm}
-        if is_compiling():
+        if is_traced():
             writable(x, "x", "broadcast")
             return x.copy_(autograd.in_graph(ops.BROADCAST, self.name, values))
         if x.requires_grad and torch.is_grad_enabled():

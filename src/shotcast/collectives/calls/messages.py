@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast.collectives import ops
 from shotcast.collectives.arguments import dense, rank_in, valid, writable
@@ -14,6 +13,7 @@ from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.interface import BatchExecutor
 from shotcast.collectives.torch_ops import autograd
 from shotcast.collectives.torch_ops.versions import increment_version
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
@@ -37,7 +37,7 @@ class MessageCalls(Caller):
         x = dense(x, "x", self.device, "send")
         if rank_in(dst, self.world_size, "dst", "send") == self.rank:
             raise ConfigError(f"send: rank {self.rank} cannot send to itself")
-        if is_compiling():
+        if is_traced():
             self._traced(Op.SEND, x, dst)
             return
         self._run(Op.SEND, x, None, root=dst, given=given)
@@ -59,7 +59,7 @@ class MessageCalls(Caller):
         valid(x, "x", self.device, "recv")
         if rank_in(src, self.world_size, "src", "recv") == self.rank:
             raise ConfigError(f"recv: rank {self.rank} cannot receive from itself")
-        if is_compiling():
+        if is_traced():
             return self._traced(Op.RECV, x, src)
         if x.requires_grad and torch.is_grad_enabled():
             writable(x, "x", "recv")
@@ -92,7 +92,7 @@ class MessageCalls(Caller):
             messages.append((Op.RECV, x, rank_in(src, size, "src", name)))
         if any(peer == self.rank for _, _, peer in messages):
             raise ConfigError(f"{name}: rank {self.rank} exchanges no messages with itself; copy the tensor")
-        if is_compiling():
+        if is_traced():
             for op, x, peer in self._in_common_order(messages):
                 self._traced(op, x, peer)
         elif torch.is_grad_enabled() and any(x.requires_grad for x, _ in recvs):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast import wire
 from shotcast.collectives import separate_norm
@@ -15,6 +14,7 @@ from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, is
 from shotcast.collectives.ops import OPS, OpSpec
 from shotcast.collectives.prepared import Given
 from shotcast.collectives.torch_ops import autograd, operators
+from shotcast.collectives.tracing import is_traced
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import LAYER, RMS, Norm, Op
 
@@ -255,7 +255,7 @@ class NormCalls(SumCalls, CopyCalls):
         shards = self.world_size if form.scatter else 1
         named = {"x": x, "residual": residual, "weight": weight, "bias": bias, "scale": scale}
         options = {"eps": eps, "with_normed": with_normed, "gather": form.gather, "algorithm": algorithm}
-        if is_compiling():
+        if is_traced():
             return operators.traced_norm(spec, self, shards, out, named | options)
         norm, tensors = norm_operands(
             *(spec.name, self.device, x, residual, weight, eps, shards, form.gather, out, form.kind, bias),

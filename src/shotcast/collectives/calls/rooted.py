@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.compiler import is_compiling
 
 from shotcast.collectives import ops
 from shotcast.collectives.arguments import dense, rank_in, valid, writable
@@ -11,6 +10,7 @@ from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.ops import OpSpec
 from shotcast.collectives.prepared import Given
 from shotcast.collectives.reductions import Reduction, reduction_name
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 
@@ -86,7 +86,7 @@ class RootedCalls(Caller):
         if spec is ops.GATHER:
             x = x.view(1) if x.dim() == 0 else x
             count = x.numel() * self.world_size
-        if at_root or is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        if at_root or is_traced() or (x.requires_grad and torch.is_grad_enabled()):
             parts = self.world_size if at_root else 0
             options = {"root": root, "parts": parts, "algorithm": algorithm, "reduction": reduction}
             return self._make(spec, x, out if at_root else None, given, options, count=count)
@@ -120,7 +120,7 @@ class RootedCalls(Caller):
             if at_root or out is None:
                 raise ConfigError("scatter: x is a tensor on the root, and elsewhere too where there is no out")
             valid(out, "out", self.device, "scatter")
-            if is_compiling():
+            if is_traced():
                 x = out.new_empty((out.shape[0] * self.world_size, *out.shape[1:]))
             elif out.requires_grad and torch.is_grad_enabled():
                 writable(out, "out", "scatter")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch.compiler import is_compiling
-
 from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.started import Handle, StreamStarter, ThreadStarter
+from shotcast.collectives.tracing import is_traced
 from shotcast.errors import ClosedError, ConfigError
 
 STARTABLE = (
@@ -75,7 +74,7 @@ class StartedCalls(Caller):
             )
         if call not in STARTABLE:
             raise ConfigError(f"no call {call!r} can be started; there are {', '.join(STARTABLE)}")
-        if is_compiling():
+        if is_traced():
             return Handle(getattr(self, call)(*args, **kwargs))
         args, kwargs = _copied(args), _copied(kwargs)
         make = functools.partial(getattr(self, call), *args, **kwargs)
