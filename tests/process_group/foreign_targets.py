@@ -361,3 +361,19 @@ def calls_while_another_thread_compiles() -> None:
             assert comm.start("all_gather", x).wait().tolist() == [1.0] * int(4 * size)
         finally:
             torch.compiler._is_compiling_flag = False
+
+
+def uneven_inputs() -> None:
+    """Train by DDP where ranks have other numbers of inputs, and gradients are divided by the ranks that go on."""
+    with backend() as (rank, size):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 5, bias=False), bucket_cap_mb=1)
+        for initial in (False, True):
+            with model.join(divide_by_initial_world_size=initial):
+                for number in range(3 + 2 * rank):
+                    model(torch.full((1, 5), 50.0)).sum().backward()
+                    going_on = sum(number < 3 + 2 * r for r in range(size))
+                    wanted = 50.0 * going_on / (size if initial else going_on)
+                    (weights,) = model.parameters()
+                    assert weights.grad is not None
+                    assert torch.allclose(weights.grad, torch.full((5, 5), wanted))
+                    model.zero_grad()

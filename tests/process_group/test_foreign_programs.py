@@ -44,3 +44,7 @@ def test_compiled_programs_make_calls_that_no_graph_has() -> None:
 
 def test_calls_are_made_while_another_thread_compiles() -> None:
     shotcast.spawn(targets.calls_while_another_thread_compiles, 2, timeout_s=60)
+
+
+def test_ddp_joins_ranks_of_other_numbers_of_inputs() -> None:
+    shotcast.spawn(targets.uneven_inputs, 3, timeout_s=60)

@@ -45,6 +45,7 @@ def _create(options: Any, backend_options: Any) -> Any:
     ranks = options.global_ranks_in_group  # none for the group of all ranks
     group = ShotcastProcessGroup(*place, options.timeout, options.group_id, backend_options, ranks)
     torch_private.trace_as_group(ShotcastProcessGroup)
+    torch_private.keep_works_of_join()
     torch_private.run_untraced(ShotcastProcessGroup, InnerWork, SeveralWorks, StreamWork, ThreadWork)
     bound = torch_private.bound_device()
     if bound is not None:

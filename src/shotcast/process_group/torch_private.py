@@ -364,6 +364,25 @@ class _DynamoFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
+_of_join: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The work that DDP's ``join()`` has given each reducer of C++."""
+
+
+@functools.cache
+def keep_works_of_join() -> None:
+    """Let works of Python live as long as the reducers that DDP's ``join()`` gives them to.
+
+    A reducer keeps the part of C++ alone, whose ``wait()`` never ends once that of Python is gone.
+    """
+    give = c10d.Reducer._set_forward_pass_work_handle
+
+    def keep(reducer: Any, work: Any, *others: Any) -> None:
+        _of_join[reducer] = work
+        give(reducer, work, *others)
+
+    c10d.Reducer._set_forward_pass_work_handle = keep
+
+
 @functools.cache
 def run_untraced(*kinds: type) -> None:
     """Let Dynamo compile no method of classes, and nothing that one calls.
