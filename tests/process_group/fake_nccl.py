@@ -63,7 +63,7 @@ class FakeNccl:
 
 class _OnGpu(torch.Tensor):
     is_cpu, is_cuda = False, True
-    device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    device = torch.device("cuda")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 

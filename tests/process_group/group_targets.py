@@ -720,6 +720,7 @@ def batches() -> None:
         group._message = message  # type: ignore[method-assign]
         torch_private.plain = lambda x: x  # or it would give the CPU tensor that there is
         nccl = group._inners["cuda"] = FakeNccl()
+        group._get_backend = lambda device: None  # type: ignore[method-assign]  # PyTorch 2.14 asks what it can do
 
         def batch(*parts: Any) -> list[Any]:
             return dist.batch_isend_irecv([dist.P2POp(op, tensor, other) for op, tensor in parts])
