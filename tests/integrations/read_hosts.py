@@ -61,6 +61,7 @@ WANTED = {
         ],
         "vllm.v1.outputs": ["AsyncModelRunnerOutput.get_output"],
         "vllm.v1.worker.gpu_worker": [
+            "Worker.compile_or_warm_up_model",
             "Worker.execute_model",
             "Worker.sample_tokens",
             "Worker.sleep",

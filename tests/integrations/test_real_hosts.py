@@ -80,7 +80,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_entry_points(folder)
     here = Path(targets.__file__).parent
     path = os.pathsep.join((str(here), *sys.path))
-    command = [sys.executable, str(here / "vllm_engine.py"), str(folder), *("sleeps", *FAULTS)]
+    command = [sys.executable, str(here / "vllm_engine.py"), str(folder), *("sleeps", "compiles", *FAULTS)]
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=True)
     found: dict[str, Any] = {}
@@ -99,6 +99,13 @@ def test_vllm_gives_workspaces_back_in_sleep(engine: dict[str, Any]) -> None:
             assert half[0] < kib / 4, "the weights alone are awake"
             assert abs(kib_again - kib) < kib / 4
             assert calls == calls_again
+
+
+def test_sums_of_all_sizes_are_made_before_vllm_serves(engine: dict[str, Any]) -> None:
+    """The model's sums have 64 columns; its step had 64 rows, and vLLM's largest has 100."""
+    for rows, made in engine["compiles"]:
+        assert rows == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
+        assert made == [len(rows)] * 2, "before vLLM warms up, and once"
 
 
 FAULTS = {

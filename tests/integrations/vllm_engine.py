@@ -156,6 +156,33 @@ def _sleeps(executor: Any) -> Any:
     return found
 
 
+def _compiles(executor: Any) -> Any:
+    """Return how many rows the sums of each rank had as it warmed up, when vLLM began to, after one step."""
+    executor.execute_model(_request())
+    return executor.collective_rpc(_warmed_up)
+
+
+def _warmed_up(worker: Any) -> tuple[list[int], list[int]]:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from shotcast.integrations import tensor_parallel
+
+    (sums,) = tensor_parallel.all_sums()
+    rows: list[int] = []
+    make = sums.communicator.all_reduce
+
+    def noted(x: torch.Tensor, **others: Any) -> torch.Tensor:
+        rows.append(x.shape[0])
+        return make(x, **others)
+
+    sums.communicator.all_reduce = noted
+    Worker.compile_or_warm_up_model = lambda worker: len(rows)
+    worker.worker.scheduler_config = types.SimpleNamespace(max_num_batched_tokens=100)
+    before = worker.compile_or_warm_up_model()
+    worker.compile_or_warm_up_model()
+    return rows, [before, len(rows)]
+
+
 def _fault(executor: Any, trouble: str) -> dict[str, Any]:
     """Return the error of a step in which rank 1 has trouble, its seconds, and what the ranks burn a second later."""
     ended = threading.Event()
@@ -247,7 +274,8 @@ def _begin(folder: str) -> Any:
 def _run(make: Any, case: str) -> None:
     executor = make()
     try:
-        found = _sleeps(executor) if case == "sleeps" else _fault(executor, case)
+        own = {"sleeps": _sleeps, "compiles": _compiles}.get(case)
+        found = _fault(executor, case) if own is None else own(executor)
     finally:
         executor.shutdown()
     print(json.dumps({case: found}), flush=True)

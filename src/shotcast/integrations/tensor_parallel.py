@@ -43,12 +43,13 @@ class TensorParallelSums:
         self._make = make
         self.communicator = communicator = make()
         self.group_name = group_name
-        self._asleep = self._in_graphs = False
+        self._asleep = self._in_graphs = self._warm = False
         self._timeout_s = 0.0
         self.batch_invariant = communicator.topology.batch_invariant
         self.calls = {"all_reduce": 0, "reduce_scatter": 0, "all_reduce_rms_norm": 0, "declined": 0}
         """Calls by operation, with those that were left to the host program. Replays of graphs do not count."""
         self._served: dict[tuple[int, torch.dtype], bool] = {}
+        self._seen: dict[tuple[str, int, torch.dtype], Callable[[torch.Tensor], object]] = {}
         self._modes = ("graph", "eager") if communicator.device.type == "cuda" else ("eager",)
         _all.add(self)
 
@@ -79,6 +80,7 @@ class TensorParallelSums:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``x`` over the ranks, in a new tensor with the strides of ``x``."""
         self.calls["all_reduce"] += 1
+        self._see("all_reduce", x, self.all_reduce)
         out = torch.empty_like(x)
         if x.is_contiguous():
             return self.communicator.all_reduce(x, out=out)
@@ -100,6 +102,7 @@ class TensorParallelSums:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(normed, new_residual)`` of the sum of ``x`` plus ``residual``, as new tensors."""
         self.calls["all_reduce_rms_norm"] += 1
+        self._see("norm", x, lambda x: self.all_reduce_rms_norm(x, torch.zeros_like(x), weight, eps))
         return self.communicator.all_reduce_rms_norm(x, residual, weight, eps)
 
     def all_reduce_rms_norm_fp8(
@@ -107,8 +110,28 @@ class TensorParallelSums:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(quantized, new_residual)``: the normed sum in FP8 by ``scale``, one float32, as new tensors."""
         self.calls["all_reduce_rms_norm"] += 1
+        self._see("fp8", x, lambda x: self.all_reduce_rms_norm_fp8(x, torch.zeros_like(x), weight, scale, eps))
         found = self.communicator.all_reduce_rms_norm_fp8(x, residual, weight, eps, scale=scale)
         return found.quantized, found.new_residual
+
+    def _see(self, op: str, x: torch.Tensor, again: Callable[[torch.Tensor], object]) -> None:
+        """Remember how a kind of call is made with other rows, until :meth:`warm_up`."""
+        if not self._warm and x.dim() == 2:
+            self._seen.setdefault((op, x.shape[1], x.dtype), again)
+
+    def warm_up(self, rows: int) -> None:
+        """Make the kinds of calls that were made so far with 1 to ``rows`` rows, so that none compiles a kernel later.
+
+        Collective: the ranks have made the same kinds in the same order.
+        """
+        self._warm, seen = True, list(self._seen.items())
+        self._seen.clear()
+        counts = {1} | {min(part << bit, rows) for bit in range(rows.bit_length()) for part in (2, 3)}
+        for (_, width, dtype), again in seen:
+            for count in sorted(counts):
+                x = torch.zeros(count, width, dtype=dtype, device=self.communicator.device)
+                if self.serves(x):
+                    again(x)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls, also after :meth:`wake_up`."""

@@ -40,6 +40,7 @@ EXPECTED = (
     Expected("vllm.envs", "VLLM_BATCH_INVARIANT"),
     Expected("vllm.envs", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
     Expected("vllm.v1.outputs", "AsyncModelRunnerOutput.get_output", ("self",), whole=True),
+    Expected(WORKER, "Worker.compile_or_warm_up_model", ("self",), whole=True),
     Expected(WORKER, "Worker.execute_model", ("self", "scheduler_output"), whole=True),
     Expected(WORKER, "Worker.sample_tokens", ("self", "grammar_output"), whole=True),
     Expected(WORKER, "Worker.sleep", ("self", "level"), whole=True),

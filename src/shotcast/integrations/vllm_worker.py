@@ -47,7 +47,7 @@ def _worker() -> type:
             return self._output.get_kv_connector_output()
 
     class ShotcastWorker(Worker):
-        """vLLM's own worker, but for faults of our sums and for sleep."""
+        """vLLM's own worker, but for faults of our sums, their kernels and sleep."""
 
         def _step(self, step: Callable[[Any], Any], argument: Any) -> Any:
             for sums in tensor_parallel.all_sums():
@@ -64,6 +64,15 @@ def _worker() -> type:
                     sums.interrupt()  # the other ranks go on to calls for which this one will not come
                 raise
             return output
+
+        def compile_or_warm_up_model(self) -> Any:
+            """Make the sums of the profiled step at every size, then do what vLLM does. Collective.
+
+            A kernel takes a second to compile, which later would be one of a step.
+            """
+            for sums in sorted(tensor_parallel.all_sums(), key=lambda sums: sums.group_name):
+                sums.warm_up(self.scheduler_config.max_num_batched_tokens)
+            return super().compile_or_warm_up_model()
 
         def execute_model(self, scheduler_output: Any) -> Any:
             """Do what vLLM does. Raises what a call of this step has met, or another rank in it."""
