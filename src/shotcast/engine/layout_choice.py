@@ -208,7 +208,7 @@ def _find_machine(config: EngineConfig) -> _Machine:
 def _unmeasured(config: EngineConfig, calibration: Calibration | None, asked: int | None, hosts: int) -> str:
     """Return why a calibration does not price CPU ranks of this machine; "" if it does."""
     if calibration is None:
-        return "nothing was measured of this machine (shotcast calibrate --device cpu, SHOTCAST_CALIBRATION)"
+        return "nothing was measured of this machine (shotcast calibrate, SHOTCAST_CALIBRATION)"
     if calibration.device != "cpu" or calibration.part != detect.cpu_model():
         return f"SHOTCAST_CALIBRATION is of {calibration.part}, and this machine's ranks are of {detect.cpu_model()}"
     if calibration.dtype != config.dtype_name:
@@ -219,7 +219,7 @@ def _unmeasured(config: EngineConfig, calibration: Calibration | None, asked: in
         return f"SHOTCAST_CALIBRATION says nothing of sums by {config.algorithm}"
     if asked is not None and asked not in calibration.shares:
         known = " or ".join(map(str, sorted(calibration.shares)))
-        return f"SHOTCAST_CALIBRATION is of {known} ranks (shotcast calibrate --device cpu --world-size {asked})"
+        return f"SHOTCAST_CALIBRATION is of {known} ranks (shotcast calibrate --world-size {asked})"
     return ""
 
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shotcast.cost.calibration import Fit, KernelPoint
 from shotcast.cost.inference import (
     HEAD_OF_PROMPTS,
     KernelCost,
@@ -30,7 +29,7 @@ from shotcast.cost.inference import (
 )
 from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig
-from shotcast.planner.calibration import LINK, Calibration
+from shotcast.planner.calibration import LINK, Calibration, Fit
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.step import BeyondKernels, Estimate, Layout, StepModel, StepWork
 
@@ -52,6 +51,13 @@ _LEAST_US = 0.1
 def product_kind(nbytes: int) -> str:
     """Return the kind of a product with weights of this many bytes, which one thread or several read."""
     return "large_product" if nbytes >= LARGE_BYTES else "product"
+
+
+class KernelPoint(NamedTuple):
+    """The work of a kernel, and the microseconds that it took."""
+
+    work: KernelWork
+    time_us: float
 
 
 class RowsPoint(NamedTuple):
