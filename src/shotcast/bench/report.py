@@ -290,6 +290,16 @@ def above_plain_us(row: Row, same_size: Iterable[Row]) -> float | None:
     return row.time_us - min(plain)
 
 
+def require_same(rows: Sequence[Row], *facts: str) -> None:
+    """Raise ConfigError unless all rows agree on each of these fields."""
+    for fact in facts:
+        values = sorted({getattr(row, fact) for row in rows})
+        if len(values) > 1:
+            raise ConfigError(
+                f"one table or picture shows only one {fact}; these rows have {', '.join(map(str, values))}"
+            )
+
+
 def same_conditions(row: Row, other: Row) -> bool:
     """Return whether two rows differ only in the implementation and its results."""
     facts = [

@@ -107,18 +107,14 @@ class _Outputs:
 
     json_file: Path | None
     plot_file: Path | None
-    markdown_file: Path | None
 
 
 def outputs(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
-    markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")
-    ] = None,
 ) -> _Outputs:
     """Return the files to write."""
-    return _Outputs(json_file, plot_file, markdown_file)
+    return _Outputs(json_file, plot_file)
 
 
 def _plain_command(op: str) -> None:
@@ -190,7 +186,7 @@ def _on_device(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
-    from shotcast.bench import harness, headline, implementations, kernels, markdown, report
+    from shotcast.bench import harness, headline, implementations, kernels, report
     from shotcast.bench.plot import plot
     from shotcast.planner.picture import check_format
 
@@ -199,7 +195,7 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
         check_format(outputs.plot_file)
     job = env.job()
     if job is None or job.rank == 0:
-        ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
+        ready_to_write(outputs.json_file, outputs.plot_file)
     world_sizes = world_sizes_of(world_size, config.device, job.world_size if job else None)
     console = new_console()
     rows: list[Row] = []
@@ -233,10 +229,6 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
     if outputs.json_file is not None and result is not None:
         report.write(outputs.json_file, result)
         console.print(f"wrote {outputs.json_file}")
-    if outputs.markdown_file is not None:
-        texts = [markdown.markdown_table([row for row in rows if row.world_size == number]) for number in world_sizes]
-        outputs.markdown_file.write_text("\n\n".join(texts) + "\n")
-        console.print(f"wrote {outputs.markdown_file}")
     if outputs.plot_file is not None and result is not None:
         plot(rows, outputs.plot_file, result.machine)
         console.print(f"wrote {outputs.plot_file}")
