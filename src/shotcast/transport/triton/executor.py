@@ -11,7 +11,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,11 +21,11 @@ from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import norm_addresses
 from shotcast.memory import driver
-from shotcast.memory.arena import arena_of
+from shotcast.memory.arena import Lease, arena_of
 from shotcast.memory.block_heap import BlockHeap, GpuBlock, HostBlock
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
-from shotcast.memory.symmetric import SymmetricBuffer, Target, raise_failures
+from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
@@ -35,6 +35,9 @@ from shotcast.transport.triton.gates import gate_of
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op, Wait
+
+if TYPE_CHECKING:
+    from shotcast.memory.nvshmem import HeapLease
 
 _SETTLE_S = 0.3
 """Time from the end of a process to the mark that ends waits for it. A program that has looked for a word before the
@@ -50,19 +53,6 @@ class _Piece(NamedTuple):
     gate: Launch | None
     launch: Enqueue
     start: int
-
-
-class Memory(SymmetricBuffer, Protocol):
-    """Symmetric memory that is leased to this communicator."""
-
-    @property
-    def targets(self) -> Sequence[Target]:
-        """Each rank as puts take it; empty where the memory of all ranks is mapped."""
-        ...
-
-    def abandon(self) -> None:
-        """Leave the memory, while other ranks may go on using it."""
-        ...
 
 
 class BoundCall:
@@ -220,7 +210,7 @@ class TritonExecutor:
     _puts = False
     """Ranks of other nodes are reached by puts, which are staged."""
 
-    def __init__(self, ranks: Ranks, lease: Callable[[int], Memory], nodes: int = 1):
+    def __init__(self, ranks: Ranks, lease: Callable[[int], Lease | HeapLease], nodes: int = 1):
         group, device, exclusive = ranks.host, ranks.device, ranks.exclusive
         self._rank = group.rank
         on_gpu = device.type == "cuda"
@@ -428,7 +418,7 @@ class TritonExecutor:
         self._captured = True
 
     @torch.inference_mode(False)
-    def _workspace(self, memory: Memory, where: Layout) -> Workspace:
+    def _workspace(self, memory: Lease | HeapLease, where: Layout) -> Workspace:
         rank, world_size = self._group.rank, self._group.world_size
         workspace = Workspace(
             memory,
