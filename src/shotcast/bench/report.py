@@ -319,10 +319,8 @@ def same_conditions(row: Row, other: Row) -> bool:
 
 
 def _cell(value: float | None) -> str:
-    return "-" if value is None else _three_digits(value)
-
-
-def _three_digits(value: float) -> str:
+    if value is None:
+        return "-"
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 

@@ -61,7 +61,7 @@ class HostMemory:
 
     @property
     def free(self) -> int:
-        return available_bytes("cpu")
+        return available_bytes()
 
     def release(self) -> None:
         gc.collect()

@@ -224,7 +224,8 @@ def load(part: str, path: Path | None = None) -> Calibration:
         ConfigError: there is none, or the file is none.
     """
     if path is None:
-        file = resources.files("shotcast.planner") / "calibrations" / f"{_file_name(part)}.json"
+        name = re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_")
+        file = resources.files("shotcast.planner") / "calibrations" / f"{name}.json"
         if not file.is_file():
             raise ConfigError(
                 f"there is no calibration of {part}; there is one of {', '.join(calibrated_parts())}. Make one by "
@@ -341,10 +342,6 @@ def _require_sense(calibration: Calibration, origin: str) -> None:
 def rotation_bytes(tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> float:
     """Return the bytes that turning queries and keys reads and writes, with the entry of keys and values."""
     return float(tokens * (2 * heads + 4 * kv_heads) * head_dim * itemsize)
-
-
-def _file_name(part: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_")
 
 
 def _rounded(value: Any) -> Any:

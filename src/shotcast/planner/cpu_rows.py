@@ -13,6 +13,7 @@ in the engine's loop.
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -150,7 +151,7 @@ class CpuStepModel(StepModel):
     beyond_kernels = BeyondKernels(0.0, 0.0)  # not measured
 
     def _stages(self, work: StepWork) -> list[Estimate]:
-        costs = self._costs()
+        costs = self._costs
         rows, hidden, item = work.rows, self.model.hidden, self.itemsize
         layer = Estimate()
         for name, (outputs, inputs) in self._sides.items():
@@ -174,12 +175,9 @@ class CpuStepModel(StepModel):
             stages.append(stage)
         return stages
 
+    @functools.cached_property
     def _costs(self) -> RowsCosts:
-        if self._rows_costs is None:
-            self._rows_costs = RowsCosts(self._calibration.kinds)
-        return self._rows_costs
-
-    _rows_costs: RowsCosts | None = None
+        return RowsCosts(self._calibration.kinds)
 
     def _add_attention(self, layer: Estimate, costs: RowsCosts, work: StepWork) -> None:
         share, head_dim = self.share, self.model.head_dim
