@@ -30,8 +30,8 @@ from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.model_name import named_model
 from shotcast.planner.plan import Job, Limits, Plan, Target, memory_of, plan
 from shotcast.planner.step import Layout, StepModel, StepWork
-from shotcast.simulator.priced_steps import PricedSteps
 from shotcast.simulator.serving import Arrival, serve
+from shotcast.simulator.traffic import PricedSteps
 
 RUNNER = CliRunner()
 

@@ -29,8 +29,7 @@ from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
-from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
-from shotcast.transport.triton.bound_kernel import BoundKernel
+from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelContext, KernelLaunch
 from shotcast.transport.triton.gates import gate_of
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
@@ -133,6 +132,48 @@ class BoundCall:
             pieces.append(_Piece(self._executor.gate(plan, launch), launch, start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
+
+
+class BoundKernel:
+    """A :class:`KernelCall` in the workspace that calls use now.
+
+    Args:
+        call: the call.
+        context: returns the facts of the workspace, which has room for it, once it is launched or loaded.
+        device: where it runs.
+    """
+
+    __slots__ = ("_call", "_context", "_device", "_launches")
+
+    def __init__(self, call: KernelCall, context: Callable[[], KernelContext], device: torch.device):
+        self._call, self._context, self._device = call, context, device
+        self._launches: Sequence[Enqueue] = ()
+
+    def run(self, operands: Sequence[torch.Tensor]) -> None:
+        """Launch the kernels on the current stream."""
+        stream = 0
+        if not INTERPRETED:
+            index = self._device.index
+            if current_device() != index:
+                with torch.cuda.device(self._device):
+                    self.run(operands)
+                return
+            stream = raw_stream(index)
+        given = self._call.given(*operands)
+        for launch in self._bound():
+            launch(stream, given)
+
+    def load(self) -> None:
+        """Compile the kernels and load them."""
+        if not INTERPRETED:
+            with torch.cuda.device(self._device):
+                for launch in self._bound():
+                    launch.load()
+
+    def _bound(self) -> Sequence[Enqueue]:
+        if not self._launches:
+            self._launches = self._call.launches(self._context())
+        return self._launches
 
 
 def _launch(bound: KernelLaunch) -> Launch:
