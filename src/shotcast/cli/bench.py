@@ -12,7 +12,6 @@ import typer.main
 from rich.console import Console
 
 from shotcast import env, extras
-from shotcast.cli import bench_results
 from shotcast.cli.engine_options import Dtype as EngineDtype
 from shotcast.cli.engine_options import say
 from shotcast.cli.options import (
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Time collectives and the engine: own algorithms compared with NCCL, Gloo and PyTorch.", no_args_is_help=True
 )
-app.add_typer(bench_results.app)
 
 
 def timing(
@@ -318,3 +316,38 @@ def _engine_command(
     if plot_file is not None:
         engine_report.plot(rows, plot_file)
         screen.print(f"wrote {plot_file}")
+
+
+@app.command("plot")
+def _plot_command(
+    picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
+    json_files: Annotated[
+        list[Path], typer.Option("--json", help="A file of stored results; repeat it for several files.")
+    ],
+    kind: Annotated[str, typer.Option("--kind", help="latency or engine.")] = "latency",
+    world_size: Annotated[str, typer.Option("--world-size", help="Only rows of these world sizes.")] = "",
+) -> None:
+    """Draw a picture of stored results; measures nothing."""
+    from shotcast.bench import engine_report
+    from shotcast.bench.plot import plot
+
+    if kind not in ("latency", "engine"):
+        raise ConfigError(f"there is no picture {kind!r}; choose from latency, engine")
+    if kind == "engine" and world_size:
+        raise ConfigError("a picture of the engine takes no --world-size")
+    if kind == "engine":
+        engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
+    else:
+        rows, machine = _stored_rows(json_files, world_size)
+        plot(rows, picture, machine)
+    typer.echo(f"wrote {picture}")
+
+
+def _stored_rows(json_files: list[Path], world_size: str) -> tuple[list[Row], str]:
+    """Return the rows of the files that have the requested world sizes, and the machines they were measured on."""
+    from shotcast.bench import report
+
+    results = [report.read(path) for path in json_files]
+    wanted = numbers_in(world_size, "--world-size")
+    rows = [row for result in results for row in result.rows if not wanted or row.world_size in wanted]
+    return rows, "; ".join(dict.fromkeys(result.machine for result in results))
