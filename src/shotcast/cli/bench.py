@@ -184,7 +184,7 @@ def _on_device(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
-    from shotcast.bench import harness, headline, implementations, kernels, report
+    from shotcast.bench import harness, implementations, kernels, report
     from shotcast.bench.plot import plot
     from shotcast.planner.picture import check_format
 
@@ -212,8 +212,6 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
                     console.print(columns)
                 if means := report.mean_bandwidths(of_measure):
                     console.print(f"mean bus bandwidth (GB/s): {means}", highlight=False)
-            if sentences := headline.sentences(measured):
-                console.print(sentences)
             console.print()
     if job is not None and job.rank != 0:
         return
