@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import overlap_forms
 import typer
+from made_by import with_note
 from overlap_bench import config as settings
 from overlap_bench import measure, report, result
 from simulated_hosts.facts import simulated
@@ -113,7 +114,7 @@ def bench_overlap(
     if markdown:
         if json_file is None:
             raise typer.BadParameter("--markdown prints the results of --json")
-        typer.echo(kernels.with_note(report.markdown(result.read(json_file)), [json_file]))
+        typer.echo(with_note(report.markdown(result.read(json_file)), [json_file]))
         return
     name = device_name(Device.CPU if simulated and device is Device.AUTO else device)
     products = [_sides(text) for text in names_in(gemm)] or [settings.GEMMS[name]]

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from gpu_times import seconds_each
 from gpu_timing import copy_gbps, write
 from rich.console import Console
 from rich.table import Table
 
 from shotcast.bench import kernels
-from shotcast.bench.gpu_times import seconds_each
 from shotcast.device.triton.intrinsics import num_sms
 from shotcast.kernels.triton.paged_attention import PagedDecoding
 

@@ -28,8 +28,8 @@ from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.plan import BATCH_TOKENS, fullest_rank
 from shotcast.planner.step import Layout, StepModel, StepWork, kernel_error
-from shotcast.simulator.priced_steps import PricedSteps
 from shotcast.simulator.serving import Arrival, Service, serve
+from shotcast.simulator.traffic import PricedSteps
 
 METRICS = ("ttft_ms", "tpot_ms", "itl_ms", "tokens_per_s")
 BARRED = ("ttft_ms", "tpot_ms")

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_times import seconds_each
 from gpu_timing import write
 from rich.console import Console
 from rich.table import Table
 
 import shotcast
 from shotcast.bench import kernels
-from shotcast.bench.gpu_times import seconds_each
 from shotcast.collectives.choice.candidates import launch_shapes
 from shotcast.errors import ConfigError
 from shotcast.units import format_size, parse_size

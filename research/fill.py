@@ -4,13 +4,13 @@
 
 Each part is between comments: the command that makes it, and its end.
 
-    <!-- shotcast bench table --json benchmarks/data/h200/all_reduce_bf16_x4.json --sizes 1K,8K -->
+    <!-- research/result_tables.py --json benchmarks/data/h200/all_reduce_bf16_x4.json --sizes 1K,8K -->
     (the table)
     <!-- end of table -->
 
     ![a picture](images/all_reduce_h200.png)
 
-    <!-- shotcast bench kernels --json benchmarks/data/h200/all_reduce_bf16_x4.json -->
+    <!-- research/made_by.py --json benchmarks/data/h200/all_reduce_bf16_x4.json -->
     (whether earlier kernels made what the picture shows)
     <!-- end of kernels -->
 
@@ -36,13 +36,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import made_by
+import result_tables
 from algorithm_table import algorithm_table
 
-from shotcast.cli import app
-
 _COMMANDS = {
-    "table": "shotcast bench table",
-    "kernels": "shotcast bench kernels",
+    "table": "research/result_tables.py",
+    "kernels": "research/made_by.py",
     "algorithms": "research/algorithm_table.py",
     "chains": "research/bench_overlap.py --markdown",
 }
@@ -86,7 +86,7 @@ def printed(name: str, arguments: list[str]) -> str:
 
             bench_overlap.app(["--markdown", *arguments], standalone_mode=False)
         else:
-            app(["bench", name, *arguments], prog_name="shotcast", standalone_mode=False)
+            {"table": result_tables, "kernels": made_by}[name].main(arguments)
     return text.getvalue()
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_times import seconds_each
 from gpu_timing import write
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +31,6 @@ from rich.table import Table
 import shotcast
 from shotcast import wire
 from shotcast.bench import kernels
-from shotcast.bench.gpu_times import seconds_each
 from shotcast.collectives.registry import registered
 from shotcast.kernels.triton import gemm
 from shotcast.overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_times import seconds_each
 
-from shotcast.bench.gpu_times import seconds_each
 from shotcast.hardware.detect import detect
 
 

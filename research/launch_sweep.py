@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_times import seconds_each
 from gpu_timing import write
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +28,6 @@ from rich.table import Table
 import shotcast
 from shotcast import wire
 from shotcast.bench import kernels
-from shotcast.bench.gpu_times import seconds_each
 from shotcast.collectives.choice.candidates import launch_shapes
 from shotcast.collectives.norm_operands import norm_operands
 from shotcast.errors import ConfigError

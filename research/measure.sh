@@ -161,7 +161,7 @@ for part in "$@"; do
         script 590 "$part" research/launch_sweep.py --world-size "$ranks" --json "$out/$part.json"
         ;;
     calibrate_x[12]) # kernels and host of a GPU, then the calibration; with two, sums as well. FOLDER may have results of sums
-        script 590 "$part" -m shotcast calibrate "$out" --device cuda --world-size "$ranks" --output "$out/calibration.json" \
+        script 590 "$part" research/calibrate_gpu.py "$out" --measure --world-size "$ranks" --output "$out/calibration.json" \
             --cluster "$out/cluster.yaml"
         ;;
     engine_8b_x1) engine 300 engine_8b_x1 8b 1x1 1,4,16,64,256,512 auto ;;
@@ -458,7 +458,7 @@ for part in "$@"; do
         done
         ;;
     served_trace) # kernels of a CPU rank alone, then a trace that the engine serves in real time
-        script 600 calibrate_cpu_x1 -m shotcast calibrate --device cpu --output "$out/calibration_x1.json" --cluster "$out/cluster_x1.yaml"
+        script 600 calibrate_cpu_x1 -m shotcast calibrate --output "$out/calibration_x1.json" --cluster "$out/cluster_x1.yaml"
         script 600 served_trace research/served_trace.py --record "$out/served_trace.json"
         ;;
     *)

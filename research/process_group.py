@@ -24,10 +24,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_timing import write
+from result_tables import size_name
 
 import shotcast
 from shotcast.bench import kernels, timers
-from shotcast.bench.markdown import size_name
 from shotcast.errors import ConfigError
 from shotcast.process_group.registration import register
 from shotcast.units import parse_size

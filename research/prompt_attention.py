@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_times import seconds_each
 from gpu_timing import write
 from rich.console import Console
 from rich.table import Table
 from torch.nn.attention.varlen import varlen_attn
 
 from shotcast.bench import kernels
-from shotcast.bench.gpu_times import seconds_each
 from shotcast.device.triton.intrinsics import num_sms
 from shotcast.engine.input_batch import InputBatch, attention_tiles
 from shotcast.kernels.triton import prompt_attention

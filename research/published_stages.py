@@ -19,8 +19,8 @@ from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.plan import Job, Limits, plan
 from shotcast.planner.step import Layout, StepModel
-from shotcast.simulator.priced_steps import PricedSteps
 from shotcast.simulator.serving import Arrival, serve
+from shotcast.simulator.traffic import PricedSteps
 
 PUBLISHED = {1: 393, 2: 813, 4: 1511, 8: 2495}
 """Tokens/s of 70B with 2048 tokens in and 128 out; research/reports/strong_scaling.md links the publication."""

@@ -18,9 +18,9 @@ from typing import Any
 import matplotlib.figure
 import matplotlib.patheffects
 import matplotlib.ticker
+from result_tables import fastest, size_name
 
-from shotcast.bench.markdown import fastest, require_same, size_name
-from shotcast.bench.report import Row, read
+from shotcast.bench.report import Row, read, require_same
 from shotcast.errors import ConfigError
 
 SMALLEST, LARGEST = 4 << 10, 1 << 20

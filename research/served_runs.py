@@ -17,8 +17,8 @@ from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.cpu_rows import step_model
 from shotcast.planner.step import Layout
-from shotcast.simulator.priced_steps import PricedSteps
 from shotcast.simulator.serving import Arrival, Service, percentile, serve
+from shotcast.simulator.traffic import PricedSteps
 
 PERCENTS = (50, 90, 99)
 METRICS = ("tokens_per_s", *(f"{name}_p{percent}_ms" for name in ("ttft", "tpot") for percent in PERCENTS))

@@ -8,8 +8,8 @@ parts of that rate: arrivals are random (Poisson), prompts and outputs of varied
 only. The client that sends a request notes when it came, and when its first and its last token were there. After each
 step, the engine's counters are noted: how many steps there were, and what they took by its own timer.
 
-The second command predicts the same requests, with steps by the calibration of the same machine (``shotcast calibrate
---device cpu``), which measured kernels alone, and prints the table or puts it into a document.
+The second command predicts the same requests, with steps by the calibration of the same machine (``shotcast
+calibrate``), which measured kernels alone, and prints the table or puts it into a document.
 """
 
 from __future__ import annotations

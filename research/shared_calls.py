@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_times import seconds_each
 from gpu_timing import write
 from rich.console import Console
 from rich.table import Table
 
 import shotcast
 from shotcast.bench import kernels
-from shotcast.bench.gpu_times import seconds_each
 from shotcast.units import format_size
 
 SIZES = tuple(1 << bits for bits in (10, 13, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26))

@@ -2,7 +2,7 @@
 
     python research/summary_plot.py PICTURE --json FILE [--json FILE]
 
-The families are those of the ``summary`` table (:data:`shotcast.bench.markdown.FAMILIES`): shotcast's algorithms with
+The families are those of the ``summary`` table (:data:`result_tables.FAMILIES`): shotcast's algorithms with
 the bits of the numerics contract, NCCL in any of its forms (or Gloo), PyTorch's symmetric-memory kernels, and the own
 ring. Both axes are logarithmic. There is one panel a world size.
 """
@@ -16,9 +16,9 @@ import matplotlib.figure
 import matplotlib.patheffects
 import matplotlib.ticker
 import ring_speedup_plot
+from result_tables import fastest, measured_families, size_name
 
-from shotcast.bench.markdown import fastest, measured_families, require_same, size_name
-from shotcast.bench.report import Row
+from shotcast.bench.report import Row, require_same
 
 # The palette of Okabe and Ito, which readers with any colour vision can tell apart.
 STYLES = {

@@ -225,11 +225,11 @@ class TestBench:
         assert "some results were wrong" in result.stderr
 
     def test_work_between_calls(self, tmp_path: Path) -> None:
-        result_file, table = tmp_path / "result.json", tmp_path / "table.md"
+        result_file = tmp_path / "result.json"
         result = invoked(
             "bench", "all-reduce", *QUICK, "-b", "256", "-e", "1K", "--world-size", "2",
             "--algorithms", "one_shot,gloo", "--between", "gemm", "--hidden", "64", "--gemm-k", "8",
-            "--json", result_file, "--markdown", table,
+            "--json", result_file,
         )  # fmt: skip
         points = [(row["measure"], row["work"], row["nbytes"]) for row in json.loads(result_file.read_text())["rows"]]
         assert set(points) == {("call", "", 256), ("call", "", 1024)} | {
@@ -237,7 +237,6 @@ class TestBench:
             ("between", "gemm 8x64", 1024),
         }
         assert "gemm 8x64 between calls" in result.stdout
-        assert [line.split(" | ")[0] for line in table.read_text().splitlines()[2:]] == ["| 256 B", "| 1 KB"]
 
     def test_host_time_of_cpu_ranks_is_the_calls_time(self) -> None:
         result = invoked("bench", "all-reduce", *QUICK, "-b", "64", "-e", "64", "--world-size", "2", "--host")
@@ -271,25 +270,6 @@ KEPT = [
 
 
 class TestKeptResults:
-    def test_table(self) -> None:
-        result = invoked("bench", "table", KEPT[0], "--sizes", "8K,1M", "--columns", "two_shot,nccl")
-        assert result.stdout.splitlines() == [
-            "| | two-shot | NCCL (default) | best NCCL / own bits |",
-            "|---|---|---|---|",
-            "| 8 KB | 4.1 | 8.4 | 3.63x |",
-            "| 1 MB | 6.9 | 16.5 | 2.40x |",
-            "",
-            "*Made by the kernels of commit 443446a.*",
-        ]
-
-    def test_world_sizes_of_several_files(self) -> None:
-        result = CliRunner().invoke(app, ["bench", "table", *KEPT, "--kind", "summary", "--sizes", "8K"])
-        assert result.output.count("GPUs: shotcast") == 2
-        result = CliRunner().invoke(
-            app, ["bench", "table", *KEPT, "--kind", "summary", "--sizes", "8K", "--world-size=2"]
-        )
-        assert result.output.splitlines()[0] == "| | 2 GPUs: shotcast | NCCL | PyTorch | our ring |"
-
     def test_plot(self, tmp_path: Path) -> None:
         picture = tmp_path / "picture.png"
         result = CliRunner().invoke(app, ["bench", "plot", str(picture), *KEPT])
@@ -307,11 +287,7 @@ class TestKeptResults:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (["table", "--json", "none.json"], "none.json is not a benchmark result"),
-            (["table", *KEPT], "one world_size; these rows have 2, 4"),
-            (["table", KEPT[0], "--kind", "pie"], "no table 'pie'"),
-            (["table", KEPT[0], "--sizes", "8X"], "not a size: '8X'"),
-            (["table", KEPT[0], "--world-size", "8"], "no rows"),
+            (["plot", "a.png", "--json", "none.json"], "none.json is not a benchmark result"),
             (["plot", "a.png", KEPT[0], "--kind", "pie"], "no picture 'pie'"),
             (["plot", "a.docx", KEPT[0]], "accepted: .png, .svg, .pdf"),
             (["plot", "a.png", KEPT[0], "--world-size", "8"], "nothing to plot"),
@@ -447,7 +423,7 @@ class TestErrors:
             (["--host", "--eager"], "already measures eager calls"),
             (["--plot", "picture.docx"], "picture.docx has the suffix .docx"),
             (["--json", "/"], "cannot write /: Is a directory"),
-            (["--markdown", "/proc/t.md"], "cannot write /proc/t.md: "),
+            (["--json", "/proc/t.json"], "cannot write /proc/t.json: "),
             (["--json", "/nowhere/t.json"], "cannot write /nowhere/t.json: there is no folder /nowhere; make it first"),
             (["--json", f"/{'a' * 300}/t.json"], "make it first"),
         ],

@@ -50,9 +50,7 @@ def write_model(folder: Path) -> None:
 
 def test_from_a_config_to_a_completion(tmp_path: Path) -> None:
     write_model(tmp_path / "mine")
-    said = shotcast(
-        tmp_path, "calibrate", "--device", "cpu", "--force", "--output", "here.json", "--cluster", "here.yaml"
-    )
+    said = shotcast(tmp_path, "calibrate", "--force", "--output", "here.json", "--cluster", "here.yaml")
     assert "shotcast plan MODEL --cluster here.yaml --calibration here.json --gpus 1" in said
 
     question = ["mine", "--cluster", "here.yaml", "--calibration", "here.json", "--gpus", "1"]

@@ -27,7 +27,7 @@ from experts.model import ExpertModel, LatentAttention
 from shotcast.cost.inference import decode_attention, prompt_attention, rows_pass
 from shotcast.layers.partition import shard
 from shotcast.planner.calibration import Calibration
-from shotcast.planner.priced import Priced
+from shotcast.planner.step import Priced
 
 LATENT_STAND_IN = 0.3
 """The error of kernels of ordinary attention in place of latent ones, as a part of their time.

@@ -46,7 +46,7 @@ from shotcast.layers.partition import FFN_UNIT, partition, shard
 from shotcast.models.memory_estimate import attention_bytes, most_of_stages, network_bytes
 from shotcast.planner.calibration import LINK, Calibration
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.priced import Priced, in_a_row
+from shotcast.planner.step import Priced, in_a_row
 from shotcast.wire import Op
 
 STAND_IN, STAND_IN_OF_GROUPS = 0.25, 0.5

@@ -20,8 +20,7 @@ from shotcast.planner import plan as dense_plans
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.plan import Job, Memory, Plan, Point, best_of, points_of, require_place, require_served
-from shotcast.planner.priced import Priced
-from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, crossings
+from shotcast.planner.step import Estimate, Layout, Priced, StepModel, StepWork, crossings
 
 
 class ExpertLayout(NamedTuple):

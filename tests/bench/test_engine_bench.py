@@ -65,12 +65,9 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     assert "transformers" in result.output
     assert "2x1" in result.output
     assert engine_report.read(stored) == tuple(rows)
-    shown = CliRunner().invoke(app, ["bench", "table", "--kind", "engine", "--json", str(stored)])
-    assert shown.exit_code == 0, shown.output
-    lines = shown.output.strip().splitlines()
-    assert len(lines) == 2 + len(rows)
-    assert lines[2].startswith("| 1x1 | transformers | 1 | ")
-    assert f"| {rows[-1].tpot_ms:.2f} |" in lines[-1]
+    shown = engine_report.cells(rows)
+    assert shown[0][:3] == ("1x1", "transformers", "1")
+    assert f"{rows[-1].tpot_ms:.2f}" in shown[-1]
 
 
 @pytest.mark.full
@@ -85,11 +82,10 @@ def test_ways_of_long_prompts_beside_each_other(folder: Path, tmp_path: Path, mo
     rows = engine_report.read(stored)
     assert [(row.layout, row.overlap) for row in rows] == [("1x1", "off"), ("2x1", "off"), ("2x1", "auto")]
     assert result.stderr.startswith("layout 1x1: one CPU rank")
-    lines = engine_report.markdown(rows).splitlines()
-    assert lines[0].startswith("| layout | algorithm | overlap | batch |")
-    assert [line.split("|")[3].strip() for line in lines[2:]] == ["-", "off", "auto"]
+    assert engine_report.columns(rows)[:4] == ("layout", "algorithm", "overlap", "batch")
+    assert [cells[2] for cells in engine_report.cells(rows)] == ["-", "off", "auto"]
     assert picture.stat().st_size > 0
-    assert engine_report.markdown(rows[2:]).startswith("| layout | algorithm | batch |"), "the default needs no name"
+    assert engine_report.columns(rows[2:])[:3] == ("layout", "algorithm", "batch"), "the default needs no name"
 
 
 @pytest.mark.full
@@ -106,20 +102,9 @@ def test_speculation_beside_steps_without_it(folder: Path, tmp_path: Path) -> No
     ]
     assert [row.accepted for row in rows[:2]] == [None, None]
     assert any(row.accepted is not None and 0 < row.accepted <= 1 for row in rows[2:])
-    lines = engine_report.markdown(rows).splitlines()
-    assert lines[0].startswith("| layout | algorithm | speculation | accepted | batch |")
-    assert [line.split("|")[3].strip() for line in lines[2:]] == ["-", "-", "ngram 3", "ngram 3"]
+    assert engine_report.columns(rows)[:5] == ("layout", "algorithm", "speculation", "accepted", "batch")
+    assert [cells[2] for cells in engine_report.cells(rows)] == ["-", "-", "ngram 3", "ngram 3"]
     assert picture.stat().st_size > 0
-
-
-def test_a_table_names_what_serves_hosts_without_all_reduces_too() -> None:
-    """Messages of a pipeline are served by own connections or by Gloo; on one host they have one way."""
-    row = engine_report.read(DATA / "cpu" / "engine_smollm2_f32.json")[-1]
-    assert (row.layout, row.hosts) == ("1x2", 1)
-    assert engine_report.markdown([row]).splitlines()[2].startswith("| 1x2 | - |")
-    moved = replace(row, hosts=2, delay_us=50.0, algorithm="gloo")
-    assert engine_report.markdown([moved]).splitlines()[0].startswith("| hosts | one way us | layout |")
-    assert engine_report.markdown([moved]).splitlines()[2].startswith("| 2 | 50 | 1x2 | gloo |")
 
 
 def test_a_planned_layout_is_for_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,10 +220,3 @@ def test_pictures_that_cannot_be_drawn(
     assert result.exit_code == 2
     assert text in result.output
     assert not (tmp_path / name).exists()
-
-
-def test_options_that_a_table_of_the_engine_has_not(tmp_path: Path) -> None:
-    arguments = ["bench", "table", "--kind", "engine", "--json", str(tmp_path / "none"), "--sizes", "8K"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert "a table of the engine takes no" in result.stderr

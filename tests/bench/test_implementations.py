@@ -7,7 +7,6 @@ import torch
 
 from shotcast.bench import baselines, implementations
 from shotcast.collectives.registry import registered
-from shotcast.wire import NodeShape
 
 
 @pytest.mark.parametrize("op", implementations.OPS)
@@ -44,17 +43,6 @@ def test_registered_memory_is_measured_on_request_alone() -> None:
     assert implementations.NCCL_SYMMETRIC in implementations.known("all_reduce", "cuda")
     assert implementations.NCCL_SYMMETRIC not in implementations.default("all_reduce", "cuda")
     assert implementations.NCCL_SYMMETRIC not in implementations.known("all_gather", "cuda")
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "has"),
-    [
-        ("one_shot", 8, True), ("two_shot", 8, True), ("ring", 2, True), ("ring", 3, False), ("auto", 2, False),
-        ("two_shot_fp8", 2, False), ("nccl", 2, False),
-    ],
-)  # fmt: skip
-def test_own_bits(name: str, world_size: int, has: bool) -> None:
-    assert implementations.has_own_bits(name, NodeShape(1, world_size)) is has
 
 
 def test_hosts_are_measured_with_sums_between_nodes_and_one_host_without() -> None:

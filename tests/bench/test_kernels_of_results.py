@@ -1,4 +1,4 @@
-"""Results carry the fingerprints of the kernels that made them, and documents say when these have changed."""
+"""Results carry the fingerprints of the kernels that made them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from shotcast.bench import kernels, report
 from shotcast.bench.engine_report import EngineRow
 from shotcast.cli import app
-from shotcast.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 ROW = report.Row.from_ranks(
@@ -82,70 +81,7 @@ class TestNames:
         assert {"kernels.cpu.gemv", "kernels.cpu.attention"} < cpu.keys()
 
 
-class TestNote:
-    def note(self, tmp_path: Path, *recorded: dict[str, str] | None) -> str:
-        paths = []
-        for number, fingerprints in enumerate(recorded):
-            paths.append(tmp_path / f"{number}.json")
-            report.write(paths[-1], report.Result({}, "", "", (ROW,), fingerprints))
-        return kernels.note(paths)
-
-    def test_results_of_the_kernels_of_today_need_none(self, tmp_path: Path) -> None:
-        assert self.note(tmp_path, kernels.of_rows([ROW, row("two_shot")])) == ""
-
-    def test_libraries_alone_need_none(self, tmp_path: Path) -> None:
-        assert self.note(tmp_path, {}) == ""
-
-    def test_names_few_kernels_that_changed(self, tmp_path: Path) -> None:
-        now = kernels.of_rows([ROW, row("two_shot")])
-        assert (
-            self.note(tmp_path, now | {"all_reduce/two_shot": "0"})
-            == "*Made by earlier kernels (all_reduce/two_shot).*"
-        )
-
-    def test_all_that_changed_need_no_names(self, tmp_path: Path) -> None:
-        assert self.note(tmp_path, {"all_reduce/one_shot": "0"}) == "*Made by earlier kernels.*"
-
-    def test_names_the_commit_where_the_result_does(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.json"
-        report.write(path, report.Result({}, "", "", (ROW,), {"all_reduce/one_shot": "0"}))
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"recorded_in": "1604f71"}))
-        assert kernels.note([path]) == "*Made by the kernels of commit 1604f71.*"
-        assert report.read(path).rows == (ROW,)
-
-    def test_a_kernel_that_does_not_exist_any_more_is_an_earlier_one(self, tmp_path: Path) -> None:
-        recorded = kernels.of_rows([ROW]) | {"all_reduce/gone": "0", "other/one_shot": "0", "kernels.triton.gone": "0"}
-        said = "*Made by earlier kernels (all_reduce/gone, other/one_shot, gone).*"
-        assert self.note(tmp_path, recorded) == said
-
-    def test_results_without_fingerprints_say_so(self, tmp_path: Path) -> None:
-        assert self.note(tmp_path, None) == "*Made by kernels whose fingerprints were not recorded.*"
-
-    def test_files_that_differ_are_named(self, tmp_path: Path) -> None:
-        said = self.note(tmp_path, None, kernels.of_rows([ROW]), {"all_reduce/one_shot": "0"})
-        assert said == (
-            "*`0.json`: made by kernels whose fingerprints were not recorded. `2.json`: made by earlier kernels.*"
-        )
-
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3, "kernels": {}}', '{"rows": [], "kernels": 3}'])
-    def test_another_file_is_an_error(self, tmp_path: Path, text: str) -> None:
-        path = tmp_path / "other.json"
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"other\.json is not a benchmark result"):
-            kernels.note([path])
-
-
 class TestCommands:
-    def test_a_table_has_the_note_below_it(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.json"
-        report.write(path, report.Result({}, "", "", (ROW,), {"all_reduce/one_shot": "0"}))
-        for command in (["table", "--json", str(path)], ["kernels", "--json", str(path)]):
-            result = CliRunner().invoke(app, ["bench", *command])
-            assert result.exit_code == 0, result.output
-            assert result.output.rstrip().endswith("*Made by earlier kernels.*")
-        report.write(path, report.Result({}, "", "", (ROW,), kernels.of_rows([ROW])))
-        assert "kernels" not in CliRunner().invoke(app, ["bench", "table", "--json", str(path)]).output
-
     def test_bench_writes_fingerprints(self, tmp_path: Path) -> None:
         path = tmp_path / "a.json"
         command = ["bench", "all-reduce", "--device", "cpu", "--world-size", "2", "-b", "64", "-e", "64", "-n", "5"]

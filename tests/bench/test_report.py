@@ -42,6 +42,11 @@ def test_row_takes_the_slowest_rank() -> None:
     assert point.busbw_gbps == pytest.approx(15.72864)
 
 
+def test_rows_have_the_times_of_single_rounds() -> None:
+    point = row(rounds_us=[[3.0, 4.0, 1.0], [5.0, 2.0, 2.0]])
+    assert (point.lowest_us, point.highest_us) == (2.0, 5.0), "the slowest rank counts in each round"
+
+
 def test_the_algorithm_that_auto_took_is_named() -> None:
     rows = [row("auto", chosen="two_shot"), row("ring", time_us=200.0), row("auto", 2 << 20, chosen="ring")]
     console = Console(width=160, record=True, file=io.StringIO())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import registered_targets as targets
+import result_tables
 from registered_targets import COPYCAT
 
 import shotcast
@@ -125,7 +126,7 @@ def test_every_part_of_the_package_knows_the_algorithm(monkeypatch: pytest.Monke
     monkeypatch.setenv("SHOTCAST_ALGORITHM", "copycat")
     assert from_environment() == "copycat"
     assert "copycat" in implementations.default("all_reduce", "cpu")
-    assert implementations.label("copycat") == "copy cat"
+    assert result_tables.label("copycat") == "copy cat"
     assert plot.color_of("copycat") == "#123456"
 
 

@@ -147,7 +147,7 @@ RUN = [
     for fence in SHELL
     if fence.mark == ""
     for words in fence.commands()
-    # the pictures of documents are drawn by tests/bench/test_doc_tables.py
+    # the pictures of documents are drawn by research/tests/test_doc_tables.py
     if words[0] == "shotcast" and not (words[1:3] == ["bench", "plot"] and "/images/" in words[3])
 ]
 

@@ -411,7 +411,7 @@ def test_cpu_ranks_of_which_nothing_was_measured(monkeypatch: pytest.MonkeyPatch
     see(monkeypatch)
     found = chosen("smollm2-135m")
     assert (found.layout, found.plan) == (Layout(1, 1), None)
-    assert "one CPU rank, since nothing was measured of this machine (shotcast calibrate --device cpu" in str(found)
+    assert "one CPU rank, since nothing was measured of this machine (shotcast calibrate" in str(found)
     assert chosen("smollm2-135m", layout="auto:4").layout == Layout(4, 1)
     job_of(monkeypatch, 8, 2)
     assert chosen("smollm2-135m").layout == Layout(2, 4)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shotcast.engine.stop_strings import StopStrings
+from shotcast.engine.detokenizer import StopStrings
 
 letters = st.text("ab", max_size=12)
 stop_strings = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3).map(tuple)

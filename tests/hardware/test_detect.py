@@ -39,14 +39,20 @@ def test_affinity_counts() -> None:
 
 
 def cgroup(root: Path, membership: str, **files: str) -> float | None:
-    (root / "member").write_text(membership)
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(membership)
     for name, text in files.items():
-        path = root / name.replace("__", "/").replace("_MAX", ".max").replace("_Q", ".cfs_quota_us").replace(
-            "_P", ".cfs_period_us"
+        path = (
+            root
+            / "sys/fs/cgroup"
+            / name.replace("__", "/")
+            .replace("_MAX", ".max")
+            .replace("_Q", ".cfs_quota_us")
+            .replace("_P", ".cfs_period_us")
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return detect.cgroup_quota(root, root / "member")
+    return detect.cgroup_quota(root)
 
 
 def test_cgroup_v2(tmp_path: Path) -> None:
@@ -73,7 +79,7 @@ def test_cgroup_v1(tmp_path: Path) -> None:
 
 
 def test_no_cgroup(tmp_path: Path) -> None:
-    assert detect.cgroup_quota(tmp_path, tmp_path / "absent") is None
+    assert detect.cgroup_quota(tmp_path) is None
 
 
 @pytest.mark.parametrize(

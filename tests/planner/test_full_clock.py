@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from gpu_calibration.least_squares import Fit
 
-from shotcast.cost.calibration import Fit
 from shotcast.cost.inference import FULL_CLOCK_US, KernelCost, sustained_kind
 from shotcast.engine.scheduler import SchedulerConfig
 from shotcast.engine.step_plan import StepPlan

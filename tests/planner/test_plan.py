@@ -30,8 +30,8 @@ from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.model_name import named_model
 from shotcast.planner.plan import Job, Limits, Plan, Target, memory_of, plan
 from shotcast.planner.step import Layout, StepModel, StepWork
-from shotcast.simulator.priced_steps import PricedSteps
 from shotcast.simulator.serving import Arrival, serve
+from shotcast.simulator.traffic import PricedSteps
 
 RUNNER = CliRunner()
 
@@ -377,7 +377,6 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     for option in ("--cluster", "--network", "--calibration"):
         assert "no text in UTF-8" in run("plan", "llama-3.1-8b", option, str(binary), code=2)
     assert "No layout has" in run("plan", "llama-3.1-8b", "--target", "ttft=0.001", code=1)
-    assert "no results to calibrate by" in run("calibrate", str(tmp_path), "-o", str(tmp_path / "c.json"), code=2)
 
 
 @pytest.mark.full
@@ -452,14 +451,6 @@ def test_a_link_without_calibration_is_said(tmp_path: Path) -> None:
     assert "is 2 nodes of 4 GPUs, and 16 GPUs are asked for" in run(*question, "-g", "16", code=2)
     spec = cluster.with_astra_sim_network(cluster.load("h200x8"), file.read_text(), "network.yml")
     assert CollectiveCosts.on(spec, load("NVIDIA H200").link).link.step_us == 2.0
-
-
-def test_a_calibration_of_ones_own(tmp_path: Path) -> None:
-    folder = Path(__file__).parent.parent.parent / "benchmarks" / "data" / "h200"
-    file = tmp_path / "mine.json"
-    text = run("calibrate", str(folder), "-o", str(file))
-    assert "product_many_rows 230" in text.replace("│", "").replace("  ", " ").replace("  ", " ")
-    assert "To start it" in run("plan", "llama-3.1-8b", "-g", "1", "--calibration", str(file))
 
 
 def test_limits_of_an_engine() -> None:

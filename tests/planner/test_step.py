@@ -11,13 +11,13 @@ from statistics import fmean
 
 import published_nccl
 import pytest
+from gpu_calibration.least_squares import Fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_rings import fit_rings
 
 from shotcast.collectives.registry import registered
 from shotcast.cost import nccl
-from shotcast.cost.calibration import Fit
 from shotcast.cost.collective import LinkCost, NetworkCost
 from shotcast.cost.inference import DECODE_BEGINNING, KINDS, FusedNormCost, HostCost, KernelCost
 from shotcast.errors import ConfigError

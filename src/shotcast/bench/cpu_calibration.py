@@ -79,11 +79,11 @@ gpu:  # a rank
   mem_bw: {copy_gbps * 1e9:.3e}  # bytes/s
   mem_capacity: {facts.memory_bytes // ranks}
   bfloat16_tc_flops: {flops:.3e}  # of products in {_DTYPE}
-  source: measured by shotcast calibrate --device cpu
+  source: measured by shotcast calibrate
 node:
   num_gpus_per_node: {ranks}
   intra_node_bw: {link.bw_gbps * 1e9:.3e}
-  source: measured by shotcast calibrate --device cpu
+  source: measured by shotcast calibrate
 """
     return Machine(calibration, cluster)
 

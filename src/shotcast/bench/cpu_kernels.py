@@ -19,7 +19,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from shotcast.bench.progress import progress
 from shotcast.collectives.communicator import Communicator
-from shotcast.cost.calibration import KernelPoint
 from shotcast.cost.inference import HEAD_OF_PROMPTS, decode_attention, prompt_attention, rows_pass
 from shotcast.engine.input_batch import cache_slots
 from shotcast.layers.attention import KVCache
@@ -28,7 +27,7 @@ from shotcast.layers.parallel import Parallel
 from shotcast.layers.weights import Weights
 from shotcast.models.causal_lm import CausalLM
 from shotcast.models.source import open_checkpoint
-from shotcast.planner.cpu_rows import FEW, SUM_NORM, WINDOWS, RowsPoint, product_kind
+from shotcast.planner.cpu_rows import FEW, SUM_NORM, WINDOWS, KernelPoint, RowsPoint, product_kind
 
 MODELS = ("random:smollm2-135m", "random:smollm2-360m:8")
 """Some hundred MB of layers each: neither caches nor the translation of addresses hold them."""

@@ -81,7 +81,7 @@ def reduces(row: EngineRow) -> bool:
     return not row.layout.startswith("1x")
 
 
-def _columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
+def columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
     """Return the heads of the columns; some are for simulated hosts, for overlap by name, and for proposals."""
     hosts = ("hosts", "one way us") if any(row.hosts > 1 for row in rows) else ()
     overlap = ("overlap",) if _names_overlap(rows) else ()
@@ -93,8 +93,8 @@ def _names_overlap(rows: Sequence[EngineRow]) -> bool:
     return any(row.overlap != "auto" for row in rows)
 
 
-def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
-    """Return the cells of each row, in the order of :func:`_columns`."""
+def cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
+    """Return the cells of each row, in the order of :func:`columns`."""
     hosts, overlap = any(row.hosts > 1 for row in rows), _names_overlap(rows)
     speculation = any(row.speculation for row in rows)
     return [
@@ -119,18 +119,11 @@ def _cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
 def table(rows: Sequence[EngineRow]) -> Table:
     """Return the rows as a table for a terminal."""
     view = Table(box=None, pad_edge=False, header_style="bold")
-    for name in _columns(rows):
+    for name in columns(rows):
         view.add_column(name, justify="left" if name in ("layout", "algorithm", "overlap", "speculation") else "right")
-    for cells in _cells(rows):
-        view.add_row(*cells)
+    for line in cells(rows):
+        view.add_row(*line)
     return view
-
-
-def markdown(rows: Sequence[EngineRow]) -> str:
-    """Return the rows as a Markdown table."""
-    columns = _columns(rows)
-    lines = [columns, ("---",) * len(columns), *_cells(rows)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: str, kernels: dict[str, str]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from shotcast.collectives import registry
 from shotcast.collectives.algorithm import LIBRARY, Algorithms
-from shotcast.wire import NodeShape, Op
+from shotcast.wire import Op
 
 PLAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter")
 _BY_MESSAGES = ("all_to_all", "gather", "scatter")
@@ -42,23 +42,6 @@ NCCL_SETTINGS: dict[str, dict[str, str]] = {
 }
 """Environment variables that NCCL reads when a communicator starts, so each of these names runs on ranks of its own."""
 NCCL_SYMMETRIC = "nccl_symmetric"
-
-_LABELS = {
-    "nccl": "NCCL (default)",
-    "nccl_ring": "NCCL ring",
-    "nccl_tree": "NCCL tree",
-    "nccl_ll": "NCCL LL",
-    "nccl_ll128": "NCCL LL128",
-    "nccl_simple": "NCCL Simple",
-    "nccl_symmetric": "NCCL symmetric",
-    "torch_one_shot": "torch one-shot",
-    "torch_two_shot": "torch two-shot",
-    "gloo": "Gloo",
-    "plain_one_shot": "plain one-shot",
-    "plain_two_shot": "plain two-shot",
-    "fp8_static": "FP8 static",
-    "fp8_dynamic": "FP8 dynamic",
-}
 
 
 def algorithms() -> Algorithms:
@@ -130,15 +113,3 @@ def is_torch(name: str) -> bool:
 def is_library(name: str) -> bool:
     """Return whether this is NCCL in any of its forms, or Gloo."""
     return is_nccl(name) or name == "gloo"
-
-
-def has_own_bits(name: str, shape: NodeShape) -> bool:
-    """Return whether the all-reduce of an algorithm gives the bits of the numerics contract at every size."""
-    algorithm = algorithms().get(name)
-    return algorithm is not None and algorithm.keeps_bits(Op.ALL_REDUCE, shape)
-
-
-def label(name: str) -> str:
-    """Return the name as tables and pictures show it."""
-    algorithm = algorithms().get(name)
-    return _LABELS.get(name, name) if algorithm is None else algorithm.label

@@ -1,4 +1,4 @@
-"""The kernels behind results: their fingerprints, which results carry, and what a document says when they have changed.
+"""The kernels behind results: their fingerprints, which results carry.
 
 A result names a kernel of a collective as ``all_reduce/one_shot``, by operation and algorithm, and the kernels of a
 module as ``kernels.triton.gemv``.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from shotcast.bench import implementations
 from shotcast.bench.engine_report import TRANSFORMERS, EngineRow
@@ -18,7 +16,6 @@ from shotcast.bench.report import Row
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.device import fingerprint
-from shotcast.errors import ConfigError
 from shotcast.transport.registry import usual
 from shotcast.transport.transport import Transport
 from shotcast.wire import NodeShape, Op
@@ -31,7 +28,7 @@ _NORM = {"cuda": "kernels.triton.norm", "cpu": "transport.cpu.norm_rows"}
 def of_rows(rows: Sequence[Row]) -> dict[str, str]:
     """Return the fingerprints of our kernels behind the rows of a collective."""
     names = dict.fromkeys(name for row in rows for name in _behind(row))
-    return _now(names, usual(rows[0].device, rows[0].nodes)) if rows else {}
+    return now(names, usual(rows[0].device, rows[0].nodes)) if rows else {}
 
 
 def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
@@ -46,7 +43,7 @@ def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
             continue
         for op in _ENGINE_OPS:
             names |= dict.fromkeys(_collective(op, row.algorithm, NodeShape(1, tensor * pipeline)))
-    return _now(names, usual(device))
+    return now(names, usual(device))
 
 
 def of_layout(device: str, ranks: int) -> dict[str, str]:
@@ -54,18 +51,18 @@ def of_layout(device: str, ranks: int) -> dict[str, str]:
     names = dict.fromkeys(_modules(device))
     for op in _ENGINE_OPS if ranks > 1 else ():
         names |= dict.fromkeys(_collective(op, implementations.AUTO, NodeShape(1, ranks)))
-    return _now(names, usual(device))
+    return now(names, usual(device))
 
 
 def of_modules(*modules: str) -> dict[str, str]:
     """Return the fingerprints of modules of kernels, such as ``kernels.triton.gemv``."""
-    return _now(modules, usual("cuda"))
+    return now(modules, usual("cuda"))
 
 
 def of_collectives(device: str, nodes: int = 1) -> dict[str, str]:
     """Return the fingerprints of all our kernels of collectives."""
     serving = implementations.algorithms().serving
-    return _now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], usual(device, nodes))
+    return now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], usual(device, nodes))
 
 
 def _behind(row: Row) -> tuple[str, ...]:
@@ -112,7 +109,7 @@ def _modules(device: str) -> tuple[str, ...]:
     return modules if device == "cuda" else (*modules, _NORM["cpu"])
 
 
-def _now(names: Iterable[str], transport: Transport) -> dict[str, str]:
+def now(names: Iterable[str], transport: Transport) -> dict[str, str]:
     """Return the fingerprints of kernels as they are; a name that does not exist any more is absent."""
     found = {name: _of(name, transport) for name in names}
     return {name: digest for name, digest in found.items() if digest}
@@ -129,47 +126,3 @@ def _of(name: str, transport: Transport) -> str:
     if op.upper() not in Op.__members__:
         return ""
     return fingerprints.of_operation(implementations.algorithms(), Op[op.upper()], transport).get(algorithm, "")
-
-
-# --- what documents say -----------------------------------------------------------------------------------------------
-
-
-def note(paths: Sequence[Path]) -> str:
-    """Return a sentence that says which of these results other kernels made; empty if the kernels of today made all.
-
-    Raises:
-        ConfigError: a file is no result.
-    """
-    said: dict[str, list[str]] = {}
-    for path in paths:
-        if sentence := _note(path):
-            said.setdefault(sentence, []).append(f"`{path.name}`")
-    if len(said) == 1 and len(next(iter(said.values()))) == len(paths):
-        sentence = next(iter(said))
-        return f"*{sentence[0].upper()}{sentence[1:]}.*"
-    return "*" + " ".join(f"{', '.join(files)}: {sentence}." for sentence, files in said.items()) + "*" if said else ""
-
-
-def with_note(table: str, paths: Sequence[Path]) -> str:
-    """Return a table of these results, followed by the note where there is one."""
-    return "\n\n".join(part for part in (table.rstrip("\n"), note(paths)) if part)
-
-
-def _note(path: Path) -> str:
-    try:
-        document = json.loads(path.read_text())
-        recorded, rows, commit = document.get("kernels"), document["rows"], document.get("recorded_in")
-        if recorded is None:
-            return "made by kernels whose fingerprints were not recorded"
-        first = rows[0] if rows else {}
-        transport = usual(first.get("device", "cuda"), first.get("nodes", 1))
-        other = fingerprints.changed(recorded, _now(recorded, transport))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, StopIteration) as error:
-        raise ConfigError(f"{path} is not a benchmark result: {error}") from error
-    if not other:
-        return ""
-    made = f"made by the kernels of commit {commit}" if commit else "made by earlier kernels"
-    if len(other) > 3 or len(other) == len(recorded):  # a long list would be another one with every edit of a kernel
-        return made
-    names = [name.removeprefix("kernels.triton.").removeprefix("kernels.cpu.") for name in other]
-    return f"{made} ({', '.join(names)})"

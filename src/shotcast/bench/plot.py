@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shotcast.bench.implementations import PLAIN_OPS, algorithms, is_own
-from shotcast.bench.markdown import require_same
-from shotcast.bench.report import Row
+from shotcast.bench.report import Row, require_same
 from shotcast.errors import ConfigError
 from shotcast.planner.picture import check_format
 

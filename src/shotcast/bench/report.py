@@ -290,6 +290,16 @@ def above_plain_us(row: Row, same_size: Iterable[Row]) -> float | None:
     return row.time_us - min(plain)
 
 
+def require_same(rows: Sequence[Row], *facts: str) -> None:
+    """Raise ConfigError unless all rows agree on each of these fields."""
+    for fact in facts:
+        values = sorted({getattr(row, fact) for row in rows})
+        if len(values) > 1:
+            raise ConfigError(
+                f"one table or picture shows only one {fact}; these rows have {', '.join(map(str, values))}"
+            )
+
+
 def same_conditions(row: Row, other: Row) -> bool:
     """Return whether two rows differ only in the implementation and its results."""
     facts = [
@@ -309,10 +319,8 @@ def same_conditions(row: Row, other: Row) -> bool:
 
 
 def _cell(value: float | None) -> str:
-    return "-" if value is None else _three_digits(value)
-
-
-def _three_digits(value: float) -> str:
+    if value is None:
+        return "-"
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 

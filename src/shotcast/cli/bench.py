@@ -12,7 +12,6 @@ import typer.main
 from rich.console import Console
 
 from shotcast import env, extras
-from shotcast.cli import bench_results
 from shotcast.cli.engine_options import Dtype as EngineDtype
 from shotcast.cli.engine_options import say
 from shotcast.cli.options import (
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Time collectives and the engine: own algorithms compared with NCCL, Gloo and PyTorch.", no_args_is_help=True
 )
-app.add_typer(bench_results.app)
 
 
 def timing(
@@ -107,18 +105,14 @@ class _Outputs:
 
     json_file: Path | None
     plot_file: Path | None
-    markdown_file: Path | None
 
 
 def outputs(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
-    markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", help="Write a table to this file (see: bench table).")
-    ] = None,
 ) -> _Outputs:
     """Return the files to write."""
-    return _Outputs(json_file, plot_file, markdown_file)
+    return _Outputs(json_file, plot_file)
 
 
 def _plain_command(op: str) -> None:
@@ -190,7 +184,7 @@ def _on_device(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
-    from shotcast.bench import harness, headline, implementations, kernels, markdown, report
+    from shotcast.bench import harness, implementations, kernels, report
     from shotcast.bench.plot import plot
     from shotcast.planner.picture import check_format
 
@@ -199,7 +193,7 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
         check_format(outputs.plot_file)
     job = env.job()
     if job is None or job.rank == 0:
-        ready_to_write(outputs.json_file, outputs.plot_file, outputs.markdown_file)
+        ready_to_write(outputs.json_file, outputs.plot_file)
     world_sizes = world_sizes_of(world_size, config.device, job.world_size if job else None)
     console = new_console()
     rows: list[Row] = []
@@ -218,8 +212,6 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
                     console.print(columns)
                 if means := report.mean_bandwidths(of_measure):
                     console.print(f"mean bus bandwidth (GB/s): {means}", highlight=False)
-            if sentences := headline.sentences(measured):
-                console.print(sentences)
             console.print()
     if job is not None and job.rank != 0:
         return
@@ -233,10 +225,6 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
     if outputs.json_file is not None and result is not None:
         report.write(outputs.json_file, result)
         console.print(f"wrote {outputs.json_file}")
-    if outputs.markdown_file is not None:
-        texts = [markdown.markdown_table([row for row in rows if row.world_size == number]) for number in world_sizes]
-        outputs.markdown_file.write_text("\n\n".join(texts) + "\n")
-        console.print(f"wrote {outputs.markdown_file}")
     if outputs.plot_file is not None and result is not None:
         plot(rows, outputs.plot_file, result.machine)
         console.print(f"wrote {outputs.plot_file}")
@@ -326,3 +314,38 @@ def _engine_command(
     if plot_file is not None:
         engine_report.plot(rows, plot_file)
         screen.print(f"wrote {plot_file}")
+
+
+@app.command("plot")
+def _plot_command(
+    picture: Annotated[Path, typer.Argument(help="The file to write (png, svg, pdf).")],
+    json_files: Annotated[
+        list[Path], typer.Option("--json", help="A file of stored results; repeat it for several files.")
+    ],
+    kind: Annotated[str, typer.Option("--kind", help="latency or engine.")] = "latency",
+    world_size: Annotated[str, typer.Option("--world-size", help="Only rows of these world sizes.")] = "",
+) -> None:
+    """Draw a picture of stored results; measures nothing."""
+    from shotcast.bench import engine_report
+    from shotcast.bench.plot import plot
+
+    if kind not in ("latency", "engine"):
+        raise ConfigError(f"there is no picture {kind!r}; choose from latency, engine")
+    if kind == "engine" and world_size:
+        raise ConfigError("a picture of the engine takes no --world-size")
+    if kind == "engine":
+        engine_report.plot([row for path in json_files for row in engine_report.read(path)], picture)
+    else:
+        rows, machine = _stored_rows(json_files, world_size)
+        plot(rows, picture, machine)
+    typer.echo(f"wrote {picture}")
+
+
+def _stored_rows(json_files: list[Path], world_size: str) -> tuple[list[Row], str]:
+    """Return the rows of the files that have the requested world sizes, and the machines they were measured on."""
+    from shotcast.bench import report
+
+    results = [report.read(path) for path in json_files]
+    wanted = numbers_in(world_size, "--world-size")
+    rows = [row for result in results for row in result.rows if not wanted or row.world_size in wanted]
+    return rows, "; ".join(dict.fromkeys(result.machine for result in results))

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shotcast.cli.options import Force, command_line, new_console, ready_to_write, with_underscores
+from shotcast.cli.options import Force, new_console, ready_to_write, with_underscores
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster as clusters
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shotcast.cost.calibration import Fit
-    from shotcast.cost.collective import LinkCost
-    from shotcast.cost.inference import FusedNormCost, HostCost
     from shotcast.planner.plan import Plan
     from shotcast.simulator.traffic import Traffic
 
@@ -190,117 +187,16 @@ def _writing(file: Path) -> Iterator[None]:
 
 
 def calibrate(
-    results: Annotated[
-        Path | None, typer.Argument(help="The folder with the results of a GPU; with --device cuda, where they go.")
-    ] = None,
-    part: Annotated[
-        str, typer.Option("--part", help="The GPU, as CUDA names it. Default: the one that the results are of.")
-    ] = "",
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("calibration.json"),
-    device: Annotated[
-        str, typer.Option("--device", help="cpu or cuda to measure this machine; without it, the folder is read.")
-    ] = "",
     world_size: Annotated[
-        int,
-        typer.Option("-g", "--world-size", help="CPU ranks that share this machine, or GPUs with their link."),
+        int, typer.Option("-g", "--world-size", help="The number of ranks that share this machine.")
     ] = 1,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("calibration.json"),
     cluster: Annotated[
         Path, typer.Option("--cluster", help="The file to write with the description of this machine.")
     ] = Path("cluster.yaml"),
     force: Force = False,
 ) -> None:
-    """Fit the constants of kernels, host and collectives, and write them for ``shotcast plan``.
-
-    They are fitted to the results in a folder, or measured on the CPU or a GPU of this machine.
-    """
-    if device not in ("", "cpu", "cuda"):
-        raise ConfigError(f"--device must be cpu or cuda, to measure this machine, not {device!r}")
-    if device and part:
-        raise ConfigError(f"--device {device} measures this machine; leave out --part")
-    if device == "cpu":
-        if results is not None:
-            raise ConfigError("--device cpu measures this machine; leave out the folder")
-        _calibrate_cpu(world_size, output, cluster, force)
-    elif device == "cuda":
-        folder = output.with_name(f"{output.stem}_results") if results is None else results
-        _measure_gpu(folder, world_size, output, cluster, force)
-        _fit_gpu(folder, part, output)
-        new_console().print(f"described this machine in {cluster}, for --cluster", soft_wrap=True, highlight=False)
-    elif results is None:
-        raise ConfigError("give a folder with results of a GPU, or --device cpu or cuda to measure this machine")
-    else:
-        ready_to_write(output)
-        _fit_gpu(results, part, output)
-
-
-def _measure_gpu(folder: Path, gpus: int, output: Path, cluster: Path, force: bool) -> None:
-    """Measure this machine's GPU into a folder."""
-    from shotcast.bench import gpu_calibration
-    from shotcast.bench.machine_load import quiet
-
-    gpu_calibration.require_gpus(gpus)
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror or error}") from error
-    ready_to_write(output, cluster, folder / gpu_calibration.KERNELS_FILE)
-    with quiet(gpus, force):
-        files = gpu_calibration.measure(folder, gpus, command_line(), shown=True)
-    for file in files:
-        new_console().print(f"wrote {file}", soft_wrap=True, highlight=False)
-    cluster.write_text(gpu_calibration.cluster_text())
-
-
-def _fit_gpu(folder: Path, part: str, output: Path) -> None:
-    """Fit a calibration to a folder of results, write it and show it."""
-    from rich.table import Table
-
-    from shotcast.planner.calibration import OF_STAND_IN
-    from shotcast.planner.calibration_fit import calibrate as fitted
-
-    found = fitted(folder, part)
-    output.write_text(found.as_json() + "\n")
-    table = Table("kernel", "points", "fixed us", "rate", "second rate", "error", "worst", title=found.part)
-    for kind, known in sorted(found.kinds.items()):
-        cost = known.cost
-        numbers = [f"{cost.fixed_us:.2f}", f"{cost.first_rate:.4g}", f"{cost.second_rate:.4g}"]
-        table.add_row(kind, str(known.points), *numbers, f"{known.residual:.0%}", f"{known.worst:.0%}")
-    screen = new_console()
-    screen.print(table)
-    screen.print(_host_line(found.host), soft_wrap=True, highlight=False)
-    screen.print(_link_line(found.link, found.link_residual), soft_wrap=True, highlight=False)
-    for kind, norm in found.fused_norms.items():
-        screen.print(_norm_line(kind, norm), soft_wrap=True, highlight=False)
-    for source in found.sources:
-        if OF_STAND_IN in source:
-            line = f"{folder} has no results for all constants. Taken besides: {source}."
-            screen.print(line, soft_wrap=True, highlight=False)
-    screen.print(f"wrote {output}; to use it: shotcast plan MODEL --calibration {output}", soft_wrap=True)
-
-
-def _link_line(link: LinkCost, residual: float) -> str:
-    return (
-        f"sums: {link.fixed_us:.2f} us a call, {link.step_us:.2f} a step, {link.bw_gbps:.0f} GB/s sent, "
-        f"{link.local_gbps:.0f} GB/s taken in, error {residual:.0%}"
-    )
-
-
-def _norm_line(kind: str, norm: Fit[FusedNormCost]) -> str:
-    cost = norm.cost
-    return (
-        f"{kind}: {cost.beyond_us:.2f} us more than the sum, at least {cost.fixed_us:.2f} us + size / {cost.rate:.0f} "
-        f"GB/s; {norm.points} points, error {norm.residual:.0%}, worst {norm.worst:.0%}"
-    )
-
-
-def _host_line(host: HostCost) -> str:
-    line = f"host: {host.fixed_us:.0f} us a step, {host.per_sequence_us:.1f} a sequence, {host.per_row_us:.2f} a token"
-    if host.hidden:
-        line += f", {host.per_request_us:.0f} a request that begins, {host.per_layer_us:.0f} a layer without graphs"
-    return line
-
-
-def _calibrate_cpu(ranks: int, output: Path, cluster: Path, force: bool) -> None:
+    """Measure kernels, host and messages of CPU ranks on this machine, and write them for ``shotcast plan``."""
     from rich.table import Table
 
     from shotcast.bench.cpu_calibration import calibrate as measured
@@ -309,20 +205,24 @@ def _calibrate_cpu(ranks: int, output: Path, cluster: Path, force: bool) -> None
     from shotcast.planner.cpu_rows import residuals
 
     ready_to_write(output, cluster)
-    with quiet(max(ranks, available_cores() // ranks * ranks), force):
-        machine = measured(ranks, shown=True)
+    with quiet(max(world_size, available_cores() // world_size * world_size), force):
+        machine = measured(world_size, shown=True)
     output.write_text(machine.calibration.as_json() + "\n")
     cluster.write_text(machine.cluster)
     found = machine.calibration
-    table = Table("kernel", "numbers of rows", "error", title=f"{found.part}, {ranks} ranks")
+    table = Table("kernel", "numbers of rows", "error", title=f"{found.part}, {world_size} ranks")
     for kind, (count, residual) in residuals(found.kinds).items():
         table.add_row(kind, str(count), f"{residual:.0%}")
     screen = new_console()
     screen.print(table)
-    screen.print(_host_line(found.host), highlight=False)
+    host = found.host
+    screen.print(
+        f"host: {host.fixed_us:.0f} us a step, {host.per_sequence_us:.1f} a sequence, {host.per_row_us:.2f} a token",
+        highlight=False,
+    )
     screen.print(
         f"wrote {output} and {cluster}; to use them: shotcast plan MODEL --cluster {cluster} --calibration {output} "
-        f"--gpus {ranks}",
+        f"--gpus {world_size}",
         soft_wrap=True,
         highlight=False,
     )

@@ -140,22 +140,6 @@ def message_fits(problem: CollectiveProblem) -> Workspace:
     return Workspace(problem.nbytes, problem.topology.max_bytes)
 
 
-def _no_obstacle(problem: CollectiveProblem) -> str:
-    return ""
-
-
-def _no_others(problem: CollectiveProblem) -> Sequence[LaunchShape]:
-    return ()
-
-
-def _any_launch(problem: CollectiveProblem, launch: LaunchShape) -> str:
-    return ""
-
-
-def _eight_warps(world_size: int) -> int:
-    return 8
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """The way in which an algorithm serves one operation.
@@ -196,13 +180,13 @@ class Form:
     hosts: Reference = ""
     reference: Reference = ""
     share: Callable[[CollectiveProblem], int] = whole_message
-    large_warps: Callable[[int], int] = _eight_warps
+    large_warps: Callable[[int], int] = lambda world_size: 8
     launch: Callable[[CollectiveProblem], LaunchShape] | None = None
     between_nodes: bool = False
     workspace: Callable[[CollectiveProblem], Workspace] = message_fits
-    obstacle: Callable[[CollectiveProblem], str] = _no_obstacle
-    launches: Callable[[CollectiveProblem], Sequence[LaunchShape]] = _no_others
-    launch_obstacle: Callable[[CollectiveProblem, LaunchShape], str] = _any_launch
+    obstacle: Callable[[CollectiveProblem], str] = lambda problem: ""
+    launches: Callable[[CollectiveProblem], Sequence[LaunchShape]] = lambda problem: ()
+    launch_obstacle: Callable[[CollectiveProblem, LaunchShape], str] = lambda problem, launch: ""
     divides: bool = False
     uneven: bool = True
     any_reduction: bool = False

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
 from typing import Protocol
+
+from shotcast.collectives.interface import Executor
+from shotcast.errors import ClosedError
+from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.wait_log import WaitLog, wait_text
+from shotcast.wire import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -73,3 +80,36 @@ LIBRARY_CALLS = CallWatch("shotcast-call-watch", 0.02)
 """Watches calls of the vendor library on devices. A look is a few loads from memory of the host."""
 WAITS = CallWatch("shotcast waits", 1.0)
 """Watches calls of native kernels, for the log. A look is a few loads from memory for each communicator."""
+
+
+class CallWaits:
+    """The waits of the calls of one communicator, watched until it is closed or nobody refers to it.
+
+    Args:
+        executor: makes the calls.
+        host: the ranks.
+    """
+
+    def __init__(self, executor: Executor, host: StoreGroup):
+        self._executor, self._host = executor, host
+        self._last: Wait | None = None
+        self._log = WaitLog()
+        WAITS.add(self)
+
+    def close(self) -> None:
+        """End the watch."""
+        WAITS.remove(self)
+
+    def look(self, now: float) -> None:
+        """Mention the call that waits, if there is one, at the time ``now`` of the monotonic clock."""
+        wait = self._executor.wait()
+        if wait != self._last:
+            self._last, self._log = wait, WaitLog()
+        if wait is not None:
+            self._log.look(now - wait.since, lambda: self._text(wait, now))
+
+    def _text(self, wait: Wait, now: float) -> str:
+        ranks: list[int] = []
+        with contextlib.suppress(ClosedError):  # it was closed meanwhile
+            ranks = self._executor.awaited(wait)
+        return wait_text(self._host.members, ranks, wait.op, wait.epoch, now - wait.since, self._executor.timeout_s)

@@ -19,6 +19,7 @@ from shotcast import env
 from shotcast.collectives import ops, registry
 from shotcast.collectives.algorithm import Topology
 from shotcast.collectives.arguments import sm_budget
+from shotcast.collectives.call_watch import CallWaits
 from shotcast.collectives.calls.coalesced import CoalescedCalls
 from shotcast.collectives.calls.messages import MessageCalls
 from shotcast.collectives.calls.norms import NormCalls
@@ -54,7 +55,6 @@ from shotcast.collectives.torch_ops.communicators import register
 from shotcast.collectives.torch_ops.versions import Unseen, increment_version
 from shotcast.collectives.tracing import is_traced
 from shotcast.collectives.vendor.vendor import Vendor
-from shotcast.collectives.wait_watch import CallWaits
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
 from shotcast.memory.host_group import Meeting, StoreGroup
 from shotcast.memory.operands import NormTensors

@@ -49,7 +49,7 @@ class LinkCost:
 
 
 NVLINK4 = LinkCost(fixed_us=0.988, step_us=0.857, bw_gbps=474.1, local_gbps=1386.0, sm_gbps=20.0, engine_gbps=331.0)
-"""Hopper with 18 links, fitted by :func:`shotcast.cost.calibration.fit`.
+"""Hopper with 18 links, fitted as ``research/calibrate_gpu.py`` fits.
 
 The measurements are benchmarks/data/h200/all_reduce_bf16_x4.json and _x2.json. The root mean square error is 8%; a
 choice by it costs at most 4% more than the fastest measured, from 1 KiB to 256 MiB. ``sm_gbps`` is not fitted: on 2

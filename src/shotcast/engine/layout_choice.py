@@ -15,7 +15,7 @@ from shotcast import env
 from shotcast.collectives.rank_device import local_world_size
 from shotcast.engine.config import EngineConfig, parse_workload
 from shotcast.engine.load import max_model_len_of
-from shotcast.engine.memory import HostMemory, MemoryBudget, require_one_sequence
+from shotcast.engine.memory import HostMemory, KnownMemory, MemoryBudget, require_one_sequence
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog, detect
 from shotcast.hardware.detect import GpuFacts
@@ -64,20 +64,6 @@ class LayoutChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownMemory:
-    """Memory with this much free. What other processes hold on a GPU is found when ranks load."""
-
-    total: int
-
-    @property
-    def free(self) -> int:
-        return self.total
-
-    def release(self) -> None:
-        """Nothing is held."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Machine:
     """The ranks that an engine may have.
 
@@ -93,7 +79,7 @@ class _Machine:
     gpus: tuple[GpuFacts, ...]
     counts: tuple[int, ...]
     hosts: int
-    memory: _KnownMemory
+    memory: KnownMemory
     calibration: Calibration | None = None
     unmeasured: str = ""
 
@@ -196,8 +182,8 @@ def _find_machine(config: EngineConfig) -> _Machine:
         gpus = detect.visible_gpus()
         ranks = asked or len(gpus)
         gpus = gpus[: local or ranks]
-        return _Machine(gpus, (ranks,), hosts, _KnownMemory(min(gpu.memory_bytes for gpu in gpus)))
-    free = _KnownMemory(HostMemory().free)
+        return _Machine(gpus, (ranks,), hosts, KnownMemory(min(gpu.memory_bytes for gpu in gpus)))
+    free = KnownMemory(HostMemory().free)
     calibration = planned_machine.own_calibration()
     unmeasured = _unmeasured(config, calibration, asked, hosts)
     if unmeasured or calibration is None:
@@ -208,7 +194,7 @@ def _find_machine(config: EngineConfig) -> _Machine:
 def _unmeasured(config: EngineConfig, calibration: Calibration | None, asked: int | None, hosts: int) -> str:
     """Return why a calibration does not price CPU ranks of this machine; "" if it does."""
     if calibration is None:
-        return "nothing was measured of this machine (shotcast calibrate --device cpu, SHOTCAST_CALIBRATION)"
+        return "nothing was measured of this machine (shotcast calibrate, SHOTCAST_CALIBRATION)"
     if calibration.device != "cpu" or calibration.part != detect.cpu_model():
         return f"SHOTCAST_CALIBRATION is of {calibration.part}, and this machine's ranks are of {detect.cpu_model()}"
     if calibration.dtype != config.dtype_name:
@@ -219,7 +205,7 @@ def _unmeasured(config: EngineConfig, calibration: Calibration | None, asked: in
         return f"SHOTCAST_CALIBRATION says nothing of sums by {config.algorithm}"
     if asked is not None and asked not in calibration.shares:
         known = " or ".join(map(str, sorted(calibration.shares)))
-        return f"SHOTCAST_CALIBRATION is of {known} ranks (shotcast calibrate --device cpu --world-size {asked})"
+        return f"SHOTCAST_CALIBRATION is of {known} ranks (shotcast calibrate --world-size {asked})"
     return ""
 
 

@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -31,39 +30,24 @@ _OUT_OF_MEMORY = "out of memory", "can't allocate memory"
 """Texts of errors that PyTorch and drivers raise for want of memory."""
 
 
-class DeviceMemory(Protocol):
-    """The memory of a device, which all ranks on it share."""
-
-    @property
-    def total(self) -> int:
-        """All bytes."""
-        ...
-
-    @property
-    def free(self) -> int:
-        """The bytes that no process holds."""
-        ...
-
-    def release(self) -> None:
-        """Give back what this process holds and does not use."""
-        ...
-
-
 class GpuMemory:
-    """The memory of a GPU."""
+    """The memory of a GPU, which all ranks on it share."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     @property
     def total(self) -> int:
+        """All bytes."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     @property
     def free(self) -> int:
+        """The bytes that no process holds."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def release(self) -> None:
+        """Give back what this process holds and does not use."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -77,10 +61,27 @@ class HostMemory:
 
     @property
     def free(self) -> int:
-        return available_bytes("cpu")
+        return available_bytes()
 
     def release(self) -> None:
         gc.collect()
+
+
+@dataclass(frozen=True, slots=True)
+class KnownMemory:
+    """Memory with this much free. What other processes hold on a GPU is found when ranks load."""
+
+    total: int
+
+    @property
+    def free(self) -> int:
+        return self.total
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+DeviceMemory = GpuMemory | HostMemory | KnownMemory
 
 
 @dataclass(frozen=True, slots=True)

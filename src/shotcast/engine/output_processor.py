@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shotcast.engine.detokenizer import IncrementalDetokenizer
+from shotcast.engine.detokenizer import IncrementalDetokenizer, StopStrings
 from shotcast.engine.outputs import EngineCoreOutput, RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
-from shotcast.engine.stop_strings import StopStrings
 from shotcast.engine.tokenizer import Tokenizer
 
 

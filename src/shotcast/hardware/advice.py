@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 
 from shotcast.hardware import catalog
@@ -27,6 +28,8 @@ class Finding:
     text: str
 
 
+_good, _note, _problem = (functools.partial(Finding, level) for level in Level)
+
 SHM_PER_RANK_BYTES = 17 << 18
 """The most that a CPU rank takes of the tmpfs; a test compares it with what a rank takes."""
 
@@ -40,37 +43,27 @@ def _cpu(facts: HostFacts) -> list[Finding]:
     found = []
     shm_needed_bytes = MAX_WORLD_SIZE * SHM_PER_RANK_BYTES
     if facts.shm_bytes == 0:
-        found.append(
-            Finding(
-                Level.PROBLEM, f"{facts.shm_dir} does not exist: CPU ranks need a tmpfs; name one in SHOTCAST_SHM_DIR."
-            )
-        )
+        found.append(_problem(f"{facts.shm_dir} does not exist: CPU ranks need a tmpfs; name one in SHOTCAST_SHM_DIR."))
     elif facts.shm_free_bytes < shm_needed_bytes:
         found.append(
-            Finding(
-                Level.PROBLEM,
+            _problem(
                 f"{facts.shm_dir} has {about_size(facts.shm_free_bytes)} free; {MAX_WORLD_SIZE} CPU ranks need up "
                 f"to {about_size(shm_needed_bytes)}. Enlarge it (docker run --shm-size=1g), or pass a smaller "
-                "max_bytes.",
+                "max_bytes."
             )
         )
     else:
-        found.append(
-            Finding(Level.GOOD, f"CPU ranks work: {facts.shm_dir} is large enough for {MAX_WORLD_SIZE} of them.")
-        )
+        found.append(_good(f"CPU ranks work: {facts.shm_dir} is large enough for {MAX_WORLD_SIZE} of them."))
     if facts.cores < facts.cores_installed:
         found.append(
-            Finding(
-                Level.NOTE, f"This process may use {facts.cores} of {facts.cores_installed} cores (affinity or cgroup)."
-            )
+            _note(f"This process may use {facts.cores} of {facts.cores_installed} cores (affinity or cgroup).")
         )
     if facts.cores < MAX_WORLD_SIZE:
         ranks = f"{facts.cores} ranks" if facts.cores > 1 else "one rank"
         found.append(
-            Finding(
-                Level.NOTE,
+            _note(
                 f"Beyond {ranks}, CPU ranks share the {_count(facts.cores, 'core')}: results are correct, but a call "
-                "then waits for the scheduler.",
+                "then waits for the scheduler."
             )
         )
     return found
@@ -78,14 +71,11 @@ def _cpu(facts: HostFacts) -> list[Finding]:
 
 def _gpu(facts: HostFacts) -> list[Finding]:
     if not facts.gpus:
-        return [Finding(Level.NOTE, f"{_why_no_gpu(facts)} Ranks are CPU processes.")]
+        return [_note(f"{_why_no_gpu(facts)} Ranks are CPU processes.")]
     found = []
     if "triton" not in facts.versions:
         found.append(
-            Finding(
-                Level.PROBLEM,
-                "Triton is not installed, and the GPU kernels are written in it: pip install 'shotcast[triton]'.",
-            )
+            _problem("Triton is not installed, and the GPU kernels are written in it: pip install 'shotcast[triton]'.")
         )
     found.append(_world_sizes(facts))
     found.append(_multicast(facts))
@@ -93,14 +83,11 @@ def _gpu(facts: HostFacts) -> list[Finding]:
         spec = catalog.find(name)
         if spec is None:
             text = f"{name} is not in the catalog, so the cost model has no figures for it, and layout auto no plan."
-            found.append(Finding(Level.NOTE, text))
+            found.append(_note(text))
         else:
             link = spec.link
             found.append(
-                Finding(
-                    Level.GOOD,
-                    f"{name}: {link.name}, expect {link.usable_bw_gbps:g} GB/s in each direction ({link.source}).",
-                )
+                _good(f"{name}: {link.name}, expect {link.usable_bw_gbps:g} GB/s in each direction ({link.source}).")
             )
     return found
 
@@ -116,7 +103,7 @@ def _why_no_gpu(facts: HostFacts) -> str:
 def _world_sizes(facts: HostFacts) -> Finding:
     count = len(facts.gpus)
     if count == 1:
-        return Finding(Level.NOTE, "One GPU has no other to exchange tensors with; CPU ranks work.")
+        return _note("One GPU has no other to exchange tensors with; CPU ranks work.")
     if not facts.all_peers:
         apart = [
             f"{i}-{j}"
@@ -124,31 +111,27 @@ def _world_sizes(facts: HostFacts) -> Finding:
             for j, reached in enumerate(row)
             if i < j and not reached
         ]
-        return Finding(
-            Level.PROBLEM,
-            f"GPUs {', '.join(apart)} cannot access each other's memory, which own algorithms need; NCCL serves those.",
+        return _problem(
+            f"GPUs {', '.join(apart)} cannot access each other's memory, which own algorithms need; NCCL serves those."
         )
     if count > MAX_WORLD_SIZE:
-        return Finding(
-            Level.NOTE,
+        return _note(
             f"{count} GPUs can access each other's memory; own algorithms serve groups of up to {MAX_WORLD_SIZE}, NCCL "
-            "serves larger ones.",
+            "serves larger ones."
         )
     sizes = "2" if count == 2 else f"2 to {count}"
-    return Finding(Level.GOOD, f"All {count} GPUs can access each other's memory: world sizes {sizes} are served.")
+    return _good(f"All {count} GPUs can access each other's memory: world sizes {sizes} are served.")
 
 
 def _multicast(facts: HostFacts) -> Finding:
     if not all(gpu.multicast for gpu in facts.gpus):
-        return Finding(Level.NOTE, "These GPUs have no multicast: a store to all ranks is one store to each of them.")
+        return _note("These GPUs have no multicast: a store to all ranks is one store to each of them.")
     if facts.multicast_disabled_by:
-        return Finding(
-            Level.NOTE,
-            f"The GPUs offer multicast, which {facts.multicast_disabled_by} leaves off, so peer stores are used.",
+        return _note(
+            f"The GPUs offer multicast, which {facts.multicast_disabled_by} leaves off, so peer stores are used."
         )
-    return Finding(
-        Level.GOOD,
-        "The GPUs offer multicast: one store reaches all ranks. Where the system forbids it, peer stores are used.",
+    return _good(
+        "The GPUs offer multicast: one store reaches all ranks. Where the system forbids it, peer stores are used."
     )
 
 

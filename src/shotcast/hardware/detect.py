@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def detect() -> HostFacts:
     import torch
 
     shm_dir = env.shm_dir()
-    memory = _meminfo()
+    memory = meminfo()
     shm = shutil.disk_usage(shm_dir) if Path(shm_dir).is_dir() else None
     gpus, peers, error = _gpus(torch)
     driver = _cuda_driver_version()
@@ -109,31 +110,35 @@ def detect() -> HostFacts:
 def available_cores() -> int:
     """Return the cores this process can keep busy: its affinity mask, limited by the cgroup's quota; at least 1."""
     affinity = len(os.sched_getaffinity(0))
-    quota = cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    quota = cgroup_quota(Path("/"))
     return max(1, min(affinity, math.ceil(quota))) if quota is not None else affinity
 
 
-def cgroup_quota(root: Path, membership: Path) -> float | None:
-    """Return the cores that the cgroup (version 1 or 2) grants; None if it sets no limit.
+def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the directories of this process's control group and of those above it, and whether they are of version 2.
 
-    The least quota of this group and the groups above it counts.
+    Args:
+        controller: the resource that they limit, such as ``cpu``.
+        root: the directory where the kernel's file systems are mounted.
     """
-    quotas = []
-    for line in _read(membership).splitlines():
+    for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, files = root, ["cpu.max"]
-        elif "cpu" in controllers.split(","):
-            base, files = root / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
-        group = base / path.lstrip("/")
-        for directory in (group, *group.parents):
-            fields = " ".join(_read(directory / name) for name in files).split()
-            if len(fields) == 2 and fields[0] not in ("max", "-1"):
-                quotas.append(int(fields[0]) / int(fields[1]))
-            if directory == base:
-                break
+        base = root / "sys/fs/cgroup" / (controller if controllers else "")
+        # limits hold for all groups below; inside a container the path may be the host's, and only the base exists
+        folder = base / path.strip("/")
+        yield from ((group, not controllers) for group in (folder, *folder.parents) if group.is_relative_to(base))
+
+
+def cgroup_quota(root: Path) -> float | None:
+    """Return the cores that control groups grant, as the least quota says; None if they set no limit."""
+    quotas = []
+    for group, unified in control_groups("cpu", root):
+        names = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        fields = " ".join(line for name in names for line in read_lines(group / name)).split()
+        if len(fields) == 2 and fields[0] not in ("max", "-1"):
+            quotas.append(int(fields[0]) / int(fields[1]))
     return min(quotas, default=None)
 
 
@@ -150,21 +155,22 @@ def cpu_model() -> str:
     return platform.machine()
 
 
-def _meminfo() -> dict[str, int]:
+def meminfo(root: Path = Path("/")) -> dict[str, int]:
     """Return the bytes of each key of /proc/meminfo."""
     facts = {}
-    for line in _read(Path("/proc/meminfo")).splitlines():
+    for line in read_lines(root / "proc/meminfo"):
         key, _, value = line.partition(":")
         if value.endswith(" kB"):
             facts[key] = int(value.split()[0]) * 1024
     return facts
 
 
-def _read(path: Path) -> str:
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a file; none if it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text().splitlines()
     except OSError:
-        return ""
+        return []
 
 
 # --- libraries --------------------------------------------------------------------------------------------------------
@@ -266,7 +272,7 @@ def _cuda_driver_version() -> int:
 
 def nvidia_driver() -> str:
     """Return the version of the kernel driver, such as 580.159.04; empty without one."""
-    return _read(Path("/sys/module/nvidia/version")).strip()
+    return "".join(read_lines(Path("/sys/module/nvidia/version"))).strip()
 
 
 def _device_attribute(index: int, attribute: int) -> bool | None:

@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
-from typing import Any, Protocol
 
 from shotcast.errors import RankFailed
-from shotcast.launcher.rank_handle import EXIT_GRACE_S, Failure, RankHandle
+from shotcast.launcher.job import RemoteRank
+from shotcast.launcher.rank_handle import EXIT_GRACE_S, RankHandle
 
 _log = logging.getLogger(__name__)
 
@@ -21,22 +21,8 @@ _TERM_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL."""
 
 
-class WatchedRank(Protocol):
-    """A rank whose report is awaited: a process started here, or one of another host that is connected."""
-
-    rank: int
-    failure: Failure | None
-
-    @property
-    def finished(self) -> bool:
-        """True once it has reported or failed."""
-
-    @property
-    def ends(self) -> list[Any]:
-        """The pipes and processes to wait for until there is something to receive."""
-
-    def receive(self) -> None:
-        """Take its report, or note that it ended without one."""
+WatchedRank = RankHandle | RemoteRank
+"""A rank whose report is awaited: a process started here, or one of another host that is connected."""
 
 
 def wait_for_reports(ranks: Sequence[WatchedRank], deadline: float | None, *, stop_at_failure: bool) -> bool:

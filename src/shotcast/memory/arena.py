@@ -31,7 +31,8 @@ import torch
 
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.holdings import Held, Notice
-from shotcast.memory.symmetric import HostGroup, SymmetricBuffer, Target, raise_failures
+from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.symmetric import SymmetricBuffer, Target, raise_failures
 from shotcast.units import align_up
 
 PAGE = 4096
@@ -39,7 +40,7 @@ PAGE = 4096
 KEPT_BYTES = 128 << 20
 """The most bytes of empty blocks that are kept while other blocks are in use."""
 
-Allocate = Callable[[HostGroup, int], SymmetricBuffer]
+Allocate = Callable[[StoreGroup, int], SymmetricBuffer]
 """``allocate(group, nbytes)`` maps new memory among the ranks of ``group``, or raises on all of them. Collective."""
 
 
@@ -209,7 +210,7 @@ class Arena:
         blocks = sum(block.buffer.nbytes for block in self._blocks)
         return Held(leased, blocks, self._communicators[False], self._communicators[True])
 
-    def lease(self, group: HostGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
+    def lease(self, group: StoreGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
 
         Every rank has closed the communicators that it closed before, which is so once the ranks have met.
@@ -259,7 +260,7 @@ class Arena:
         return lease
 
     def _new_block(
-        self, group: HostGroup, name: str, members: tuple[str, ...], nbytes: int, allocate: Allocate
+        self, group: StoreGroup, name: str, members: tuple[str, ...], nbytes: int, allocate: Allocate
     ) -> tuple[_Block, _Part]:
         buffer = self._allocated(group, align_up(nbytes, self._granularity), allocate)
         try:
@@ -274,7 +275,7 @@ class Arena:
             self._blocks.append(block)
         return block, part
 
-    def _allocated(self, group: HostGroup, nbytes: int, allocate: Allocate) -> SymmetricBuffer:
+    def _allocated(self, group: StoreGroup, nbytes: int, allocate: Allocate) -> SymmetricBuffer:
         """Make the buffer of a block. Where a rank has too little memory, all ranks first release what they can.
 
         All have to, since memory of a rank is not free while another has it mapped.

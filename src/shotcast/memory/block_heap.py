@@ -51,32 +51,16 @@ class Peers(Protocol):
     def send(self, rank: int, name: str, number: int, descriptor: int = -1) -> None: ...
 
 
-class Block(Protocol):
-    """Memory that processes of this machine map.
-
-    Attributes:
-        address: of its first byte in this process, or on this process's GPU.
-        descriptor: by which other processes map it; -1 once it is closed.
-    """
-
-    address: int
-    descriptor: int
-
-    def view(self, start: int, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return bytes of the block as a tensor, and an object that lives as long as its storage."""
-        ...
-
-    def release(self) -> None:
-        """Unmap the memory, of which no work is left."""
-        ...
-
-
 class HostBlock:
-    """A :class:`Block` of the memory of CPU ranks, in a file without a name.
+    """Memory that CPU ranks of this machine map, in a file without a name.
 
     Args:
         nbytes: its size.
         descriptor: that of another rank's block; -1 to make one.
+
+    Attributes:
+        address: of its first byte in this process.
+        descriptor: by which other processes map it; -1 once it is closed.
 
     Raises:
         OSError: there is no memory for it.
@@ -91,6 +75,7 @@ class HostBlock:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def view(self, start: int, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Return bytes of the block as a tensor, and an object that lives as long as its storage."""
         owner = (ctypes.c_char * nbytes).from_buffer(self._mapping, start)
         return torch.frombuffer(owner, dtype=torch.uint8), owner
 
@@ -99,7 +84,7 @@ class HostBlock:
 
 
 class GpuBlock:
-    """A :class:`Block` of a GPU's memory.
+    """The same of a GPU's memory.
 
     Args:
         device: the GPU of this rank.
@@ -115,11 +100,16 @@ class GpuBlock:
         self.address, self.descriptor = self._memory.address, self._memory.descriptor
 
     def view(self, start: int, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Do what :meth:`HostBlock.view` does."""
         owner = driver.GpuBytes(self.address + start, nbytes)
         return torch.as_tensor(owner, device=self._device), owner
 
     def release(self) -> None:
+        """Unmap the memory, of which no work is left."""
         self._memory.release()
+
+
+Block = HostBlock | GpuBlock
 
 
 _uses: dict[int, set[Any]] = {}

@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,12 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from shotcast import env
 from shotcast.errors import ClosedError, ConfigError
-from shotcast.memory.symmetric import HostGroup, raise_failures
+from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.symmetric import raise_failures
 from shotcast.units import about_size
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-
-
-class StoreRanks(HostGroup, Protocol):
-    """Ranks that share a key-value store."""
-
-    def store(self, name: str) -> dist.Store:
-        """Return a part of the store that is reserved for ``name``."""
-        ...
 
 
 class CudaBuffer:
@@ -49,7 +42,7 @@ class CudaBuffer:
             for which PyTorch cannot map the memory.
     """
 
-    def __init__(self, group: StoreRanks, nbytes: int, device: torch.device, repeated: bool):
+    def __init__(self, group: StoreGroup, nbytes: int, device: torch.device, repeated: bool):
         settings = [name for name, wanted in ((_OVERLAPPING, repeated), (_NO_MULTICAST, not env.multicast())) if wanted]
         self.nbytes = nbytes
         failure, tensor = "", None
@@ -120,7 +113,7 @@ def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:
         return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _shared(tensor: torch.Tensor, group: StoreRanks, name: Any) -> Any:
+def _shared(tensor: torch.Tensor, group: StoreGroup, name: Any) -> Any:
     """Map the ``tensor`` of every rank; ``name``, a string, is new, and the same on all ranks.
 
     PyTorch asks the process group of that name for the ranks and their store, through which they exchange handles. One

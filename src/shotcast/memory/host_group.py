@@ -72,7 +72,7 @@ def title_of(group: dist.ProcessGroup) -> str:
 
 
 class StoreGroup:
-    """A :class:`~shotcast.memory.symmetric.HostGroup` on a key-value store.
+    """The ranks of a communicator, which exchange small objects through a key-value store.
 
     ``steps`` is the number of exchanges that this rank has completed.
 

@@ -19,14 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shotcast.errors import ClosedError, CollectiveTimeout, ConfigError
+from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory import driver, nvshmem_library
-from shotcast.memory.symmetric import HostGroup, Target, raise_failures
+from shotcast.memory.host_group import StoreGroup
+from shotcast.memory.symmetric import Target, raise_failures
 from shotcast.units import about_size, align_up
 
 T = TypeVar("T")
@@ -39,25 +40,6 @@ _DEADLINE_S = 120.0
 """The longest time that a collective function of NVSHMEM may take once all ranks have come to it."""
 _QUIET_S = 2.0
 """The longest time that a rank waits for what may never come: the end of its puts, and ranks beside one that died."""
-
-
-class StoreRanks(HostGroup, Protocol):
-    """Ranks that share a key-value store."""
-
-    @property
-    def gone(self) -> Collection[int]:
-        """The ranks whose processes have ended, or that have left."""
-        ...
-
-    def timeout(
-        self, missing: Collection[int], op: str, epoch: int, timeout_s: float, reason: str = "late"
-    ) -> CollectiveTimeout:
-        """Return the error of a call without some ranks."""
-        ...
-
-    def store(self, name: str) -> dist.Store:
-        """Return a part of the store that is reserved for ``name``."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +183,7 @@ class Heap:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
-    def lease(self, group: StoreRanks, nbytes: int, device: torch.device, mates: Collection[int]) -> HeapLease:
+    def lease(self, group: StoreGroup, nbytes: int, device: torch.device, mates: Collection[int]) -> HeapLease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
 
         Args:
@@ -244,7 +226,7 @@ class Heap:
         raise_failures(group, f"NVSHMEM does not map the memory of ranks {unmapped} of this node" if unmapped else "")
         return lease
 
-    def _join(self, group: StoreRanks, device: torch.device) -> tuple[nvshmem_library.Library, list[int]]:
+    def _join(self, group: StoreGroup, device: torch.device) -> tuple[nvshmem_library.Library, list[int]]:
         """Make the ranks PEs if they are not; return the library and their numbers in it, by rank."""
         failure, library = self._broken, None
         try:
@@ -273,7 +255,7 @@ class Heap:
         return library, group.all_gather(library.pe)
 
     def _add_block(
-        self, group: StoreRanks, nbytes: int, library: nvshmem_library.Library, device: torch.device
+        self, group: StoreGroup, nbytes: int, library: nvshmem_library.Library, device: torch.device
     ) -> None:
         if group.world_size < library.pes:
             raise ConfigError(
@@ -288,7 +270,7 @@ class Heap:
         with self._lock:
             self._blocks.append(_Block(address, memory))
 
-    def _together(self, group: StoreRanks, device: torch.device, call: Callable[[], T], what: str) -> T:
+    def _together(self, group: StoreGroup, device: torch.device, call: Callable[[], T], what: str) -> T:
         """Return the result of ``call``, a collective function of NVSHMEM, once it has returned on all ranks."""
         done: list[T] = []
         failures: list[str] = []

@@ -21,8 +21,9 @@ import torch
 
 from shotcast import env
 from shotcast.errors import ClosedError, ConfigError
+from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.mapped_heap import MappedHeap
-from shotcast.memory.symmetric import HostGroup, raise_failures
+from shotcast.memory.symmetric import raise_failures
 from shotcast.units import about_size, align_up
 
 _ATTEMPTS = 100
@@ -171,7 +172,7 @@ class ShmBuffer:
             too little address space.
     """
 
-    def __init__(self, group: HostGroup, nbytes: int, heap_nbytes: int = 0):
+    def __init__(self, group: StoreGroup, nbytes: int, heap_nbytes: int = 0):
         if nbytes < 1:
             raise ConfigError(f"shared memory of {nbytes} bytes cannot be mapped")
         self._nbytes = align_up(nbytes, mmap.PAGESIZE)

@@ -1,31 +1,14 @@
-"""The interfaces of symmetric memory and of the ranks that share it."""
+"""The interface of symmetric memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from shotcast.errors import ConfigError
-
-
-class HostGroup(Protocol):
-    """The ranks of one communicator, seen from the host: rank numbers, and a slow exchange of small objects."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """Return every rank's ``value`` (picklable), by rank. Raises CollectiveTimeout naming the missing ranks."""
-        ...
-
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait until every rank has called. Raises CollectiveTimeout naming the missing ranks."""
-        ...
+from shotcast.memory.host_group import StoreGroup
 
 
 class SymmetricBuffer(Protocol):
@@ -66,7 +49,7 @@ class Target(NamedTuple):
     mapped: int
 
 
-def raise_failures(group: HostGroup, failure: str) -> None:
+def raise_failures(group: StoreGroup, failure: str) -> None:
     """Raise ConfigError on every rank if a rank reports a failure; it names all that failed. Collective.
 
     A rank that fails during construction must not be the only one to raise: the others would wait for it.

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from shotcast.errors import ConfigError
+from shotcast.hardware.detect import control_groups, meminfo, read_lines
 from shotcast.layers.partition import FFN_UNIT, VOCAB_UNIT, partition, partition_heads, shard
 from shotcast.models.config import ModelConfig
 
@@ -96,57 +95,21 @@ def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int, kv_heads_of_rank: 
     return 2 * layers_of_rank * kv_heads_of_rank * config.head_dim * dtype_bytes
 
 
-def available_bytes(device: torch.device | str, root: Path = Path("/")) -> int:
-    """Return the free memory of a GPU or, for the CPU, of the machine or this process's control group, whichever is
-    less.
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return the free memory of this machine or of this process's control group, whichever is less.
 
     Args:
         root: the directory where the kernel's file systems are mounted.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    limits = [_free_in_group(folder, *names) for folder, names in _groups(root)]
-    return int(min([_free_on_machine(root), *limits]))
+    limits = [_free_in_group(*group) for group in control_groups("memory", root)]
+    return int(min([meminfo(root).get("MemAvailable", math.inf), *limits]))
 
 
-def _free_on_machine(root: Path) -> float:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return math.inf
-
-
-def _groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """Return the directories of this process's control groups, with the file names of limit and usage (versions 2 and
-    1)."""
-    found = []
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, group_path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        # limits hold for all groups below; inside a container the path may be the host's, and only the base exists
-        folder = base / group_path.strip("/")
-        found += [(group, names) for group in (folder, *folder.parents) if group.is_relative_to(base)]
-    return found
-
-
-def _free_in_group(folder: Path, limit_name: str, use_name: str) -> float:
-    limit, use = _lines(folder / limit_name), _lines(folder / use_name)
+def _free_in_group(folder: Path, unified: bool) -> float:
+    names = ("memory.max", "memory.current") if unified else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limit, use = (read_lines(folder / name) for name in names)
     if not limit or not use or limit[0] == "max":
         return math.inf
     # the kernel frees cached files on demand
-    cache = [line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith(("inactive_file ",))]
+    cache = [line.split()[1] for line in read_lines(folder / "memory.stat") if line.startswith("inactive_file ")]
     return max(0, int(limit[0]) - int(use[0]) + int(cache[0] if cache else 0))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

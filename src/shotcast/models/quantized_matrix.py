@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,22 +27,6 @@ FLOAT8 = "F8_E4M3"
 """The name in safetensors files."""
 
 
-class QuantizedMatrix(Protocol):
-    """A matrix, of which parts can be read as float32.
-
-    Attributes:
-        shape: outputs and inputs.
-    """
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    def read(self, rows: slice, columns: slice) -> torch.Tensor:
-        """Return the values of a part, whose bounds are given."""
-
-    def stored(self, rows: slice, columns: slice) -> Float8Rows | GroupedRows | None:
-        """Return a part in a format that layers multiply with; None if it has none."""
-
-
 @dataclass(frozen=True, slots=True)
 class Float8Matrix:
     """A matrix in FP8.
@@ -51,6 +35,7 @@ class Float8Matrix:
         values: e4m3 [outputs, inputs], in the file.
         scale: float32, one for each block.
         block: the rows and columns of a block.
+        shape: outputs and inputs.
     """
 
     values: Any
@@ -59,6 +44,7 @@ class Float8Matrix:
     shape: tuple[int, int]
 
     def read(self, rows: slice, columns: slice) -> torch.Tensor:
+        """Return the values of a part, whose bounds are given, as float32."""
         row, column = (
             torch.arange(part.start, part.stop, device="cpu") // size
             for part, size in zip((rows, columns), self.block, strict=True)
@@ -66,6 +52,7 @@ class Float8Matrix:
         return self.values[rows, columns].float() * self.scale[row][:, column]
 
     def stored(self, rows: slice, columns: slice) -> Float8Rows | GroupedRows | None:
+        """Return a part in a format that layers multiply with; None if it has none."""
         values = self.values[rows, columns].contiguous()
         scale = self.scale[torch.arange(rows.start, rows.stop, device="cpu") // self.block[0]]
         if self.scale.shape[1] == 1:
@@ -149,6 +136,9 @@ def _nibbles(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """Return the eight codes of each word, in this order: [rows, words] to [rows, 8 * words]."""
     shifts = 4 * torch.tensor(order, dtype=torch.int32, device="cpu")
     return ((words[:, :, None] >> shifts) & 15).flatten(1)
+
+
+QuantizedMatrix = Float8Matrix | Int4Matrix
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Only kernels, collectives and the host's time that were measured alone are fitted, never a run of an engine with a model
 that is predicted, so that measured runs of engines show how far off a prediction is. The packaged calibrations are in
-``planner/calibrations``; :mod:`shotcast.planner.calibration_fit` makes them from results.
+``planner/calibrations``, made by ``research/calibrate_gpu.py``; ``shotcast calibrate`` makes that of a CPU.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from shotcast.cost.calibration import Cost, Fit
 from shotcast.cost.collective import LinkCost
 from shotcast.cost.inference import CPU_KINDS, FEW_ROWS, FP8, KINDS, NO_HOST, FusedNormCost, HostCost, KernelCost
 from shotcast.errors import ConfigError
@@ -31,6 +30,25 @@ FUSED_NORMS = (FUSED_NORM, f"{FUSED_NORM}{FP8}")
 """These kinds, with results in 16 bits and in FP8."""
 LINK = "link"
 """The name of the residual of collectives."""
+
+
+Cost = TypeVar("Cost", KernelCost, FusedNormCost)
+
+
+class Fit(NamedTuple, Generic[Cost]):
+    """Constants of a kind of kernel, or of all-reduces with residual and norm.
+
+    Attributes:
+        cost: the constants.
+        residual: the root mean square of the relative errors of the measurements: the error bar of a prediction.
+        worst: the largest of them.
+        points: the number of measurements.
+    """
+
+    cost: Cost
+    residual: float
+    worst: float
+    points: int
 
 
 class Share(NamedTuple):
@@ -92,7 +110,7 @@ class Calibration:
             known = " or ".join(map(str, sorted(self.shares)))
             raise ConfigError(
                 f"the calibration of {self.part} is of {known} ranks, and {ranks} are asked for; measure them by "
-                f"shotcast calibrate --device cpu --world-size {ranks}"
+                f"shotcast calibrate --world-size {ranks}"
             )
         return replace(self, kinds=share.kinds, host=share.host)
 
@@ -206,11 +224,12 @@ def load(part: str, path: Path | None = None) -> Calibration:
         ConfigError: there is none, or the file is none.
     """
     if path is None:
-        file = resources.files("shotcast.planner") / "calibrations" / f"{_file_name(part)}.json"
+        name = re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_")
+        file = resources.files("shotcast.planner") / "calibrations" / f"{name}.json"
         if not file.is_file():
             raise ConfigError(
                 f"there is no calibration of {part}; there is one of {', '.join(calibrated_parts())}. Make one by "
-                "shotcast calibrate"
+                "research/calibrate_gpu.py"
             )
         return parse(file.read_text(), part)
     return parse(read_text(path, "the calibration"), str(path))
@@ -218,8 +237,6 @@ def load(part: str, path: Path | None = None) -> Calibration:
 
 STAND_IN = "NVIDIA H200"
 """The GPU that was measured most: its calibration stands in for what those of others lack, by the data sheets."""
-OF_STAND_IN = f"of the packaged calibration of {STAND_IN}"
-"""The end of a source of a calibration that is not its own results."""
 
 
 def calibrated_parts() -> tuple[str, ...]:
@@ -325,10 +342,6 @@ def _require_sense(calibration: Calibration, origin: str) -> None:
 def rotation_bytes(tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> float:
     """Return the bytes that turning queries and keys reads and writes, with the entry of keys and values."""
     return float(tokens * (2 * heads + 4 * kv_heads) * head_dim * itemsize)
-
-
-def _file_name(part: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_")
 
 
 def _rounded(value: Any) -> Any:

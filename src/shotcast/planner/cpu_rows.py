@@ -13,13 +13,13 @@ in the engine's loop.
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from shotcast.cost.calibration import Fit, KernelPoint
 from shotcast.cost.inference import (
     HEAD_OF_PROMPTS,
     KernelCost,
@@ -30,7 +30,7 @@ from shotcast.cost.inference import (
 )
 from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig
-from shotcast.planner.calibration import LINK, Calibration
+from shotcast.planner.calibration import LINK, Calibration, Fit
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.step import BeyondKernels, Estimate, Layout, StepModel, StepWork
 
@@ -52,6 +52,13 @@ _LEAST_US = 0.1
 def product_kind(nbytes: int) -> str:
     """Return the kind of a product with weights of this many bytes, which one thread or several read."""
     return "large_product" if nbytes >= LARGE_BYTES else "product"
+
+
+class KernelPoint(NamedTuple):
+    """The work of a kernel, and the microseconds that it took."""
+
+    work: KernelWork
+    time_us: float
 
 
 class RowsPoint(NamedTuple):
@@ -144,7 +151,7 @@ class CpuStepModel(StepModel):
     beyond_kernels = BeyondKernels(0.0, 0.0)  # not measured
 
     def _stages(self, work: StepWork) -> list[Estimate]:
-        costs = self._costs()
+        costs = self._costs
         rows, hidden, item = work.rows, self.model.hidden, self.itemsize
         layer = Estimate()
         for name, (outputs, inputs) in self._sides.items():
@@ -168,12 +175,9 @@ class CpuStepModel(StepModel):
             stages.append(stage)
         return stages
 
+    @functools.cached_property
     def _costs(self) -> RowsCosts:
-        if self._rows_costs is None:
-            self._rows_costs = RowsCosts(self._calibration.kinds)
-        return self._rows_costs
-
-    _rows_costs: RowsCosts | None = None
+        return RowsCosts(self._calibration.kinds)
 
     def _add_attention(self, layer: Estimate, costs: RowsCosts, work: StepWork) -> None:
         share, head_dim = self.share, self.model.head_dim

@@ -108,7 +108,6 @@ def this_machine() -> Cluster:
     gpus = detect.visible_gpus()
     if not gpus:
         raise ConfigError(
-            "this machine has no GPU that PyTorch sees; name a cluster, or describe the machine by shotcast calibrate "
-            "--device cpu"
+            "this machine has no GPU that PyTorch sees; name a cluster, or describe the machine by shotcast calibrate"
         )
     return cluster_of_gpus([gpu.name for gpu in gpus], len(gpus))

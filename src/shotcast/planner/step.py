@@ -32,13 +32,13 @@ from shotcast.cost.inference import (
     product_kind,
     prompt_attention,
     rows_pass,
+    sustained_kind,
 )
 from shotcast.layers.partition import FFN_UNIT, VOCAB_UNIT, partition, partition_heads, shard
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import require_division
 from shotcast.planner.calibration import FUSED_NORM, LINK, Calibration, rotation_bytes
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.priced import Priced, in_a_row
 
 _TOKEN_BYTES = 8
 
@@ -179,6 +179,46 @@ def crossings(layout: Layout, gpus_per_node: int) -> list[bool]:
     tensor, stages = layout.tensor_parallel, layout.pipeline_parallel
     nodes = [[(stage * tensor + rank) // gpus_per_node for rank in range(tensor)] for stage in range(stages)]
     return [here != nodes[(stage + 1) % stages] for stage, here in enumerate(nodes)]
+
+
+class Priced(NamedTuple):
+    """The time of a kernel, or of several that are off alike.
+
+    Attributes:
+        time_us: by the constants of its kind, where such kernels run without a pause.
+        residual: of the kind, as a part of the time.
+        saved_us: the part of ``time_us`` that a GPU saves at its full clock, which it has after a rest.
+    """
+
+    time_us: float
+    residual: float
+    saved_us: float = 0.0
+
+
+def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bool) -> Priced:
+    r"""Return the price of a product of many rows among others like it.
+
+    Arithmetic takes more power than a GPU may take for long, so the clock goes down, and the time is at least that of
+    the arithmetic of products that were measured in a row, by constants of their own:
+
+    .. math:: T = \max(T_{rested}, f + Y / y), \quad saved = T - T_{rested}
+
+    Products that read more than they compute are not slower in a row, as memory has a separate clock. Without such
+    measurements both are the same.
+
+    Args:
+        rested: the price where the GPU has rested before.
+        calibration: constants of the kernels.
+        work: of the product.
+        fp8: the weights are in FP8.
+    """
+    sustained = calibration.kinds.get(sustained_kind(fp8))
+    if sustained is None:
+        return rested
+    time_us = sustained.cost.time_us(KernelWork(0.0, work.second))
+    if time_us <= rested.time_us:
+        return rested
+    return Priced(time_us, sustained.residual, time_us - rested.time_us)
 
 
 class StepModel:

@@ -17,10 +17,10 @@ from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import Form
-from shotcast.collectives.handshake import Handshake
 from shotcast.collectives.interface import BoundCall, BoundKernel, Executor, KernelExecutor
 from shotcast.collectives.reductions import Reduction, check_reduction, is_divided, reduction_name
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.units import format_size
 from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
@@ -31,6 +31,37 @@ Tables = tuple[tuple[str, Table], ...]
 _MAKESHIFT_SMS = 16
 """The SMs of a call that is made within a workspace which it would have made larger."""
 _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
+
+
+class Handshake:
+    """Header messages in both directions: the sender's, and the receiver's answer. A BoundCall.
+
+    Neither end enters the library before the other is there with the same call. No other rank takes part. An answer
+    tells itself from a message, so two ranks that both send first are told, and do not wait in the library.
+
+    Args:
+        own: sends or receives the header of the message, as this rank does with its data.
+        answer: the other direction.
+    """
+
+    def __init__(self, own: BoundCall, answer: BoundCall):
+        self._in_turn = own, answer
+
+    def run(
+        self,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        norm: NormTensors | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
+        """Exchange the headers; the tensors are left alone."""
+        for bound in self._in_turn:
+            bound.run(None, None)
+
+    def load(self) -> None:
+        """Compile or load what both directions need."""
+        for bound in self._in_turn:
+            bound.load()
 
 
 class Needed(NamedTuple):

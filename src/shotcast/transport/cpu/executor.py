@@ -19,9 +19,9 @@ import torch
 from shotcast import wire
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.hardware.detect import available_cores
+from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.shm import ShmBuffer
-from shotcast.memory.symmetric import HostGroup
 from shotcast.transport.cpu import batch, layout
 from shotcast.transport.cpu.host_call import LINE_BYTES, HostCall
 from shotcast.transport.cpu.norm_rows import put_tensors
@@ -186,7 +186,7 @@ class CpuExecutor:
     """The part of an algorithm's description that has its compiled code."""
     heap_nbytes = _HEAP_BYTES
 
-    def __init__(self, group: HostGroup, max_bytes: int, timeout_s: float, algorithms: Algorithms):
+    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: Algorithms):
         self._rank, self._world_size = group.rank, group.world_size
         self._sender = group.rank  # as headers name it
         if not 1 <= self._world_size <= wire.MAX_WORLD_SIZE:

@@ -42,11 +42,6 @@ def partial_bytes(plan: CallPlan) -> int:
     return 4 if plan.reduction == "sum" and plan.dtype in PARTIAL_SUMS else wire.DTYPES[plan.dtype]
 
 
-def chunk_of_slices(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of a step inside the node: a piece for each of its ranks."""
-    return ChunkLimits(room // world_size, (512 << 10) // world_size)
-
-
 def whole_generation(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     """Return the limits of a step in which one part is staged."""
     return ChunkLimits(room, 512 << 10)

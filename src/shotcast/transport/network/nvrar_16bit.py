@@ -12,12 +12,12 @@ from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic, Schedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.errors import UnsupportedError
-from shotcast.transport.cpu.host_call import sums
+from shotcast.transport.cpu.host_call import for_all_ranks, sums
 from shotcast.transport.cpu.layout import ARITHMETIC, ITEMSIZE, NBYTES, NETWORK, PARTIAL, SLOT, WORLD
 from shotcast.transport.cpu.slices import slice_size
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
-from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, partial_sums
+from shotcast.transport.network.hosts_call import HostsCall, partial_sums
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.nvrar_pairs import add_nodes
 from shotcast.transport.network.nvrar_two_shot import part_of_each
@@ -138,4 +138,4 @@ def _slots(nodes: int, slice_bytes: int) -> int:
     return 1 + _slots_that_arrive(nodes, whole) + wide
 
 
-ALL_REDUCE = HostsCall(schedule=Schedule(all_reduce), chunk=chunk_of_slices, arithmetic=_arithmetic, slots=_slots)
+ALL_REDUCE = HostsCall(schedule=Schedule(all_reduce), chunk=for_all_ranks, arithmetic=_arithmetic, slots=_slots)

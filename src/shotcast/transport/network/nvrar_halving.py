@@ -10,11 +10,12 @@ from __future__ import annotations
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
+from shotcast.transport.cpu.host_call import for_all_ranks
 from shotcast.transport.cpu.layout import ITEMSIZE, NETWORK
 from shotcast.transport.cpu.waiting import DONE
 from shotcast.transport.network.fold import fold, is_folded, unfold
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
-from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, partial_sums
+from shotcast.transport.network.hosts_call import HostsCall, partial_sums
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, RANGES
 from shotcast.transport.network.phases import add, all_reduce_by, first_slot, rounded
 from shotcast.transport.network.tree import leaf_of, leaves, node_of
@@ -95,5 +96,5 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 
 ALL_REDUCE = HostsCall(
-    schedule=Schedule(all_reduce), chunk=chunk_of_slices, arithmetic=partial_sums, slots=lambda nodes, slice_bytes: 1
+    schedule=Schedule(all_reduce), chunk=for_all_ranks, arithmetic=partial_sums, slots=lambda nodes, slice_bytes: 1
 )

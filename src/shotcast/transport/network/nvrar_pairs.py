@@ -10,10 +10,11 @@ from __future__ import annotations
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
+from shotcast.transport.cpu.host_call import for_all_ranks
 from shotcast.transport.cpu.layout import NETWORK, PARTIAL_BYTES, ROOT, ROOT_NODE, SLOT
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
-from shotcast.transport.network.hosts_call import HostsCall, chunk_of_slices, node_reductions
+from shotcast.transport.network.hosts_call import HostsCall, node_reductions
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.phases import (
     add,
@@ -111,13 +112,13 @@ def reduce(context: int, plan: int, x: int, out: int) -> int:
 
 ALL_REDUCE = HostsCall(
     schedule=Schedule(all_reduce),
-    chunk=chunk_of_slices,
+    chunk=for_all_ranks,
     arithmetic=node_reductions,
     slots=lambda nodes, slice_bytes: nodes,
 )
 REDUCE = HostsCall(
     schedule=Schedule(reduce),
-    chunk=chunk_of_slices,
+    chunk=for_all_ranks,
     arithmetic=node_reductions,
     slots=lambda nodes, slice_bytes: nodes + 1,
 )

@@ -38,6 +38,7 @@ TENSORS: dict[str, tuple[str, ...]] = {
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 """The options that all kernels are compiled with; without it, sums in float32 could be rounded once less."""
 
+_PLACES = tuple(one.name for one in dataclasses.fields(Layout))
 _PARTS = (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
 
 
@@ -192,16 +193,6 @@ class KernelContext:
             else Entry(*regions, *who),
             "root": plan.root,
             "nbytes": plan.nbytes,
-            "mailboxes_at": self.layout.mailboxes_at,
-            "flags_at": self.layout.flags_at,
-            "cells_at": self.layout.cells_at,
-            "cells_quads": self.layout.cells_quads,
-            "slots_at": self.layout.slots_at,
-            "slots_quads": self.layout.slots_quads,
-            "staging_at": self.layout.staging_at,
-            "staging_quads": self.layout.staging_quads,
-            "window_at": self.layout.window_at,
-            "progress_at": self.layout.progress_at,
             "DTYPE": DTYPES.get(plan.dtype, tl.int32),
             "UNIT": self.unit(plan),
             "WORLD": self.world_size,
@@ -214,7 +205,8 @@ class KernelContext:
             "MULTICAST": self.multicast,
             "NATIVE": self.native_fp8,
         }
-        taken = {name: value for name, value in given.items() if name in kernel.arg_names}
+        places = {name: getattr(self.layout, name) for name in kernel.arg_names if name in _PLACES}
+        taken = places | {name: value for name, value in given.items() if name in kernel.arg_names}
         taken |= {name: value for name, value in arguments.items() if name not in fields}
         given |= arguments
         taken["SHAPE"] = kernel.shape(**{name: given[name] for name in fields})

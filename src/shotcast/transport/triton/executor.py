@@ -11,7 +11,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,20 +21,22 @@ from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import norm_addresses
 from shotcast.memory import driver
-from shotcast.memory.arena import arena_of
+from shotcast.memory.arena import Lease, arena_of
 from shotcast.memory.block_heap import BlockHeap, GpuBlock, HostBlock
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
-from shotcast.memory.symmetric import SymmetricBuffer, Target, raise_failures
+from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
-from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
-from shotcast.transport.triton.bound_kernel import BoundKernel
+from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelContext, KernelLaunch
 from shotcast.transport.triton.gates import gate_of
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op, Wait
+
+if TYPE_CHECKING:
+    from shotcast.memory.nvshmem import HeapLease
 
 _SETTLE_S = 0.3
 """Time from the end of a process to the mark that ends waits for it. A program that has looked for a word before the
@@ -50,19 +52,6 @@ class _Piece(NamedTuple):
     gate: Launch | None
     launch: Enqueue
     start: int
-
-
-class Memory(SymmetricBuffer, Protocol):
-    """Symmetric memory that is leased to this communicator."""
-
-    @property
-    def targets(self) -> Sequence[Target]:
-        """Each rank as puts take it; empty where the memory of all ranks is mapped."""
-        ...
-
-    def abandon(self) -> None:
-        """Leave the memory, while other ranks may go on using it."""
-        ...
 
 
 class BoundCall:
@@ -145,6 +134,48 @@ class BoundCall:
         return self._pieces[aligned]
 
 
+class BoundKernel:
+    """A :class:`KernelCall` in the workspace that calls use now.
+
+    Args:
+        call: the call.
+        context: returns the facts of the workspace, which has room for it, once it is launched or loaded.
+        device: where it runs.
+    """
+
+    __slots__ = ("_call", "_context", "_device", "_launches")
+
+    def __init__(self, call: KernelCall, context: Callable[[], KernelContext], device: torch.device):
+        self._call, self._context, self._device = call, context, device
+        self._launches: Sequence[Enqueue] = ()
+
+    def run(self, operands: Sequence[torch.Tensor]) -> None:
+        """Launch the kernels on the current stream."""
+        stream = 0
+        if not INTERPRETED:
+            index = self._device.index
+            if current_device() != index:
+                with torch.cuda.device(self._device):
+                    self.run(operands)
+                return
+            stream = raw_stream(index)
+        given = self._call.given(*operands)
+        for launch in self._bound():
+            launch(stream, given)
+
+    def load(self) -> None:
+        """Compile the kernels and load them."""
+        if not INTERPRETED:
+            with torch.cuda.device(self._device):
+                for launch in self._bound():
+                    launch.load()
+
+    def _bound(self) -> Sequence[Enqueue]:
+        if not self._launches:
+            self._launches = self._call.launches(self._context())
+        return self._launches
+
+
 def _launch(bound: KernelLaunch) -> Launch:
     """Return what enqueues a kernel, given the addresses of its tensors."""
     return Launch(bound.kernel, bound.programs, bound.arguments, TENSORS[bound.tensors], bound.options)
@@ -220,7 +251,7 @@ class TritonExecutor:
     _puts = False
     """Ranks of other nodes are reached by puts, which are staged."""
 
-    def __init__(self, ranks: Ranks, lease: Callable[[int], Memory], nodes: int = 1):
+    def __init__(self, ranks: Ranks, lease: Callable[[int], Lease | HeapLease], nodes: int = 1):
         group, device, exclusive = ranks.host, ranks.device, ranks.exclusive
         self._rank = group.rank
         on_gpu = device.type == "cuda"
@@ -428,7 +459,7 @@ class TritonExecutor:
         self._captured = True
 
     @torch.inference_mode(False)
-    def _workspace(self, memory: Memory, where: Layout) -> Workspace:
+    def _workspace(self, memory: Lease | HeapLease, where: Layout) -> Workspace:
         rank, world_size = self._group.rank, self._group.world_size
         workspace = Workspace(
             memory,

@@ -11,27 +11,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 from shotcast.errors import ConfigError
+from shotcast.memory.nvshmem import HeapLease
 from shotcast.transport.network.connect import connect
 from shotcast.transport.network.control import ControlPlane
 from shotcast.transport.transport import Ranks
-from shotcast.transport.triton.executor import Memory, TritonExecutor
+from shotcast.transport.triton.executor import TritonExecutor
 
 _LONGEST_LOOK_S, _SHORTEST_LOOK_S = 0.01, 0.001
 _LOOKS_PER_TIMEOUT = 500
 """Looks at the word of faults in the time of a deadline: each rank that data pass through waits a 32nd longer."""
 _WORD = 1 << 64
 _CONNECT_S = 60.0
-
-
-class PutMemory(Memory, Protocol):
-    """Memory that the ranks of a node store to, and those of other nodes put to."""
-
-    def settle(self) -> bool:
-        """Return whether the puts of this GPU complete in a moment."""
-        ...
 
 
 class HostsTritonExecutor(TritonExecutor):
@@ -48,7 +41,7 @@ class HostsTritonExecutor(TritonExecutor):
 
     _puts = True
 
-    def __init__(self, ranks: Ranks, lease: Callable[[int], PutMemory]):
+    def __init__(self, ranks: Ranks, lease: Callable[[int], HeapLease]):
         self._hosts, self._layout_of_nodes, self._ended = ranks.host, ranks.layout, ranks.ended
         super().__init__(ranks, lease, ranks.layout.nodes)
         self._peers = ranks.layout.peers(ranks.host.rank)
@@ -105,7 +98,7 @@ class HostsTritonExecutor(TritonExecutor):
         Raises ConfigError on a rank whose puts do not end.
         """
         self._control.part()
-        settled = all(cast(PutMemory, one.memory).settle() for one in self.workspaces)
+        settled = all(cast(HeapLease, one.memory).settle() for one in self.workspaces)
         all_settled = all(self._hosts.all_gather(settled))  # no rank hears the end of a connection any more
         self._control.close()
         if not all_settled:

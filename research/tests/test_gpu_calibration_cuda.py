@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_calibration import measurement, products
+from gpu_calibration.attention import DecodeShape, PromptShape
+from gpu_calibration.fit import KERNELS_FILE, calibrate
+from gpu_calibration.host import HostSteps
+from gpu_calibration.measurement import Measurement
+from gpu_calibration.passes import pass_shapes
 
-from shotcast.bench import gpu_calibration, gpu_products
-from shotcast.bench.gpu_attention import DecodeShape, PromptShape
-from shotcast.bench.gpu_calibration import Measurement
-from shotcast.bench.gpu_host import HostSteps
-from shotcast.bench.gpu_passes import pass_shapes
 from shotcast.hardware import cluster
 from shotcast.models.presets import preset
-from shotcast.planner.calibration_fit import KERNELS_FILE, calibrate
 from shotcast.planner.plan import Job, plan
 
 pytestmark = [
@@ -27,13 +27,13 @@ ROWS = (1, 2, 64, 128, 512)
 
 
 def test_a_few_points_make_a_calibration(tmp_path: Path) -> None:
-    spec = gpu_calibration.require_gpus(1)
+    spec = measurement.require_gpus(1)
     fp8 = Measurement.everything(spec.fp8_tflops is not None).products[-1].fp8
     dtypes = (False, True) if fp8 else (False,)
     prompts = tuple(((tokens, before),) for tokens, before in ((128, 0), (512, 0), (512, 1024), (64, 2048)))
     points = Measurement(
-        tuple(shape for each in dtypes for shape in gpu_products.shapes(each, {"8b": (1,)}, ROWS, (1, 64, 128))),
-        tuple(shape for each in dtypes for shape in gpu_products.shapes(each, {"8b": (1,)}, (512, 1024))),
+        tuple(shape for each in dtypes for shape in products.shapes(each, {"8b": (1,)}, ROWS, (1, 64, 128))),
+        tuple(shape for each in dtypes for shape in products.shapes(each, {"8b": (1,)}, (512, 1024))),
         (
             DecodeShape(32, 8, ((1, 128), (1, 2048), (16, 576), (128, 576))),
             PromptShape(32, 8, (*prompts, ((512, 0), *((1, 575),) * 64))),
@@ -42,7 +42,7 @@ def test_a_few_points_make_a_calibration(tmp_path: Path) -> None:
         HostSteps((1, 2), (1, 8), (16, 128), 16, 12, 1),
         heat_s=0.2,
     )
-    (file,) = gpu_calibration.measure(tmp_path, 1, "a test", True, points)
+    (file,) = measurement.measure(tmp_path, 1, "a test", True, points)
     rows = json.loads(file.read_text())["rows"]
     assert file.name == KERNELS_FILE
     times, sustained = (
@@ -60,7 +60,7 @@ def test_a_few_points_make_a_calibration(tmp_path: Path) -> None:
     found = calibrate(tmp_path)
     assert found.gpu == spec
     assert found.sources[-1].startswith("link, fused_norm, fused_norm_fp8 of the packaged calibration")
-    here = cluster.parse(gpu_calibration.cluster_text(), "here.yaml")
+    here = cluster.parse(measurement.cluster_text(), "here.yaml")
     best = plan(Job(preset("llama-3.1-8b"), "8b", "", here, 1, 512, 64), found).best
     assert best is not None
     assert 0 < best.tpot_ms < 1e3

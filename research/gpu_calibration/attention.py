@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gpu_calibration.case import Case, copies_beyond_caches, off_by
 
-from shotcast.bench.gpu_case import Case, copies_beyond_caches, off_by
 from shotcast.engine.input_batch import InputBatch, attention_tiles
 from shotcast.layers.attention import Attention, KVCache
 from shotcast.layers.batch import Batch

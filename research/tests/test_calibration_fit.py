@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_calibration.fit import KERNELS_FILE, calibrate, fit_kinds, host_cost, kernel_point
+from gpu_calibration.least_squares import KernelPoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shotcast.cost.calibration import KernelPoint
 from shotcast.cost.inference import HostCost, KernelCost, KernelWork, product, sustained_kind
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
 from shotcast.planner.calibration import load
-from shotcast.planner.calibration_fit import KERNELS_FILE, calibrate, fit_kinds, host_cost, kernel_point
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "data" / "h200"
 H200 = catalog.find("NVIDIA H200")

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import calibrate_gpu
+import gpu_calibration.case
 import pytest
 import torch
+from gpu_calibration import measurement, products
+from gpu_calibration.attention import DecodeShape, PromptShape, decode_shapes, prompt_shapes
+from gpu_calibration.case import off_by
+from gpu_calibration.fit import KERNELS_FILE, calibrate, host_cost, kernel_point
+from gpu_calibration.host import HostSteps
+from gpu_calibration.measurement import Measurement
+from gpu_calibration.passes import PassShape, pass_shapes
+from gpu_calibration.products import ProductShape
 from gpu_cases_targets import checked, host_rows
-from typer.testing import CliRunner
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
-from shotcast.bench import gpu_calibration, gpu_case, gpu_products, report
+from shotcast.bench import report
 from shotcast.bench.config import BenchConfig
-from shotcast.bench.gpu_attention import DecodeShape, PromptShape, decode_shapes, prompt_shapes
-from shotcast.bench.gpu_calibration import Measurement
-from shotcast.bench.gpu_case import off_by
-from shotcast.bench.gpu_host import HostSteps
-from shotcast.bench.gpu_passes import PassShape, pass_shapes
-from shotcast.bench.gpu_products import ProductShape
-from shotcast.cli import app
 from shotcast.cost.inference import FP8
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
@@ -29,7 +32,6 @@ from shotcast.hardware.detect import GpuFacts
 from shotcast.launcher.spawn import spawn
 from shotcast.layers.linear import Linear
 from shotcast.planner.calibration import load
-from shotcast.planner.calibration_fit import KERNELS_FILE, calibrate, host_cost, kernel_point
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "data" / "h200"
@@ -37,14 +39,14 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "data" / "h200"
 
 @pytest.fixture
 def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_case, "BYTES_BETWEEN", 2)
+    monkeypatch.setattr(gpu_calibration.case, "BYTES_BETWEEN", 2)
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the GPUs that this machine seems to have, to be filled."""
     names: list[str] = []
-    real = gpu_calibration.detect()
+    real = measurement.detect()
 
     class Facts:
         @property
@@ -54,7 +56,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def as_json(self) -> dict[str, Any]:
             return real.as_json() | {"gpus": [{"name": name} for name in names]}
 
-    monkeypatch.setattr(gpu_calibration, "detect", Facts)
+    monkeypatch.setattr(measurement, "detect", Facts)
     return names
 
 
@@ -130,7 +132,7 @@ def test_everything_is_of_the_shapes_that_models_have() -> None:
     assert by_name["70b/4 gate_up", False][1:3] == (14336, 8192)
     assert by_name["70b/4 output", False][1:3] == (8192, 2048)
     assert by_name["405b/8 qkv", True][1:3] == ((16 + 2) * 128, 16384)
-    assert by_name["8b/2 head", False].rows == gpu_products.HEAD_ROWS
+    assert by_name["8b/2 head", False].rows == products.HEAD_ROWS
     assert ("405b/1 head", False) not in by_name, "models in FP8 have the head of others"
     assert len({(*shape[1:], shape.name.endswith("gate_up")) for shape in whole.products}) == len(whole.products)
     assert {step for shape in decode_shapes() for step in shape.steps} >= {(1, 128), (512, 576), (64, 8192)}
@@ -140,7 +142,7 @@ def test_everything_is_of_the_shapes_that_models_have() -> None:
 @pytest.mark.parametrize(
     ("names", "number", "message"),
     [
-        ([], 1, "PyTorch finds no usable GPU to calibrate; --device cpu measures this machine's CPU"),
+        ([], 1, "PyTorch finds no usable GPU to calibrate; shotcast calibrate measures this machine's CPU"),
         (["NVIDIA H200"], 2, "--world-size must be from 1 to the 1 GPUs of this machine, not 2"),
         (["NVIDIA H200"], 0, "--world-size must be from 1 to the 1 GPUs of this machine, not 0"),
         (["NVIDIA H200", "NVIDIA B200"], 2, "of one kind of GPU, and this machine has NVIDIA B200, NVIDIA H200"),
@@ -150,25 +152,36 @@ def test_everything_is_of_the_shapes_that_models_have() -> None:
 def test_gpus_that_cannot_be_calibrated(gpus: list[str], names: list[str], number: int, message: str) -> None:
     gpus += names
     with pytest.raises(ConfigError, match=message):
-        gpu_calibration.require_gpus(number)
+        measurement.require_gpus(number)
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path, gpus: list[str]) -> None:
-    def refused(*arguments: str) -> str:
-        done = CliRunner().invoke(app, ["calibrate", *arguments, "-o", str(tmp_path / "c.json")])
-        assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
-        return f"{done.output} {done.exception}"
+def test_the_script_says_what_is_wrong(tmp_path: Path, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(folder: Path, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["", str(folder), "--output", str(tmp_path / "c.json"), *arguments])
+        with pytest.raises(ConfigError) as raised:
+            calibrate_gpu.main()
+        return str(raised.value)
 
-    assert "no usable GPU" in refused("--device", "cuda")
+    results = tmp_path / "results"
+    assert "no usable GPU" in refused(results, "--measure")
     assert not list(tmp_path.iterdir()), "no folder for results that will not be"
     gpus.append("NVIDIA H200")
-    assert "from 1 to the 1 GPUs" in refused("--device", "cuda", "-g", "2")
-    assert "leave out --part" in refused("--device", "cuda", "--part", "NVIDIA H200")
-    assert "must be cpu or cuda, to measure this machine, not 'tpu'" in refused("--device", "tpu")
-    assert "leave out the folder" in refused("--device", "cpu", str(tmp_path))
-    assert "give a folder with results of a GPU, or --device cpu or cuda" in refused()
+    assert "from 1 to the 1 GPUs" in refused(results, "--measure", "--world-size", "2")
+    assert "leave out --part" in refused(results, "--measure", "--part", "NVIDIA H200")
+    assert "no results to calibrate by" in refused(tmp_path)
     (tmp_path / "file").write_text("")
-    assert "cannot make the folder" in refused("--device", "cuda", str(tmp_path / "file" / "x"))
+    assert "cannot make the folder" in refused(tmp_path / "file" / "x", "--measure")
+
+
+@pytest.mark.full
+def test_the_script_fits_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.json"
+    monkeypatch.setattr(sys, "argv", ["", str(RESULTS), "--output", str(file)])
+    calibrate_gpu.main()
+    assert "product_many_rows 230" in " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert file.read_text() == f"{calibrate(RESULTS).as_json()}\n"
 
 
 def test_results_are_kept_group_by_group(
@@ -176,21 +189,21 @@ def test_results_are_kept_group_by_group(
 ) -> None:
     """With a target that fails, what was measured before stays in the file."""
     gpus.append("NVIDIA H200")
-    monkeypatch.setattr(gpu_calibration, "compile_all", lambda points: None)
-    names = {gpu_calibration.cases_of_rank: "product", gpu_calibration.sustained_of_rank: "sustained_product"}
+    monkeypatch.setattr(measurement, "compile_all", lambda points: None)
+    names = {measurement.cases_of_rank: "product", measurement.sustained_of_rank: "sustained_product"}
 
     shown = []
 
     def fake(target: Any, world_size: int, *arguments: Any) -> list[list[dict[str, Any]]]:
         assert world_size == 1
-        shown.extend(arguments[1:] if target is gpu_calibration.cases_of_rank else ())
+        shown.extend(arguments[1:] if target is measurement.cases_of_rank else ())
         if target not in names:
             raise RuntimeError("the host")
         return [[{"kernel": names[target], "us": 1.234567}]]
 
-    monkeypatch.setattr(gpu_calibration, "spawn", fake)
+    monkeypatch.setattr(measurement, "spawn", fake)
     with pytest.raises(RuntimeError, match="the host"):
-        gpu_calibration.measure(tmp_path, 1, "shotcast calibrate", True, Measurement((), (), (), HostSteps()))
+        measurement.measure(tmp_path, 1, "a command", True, Measurement((), (), (), HostSteps()))
     document = json.loads((tmp_path / "kernels_x1.json").read_text())
     assert list(document) == ["environment", "command", "date", "kernels", "rows"]
     assert [row["kernel"] for row in document["rows"]] == ["product", "product", "sustained_product"]
@@ -214,8 +227,8 @@ def test_sums_of_several_gpus_are_measured_as_the_bench_does(
         asked.append((config.op, config.algorithms, config.sizes[0], config.sizes[-1], ranks))
         return [row for row in report.read(RESULTS / kept[config.op]).rows if row.algorithm in config.algorithms]
 
-    monkeypatch.setattr(gpu_calibration.harness, "run", run)
-    files = list(gpu_calibration._link(tmp_path, 4, True, "shotcast calibrate", True))
+    monkeypatch.setattr(measurement.harness, "run", run)
+    files = list(measurement._link(tmp_path, 4, True, "a command", True))
     assert [file.name for file in files] == list(kept.values())
     assert asked[0] == ("all_reduce", ("one_shot", "two_shot", "ring"), 1 << 10, 1 << 28, 4)
     assert asked[1][2:] == (8192 * 2, 512 * 8192 * 2, 4)
@@ -227,7 +240,7 @@ def test_sums_of_several_gpus_are_measured_as_the_bench_does(
         assert found.fused_norms[kind].points == norm.points
         assert found.fused_norms[kind].cost.rate == pytest.approx(norm.cost.rate, rel=1e-3)
     assert found.link.bw_gbps == pytest.approx(packaged.link.bw_gbps, rel=0.25)
-    list(gpu_calibration._link(tmp_path, 4, False, "shotcast calibrate", True))
+    list(measurement._link(tmp_path, 4, False, "a command", True))
     assert "fp8_dynamic" in asked[1][1]
     assert "fp8_dynamic" not in asked[3][1]
     # an H200 has FP8, whose norm is then the packaged one
@@ -236,9 +249,9 @@ def test_sums_of_several_gpus_are_measured_as_the_bench_does(
 
 def test_the_machine_is_a_cluster_that_plans_take(gpus: list[str]) -> None:
     gpus += ["NVIDIA H200"] * 4
-    found = cluster.parse(gpu_calibration.cluster_text(), "here.yaml")
+    found = cluster.parse(measurement.cluster_text(), "here.yaml")
     assert (found.name, found.gpu.name, found.gpus_per_node, found.network) == ("4 x NVIDIA H200", "H200 SXM", 4, None)
-    assert "900 GB/s both ways together" in gpu_calibration.cluster_text(), "the figure of the link has its source"
+    assert "900 GB/s both ways together" in measurement.cluster_text(), "the figure of the link has its source"
 
 
 def test_cases_are_of_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +260,6 @@ def test_cases_are_of_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
             yield device.type, filled
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(gpu_calibration, "gpu_of", lambda rank: rank)
+    monkeypatch.setattr(measurement, "gpu_of", lambda rank: rank)
     shapes: list[Any] = [Shape(), Shape()]
-    assert list(gpu_calibration._cases(shapes, True)) == [("cuda", True)] * 2
+    assert list(measurement._cases(shapes, True)) == [("cuda", True)] * 2

@@ -1,6 +1,6 @@
 """The fit of a GPU's calibration to a folder of results: kernels, the host's time, and collectives, each alone.
 
-``kernels_x1.json`` has the kernels of one GPU and the host's time (``shotcast calibrate --device cuda`` writes it);
+``kernels_x1.json`` has the kernels of one GPU and the host's time (``research/calibrate_gpu.py`` writes it);
 ``all_reduce_bf16_x<N>.json`` and ``fused_bf16_x<N>.json`` have the sums of N GPUs (``shotcast bench``). Rows say what
 was run, not how much work that is: the amounts of work are those of :mod:`shotcast.cost.inference`.
 """
@@ -15,17 +15,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from gpu_calibration.least_squares import FusedNormPoint, Measured, fit, fit_fused_norm, fit_kernel
 
 from shotcast.collectives.registry import registered
-from shotcast.cost.calibration import (
-    Fit,
-    FusedNormPoint,
-    KernelPoint,
-    Measured,
-    fit,
-    fit_fused_norm,
-    fit_kernel,
-)
 from shotcast.cost.collective import time_us
 from shotcast.cost.inference import (
     FP8,
@@ -43,10 +35,13 @@ from shotcast.cost.inference import (
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog
 from shotcast.hardware.spec import GpuSpec
-from shotcast.planner.calibration import FUSED_NORM, FUSED_NORMS, OF_STAND_IN, STAND_IN, Calibration, load
+from shotcast.planner.calibration import FUSED_NORM, FUSED_NORMS, STAND_IN, Calibration, Fit, load
+from shotcast.planner.cpu_rows import KernelPoint
 from shotcast.wire import DTYPES, NodeShape, Op
 
 KERNELS_FILE = "kernels_x1.json"
+OF_STAND_IN = f"of the packaged calibration of {STAND_IN}"
+"""The end of a source of a calibration that is not its own results."""
 _LINK_ALGORITHMS = ("ring", "one_shot", "two_shot")
 _KEYS_RATE = 3e4  # thousands of keys a second that one program reads: where the fit begins
 _WIDEST_IN_REGISTERS = 32768

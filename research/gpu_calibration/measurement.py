@@ -1,7 +1,7 @@
 """Measure the kernels of a GPU of this machine, its host's time, and with several GPUs their link, for a calibration.
 
 Results go to a folder: ``kernels_x1.json``, and with several GPUs ``all_reduce_bf16_x<N>.json`` and
-``fused_bf16_x<N>.json`` as ``shotcast bench`` writes them. :func:`shotcast.planner.calibration_fit.calibrate` reads
+``fused_bf16_x<N>.json`` as ``shotcast bench`` writes them. :func:`gpu_calibration.fit.calibrate` reads
 such a folder. Nothing here runs a model that predictions are held against.
 """
 
@@ -14,13 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gpu_times
 import torch
+from gpu_calibration import attention, host, passes, products
+from gpu_calibration.case import Cases
+from gpu_calibration.fit import KERNELS_FILE
+from gpu_calibration.host import HostSteps
+from gpu_calibration.products import ProductShape
 
-from shotcast.bench import gpu_attention, gpu_host, gpu_passes, gpu_products, gpu_times, harness, kernels, report
+from shotcast.bench import harness, kernels, report
 from shotcast.bench.config import BenchConfig
-from shotcast.bench.gpu_case import Cases
-from shotcast.bench.gpu_host import HostSteps
-from shotcast.bench.gpu_products import ProductShape
 from shotcast.bench.progress import progress
 from shotcast.collectives.rank_device import gpu_of
 from shotcast.errors import ConfigError
@@ -28,7 +31,6 @@ from shotcast.hardware import catalog
 from shotcast.hardware.detect import detect
 from shotcast.hardware.spec import GpuSpec
 from shotcast.launcher.spawn import RankGroup, spawn
-from shotcast.planner.calibration_fit import KERNELS_FILE
 
 _MOST_COMPILERS = 14
 _FP8_CAPABILITY = 8, 9
@@ -51,17 +53,17 @@ class Measurement:
     def everything(cls, fp8: bool) -> Measurement:
         """Return all points of a GPU, with or without FP8."""
         dtypes = (False, True) if fp8 else (False,)
-        products, sustained = [], []
+        alone, sustained = [], []
         for each in dtypes:
-            head_rows = () if each else gpu_products.HEAD_ROWS
-            products += gpu_products.shapes(each, gpu_products.MODELS[each], gpu_products.ROWS, head_rows)
-            sustained += gpu_products.shapes(each, gpu_products.SUSTAINED[each], gpu_products.SUSTAINED_ROWS)
+            head_rows = () if each else products.HEAD_ROWS
+            alone += products.shapes(each, products.MODELS[each], products.ROWS, head_rows)
+            sustained += products.shapes(each, products.SUSTAINED[each], products.SUSTAINED_ROWS)
         others: tuple[Cases, ...] = (
-            *gpu_attention.decode_shapes(),
-            *gpu_attention.prompt_shapes(),
-            *gpu_passes.pass_shapes(fp8),
+            *attention.decode_shapes(),
+            *attention.prompt_shapes(),
+            *passes.pass_shapes(fp8),
         )
-        return cls(tuple(products), tuple(sustained), others, HostSteps())
+        return cls(tuple(alone), tuple(sustained), others, HostSteps())
 
 
 def require_gpus(number: int) -> GpuSpec:
@@ -72,7 +74,7 @@ def require_gpus(number: int) -> GpuSpec:
     """
     names = [gpu.name for gpu in detect().gpus]
     if not names:
-        raise ConfigError("PyTorch finds no usable GPU to calibrate; --device cpu measures this machine's CPU")
+        raise ConfigError("PyTorch finds no usable GPU to calibrate; shotcast calibrate measures this machine's CPU")
     if not 1 <= number <= len(names):
         raise ConfigError(f"--world-size must be from 1 to the {len(names)} GPUs of this machine, not {number}")
     if len(set(names[:number])) > 1:
@@ -115,8 +117,8 @@ def measure(
         file.write_text(as_text(document))
     for name, target, *arguments in (
         ("products in a row", spawn, sustained_of_rank, 1, points.sustained, points.heat_s),
-        ("the host", spawn, gpu_host.measure, 1, "cuda", points.host),
-        ("first tokens", gpu_host.first_tokens, points.host),
+        ("the host", spawn, host.measure, 1, "cuda", points.host),
+        ("first tokens", host.first_tokens, points.host),
     ):
         with progress(1, shown) as advance:
             advance(name)
@@ -156,7 +158,7 @@ def compile_all(points: Measurement) -> None:
     shapes: list[Cases] = [*points.products, *points.sustained, *points.others]
     one_thread = {"OMP_NUM_THREADS": "1"}
     groups = [RankGroup.start(compile_shapes, 1, shapes[part::count], env=one_thread) for part in range(count)]
-    groups.append(RankGroup.start(gpu_host.compile_steps, 1, "cuda", points.host, env=one_thread))
+    groups.append(RankGroup.start(host.compile_steps, 1, "cuda", points.host, env=one_thread))
     for group in groups:
         group.results(None)
 

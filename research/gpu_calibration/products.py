@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from gpu_calibration.case import Case, copies_beyond_caches, off_by
 
-from shotcast.bench.gpu_case import Case, copies_beyond_caches, off_by
 from shotcast.cost.inference import FEW_ROWS
 from shotcast.layers import float8
 from shotcast.layers.float8 import Float8Rows

@@ -1,17 +1,19 @@
-"""Fit the constants of the cost models to measurements."""
+"""Fit the constants of a GPU's kernels and collectives to measurements."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from shotcast.cost.collective import LinkCost, Work
-from shotcast.cost.inference import ORDER, FusedNormCost, KernelCost, KernelWork
+from shotcast.cost.inference import ORDER, FusedNormCost, KernelCost
 from shotcast.errors import ConfigError
+from shotcast.planner.calibration import Fit
+from shotcast.planner.cpu_rows import KernelPoint
 
 
 class Measured(NamedTuple):
@@ -52,32 +54,6 @@ def fit(points: Iterable[Measured], bw_gbps: float | None = None) -> LinkCost:
             f"1/b {per_bw:.3g}, 1/m {per_local:.3g} ns a byte)"
         )
     return LinkCost(fixed_us, step_us, 1 / per_bw, 1 / per_local)
-
-
-class KernelPoint(NamedTuple):
-    """The work of a kernel, and the microseconds that it took."""
-
-    work: KernelWork
-    time_us: float
-
-
-Cost = TypeVar("Cost", KernelCost, FusedNormCost)
-
-
-class Fit(NamedTuple, Generic[Cost]):
-    """Constants of a kind of kernel, or of all-reduces with residual and norm.
-
-    Attributes:
-        cost: the constants.
-        residual: the root mean square of the relative errors of the measurements: the error bar of a prediction.
-        worst: the largest of them.
-        points: the number of measurements.
-    """
-
-    cost: Cost
-    residual: float
-    worst: float
-    points: int
 
 
 _RANGE = math.log(1e3)

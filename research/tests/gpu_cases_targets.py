@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import gpu_calibration.case
 import torch
-
-from shotcast.bench import gpu_case, gpu_host
-from shotcast.bench.gpu_case import Cases
+from gpu_calibration import host
+from gpu_calibration.case import Cases
 
 
 def checked(shapes: Sequence[Cases]) -> list[dict[str, Any]]:
     """Check each kernel on this machine's CPU, with few sets of data; return what they are."""
-    gpu_case.BYTES_BETWEEN = 2
+    gpu_calibration.case.BYTES_BETWEEN = 2
     torch.manual_seed(1)
     rows = []
     with torch.inference_mode():
@@ -26,6 +26,6 @@ def checked(shapes: Sequence[Cases]) -> list[dict[str, Any]]:
     return rows
 
 
-def host_rows(steps: gpu_host.HostSteps) -> list[dict[str, Any]]:
+def host_rows(steps: host.HostSteps) -> list[dict[str, Any]]:
     """Return the host's times of a CPU rank."""
-    return gpu_host.measure("cpu", steps)
+    return host.measure("cpu", steps)

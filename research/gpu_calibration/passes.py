@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from gpu_calibration.case import Case, copies_beyond_caches, off_by
 
-from shotcast.bench.gpu_case import Case, copies_beyond_caches, off_by
 from shotcast.collectives.communicator import Communicator
 from shotcast.cost.inference import FEW_ROWS, FP8
 from shotcast.layers.parallel import Parallel

@@ -1,6 +1,9 @@
-"""Markdown tables of stored results: documentation shows tables made from the raw files, and a test compares the two.
+"""Markdown tables of stored results: documents show tables made from the raw files, and a test compares the two::
 
-Each of the kinds but ``operations`` is made from rows of one operation and dtype, with message sizes down the side:
+    python research/result_tables.py --kind summary --sizes 8K,1M --json FILE [--json FILE]
+
+Each of the kinds but ``operations`` and ``engine`` is made from rows of one operation and dtype, with message sizes
+down the side:
 
 ``times``
     Microseconds of every implementation, and the time of the best NCCL (or Gloo) divided by that of the fastest
@@ -23,18 +26,43 @@ Each of the kinds but ``operations`` is made from rows of one operation and dtyp
         message sizes in the head.
 ``between``
     The time saved over the best NCCL (or Gloo) with calls back to back, and with work between the calls.
+``engine``
+    The rows of ``shotcast bench engine``.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from shotcast.bench import implementations
+from made_by import with_note
+
+from shotcast.bench import engine_report, implementations, report
+from shotcast.bench.engine_report import EngineRow
 from shotcast.bench.operations import OPERATIONS
-from shotcast.bench.report import Row, above_plain_us
+from shotcast.bench.report import Row, above_plain_us, require_same
 from shotcast.errors import ConfigError
+from shotcast.units import parse_size
+from shotcast.wire import Op
 
 _Cells = list[list[str]]
+_LABELS = {
+    "nccl": "NCCL (default)",
+    "nccl_ring": "NCCL ring",
+    "nccl_tree": "NCCL tree",
+    "nccl_ll": "NCCL LL",
+    "nccl_ll128": "NCCL LL128",
+    "nccl_simple": "NCCL Simple",
+    "nccl_symmetric": "NCCL symmetric",
+    "torch_one_shot": "torch one-shot",
+    "torch_two_shot": "torch two-shot",
+    "gloo": "Gloo",
+    "plain_one_shot": "plain one-shot",
+    "plain_two_shot": "plain two-shot",
+    "fp8_static": "FP8 static",
+    "fp8_dynamic": "FP8 dynamic",
+}
 
 
 def markdown_table(
@@ -79,16 +107,6 @@ def markdown_table(
     return _lines(*KINDS[kind](rows))
 
 
-def require_same(rows: Sequence[Row], *facts: str) -> None:
-    """Raise ConfigError unless all rows agree on each of these fields."""
-    for fact in facts:
-        values = sorted({getattr(row, fact) for row in rows})
-        if len(values) > 1:
-            raise ConfigError(
-                f"one table or picture shows only one {fact}; these rows have {', '.join(map(str, values))}"
-            )
-
-
 def size_name(nbytes: int) -> str:
     """Return ``65536`` as ``64 KB``: binary multiples, as nccl-tests writes them."""
     for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
@@ -104,7 +122,15 @@ def fastest(rows: Sequence[Row], nbytes: int, belongs: Callable[[Row], bool]) ->
 
 
 def own_bits(row: Row) -> bool:
-    return implementations.has_own_bits(row.algorithm, row.shape)
+    """Return whether the all-reduce of a row's algorithm gives the bits of the numerics contract at every size."""
+    algorithm = implementations.algorithms().get(row.algorithm)
+    return algorithm is not None and algorithm.keeps_bits(Op.ALL_REDUCE, row.shape)
+
+
+def label(name: str) -> str:
+    """Return the name as tables show it."""
+    algorithm = implementations.algorithms().get(name)
+    return _LABELS.get(name, name) if algorithm is None else algorithm.label
 
 
 def library(row: Row) -> bool:
@@ -133,7 +159,7 @@ def _times(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
     require_same(rows, "world_size", "hidden", "nodes", "delay_us")
     name = "Gloo" if rows[0].device == "cpu" else "best NCCL"
     compared = any(own_bits(row) for row in rows) and any(library(row) for row in rows)
-    head = ["", *(implementations.label(column) for column in columns)] + ([f"{name} / own bits"] if compared else [])
+    head = ["", *(label(column) for column in columns)] + ([f"{name} / own bits"] if compared else [])
     cells = []
     for nbytes in _sizes(rows):
         by_name = {row.algorithm: row for row in rows if row.nbytes == nbytes}
@@ -189,7 +215,7 @@ def _hosts(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
             gloo = fastest(group, nbytes, lambda row: row.algorithm == "gloo")
             auto = fastest(group, nbytes, lambda row: row.algorithm == implementations.AUTO)
             own = fastest(group, nbytes, own_bits)
-            best = "" if own is None else f"{_ms(own)} ({implementations.label(own.algorithm)})"
+            best = "" if own is None else f"{_ms(own)} ({label(own.algorithm)})"
             line += [_ms(gloo), _ms(auto), _ratio(gloo, auto), best]
     return head, cells
 
@@ -198,7 +224,7 @@ def _model(rows: Sequence[Row]) -> tuple[list[str], _Cells]:
     head, cells = [""], [[size_name(nbytes)] for nbytes in _sizes(rows)]
     for name, group in _networks(rows).items():
         names = [one for one in _in_order(group) if any(row.predicted_us and row.algorithm == one for row in group)]
-        head += [f"{name}: {implementations.label(one)}" for one in names]
+        head += [f"{name}: {label(one)}" for one in names]
         for line, nbytes in zip(cells, _sizes(rows), strict=True):
             for one in names:
                 row = next((row for row in group if row.nbytes == nbytes and row.algorithm == one), None)
@@ -229,8 +255,8 @@ def _fused(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], _Cel
     above = {name: group for name, group in above.items() if any(row.algorithm in group for row in rows)}
     if not any(row.algorithm in implementations.PLAIN for row in rows):
         above = {}
-    head = ["tokens", "size", *(implementations.label(column) for column in columns)]
-    head += [f"above plain: {implementations.label(name)}" for name in above]
+    head = ["tokens", "size", *(label(column) for column in columns)]
+    head += [f"above plain: {label(name)}" for name in above]
     cells = []
     for nbytes in _sizes(rows):
         by_name = {row.algorithm: row for row in rows if row.nbytes == nbytes}
@@ -334,3 +360,45 @@ def _ratio(slow: Row | None, fast: Row | None) -> str:
         return ""
     ratio = slow.time_us / fast.time_us
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
+
+
+# --- command ----------------------------------------------------------------------------------------------------------
+
+
+def engine_table(rows: Sequence[EngineRow]) -> str:
+    """Return rows of the engine's benchmark as a Markdown table."""
+    columns = engine_report.columns(rows)
+    lines = [columns, ("---",) * len(columns), *engine_report.cells(rows)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, action="append", required=True, help="a result; repeat it for several")
+    parser.add_argument("--kind", default="", choices=("", *KINDS, "engine"), help="by default what suits the rows")
+    parser.add_argument("--measure", default="", help="call, between or host")
+    for name, what in (("world-size", "rows of these world sizes"), ("sizes", "rows of these sizes, such as 8K,1M")):
+        parser.add_argument(f"--{name}", type=_names, default=[], help=f"only {what}")
+    parser.add_argument("--columns", type=_names, default=[], help="only these implementations")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    asked = options().parse_args(arguments)
+    if asked.kind == "engine":
+        text = engine_table([row for path in asked.json for row in engine_report.read(path)])
+    else:
+        world_sizes = [int(number) for number in asked.world_size]
+        rows = [row for path in asked.json for row in report.read(path).rows]
+        rows = [row for row in rows if not world_sizes or row.world_size in world_sizes]
+        sizes = [parse_size(size) for size in asked.sizes]
+        text = markdown_table(rows, asked.kind, sizes, asked.columns, asked.measure)
+    print(with_note(text, asked.json))
+
+
+if __name__ == "__main__":
+    main()

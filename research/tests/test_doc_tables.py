@@ -21,7 +21,9 @@ PICTURE = re.compile(
     rf"(?:shotcast bench plot|python research/(?:{'|'.join(SCRIPTS)})\.py) \S+\.png (?:[^\n`\\]|\\\n)+"
 )
 
-TEXT = "before\n<!-- shotcast bench table --json a.json\n     --kind 'x y' -->\nold\n<!-- end of table -->\nafter\n"
+TEXT = (
+    "before\n<!-- research/result_tables.py --json a.json\n     --kind 'x y' -->\nold\n<!-- end of table -->\nafter\n"
+)
 
 
 @pytest.mark.full
@@ -33,9 +35,11 @@ def test_tables_in_documents_are_what_the_tool_makes(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "benchmarks/results.md"])
 def test_measured_figures_are_in_such_tables(name: str) -> None:
     """Every table of message sizes is a generated one; nothing would compare others with the results."""
-    outside = re.sub(r"<!-- shotcast bench table .*?<!-- end of table -->", "", (ROOT / name).read_text(), flags=re.S)
+    outside = re.sub(
+        r"<!-- research/result_tables.py .*?<!-- end of table -->", "", (ROOT / name).read_text(), flags=re.S
+    )
     assert re.findall(r"^\| \d+ [KMG]?B \|.*", outside, flags=re.M) == []
-    assert "shotcast bench table" in (ROOT / name).read_text()
+    assert "research/result_tables.py" in (ROOT / name).read_text()
 
 
 def pictures() -> list[list[str]]:
@@ -72,7 +76,7 @@ def test_every_picture_says_whether_earlier_kernels_made_it() -> None:
         for match in re.finditer(r"^!\[[^\]]*\]\(([^)]*\.png)\)", text, flags=re.M):
             name = str((path.parent / match[1]).resolve().relative_to(ROOT))
             following = text[match.end() :].partition("<!-- end of kernels -->")[0]
-            note = following.partition("<!-- shotcast bench kernels")[2].partition("-->")[0]
+            note = following.partition("<!-- research/made_by.py")[2].partition("-->")[0]
             assert set(note.replace("--json", "").split()) == made_of[name], (path, name)
 
 
@@ -83,7 +87,7 @@ def test_fill_makes_tables_and_nothing_else_anew() -> None:
         seen.append((command, arguments))
         return "\nnew\n" if command == "table" else ""
 
-    note = "![picture](a.png)\n<!-- shotcast bench kernels --json a.json -->\nold note\n<!-- end of kernels -->\n"
+    note = "![picture](a.png)\n<!-- research/made_by.py --json a.json -->\nold note\n<!-- end of kernels -->\n"
     new = fill.fill(TEXT + note, make)
     assert seen == [("table", ["--json", "a.json", "--kind", "x y"]), ("kernels", ["--json", "a.json"])]
     assert new == TEXT.replace("old\n", "\nnew\n\n") + note.replace("old note\n", "")
