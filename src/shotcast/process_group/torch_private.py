@@ -374,13 +374,14 @@ def keep_works_of_join() -> None:
 
     A reducer keeps the part of C++ alone, whose ``wait()`` never ends once that of Python is gone.
     """
-    give = c10d.Reducer._set_forward_pass_work_handle
+    reducers: Any = c10d.Reducer
+    give = reducers._set_forward_pass_work_handle
 
     def keep(reducer: Any, work: Any, *others: Any) -> None:
         _of_join[reducer] = work
         give(reducer, work, *others)
 
-    c10d.Reducer._set_forward_pass_work_handle = keep
+    reducers._set_forward_pass_work_handle = keep
 
 
 @functools.cache
