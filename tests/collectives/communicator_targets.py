@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from workers import FLOATS, check, differing, inputs, shifted
+from workers import FLOATS, await_call, check, differing, inputs, shifted
 
 import shotcast
 from shotcast import wire
-from shotcast.collectives import reference
+from shotcast.collectives import first_use, reference
 from shotcast.memory.host_group import Meeting, StoreGroup
 
 DTYPES = {name: getattr(torch, name) for name in wire.DTYPES}
@@ -376,17 +376,18 @@ def rms_norms() -> None:
 def two_threads() -> list[str]:
     """Call from a second thread of rank 0 while its first thread waits in a call. Return the errors that rank 0 got."""
     errors: list[str] = []
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         comm.all_reduce(torch.ones(3))
         comm._host.barrier()
         if comm.rank:
-            time.sleep(0.7)
+            comm._host.barrier()  # rank 0 has made its other calls
             assert comm.all_reduce(torch.ones(3)).tolist() == [comm.world_size] * 3
         else:
             results: list[torch.Tensor] = []
+            epoch = comm._executor.epoch + 1
             first = threading.Thread(target=lambda: results.append(comm.all_reduce(torch.ones(3))))
             first.start()
-            time.sleep(0.2)
+            await_call(comm, 0, epoch)
             own = (
                 lambda: comm.all_reduce(torch.ones(3)),
                 comm.barrier,
@@ -398,6 +399,7 @@ def two_threads() -> list[str]:
                     call()
                 except shotcast.ShotcastError as error:
                     errors.append(str(error))
+            comm._host.barrier()
             first.join()
             assert results[0].tolist() == [comm.world_size] * 3
         # Calls of several threads one after the other are allowed.
@@ -412,9 +414,9 @@ def two_threads() -> list[str]:
 def closed_during_a_call() -> tuple[str, float]:
     """Close rank 0 while another of its threads waits in a call.
 
-    Return how the call ended, and the seconds to close.
+    Return how the call ended, and the seconds from its begin to the end of the close.
     """
-    comm = shotcast.Communicator(device="cpu", timeout_s=1.0)
+    comm = shotcast.Communicator(device="cpu", timeout_s=60)
     comm.all_reduce(torch.ones(3))
     comm._host.barrier()
     if comm.rank:
@@ -429,10 +431,12 @@ def closed_during_a_call() -> tuple[str, float]:
         except shotcast.ShotcastError as error:
             ends.append(type(error).__name__)
 
+    comm.set_timeout(1)
+    epoch = comm._executor.epoch + 1
     thread = threading.Thread(target=call)
-    thread.start()
-    time.sleep(0.2)
     started = time.monotonic()
+    thread.start()
+    await_call(comm, 0, epoch)
     comm.close()
     took = time.monotonic() - started
     thread.join()
@@ -485,7 +489,7 @@ def more_ranks_than_kernels_serve() -> str:
 
 def states() -> None:
     """Check the context manager, a double close, set_timeout, and the repr of a communicator."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         ranks = f"rank={comm.rank}, world_size={comm.world_size}"
         assert repr(comm) == f"Communicator(name={comm.name!r}, {ranks}, device=cpu, compiled)"
         for copied in (pickle.dumps, copy.copy, copy.deepcopy):
@@ -513,9 +517,7 @@ def states() -> None:
             with pytest.raises(shotcast.CollectiveTimeout) as caught:
                 comm.all_reduce(torch.ones(3))
             assert caught.value.timeout_s == 0.3
-            assert 0.25 < time.monotonic() - started < 1.3
-        else:
-            time.sleep(1.0)
+            assert 0.25 < time.monotonic() - started < 30
         comm.set_timeout(30)
         comm.reset()
         comm.check()
@@ -553,7 +555,8 @@ def mailbox_capacity() -> list[int]:
 
 def first_messages() -> float:
     """Return the seconds that the first messages of several dtypes take, in both directions."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    first_use._MESSAGE_PATIENCE_S = 300.0  # in this process alone
+    with shotcast.Communicator(device="cpu", timeout_s=600) as comm:
         comm.barrier()
         started = time.monotonic()
         for dtype in (torch.float32, torch.int8, torch.float64):
@@ -594,7 +597,7 @@ def rendezvous_at_a_file(path: str) -> None:
 def messages_by_gloo(times: int) -> list[float]:
     """Send messages around a ring by the vendor's library, each between two ranks alone; the last rank stays away."""
     got = []
-    with shotcast.Communicator(device="cpu", timeout_s=5) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         assert comm.explain(torch.ones(3), "send").by_library
         for i in range(times):
             if comm.rank == 0:
@@ -611,7 +614,7 @@ def messages_by_gloo(times: int) -> list[float]:
 
 def crossed_messages_by_gloo() -> tuple[shotcast.CollectiveMismatch, float]:
     """Have both ranks send before they receive. Return each rank's error, and after how long."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=300) as comm:
         comm.barrier()
         began = time.monotonic()
         with pytest.raises(shotcast.CollectiveMismatch) as caught:

@@ -123,7 +123,7 @@ def ordinary() -> None:
 
 
 def after_a_reset() -> None:
-    with Communicator(device="cpu", timeout_s=1.0) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         x = comm.empty(COUNT)
         with pytest.raises(CollectiveMismatch):
             comm.all_reduce(x[: COUNT // (1 + comm.rank)], algorithm="two_shot")
@@ -229,12 +229,13 @@ def few_sms_case(comm: Any, kind: str, dtype: torch.dtype, count: int, tensor: A
 
 def late_in_place(device: str) -> tuple[str, tuple[int, ...], bool]:
     """Let rank 1 stay away from a call in place; return what rank 0 saw, and whether calls go on after a reset."""
-    with Communicator(device=device, timeout_s=4.0) as comm:
+    with Communicator(device=device, timeout_s=100) as comm:
         x = comm.empty(5000).fill_(1)
         by: dict[str, Any] = {"sms": 2, "algorithm": "few_sms"}
         comm.all_reduce(x, out=x, **by)
         seen: tuple[str, tuple[int, ...]] = "", ()
         if comm.rank == 0:
+            comm.set_timeout(4)
             try:
                 comm.all_reduce(x, out=x, **by)
                 settle(comm)
@@ -242,6 +243,7 @@ def late_in_place(device: str) -> tuple[str, tuple[int, ...], bool]:
             except CollectiveTimeout as error:
                 seen = error.reason, tuple(error.missing)
         comm._host.barrier()
+        comm.set_timeout(100)
         comm.reset()
         y = comm.empty(5000).fill_(comm.rank)
         good = comm.all_reduce(y, out=y, **by).eq(sum(range(comm.world_size))).all()

@@ -192,7 +192,7 @@ def mismatches() -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
 def late_rank() -> list[tuple[tuple[int, ...], str]]:
     """Leave one rank out of each call. Return whom the others miss, and in what."""
     found = []
-    with shotcast.Communicator(device="cpu", timeout_s=0.3) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=1) as comm:
         rank, size = comm.rank, comm.world_size
         x, even = torch.ones(2 * size), [2] * size
         for call in (
@@ -211,7 +211,7 @@ def late_rank() -> list[tuple[tuple[int, ...], str]]:
 
 def killed_rank() -> list[tuple[str, str, tuple[int, ...], bool]]:
     """Kill the last rank, and make a call of each kind with it. Return what the others are told, and if soon."""
-    first = shotcast.Communicator(device="cpu", timeout_s=60)
+    first = shotcast.Communicator(device="cpu", timeout_s=300)
     comms = [first, *(comm for _ in range(4) if (comm := first.split(0)) is not None)]
     rank, size = first.rank, first.world_size
     x, even, y = torch.ones(2 * size), [2] * size, torch.empty(2 * size)
@@ -231,7 +231,7 @@ def killed_rank() -> list[tuple[str, str, tuple[int, ...], bool]]:
         with pytest.raises(shotcast.CollectiveTimeout) as caught:
             call(comm)
         error = caught.value
-        found.append((error.op, error.reason, error.missing, time.monotonic() - begun < 3))
+        found.append((error.op, error.reason, error.missing, time.monotonic() - begun < 60))
         comm.close()
     return found
 
@@ -278,14 +278,16 @@ def batches() -> int:
 def batch_faults() -> list[tuple[str, tuple[int, ...]]]:
     """Leave a rank out of a batch, and send it what it does not expect. Return what the ranks are told."""
     found: list[tuple[str, tuple[int, ...]]] = []
-    with shotcast.Communicator(device="cpu", timeout_s=0.4) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         rank = comm.rank
         x, y = torch.ones(8), torch.empty(8)
         if rank == 0:
+            comm.set_timeout(0.4)
             with pytest.raises(shotcast.CollectiveTimeout) as late:
                 comm.batch_send_recv([(x, 1)], [(y, 1), (y, 2)])
             found.append((late.value.op, late.value.missing))
             assert y.isnan().all()
+            comm.set_timeout(60)
         comm.reset()
         if rank < 2:
             with pytest.raises(shotcast.CollectiveMismatch) as wrong:
@@ -326,21 +328,21 @@ def started() -> None:
     assert "closed" in refused(lambda: comm.start("barrier"), shotcast.ClosedError)
 
 
-def started_without_a_rank() -> tuple[float, tuple[int, ...]]:
-    """Start a call that a rank does not join. Return how long the start took, and whom its end misses."""
-    with shotcast.Communicator(device="cpu", timeout_s=0.4) as comm:
+def started_without_a_rank() -> tuple[bool, tuple[int, ...]]:
+    """Start a call that a rank does not join. Return whether it was over after the start, and whom its end misses."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         x = torch.ones(8)
         comm.barrier()
         if comm.rank == 0:
-            comm.set_timeout(30)
-            time.sleep(1.2)
-            return 0.0, ()
-        begun = time.monotonic()
+            comm._host.barrier()
+            return False, ()
+        comm.set_timeout(2)
         handle = comm.start("all_reduce", x)
-        took = time.monotonic() - begun
+        over = handle.is_completed()
         with pytest.raises(shotcast.CollectiveTimeout) as caught:
             handle.wait()
-        return took, caught.value.missing
+        comm._host.barrier()
+        return over, caught.value.missing
 
 
 def coalesced() -> None:

@@ -17,7 +17,7 @@ from shotcast.errors import ConfigError
 
 def messages() -> None:
     """Start messages of both directions at once, in an order in which single ones would wait for each other."""
-    with shotcast.Communicator(device="cpu", timeout_s=5) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         x, y = torch.full((300_000,), float(comm.rank)), torch.empty(300_000)
         peer = 1 - comm.rank
         for call, tensor in (("recv", y), ("send", x)):
@@ -102,7 +102,7 @@ def never_closed() -> int:
     (thread,) = [one for one in _threads() if one not in before]
     del comm
     gc.collect()
-    thread.join(5)
+    thread.join(60)
     return thread.is_alive()
 
 

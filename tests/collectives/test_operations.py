@@ -94,7 +94,7 @@ class TestFaults:
     def test_started_call_without_a_rank(self) -> None:
         found = shotcast.spawn(targets.started_without_a_rank, 3, timeout_s=60)
         assert [missing for _, missing in found[1:]] == [(0,)] * 2
-        assert max(took for took, _ in found) < 0.2
+        assert not any(over for over, _ in found), "a start does not wait"
 
     def test_killed_rank(self) -> None:
         *found, killed = shotcast.spawn(targets.killed_rank, 3, timeout_s=60, return_exceptions=True)

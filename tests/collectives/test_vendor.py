@@ -56,7 +56,7 @@ def test_two_ranks_that_both_send_first_are_told(kernels: dict[str, str]) -> Non
     env = {"SHOTCAST_ALGORITHM": "vendor", **kernels}
     results = shotcast.spawn(targets.crossed_messages_by_gloo, 2, env=env, timeout_s=100)
     texts = [str(error) for error, _ in results]
-    assert max(took for _, took in results) < 15
+    assert max(took for _, took in results) < 60  # of 300
     # the rank that looks first stops the other, which may not have looked yet
     told = ["the answer to a send(float32, 16 B, vendor" in text for text in texts]
     assert any(told)
