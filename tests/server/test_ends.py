@@ -157,9 +157,8 @@ def test_a_stream_that_sends_events_sends_no_comments() -> None:
     engine.delay_s = 0.05
     with live(engine, ping_s=1.0) as server:
         body = {"model": "letters", "prompt": "x" * 50, "stream": True}
-        answers = (
-            server.post("/v1/completions", body).text for _ in range(5)
-        )  # one that a busy machine holds up has some
+        # on a busy machine an event may come late
+        answers = (server.post("/v1/completions", body).text for _ in range(5))
         assert any("ping" not in text for text in answers)
 
 
