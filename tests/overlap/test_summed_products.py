@@ -160,7 +160,7 @@ def test_ranks_that_make_other_calls_differ(kind: str, fields: tuple[str, ...]) 
         assert isinstance(found["error"], shotcast.CollectiveMismatch), found
         assert set(fields) <= set(found["error"].fields), found["error"]
         assert "matmul_all_reduce(bfloat16, " in str(found["error"])
-        assert found["took"] < 5
+        assert found["took"] < 60  # of 300
         assert found["again"] is shotcast.CollectiveMismatch
 
 
@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         assert isinstance(error, shotcast.CollectiveTimeout)
         assert (error.missing, error.op) == ((1,), "matmul_all_reduce")
         assert found[rank]["nan"]
-        assert found[rank]["took"] < 5
+        assert found[rank]["took"] < 60
 
 
 # -- which way --------------------------------------------------------------------------------------------------------
