@@ -495,7 +495,7 @@ def construction_error(
     """
     rank = int(os.environ["RANK"])
     os.environ.update(environments.get(rank, {}))
-    communicator.SETUP_TIMEOUT_S = 20.0
+    communicator.SETUP_TIMEOUT_S = 100.0
     try:
         with shotcast.Communicator(device="cpu", **(arguments or {}).get(rank, {})):
             return ""

@@ -96,7 +96,7 @@ class TestThreads:
             time.sleep(0.1)
             go.set()
             for thread in threads:
-                thread.join(10)
+                thread.join(100)
             assert handle.wait()
             assert early == [False] * 4
             assert changes == ["begun", "ended"]
