@@ -30,7 +30,7 @@ CONFIG = BenchConfig(
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), pytest.param(3, "bfloat16", marks=pytest.mark.full)])
 def test_every_implementation_at_every_size(world_size: int, dtype: str) -> None:
     configs = [dataclasses.replace(CONFIG, op=op, dtype=dtype) for op in implementations.PLAIN_OPS]
-    of_all = shotcast.spawn(targets.measured, world_size, configs, timeout_s=90)[0]
+    of_all = shotcast.spawn(targets.measured, world_size, configs, timeout_s=300)[0]
     for config, rows in zip(configs, of_all, strict=True):
         assert {row.nbytes for row in rows} == set(config.nbytes(world_size))
         for nbytes in config.nbytes(world_size):
@@ -58,7 +58,7 @@ def test_other_reductions_and_dtypes() -> None:
         for op, reduction, dtype in asked
     ]
     for (op, reduction, dtype), rows in zip(
-        asked, shotcast.spawn(targets.measured, 3, configs, timeout_s=90)[0], strict=True
+        asked, shotcast.spawn(targets.measured, 3, configs, timeout_s=300)[0], strict=True
     ):
         assert {(row.op, row.reduction, row.dtype, row.errors) for row in rows} == {(op, reduction, dtype, 0)}
         has_gloo = reduction != "avg" and dtype != "int16"
@@ -71,30 +71,32 @@ def test_only_what_was_asked_for() -> None:
 
 
 def test_without_check_nothing_is_compared() -> None:
-    rows = shotcast.spawn(targets.one_element_off, 2, dataclasses.replace(CONFIG, check=False), 1.0, 1, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.one_element_off, 2, dataclasses.replace(CONFIG, check=False), 1.0, 1, timeout_s=300)[
+        0
+    ]
     assert [row.errors for row in rows] == [None, None]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wrong_element_is_counted_and_not_timed(rank: int) -> None:
-    rows = shotcast.spawn(targets.one_element_off, 2, CONFIG, 1e-3, rank, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.one_element_off, 2, CONFIG, 1e-3, rank, timeout_s=300)[0]
     assert [(row.errors, row.time_us) for row in rows] == [(1, None), (1, None)]
 
 
 def test_nan_is_wrong() -> None:
-    rows = shotcast.spawn(targets.one_element_off, 2, CONFIG, float("nan"), 0, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.one_element_off, 2, CONFIG, float("nan"), 0, timeout_s=300)[0]
     assert [row.errors for row in rows] == [1, 1]
 
 
 def test_rounding_is_not_wrong() -> None:
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
-    rows = shotcast.spawn(targets.one_element_off, 2, config, 1e-4, 0, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.one_element_off, 2, config, 1e-4, 0, timeout_s=300)[0]
     assert [row.errors for row in rows] == [0, 0]
 
 
 def test_an_implementation_that_goes_wrong_later_is_caught() -> None:
     config = dataclasses.replace(CONFIG, op="all_gather", sizes=(64,))
-    rows = shotcast.spawn(targets.wrong_after_a_while, 2, config, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.wrong_after_a_while, 2, config, timeout_s=300)[0]
     assert rows[0].errors == 32, "both ranks' 16 elements"
     assert rows[0].time_us is None
 
@@ -110,7 +112,7 @@ def test_the_slowest_rank_counts() -> None:
 @pytest.mark.parametrize(("iters", "budget_s", "timed"), [(30, 100.0, 30), (1000, 0.0, 6)])
 def test_calls_are_bounded_by_iterations_and_budget(iters: int, budget_s: float, timed: int) -> None:
     config = dataclasses.replace(CONFIG, sizes=(64,), iters=iters, budget_s=budget_s, warmup_iters=3)
-    counts = shotcast.spawn(targets.counts_calls, 2, config, timeout_s=60)[0]
+    counts = shotcast.spawn(targets.counts_calls, 2, config, timeout_s=300)[0]
     assert counts == [1 + 1 + 3 + timed + 1]
 
 
@@ -162,7 +164,7 @@ def test_calls_in_place_are_timed_on_zeros() -> None:
     """The tensor is zero even after work between calls wrote it; otherwise values would double until they overflow."""
     config = dataclasses.replace(CONFIG, sizes=(64,), budget_s=100.0)
     for chosen in (config, dataclasses.replace(config, between="gemm", hidden=16)):
-        seen = shotcast.spawn(targets.values_in_place, 2, chosen, timeout_s=90)[0]
+        seen = shotcast.spawn(targets.values_in_place, 2, chosen, timeout_s=300)[0]
         assert max(seen) <= 16.0, "the product of 8 numbers up to 1 by up to 1, or an input"
         assert seen.count(0.0) == 1 + chosen.warmup_iters + chosen.iters
 
@@ -184,7 +186,7 @@ def test_host_time_alone_is_measured() -> None:
 def test_allocations_of_all_ranks_and_rounds_are_counted() -> None:
     config = dataclasses.replace(CONFIG, host=True, sizes=(64,))
     for each in (0, 5):
-        rows = shotcast.spawn(targets.allocates, 2, config, each, timeout_s=90)[0]
+        rows = shotcast.spawn(targets.allocates, 2, config, each, timeout_s=300)[0]
         assert [row.allocations for row in rows] == [2 * harness.ROUNDS * each]
 
 

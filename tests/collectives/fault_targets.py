@@ -324,7 +324,7 @@ def different_calls(odd: int) -> dict[str, tuple[CollectiveMismatch, float]]:
     Return the error of each case and the seconds until it was raised.
     """
     seen = {}
-    with shotcast.Communicator(device="cpu", timeout_s=10) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         n, is_odd = comm.world_size, comm.rank == odd
         x = torch.ones(12 * n)
         flat = [12] * n
@@ -403,7 +403,7 @@ def different_messages(what: str, ahead: int = 0) -> BaseException | None:
 
 def first_use_after_a_mismatch() -> BaseException:
     """Have rank 1 find that a message differs, and rank 0 learn of it with its first call of another kind."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         if comm.rank == 0:
             comm.send(torch.ones(8, dtype=torch.int32), 1)
         comm._host.barrier()
@@ -589,7 +589,7 @@ def waits(late: int) -> tuple[list[str], list[str]]:
     logging.getLogger("shotcast").addHandler(Lines())
     wait_log._AT_S = (0.4, 1.0)
     call_watch.WAITS.period_s = 0.1
-    with shotcast.Communicator(device="cpu", timeout_s=30) as whole:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as whole:
         comm = whole.split(0 if whole.rank else None)
         whole.barrier()
         if comm is not None:

@@ -198,7 +198,7 @@ def arguments() -> None:
 
 def mismatched(device: str) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
     """Give the last rank another number of SMs. Return the kind of the error, who differs and in what."""
-    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=30) as comm:
+    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=100) as comm:
         x = torch.ones(8192, device=comm.device)
         comm.all_reduce(x, sms=2)
         settle(comm)

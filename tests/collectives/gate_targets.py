@@ -70,7 +70,7 @@ def kinds() -> list[tuple[int, int]]:
         held = arena_of(torch.device("cpu")).held
         found.append((held.shared, held.exclusive))
 
-    first = shotcast.Communicator(device="cpu", timeout_s=30)
+    first = shotcast.Communicator(device="cpu", timeout_s=100)
     look()
     second = first.split(0, exclusive=True)
     assert second is not None
@@ -136,7 +136,7 @@ def absent(limit_s: float) -> tuple[str, float]:
 
 def differing() -> str:
     """Make calls that differ; return the error, which the gate has found."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.ones(256 + 16 * comm.rank)
         comm._run(Op.ALL_REDUCE, torch.ones(64), torch.empty(64), algorithm="two_shot", launch=SEVERAL)
         with launched() as seen, pytest.raises(shotcast.CollectiveMismatch) as failure:

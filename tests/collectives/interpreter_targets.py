@@ -252,7 +252,7 @@ OPERATIONS: dict[str, Callable[[shotcast.Communicator, list[torch.Tensor], int, 
 def sentinels(count: int) -> int:
     """Check that tensors of sentinel words pass every operation as NaN. Return the number of calls."""
     done = 0
-    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=100) as comm:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             x = torch.full([count * 4], 0xFF, dtype=torch.uint8).view(dtype)
             assert x.isnan().all()

@@ -252,7 +252,7 @@ def late_in_place(device: str) -> tuple[str, tuple[int, ...], bool]:
 
 def replayed_in_place() -> int:
     """Replay a captured call in place on changed inputs; return how often it was right. A capture maps no tensor."""
-    with Communicator(device="cuda", timeout_s=20) as comm:
+    with Communicator(device="cuda", timeout_s=100) as comm:
         x, out = comm.empty(100_000), comm.empty(100_000)
         assert comm._executor.places(x.data_ptr()) != [0]  # type: ignore[union-attr]
         by: dict[str, Any] = {"sms": 8, "algorithm": "few_sms"}
@@ -273,7 +273,7 @@ def replayed_in_place() -> int:
 
 def made_beside_a_wait() -> tuple[float, bool]:
     """Make tensors on the ranks but the last while their calls wait for it; return how long that took."""
-    with Communicator(device="cuda", timeout_s=20) as comm:
+    with Communicator(device="cuda", timeout_s=100) as comm:
         y = torch.ones(1000, device=comm.device)
         comm.all_reduce(y, out=y)
         settle(comm)
@@ -292,7 +292,7 @@ def made_beside_a_wait() -> tuple[float, bool]:
 
 def many_tensors() -> tuple[int, int]:
     """Make and drop tensors of many sizes; return the bytes of the GPU they took, and those left after the end."""
-    comm = Communicator(device="cuda", timeout_s=20)
+    comm = Communicator(device="cuda", timeout_s=100)
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     draw = random.Random(comm.rank)
@@ -308,6 +308,6 @@ def many_tensors() -> tuple[int, int]:
     del dead
     comm.close()
     gc.collect()
-    Communicator(device="cuda", timeout_s=20).close()
+    Communicator(device="cuda", timeout_s=100).close()
     torch.cuda.empty_cache()
     return grown, before - torch.cuda.mem_get_info()[0]

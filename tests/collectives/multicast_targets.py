@@ -127,7 +127,7 @@ def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
 def sums_of_sentinels(count: int) -> list[bool]:
     """Sum sentinel words by multimem: the sums arrive as NaN and no rank waits. Return whether each output was NaN."""
     nans = []
-    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=100) as comm:
         for dtype in FLOATS.values():
             x = torch.full([count], -1, dtype=torch.int32).view(dtype)
             nans.append(bool(comm.all_reduce(x, algorithm="multimem").isnan().all()))
@@ -189,7 +189,7 @@ def reset_by_multicast(late: int, timeout_s: float) -> dict[str, Any]:
 
 def explained() -> dict[str, Any]:
     """Return the candidates and the choice of communicators that have a multicast address."""
-    with shotcast.Communicator(device="cpu", timeout_s=20, max_bytes=1 << 16) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100, max_bytes=1 << 16) as comm:
         x = torch.ones(64)
         return {
             "candidates": comm.candidates(x),

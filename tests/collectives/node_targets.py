@@ -26,7 +26,7 @@ def error_of_construction(declared: Mapping[int, str] | None = None) -> str:
     if declared is not None:
         os.environ["SHOTCAST_RANKS_PER_NODE"] = declared.get(int(os.environ["RANK"]), "")
     try:
-        shotcast.Communicator(device="cpu", timeout_s=30)
+        shotcast.Communicator(device="cpu", timeout_s=100)
     except shotcast.ConfigError as error:
         return str(error)
     return ""
@@ -49,7 +49,7 @@ def errors_of_hosts(values: Mapping[str, str]) -> list[str]:
                 for patch in patches:
                     stack.enter_context(patch)
                 try:
-                    shotcast.Communicator(device="cpu", timeout_s=30, **arguments)  # type: ignore[arg-type]
+                    shotcast.Communicator(device="cpu", timeout_s=100, **arguments)  # type: ignore[arg-type]
                 except shotcast.ConfigError as error:
                     errors.append(str(error))
     return errors

@@ -128,7 +128,7 @@ def test_rank_that_stops_between_chunks_is_named(killed: bool, timeout_s: float)
 
 
 def test_numbers_that_are_no_sms_are_refused_and_cpu_ranks_ignore_others() -> None:
-    shared_ranks.run(arguments, 2, timeout_s=60)
+    shared_ranks.run(arguments, 2, timeout_s=300)
 
 
 # -- choice -----------------------------------------------------------------------------------------------------------

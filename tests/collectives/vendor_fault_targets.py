@@ -63,7 +63,7 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], Any]]:
 def late_for_each_operation(victim: int) -> dict[str, Outcome]:
     """Have the victim stay away from one call of each operation, and work again after a reset."""
     seen = {}
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         for name, call in calls_of(comm).items():
             comm.barrier()
             comm.set_timeout(0.5)
@@ -200,7 +200,7 @@ def ended_by_a_handler() -> tuple[str, float]:
 
 def stopped_inside(victim: int) -> Outcome | None:
     """Stop the victim after all have begun a call, within the library, for longer than the deadline."""
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.ones(100_000)
         comm.all_reduce(x, algorithm="vendor")
         pids = comm._host.all_gather(os.getpid())
@@ -229,7 +229,7 @@ def stopped_inside(victim: int) -> Outcome | None:
 
 def kernels_behind_the_library(victim: int) -> tuple[list[Outcome], bool]:
     """Be late inside the library. Return what calls and checks raised, and whether native kernels were stopped."""
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.ones(100)
         comm.all_reduce(x, algorithm="vendor")
         comm.set_timeout(0.6)
@@ -270,7 +270,7 @@ def interrupted_kernel() -> tuple[Outcome | None, str]:
 
 def a_fault_that_comes_during_a_check() -> Outcome:
     """Let a fault of kernels arrive once the library has stopped for it, in the middle of a check."""
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         executor, vendor = comm._executor, comm._vendor
         assert executor is not None
 
@@ -299,7 +299,7 @@ def absent_at_the_connection(victim: int) -> Outcome | None:
 def connect_crosswise() -> list[str]:
     """Connect two groups by Gloo on two threads, in another order on each rank. Return what went wrong."""
     wrong, groups = [], []
-    with Communicator(device="cpu", timeout_s=30) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         store = comm._host.store("crosswise")
         names = ["first", "second"] if comm.rank == 0 else ["second", "first"]
 
@@ -323,7 +323,7 @@ def connect_crosswise() -> list[str]:
 
 def hear_of_a_failure() -> tuple[int, int]:
     """Let rank 0 say that a call of it failed. Return what this rank has heard before and then."""
-    with Communicator(device="cpu", timeout_s=30) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         before = comm._peers.alarmed
         comm._host.barrier()
         if comm.rank == 0:

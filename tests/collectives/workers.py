@@ -148,7 +148,7 @@ def waiting_messages(device: str, rounds: int) -> int:
     Return the number of messages that arrived at this rank.
     """
     done = 0
-    with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
+    with shotcast.Communicator(device=device, timeout_s=100, max_bytes=1 << 18) as comm:
         rank, size = comm.rank, comm.world_size
         other = rank ^ 1
         for number in range(rounds):

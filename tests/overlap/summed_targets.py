@@ -405,7 +405,7 @@ def chosen(device: str) -> dict[str, Any]:
 def stopped(victim: int) -> dict[str, Any]:
     """Have a rank end between calls; return what the others get, and how soon."""
     case = Case("matmul_reduce_scatter", 1024, 1024, 512, config=None)
-    with shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True) as comm:
+    with shotcast.Communicator(device="cuda", timeout_s=100, exclusive=True) as comm:
         a, b = operands(case, comm.rank, comm.device)
         matmul_reduce_scatter(comm, a, b, way="fused")
         torch.cuda.synchronize()

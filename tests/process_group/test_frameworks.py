@@ -196,7 +196,7 @@ def test_processes_end_when_nobody_catches_the_error(
         assert ranks[framework_targets.KILLED].wait(120) == -signal.SIGKILL
         for rank, process in enumerate(ranks):
             if rank != framework_targets.KILLED:
-                _, errors = process.communicate(timeout=100)
+                _, errors = process.communicate(timeout=300)
                 assert process.returncode == 1, errors
                 assert re.search(r"CollectiveTimeout: rank \d: .*dead ranks: 1\b", errors), errors
     finally:
