@@ -146,7 +146,7 @@ REPORTS = st.dictionaries(st.integers(0, 5), st.tuples(HEADERS, st.booleans()), 
 
 
 PATIENT = {"_PATIENCE_S": 300.0, "_ANSWER_S": 400.0, "_ALL_ANSWERS_S": 400.0}
-"""For verdicts that need no patience: all ranks report, or the cause is known otherwise."""
+"""Constants of verdicts that need no patience: all ranks report, or the cause is known otherwise."""
 
 
 class TestBlame:
