@@ -88,6 +88,7 @@ def big_tensor(count: int) -> torch.Tensor:
 def one_raises(culprit: int) -> None:
     """One rank raises; the others wait for it, and fail because it is gone."""
     dist.init_process_group("gloo")
+    dist.barrier()  # Gloo may still be connecting to a rank that has ended
     if dist.get_rank() == culprit:
         raise ValueError("the culprit's own words")
     dist.barrier()
