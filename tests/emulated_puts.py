@@ -43,7 +43,7 @@ class Adapter:
             self._came.notify()
 
     def settle(self) -> bool:
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 60
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.001)
         return not self._waiting

@@ -5,7 +5,7 @@ A test takes the mark :data:`needs_hosts` and makes a network by :class:`Simulat
     with SimulatedHosts(2, delay_us=1000) as network:
         group = network.start(target, ranks_per_host, ...)
         network.cut(1)  # restore(1), kill(1, group), kill_ranks(1, group)
-        results = group.results(timeout_s=20, return_exceptions=True)
+        results = group.results(timeout_s=200, return_exceptions=True)
 
 Targets stand at the top level of a module that ranks can import. Everything ends with the test.
 """
@@ -89,7 +89,7 @@ def arrive(folder: str) -> None:
     Path(folder, os.environ["RANK"]).touch()
 
 
-def all_arrived(folder: Path, world_size: int, within_s: float = 30.0) -> None:
+def all_arrived(folder: Path, world_size: int, within_s: float = 200.0) -> None:
     """Wait until all ranks have called :func:`arrive`."""
     deadline = time.monotonic() + within_s
     while len(os.listdir(folder)) < world_size:

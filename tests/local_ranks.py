@@ -28,7 +28,7 @@ class LocalGroup:
 
     def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
         self.calls += 1
-        timeout_s = 30.0 if timeout_s is None else timeout_s
+        timeout_s = 100.0 if timeout_s is None else timeout_s
         if self.rank:
             self._pipes[0].send(value)
             return self._receive(0, timeout_s)
@@ -82,7 +82,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
     meddle: Callable[[list[int]], None] | None = None,
     mortal: bool = False,
 ) -> list[Any]:
@@ -128,6 +128,6 @@ def run_ranks(
                 process.kill()
         for process in processes:
             if process.pid is not None:
-                process.join(10)
+                process.join(100)
         for receiver, _ in results:
             receiver.close()

@@ -32,13 +32,13 @@ def reduced() -> list[float]:
 def fails_on(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
         raise ValueError(f"rank {rank} found something")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def ends_on(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
         os._exit(3)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def sleeps(seconds: float) -> None:

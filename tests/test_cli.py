@@ -36,7 +36,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shell(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shotcast", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment})
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
 
 
 def invoked(*args: str | Path, stdin: str | None = None) -> Result:
@@ -206,7 +206,7 @@ class TestBench:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["-m", "shotcast", "bench", "all-reduce", *QUICK, "-b", "64", "-e", "64", "--json", str(result_file)]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-        result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("all_reduce, 2 cpu ranks") == 1, "every rank printed"
         assert {row["world_size"] for row in json.loads(result_file.read_text())["rows"]} == {2}
@@ -335,7 +335,7 @@ class TestTune:
         command += ["-m", "shotcast", "tune", "--device", "cpu", "--seconds", "0.01", "--op", "all_gather"]
         command += ["-b", "64", "-e", "64", "-d", "bfloat16", "-o", str(path)]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-        result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count(f"wrote {path}") == 1, "every rank wrote"
         assert json.loads(path.read_text())["world_size"] == 2

@@ -90,7 +90,7 @@ def test_runs_under_torchrun(name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        printed, errors = job.communicate(timeout=150)
+        printed, errors = job.communicate(timeout=300)
         assert job.returncode == 0, errors
     finally:
         if job.poll() is None:
@@ -111,5 +111,5 @@ def test_runs_as_a_rank(name: str) -> None:
     """torchrun's processes know each other by their environment, and start no ranks of their own."""
     ranks, expected, times = UNDER_TORCHRUN[name]
     path = str(ROOT / "examples" / name)
-    printed = "".join(spawn(run_as_rank, ranks, path, timeout_s=100, env={"TORCHELASTIC_RUN_ID": "none"}))
+    printed = "".join(spawn(run_as_rank, ranks, path, timeout_s=300, env={"TORCHELASTIC_RUN_ID": "none"}))
     assert len(re.findall(expected, printed)) == times, printed

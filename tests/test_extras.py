@@ -200,7 +200,7 @@ def test_server(installed: Callable[[str], Installed], model: Path) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 def test_ray(installed: Callable[[str], Installed]) -> None:

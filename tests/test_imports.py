@@ -227,7 +227,7 @@ def test_what_imports_one_module_by_two_ways_is_no_circle(tmp_path: Path) -> Non
 
 def run(code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, cwd=SOURCE.parent
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, cwd=SOURCE.parent
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

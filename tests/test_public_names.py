@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT / "src")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT / "src")
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -96,7 +96,7 @@ if __name__ == "__main__":
 """
     environment = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(ROOT / "src")}
     words = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
 
 
 @pytest.mark.every(5)

@@ -278,12 +278,12 @@ def guards(name: str) -> None:
 
 
 class Waiting:
-    """A program that has waited ``waited_s`` of ten seconds for rank 0."""
+    """A program that has waited ``waited_s`` of 1000 seconds for rank 0."""
 
     def __init__(self, waited_s: float, patient: bool = False):
         self.control = torch.zeros(layout.CONTROL_WORDS, dtype=torch.int64)
         self.host = torch.zeros(layout.HOST_WORDS, dtype=torch.int64)
-        self.control[layout.TIMEOUT], self.control[layout.STATUS] = 10**10, self.host.data_ptr()
+        self.control[layout.TIMEOUT], self.control[layout.STATUS] = 10**12, self.host.data_ptr()
         self._table = torch.tensor([self.control.data_ptr()] * 9)
         self._started = torch.tensor([time.monotonic_ns() - int(waited_s * 1e9)])
         self._patient = patient

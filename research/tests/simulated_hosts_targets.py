@@ -18,7 +18,7 @@ NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def identity() -> dict[str, Any]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     total = torch.full([4], float(dist.get_rank()))
     dist.all_reduce(total)
     return {

@@ -111,7 +111,7 @@ def calculator(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
     folder = tmp_path_factory.mktemp("calculator")
     (folder / "calculator.c").write_text(CALCULATOR)
     command = [compiler, "-shared", "-fPIC", "-w", f"-I{headers}", "calculator.c", "-o", "calculator.so"]
-    subprocess.run(command, cwd=folder, check=True, timeout=60)
+    subprocess.run(command, cwd=folder, check=True, timeout=300)
     return ctypes.CDLL(str(folder / "calculator.so")).blocks
 
 

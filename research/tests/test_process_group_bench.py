@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_operation_is_checked_and_timed() -> None:
     ops = list(process_group.OPERATIONS)
-    rows = spawn(process_group.rows, 2, "cpu", ops, [4, 4096], 1, 0.001, timeout_s=100)[0]
+    rows = spawn(process_group.rows, 2, "cpu", ops, [4, 4096], 1, 0.001, timeout_s=300)[0]
     ways = (process_group.OWN, process_group.DIRECT, "gloo")
     assert [(row["op"], row["bytes"], row["way"]) for row in rows] == [
         (op, nbytes, way) for op in ops for nbytes in (4, 4096) for way in ways

@@ -17,7 +17,7 @@ SETTING = training.Setting(("data", "tensor"), "tiny", 1, 32, 16, "cpu", "float3
 
 
 def test_all_forms_are_checked_and_timed() -> None:
-    rows = spawn(training.rows, 2, SETTING, timeout_s=100)[0]
+    rows = spawn(training.rows, 2, SETTING, timeout_s=300)[0]
     found = {(row.set, row.form): row for row in rows}
     data, tensor = ("DDP", "DDP, 100 MB", "ours", "ours, 100 MB"), ("library, sequential", "library, overlapped")
     assert [form for name, form in found if name == "data"] == [NONE, *data]
@@ -30,7 +30,7 @@ def test_all_forms_are_checked_and_timed() -> None:
 
 @pytest.mark.full
 def test_divided_layers_compute_what_whole_ones_do() -> None:
-    for output, gradients in spawn(targets.of_whole_and_of_parts, 2, timeout_s=60):
+    for output, gradients in spawn(targets.of_whole_and_of_parts, 2, timeout_s=300):
         assert output < 1e-12
         assert gradients < 1e-12
 
@@ -38,7 +38,7 @@ def test_divided_layers_compute_what_whole_ones_do() -> None:
 @pytest.mark.full
 def test_another_gradient_is_not_timed() -> None:
     with pytest.raises(RankFailed, match="a bucket has not the bits of the named order"):
-        spawn(targets.not_averaged, 2, dataclasses.replace(SETTING, sets=("data",)), timeout_s=100)
+        spawn(targets.not_averaged, 2, dataclasses.replace(SETTING, sets=("data",)), timeout_s=300)
 
 
 def test_the_named_order_is_that_of_ranks() -> None:

@@ -58,7 +58,7 @@ def test_work_between() -> None:
 )  # fmt: skip
 def test_a_wrong_element_of_any_result_is_found(name: str, value: str) -> None:
     config = dataclasses.replace(CONFIG, sizes=(4 * HIDDEN,))
-    rows = shotcast.spawn(targets.wrong_in_one_value, 2, config, name, value, timeout_s=60)[0]
+    rows = shotcast.spawn(targets.wrong_in_one_value, 2, config, name, value, timeout_s=300)[0]
     assert [(row.errors, row.time_us) for row in rows] == [(1, None)]
 
 
@@ -142,6 +142,6 @@ def test_fused_kernels_are_right() -> None:
     """The Triton kernels are right in the interpreter."""
     names = ("one_shot", "two_shot", "auto", "fp8_static", "fp8_dynamic")
     config = dataclasses.replace(CONFIG, sizes=(8 * HIDDEN,), iters=5, budget_s=0.0, warmup_iters=1)
-    rows = interpret(harness.measure, 2, config, names, timeout_s=110, env=GPU_COLLECTIVES)[0]
+    rows = interpret(harness.measure, 2, config, names, timeout_s=300, env=GPU_COLLECTIVES)[0]
     assert [(row.algorithm, row.errors) for row in rows] == [(name, 0) for name in names]
     assert [row.time_us for row in rows if row.time_us is None] == []

@@ -25,9 +25,10 @@ from shotcast.wire import NodeShape
 
 def test_busy_cores_are_counted() -> None:
     """A process that never sleeps counts as one core, whatever else runs."""
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+    with subprocess.Popen([sys.executable, "-uc", "print()\nwhile True: pass"], stdout=subprocess.PIPE) as spinning:
         try:
-            time.sleep(0.2)
+            assert spinning.stdout is not None
+            spinning.stdout.readline()
             before = os.times().elapsed
             busy = machine_load.busy_cores(0.4)
             assert os.times().elapsed - before >= 0.39
@@ -99,13 +100,13 @@ def test_work_of_descendants_is_our_own(tmp_path: Path) -> None:
     before = machine_load._own_s()
     subprocess.run([sys.executable, script, "0.3"], check=True)
     ended = machine_load._own_s() - before
-    assert 0.28 < ended < 1
+    assert 0.28 < ended < 2, "an interpreter takes a while to begin"
     with subprocess.Popen([sys.executable, nested], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         until = time.monotonic() + 60
         while machine_load._own_s() - before < ended + 0.28 and time.monotonic() < until:
             time.sleep(0.05)
-        assert ended + 0.28 <= machine_load._own_s() - before < ended + 1
+        assert ended + 0.28 <= machine_load._own_s() - before < ended + 3
         process.stdin.write(b"\n")
 
 

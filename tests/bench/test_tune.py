@@ -529,10 +529,10 @@ class TestRanks:
         path = tmp_path / "t.json"
         path.write_text(text)
         monkeypatch.setenv("SHOTCAST_TABLE", str(path))
-        found = shotcast.spawn(targets.by_table, 2, [256], "all_reduce", timeout_s=60)[0][0]
+        found = shotcast.spawn(targets.by_table, 2, [256], "all_reduce", timeout_s=300)[0][0]
         assert (found[0], found[2]) == ("user table", points[0].choice.best.algorithm)
         monkeypatch.delenv("SHOTCAST_RANKS_PER_NODE")
-        assert shotcast.spawn(targets.by_table, 2, [256], "all_reduce", timeout_s=60)[0][0][0] == "cost model"
+        assert shotcast.spawn(targets.by_table, 2, [256], "all_reduce", timeout_s=300)[0][0][0] == "cost model"
 
     @pytest.mark.full
     def test_tables_and_overrides_of_the_environment_decide_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def ranks_differ(config: tune.TuneConfig) -> list[tune.Point]:
 def by_table(counts: list[int], op: str) -> list[tuple[str, str, str, list[float]]]:
     """Return what explain says of calls, with elements of their results."""
     said = []
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         for count in counts:
             x = torch.full([count], float(comm.rank + 1))
             if op == "all_reduce":
@@ -113,7 +113,7 @@ def by_table(counts: list[int], op: str) -> list[tuple[str, str, str, list[float
 
 def captured(count: int) -> tuple[Any, Any, list[float]]:
     """On GPUs, return what explain says outside and inside a capture, and the result of a replay."""
-    with shotcast.Communicator(device="cuda", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cuda", timeout_s=100) as comm:
         x = torch.full([count], float(comm.rank + 1), device=comm.device)
         out = torch.empty_like(x)
         eager = comm.explain(x)

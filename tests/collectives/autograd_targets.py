@@ -26,7 +26,7 @@ def analytic(dtypes: list[torch.dtype]) -> int:
     Return the number of cases.
     """
     done = 0
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         for dtype in dtypes:
             own = ["auto", "one_shot", "two_shot", "ring"] if dtype is not torch.float64 else ["auto", "vendor"]
@@ -68,7 +68,7 @@ def analytic(dtypes: list[torch.dtype]) -> int:
 
 def conjugated() -> None:
     """Check complex gradients that autograd conjugates lazily."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         for op in (comm.all_reduce, comm.reduce_scatter, comm.all_gather, comm.all_to_all):
             gradients = []
             for lazily in (True, False):
@@ -89,7 +89,7 @@ def numeric() -> int:
     Return the number of comparisons.
     """
     done = 0
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         lengths = [r + 1 for r in range(size)]
         calls = {
@@ -123,7 +123,7 @@ def numeric() -> int:
 
 
 def second_derivative() -> None:
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         n = comm.world_size
         x = torch.ones(2 * n, requires_grad=True)
         with torch.no_grad():
@@ -142,7 +142,7 @@ def second_derivative() -> None:
 
 def budgets_of_gradients() -> None:
     """Record the numbers of SMs that forward and backward are given, of calls and of operators in a graph."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         given: list[int | None] = []
         run = comm._run
 
@@ -167,7 +167,7 @@ def budgets_of_gradients() -> None:
 
 def tensor_parallel() -> None:
     """Gather the columns of a weight from all ranks, and compare the gradient with that of the whole weight."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(5, 2 * size, generator=generator, dtype=torch.float64)
@@ -190,7 +190,7 @@ def reduced_in_place() -> None:
         "min": lambda parts: parts.amin(0),
         "prod": lambda parts: parts.prod(0),
     }
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         for root, (name, plain) in itertools.product(range(comm.world_size), reductions.items()):
             xs = [x.requires_grad_() for x in rank_tensors(comm, (4, 3), torch.float64, 5)]
             weight = torch.arange(12.0).view(4, 3)
@@ -205,7 +205,7 @@ def reduced_in_place() -> None:
 
 def forgotten_histories() -> None:
     """Check that constants written over a tensor leave no gradient for what it was computed from."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         ones, right, left = torch.ones(size, 3), (rank + 1) % size, (rank - 1) % size
         for call, given in ((comm.reduce, ones), (comm.gather, ones[:1])):
@@ -270,7 +270,7 @@ def raised_versions() -> None:
 
     The calls are those that autograd does not see, and those that it records.
     """
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         for name, write in WRITES.items():
             y = torch.ones(2 * comm.world_size, 8)
             view, before = y.view(-1), y._version
@@ -304,7 +304,7 @@ def raised_versions() -> None:
 
 
 def received_versions() -> None:
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         for algorithm in ("auto", "empty"):
             x = torch.ones(4 if algorithm == "auto" else 0)
             before = x._version
@@ -321,7 +321,7 @@ def refused_leaves() -> int:
     Return the number of refusals.
     """
     refused = 0
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         leaf = torch.ones(2 * comm.world_size, 8, requires_grad=True)
         writes = WRITES | {"recv": lambda comm, y: comm.recv(y, 1 - comm.rank)}
         for name, write in writes.items():
@@ -347,7 +347,7 @@ def refused_leaves() -> int:
 
 def norm_gradients() -> None:
     """Compare the gradients of the fused calls with those of plain PyTorch, of all ranks' rows in one process."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size, eps = comm.rank, comm.world_size, 1e-2
         generator = torch.Generator().manual_seed(7)
 

@@ -198,7 +198,7 @@ def arguments() -> None:
 
 def mismatched(device: str) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
     """Give the last rank another number of SMs. Return the kind of the error, who differs and in what."""
-    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=30) as comm:
+    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=100) as comm:
         x = torch.ones(8192, device=comm.device)
         comm.all_reduce(x, sms=2)
         settle(comm)
@@ -216,7 +216,7 @@ def mismatched(device: str) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
 
 def absent(device: str, victim: int, timeout_s: float, killed: bool, engines: bool = False) -> dict[str, Any]:
     """Have rank ``victim`` make no call, or end. Return what the others saw, with ``engines`` of a copy by engines."""
-    comm = shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=timeout_s)
+    comm = shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=100)
     x = torch.ones(4096, device=comm.device)
     comm.all_reduce(x, sms=2)
     settle(comm)
@@ -224,9 +224,10 @@ def absent(device: str, victim: int, timeout_s: float, killed: bool, engines: bo
     if comm.rank == victim:
         if killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(timeout_s + 1)
+        comm._host.barrier()
         comm.close()
         return {}
+    comm.set_timeout(timeout_s)
     out = torch.zeros_like(x)
     started, error = time.monotonic(), None
     try:
@@ -239,6 +240,8 @@ def absent(device: str, victim: int, timeout_s: float, killed: bool, engines: bo
         error = caught
     took = time.monotonic() - started
     again, _, _ = failing_call(comm, "two_shot")
+    if not killed:
+        comm._host.barrier()
     comm.close()
     return {"error": error, "took": took, "nan": bool(out.isnan().all()), "again": again}
 
@@ -247,7 +250,7 @@ def stops_between_chunks(victim: int, step: int, timeout_s: float, killed: bool)
     """Have rank ``victim`` stop, or end, before it says that it has done ``step`` steps. Return this rank's error."""
     from shotcast.transport.triton import few_sms
 
-    comm = shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=timeout_s)
+    comm = shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=100)
     x = torch.ones(20_000)
     comm.all_reduce(x, sms=1)
     comm._host.barrier()
@@ -257,19 +260,22 @@ def stops_between_chunks(victim: int, step: int, timeout_s: float, killed: bool)
         if steps == step and killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if steps == step:
-            time.sleep(timeout_s + 2)
+            few_sms.raise_progress = original
+            comm._host.barrier()  # the others have given up
         original(call, quads, steps, *rest)
 
     if comm.rank == victim:
         few_sms.raise_progress = stall
+    else:
+        comm.set_timeout(timeout_s)
     error = None
     try:
         comm.all_reduce(x, sms=1)
     except shotcast.ShotcastError as caught:
         error = caught
-    few_sms.raise_progress = original
     if not killed:
-        comm._host.barrier()
+        for _ in range(1 if comm.rank == victim else 2):
+            comm._host.barrier()
     comm.close()
     return error
 

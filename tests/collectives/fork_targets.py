@@ -54,7 +54,7 @@ def refused(call: Callable[[], object], maker: int) -> None:
 
 def every_use() -> None:
     """Try everything that a communicator offers in a child, and sum in the maker before, meanwhile and after."""
-    comm = shotcast.Communicator(device="cpu", timeout_s=20)
+    comm = shotcast.Communicator(device="cpu", timeout_s=100)
     part = comm.split(0)
     assert part is not None
     maker, x = os.getpid(), torch.ones(12)
@@ -110,7 +110,7 @@ def every_use() -> None:
 
 def child_drops_it(device: str, times: int) -> None:
     """Have children close and collect the communicator while the maker uses it."""
-    held = [shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 20)]
+    held = [shotcast.Communicator(device=device, timeout_s=100, max_bytes=1 << 20)]
     held.append(held[0].split(0))
     place = held[0].device
 
@@ -137,7 +137,7 @@ def child_drops_it(device: str, times: int) -> None:
 def used_at_once(times: int) -> int:
     """Sum in the maker and in a child at once. Return how many children were refused every one of their calls."""
     done = 0
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         n, maker = comm.world_size, os.getpid()
 
         def child() -> None:
@@ -171,7 +171,7 @@ class Squares(torch.utils.data.Dataset[torch.Tensor]):
 
 def forks_without_calls() -> None:
     """Load data by forked workers, and end a forked process as sys.exit does."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         loader = torch.utils.data.DataLoader(Squares(comm), num_workers=2, multiprocessing_context="fork")
         for index, x in enumerate(loader):
             assert float(x) == index * index + comm.rank

@@ -87,7 +87,7 @@ def nothing_but_sentinels() -> int:
 
     Return how many outputs were NaN.
     """
-    with shotcast.Communicator(device="cpu", max_bytes=1 << 14, timeout_s=10) as comm:
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 14, timeout_s=100) as comm:
         found = 0
         for dtype in FLOATS.values():
             bits = torch.full((1100 * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
@@ -133,7 +133,7 @@ def choices(allow_fp8: bool | None, variable: str) -> Outcome:
     """
     select.SHARED_MEMORY = dataclasses.replace(select.SHARED_MEMORY, converted_per_ns=math.inf)
     os.environ["SHOTCAST_ALLOW_FP8"] = variable
-    with shotcast.Communicator(device="cpu", allow_fp8=allow_fp8, timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", allow_fp8=allow_fp8, timeout_s=100) as comm:
         x = torch.zeros(32 << 20)
         explanation = comm.explain(x)
         child = comm.split(0)

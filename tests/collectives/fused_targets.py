@@ -316,7 +316,7 @@ def bits_of_every_algorithm(device: str, lengths: list[int]) -> list[bytes]:
 def sentinels(device: str) -> int:
     """Check that rows, residuals and weights of sentinel words come out as NaN. Return the number of calls."""
     done = 0
-    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=20) as comm:
+    with shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=100) as comm:
         for dtype, op in itertools.product(FLOATS.values(), FUSED):
             shards = 1 if op in wire.ALL_REDUCE_NORMS else comm.world_size
             whole = torch.full([2 * shards, 64 * dtype.itemsize], 0xFF, dtype=torch.uint8, device=comm.device)
@@ -529,7 +529,7 @@ def mismatched(device: str, what: str) -> tuple[BaseException | None, list[str]]
 
     After a reset, the results must be right.
     """
-    with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
+    with shotcast.Communicator(device=device, timeout_s=100, max_bytes=1 << 18) as comm:
         odd = comm.rank == comm.world_size - 1
         operands = data(Case("float32", 2, 64), comm.world_size, comm.world_size, 1, comm.device)
         x, residual = operands.xs[comm.rank], operands.residuals[0]

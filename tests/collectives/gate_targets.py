@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -26,13 +27,14 @@ SEVERAL = LaunchShape(6, 16, 1)
 
 
 @contextmanager
-def launched() -> Iterator[list[tuple[str, float]]]:
-    """Yield the kernels that are launched, with the time of each."""
+def launched(told: Callable[[], object] = int) -> Iterator[list[tuple[str, float]]]:
+    """Yield the kernels that are launched, with the time of each; call ``told`` at each launch."""
     seen: list[tuple[str, float]] = []
     real = Launch.__call__
 
     def spied(launch: Launch, *arguments: Any) -> None:
         seen.append((launch._kernel.__name__, time.monotonic()))
+        told()
         real(launch, *arguments)
 
     with mock.patch.object(Launch, "__call__", spied):
@@ -40,15 +42,21 @@ def launched() -> Iterator[list[tuple[str, float]]]:
 
 
 def late_rank(exclusive: bool) -> float:
-    """Return how long after its own call began this rank launched the grid, where rank 1 came 0.5 s later."""
-    with shotcast.Communicator(device="cpu", timeout_s=30, exclusive=exclusive) as comm:
+    """Return how long after its own call began this rank launched the grid, where rank 1 came 0.5 s later.
+
+    With ``exclusive``, rank 1 comes once rank 0 has launched the grid.
+    """
+    with shotcast.Communicator(device="cpu", timeout_s=100, exclusive=exclusive) as comm:
         x = torch.arange(256.0) + comm.rank
         comm._run(Op.ALL_REDUCE, x, torch.empty_like(x), algorithm="two_shot", launch=SEVERAL)
+        store = comm._host.store("launched")
         comm._host.barrier()
-        if comm.rank == 1:
+        if comm.rank == 1 and exclusive:
+            store.wait(["0"], timedelta(seconds=100))
+        elif comm.rank == 1:
             time.sleep(0.5)
         begun = time.monotonic()
-        with launched() as seen:
+        with launched(lambda: store.set(str(comm.rank), "")) as seen:
             comm._run(Op.ALL_REDUCE, x, torch.empty_like(x), algorithm="two_shot", launch=SEVERAL)
         assert [name for name, _ in seen] == ([] if exclusive else ["gate"]) + ["two_shot_all_reduce"]
         return seen[-1][1] - begun
@@ -62,7 +70,7 @@ def kinds() -> list[tuple[int, int]]:
         held = arena_of(torch.device("cpu")).held
         found.append((held.shared, held.exclusive))
 
-    first = shotcast.Communicator(device="cpu", timeout_s=30)
+    first = shotcast.Communicator(device="cpu", timeout_s=100)
     look()
     second = first.split(0, exclusive=True)
     assert second is not None
@@ -102,7 +110,7 @@ def calls_with_stragglers(calls: int) -> int:
 
 def absent(limit_s: float) -> tuple[str, float]:
     """Wait at a gate for a rank that comes too late; then reset, and call again."""
-    with shotcast.Communicator(device="cpu", timeout_s=limit_s) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         x, out = torch.ones(256), torch.empty(256)
 
         def call() -> None:
@@ -112,13 +120,14 @@ def absent(limit_s: float) -> tuple[str, float]:
         said, took = "", 0.0
         comm._host.barrier()
         if comm.rank == 0:
+            comm.set_timeout(limit_s)
             begun = time.monotonic()
             with pytest.raises(shotcast.CollectiveTimeout) as failure:
                 call()
             said, took = str(failure.value), time.monotonic() - begun
             assert failure.value.missing == (1,)
-        else:
-            time.sleep(2.5 * limit_s)
+            comm.set_timeout(60)
+        comm._host.barrier()
         comm.reset()
         call()
         assert torch.equal(out, torch.full([256], float(comm.world_size)))
@@ -127,7 +136,7 @@ def absent(limit_s: float) -> tuple[str, float]:
 
 def differing() -> str:
     """Make calls that differ; return the error, which the gate has found."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.ones(256 + 16 * comm.rank)
         comm._run(Op.ALL_REDUCE, torch.ones(64), torch.empty(64), algorithm="two_shot", launch=SEVERAL)
         with launched() as seen, pytest.raises(shotcast.CollectiveMismatch) as failure:
@@ -184,12 +193,14 @@ def growth_with_late_ranks() -> list[tuple[int, int]]:
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         assert comm._executor is not None
         comm.all_reduce(torch.ones(4))
-        growths = comm._growths = Growths(comm._host.store("growths of a test"), comm.world_size, 0.2)
-        for late_s, count in ((0.6, 1 << 13), (0.0, 1 << 13), (0.0, 3000)):
+        store = comm._host.store("growths of a test")
+        growths = comm._growths = Growths(store, comm.world_size, 0.2)
+        for late, count in ((True, 1 << 13), (False, 1 << 13), (False, 3000)):
+            growths._patience_s = 0.2 if late else 100.0
             comm._host.barrier()
-            if comm.rank == 1:
-                time.sleep(late_s)
+            if comm.rank == 1 and late:
+                store.wait(["decision/1"], timedelta(seconds=100))
             xs = inputs(count, torch.float32, comm.world_size, count, "cpu")
-            check(comm.all_reduce(xs[comm.rank]), reference.all_reduce(xs, "two_shot"), late_s)
+            check(comm.all_reduce(xs[comm.rank]), reference.all_reduce(xs, "two_shot"), late)
             seen.append((len(comm._executor.workspaces), growths.asked))
     return seen

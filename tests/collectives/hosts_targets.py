@@ -34,7 +34,7 @@ def outcome(call: Callable[[], object]) -> Outcome:
 
 def other_operations() -> dict[str, str]:
     """Check operations that no own kernel carries between nodes. Return the reasons, by operation."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         xs = [torch.arange(6.0 * size).view(size, 6) + 100 * r for r in range(size)]
         x = xs[rank]
@@ -79,7 +79,7 @@ def other_operations() -> dict[str, str]:
 def reductions() -> dict[str, str]:
     """Check reduces and all reductions but sums between nodes, bit by bit. Return who serves them, and why."""
     found = {}
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size, layout = comm.rank, comm.world_size, comm.topology.layout
         for number, (dtype, count) in enumerate(itertools.product(DTYPES.values(), (0, 1, 13, 4099))):
             xs = [patterns(count, dtype, 100 * number + r) for r in range(size)]
@@ -146,7 +146,7 @@ def faults() -> list[Outcome]:
 
 def killed(victim: int) -> tuple[Outcome, Outcome]:
     """Return what this rank sees of the end of another, in a call and at the next one."""
-    comm = shotcast.Communicator(device="cpu", timeout_s=60)
+    comm = shotcast.Communicator(device="cpu", timeout_s=300)
     x = torch.ones(1000)
     comm.all_reduce(x)
     if comm.rank == victim:
@@ -169,7 +169,7 @@ def with_a_short_deadline() -> list[float]:
 
 def splits() -> list[str]:
     """Check sums of splits across nodes and within them. Return the algorithms that serve them."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         chosen = []
         for color in (comm.rank % 2, comm.rank // 2):
             child = comm.split(color)

@@ -123,7 +123,7 @@ def ordinary() -> None:
 
 
 def after_a_reset() -> None:
-    with Communicator(device="cpu", timeout_s=1.0) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         x = comm.empty(COUNT)
         with pytest.raises(CollectiveMismatch):
             comm.all_reduce(x[: COUNT // (1 + comm.rank)], algorithm="two_shot")
@@ -229,12 +229,13 @@ def few_sms_case(comm: Any, kind: str, dtype: torch.dtype, count: int, tensor: A
 
 def late_in_place(device: str) -> tuple[str, tuple[int, ...], bool]:
     """Let rank 1 stay away from a call in place; return what rank 0 saw, and whether calls go on after a reset."""
-    with Communicator(device=device, timeout_s=4.0) as comm:
+    with Communicator(device=device, timeout_s=100) as comm:
         x = comm.empty(5000).fill_(1)
         by: dict[str, Any] = {"sms": 2, "algorithm": "few_sms"}
         comm.all_reduce(x, out=x, **by)
         seen: tuple[str, tuple[int, ...]] = "", ()
         if comm.rank == 0:
+            comm.set_timeout(4)
             try:
                 comm.all_reduce(x, out=x, **by)
                 settle(comm)
@@ -242,6 +243,7 @@ def late_in_place(device: str) -> tuple[str, tuple[int, ...], bool]:
             except CollectiveTimeout as error:
                 seen = error.reason, tuple(error.missing)
         comm._host.barrier()
+        comm.set_timeout(100)
         comm.reset()
         y = comm.empty(5000).fill_(comm.rank)
         good = comm.all_reduce(y, out=y, **by).eq(sum(range(comm.world_size))).all()
@@ -250,7 +252,7 @@ def late_in_place(device: str) -> tuple[str, tuple[int, ...], bool]:
 
 def replayed_in_place() -> int:
     """Replay a captured call in place on changed inputs; return how often it was right. A capture maps no tensor."""
-    with Communicator(device="cuda", timeout_s=20) as comm:
+    with Communicator(device="cuda", timeout_s=100) as comm:
         x, out = comm.empty(100_000), comm.empty(100_000)
         assert comm._executor.places(x.data_ptr()) != [0]  # type: ignore[union-attr]
         by: dict[str, Any] = {"sms": 8, "algorithm": "few_sms"}
@@ -271,7 +273,7 @@ def replayed_in_place() -> int:
 
 def made_beside_a_wait() -> tuple[float, bool]:
     """Make tensors on the ranks but the last while their calls wait for it; return how long that took."""
-    with Communicator(device="cuda", timeout_s=20) as comm:
+    with Communicator(device="cuda", timeout_s=100) as comm:
         y = torch.ones(1000, device=comm.device)
         comm.all_reduce(y, out=y)
         settle(comm)
@@ -290,7 +292,7 @@ def made_beside_a_wait() -> tuple[float, bool]:
 
 def many_tensors() -> tuple[int, int]:
     """Make and drop tensors of many sizes; return the bytes of the GPU they took, and those left after the end."""
-    comm = Communicator(device="cuda", timeout_s=20)
+    comm = Communicator(device="cuda", timeout_s=100)
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     draw = random.Random(comm.rank)
@@ -306,6 +308,6 @@ def many_tensors() -> tuple[int, int]:
     del dead
     comm.close()
     gc.collect()
-    Communicator(device="cuda", timeout_s=20).close()
+    Communicator(device="cuda", timeout_s=100).close()
     torch.cuda.empty_cache()
     return grown, before - torch.cuda.mem_get_info()[0]

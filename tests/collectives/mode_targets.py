@@ -95,7 +95,7 @@ def with_modes(comm: shotcast.Communicator) -> tuple[Modes, list[CallPlan]]:
 
 
 def each_mode_has_its_own_choice() -> list[str]:
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         modes, plans = with_modes(comm)
         xs = inputs(5000, torch.float32, comm.world_size, 1, "cpu")
         for graph in (False, True, False, True):
@@ -110,7 +110,7 @@ def each_mode_has_its_own_choice() -> list[str]:
 
 def eager_call_compiles_the_captured_one() -> tuple[list[str], list[str]]:
     """Return what was compiled before a capture, and what was compiled after it."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         modes, _ = with_modes(comm)
         loaded = modes.loaded
         x = torch.ones(8)
@@ -124,7 +124,7 @@ def eager_call_compiles_the_captured_one() -> tuple[list[str], list[str]]:
 
 
 def capture_without_a_call_before() -> str:
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         modes, _ = with_modes(comm)
         modes.graph = True
         with pytest.raises(ConfigError) as caught:
@@ -133,7 +133,7 @@ def capture_without_a_call_before() -> str:
 
 
 def explained() -> list[tuple[str, str, str]]:
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         modes, _ = with_modes(comm)
         x = torch.ones(8)
         explanations = [comm.explain(x), comm.explain(x, mode="graph"), comm.explain(x, mode="eager")]
@@ -147,7 +147,7 @@ def explained() -> list[tuple[str, str, str]]:
 
 
 def modes_of_cpu_ranks() -> None:
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         assert comm.explain(torch.ones(8)).mode == "eager"
         for mode in ("graph", ""):
             with pytest.raises(ConfigError, match=f"mode is eager, as CPU ranks have no graphs, not '{mode}'"):
@@ -155,7 +155,7 @@ def modes_of_cpu_ranks() -> None:
 
 
 def explicit_launches() -> None:
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         modes, plans = with_modes(comm)
         xs = inputs(5000, torch.bfloat16, comm.world_size, 2, "cpu")
         out = torch.empty_like(xs[0])
@@ -190,7 +190,7 @@ def packaged_table_of_other_kernels() -> tuple[str, str, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shotcast").addHandler(handler)
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.ones(8)
         assert comm.all_reduce(x).tolist() == [comm.world_size] * 8
         by_model = comm.explain(x)

@@ -127,7 +127,7 @@ def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
 def sums_of_sentinels(count: int) -> list[bool]:
     """Sum sentinel words by multimem: the sums arrive as NaN and no rank waits. Return whether each output was NaN."""
     nans = []
-    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=100) as comm:
         for dtype in FLOATS.values():
             x = torch.full([count], -1, dtype=torch.int32).view(dtype)
             nans.append(bool(comm.all_reduce(x, algorithm="multimem").isnan().all()))
@@ -144,7 +144,7 @@ def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
     """Have rank ``victim`` exchange headers and send no data. Only the flags can tell the others who it is."""
     from shotcast.transport.triton import sync
 
-    with shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18, exclusive=True) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100, max_bytes=1 << 18, exclusive=True) as comm:
         warm(comm, "multimem")
         comm._host.barrier()
         programs = 0
@@ -153,12 +153,15 @@ def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
             nonlocal programs
             programs += 1
             if programs == 2:  # the first program exchanges the headers
-                time.sleep(timeout_s + LATE_S)
+                comm._host.barrier()  # the others have given up
 
         if comm.rank == victim:
             sync.await_prior_kernel = stall
+        else:
+            comm.set_timeout(timeout_s)
         error, took, nan = failing_call(comm, "multimem")
-        comm._host.barrier()
+        for _ in range(1 if comm.rank == victim else 2):
+            comm._host.barrier()
         return {"error": error, "took": took, "nan": nan}
 
 
@@ -186,7 +189,7 @@ def reset_by_multicast(late: int, timeout_s: float) -> dict[str, Any]:
 
 def explained() -> dict[str, Any]:
     """Return the candidates and the choice of communicators that have a multicast address."""
-    with shotcast.Communicator(device="cpu", timeout_s=20, max_bytes=1 << 16) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100, max_bytes=1 << 16) as comm:
         x = torch.ones(64)
         return {
             "candidates": comm.candidates(x),

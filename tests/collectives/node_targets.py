@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ def error_of_construction(declared: Mapping[int, str] | None = None) -> str:
     if declared is not None:
         os.environ["SHOTCAST_RANKS_PER_NODE"] = declared.get(int(os.environ["RANK"]), "")
     try:
-        shotcast.Communicator(device="cpu", timeout_s=30)
+        shotcast.Communicator(device="cpu", timeout_s=100)
     except shotcast.ConfigError as error:
         return str(error)
     return ""
@@ -50,7 +49,7 @@ def errors_of_hosts(values: Mapping[str, str]) -> list[str]:
                 for patch in patches:
                     stack.enter_context(patch)
                 try:
-                    shotcast.Communicator(device="cpu", timeout_s=30, **arguments)  # type: ignore[arg-type]
+                    shotcast.Communicator(device="cpu", timeout_s=100, **arguments)  # type: ignore[arg-type]
                 except shotcast.ConfigError as error:
                     errors.append(str(error))
     return errors
@@ -60,15 +59,19 @@ def uneven() -> tuple[list[float], str, str]:
     """Return a sum over two nodes of two ranks and one, its explanation, and who a late rank is said to be."""
     with (
         as_host("two" if os.environ["RANK"] == "2" else "one"),
-        shotcast.Communicator(device="cpu", timeout_s=0.5) as comm,
+        shotcast.Communicator(device="cpu", timeout_s=60) as comm,
     ):
         x = torch.full([3], float(comm.rank + 1))
         total, explanation = comm.all_reduce(x).tolist(), str(comm.explain(x))
         late = ""
         if comm.rank == 2:
-            time.sleep(1.5)
+            comm._host.barrier()  # the others have given up
+        else:
+            comm.set_timeout(1)
         try:
             comm.all_reduce(x)
         except shotcast.CollectiveTimeout as error:
             late = f"{error.reason}: {error.where}"
+        if comm.rank != 2:
+            comm._host.barrier()
         return total, explanation, late

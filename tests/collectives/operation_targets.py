@@ -41,7 +41,7 @@ def matrix_of(size: int, seed: int, most: int) -> list[list[int]]:
 
 def copies(shift: int) -> list[str]:
     """Check gather, scatter and uneven all_to_all over all dtypes, bit by bit. Return who serves them."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         cases = [*itertools.product(DTYPES.items(), COUNTS[:3]), *itertools.product(list(DTYPES.items())[:2], (LARGE,))]
         for number, ((name, dtype), count) in enumerate(cases):
@@ -69,7 +69,7 @@ def copies(shift: int) -> list[str]:
 def reduces() -> int:
     """Check that a reduce has the bits of an all_reduce. Return the number of cases."""
     done = 0
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         layout = NodeLayout.one_node(size)
         for dtype, count in itertools.product((torch.float32, torch.float16, torch.bfloat16), (*COUNTS, LARGE)):
@@ -99,7 +99,7 @@ def reduces() -> int:
 
 def shapes() -> None:
     """Check the shapes of results, and calls of one rank with itself."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         x = torch.full((2 * size, 3), float(rank))
         assert comm.gather(x, 0).shape == ((2 * size * size, 3) if rank == 0 else (0, 3))
@@ -126,7 +126,7 @@ def shapes() -> None:
 
 def bad_arguments() -> dict[str, str]:
     """Return what is said of arguments that cannot be."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         x, other = torch.ones(2 * size), (rank + 1) % size
         even = [2] * size
@@ -153,7 +153,7 @@ def bad_arguments() -> dict[str, str]:
 
 def strided() -> list[str]:
     """Make calls on strided tensors twice from one place. Return the warnings."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm, warnings.catch_warnings(record=True) as caught:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         rank, size = comm.rank, comm.world_size
         xs = [torch.arange(12.0).view(4, 3) + r for r in range(size)]
@@ -168,7 +168,7 @@ def strided() -> list[str]:
 def mismatches() -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
     """Make calls that differ between ranks. Return what each rank is told."""
     found = []
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         x = torch.ones(2 * size)
         even = [2] * size
@@ -192,7 +192,7 @@ def mismatches() -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
 def late_rank() -> list[tuple[tuple[int, ...], str]]:
     """Leave one rank out of each call. Return whom the others miss, and in what."""
     found = []
-    with shotcast.Communicator(device="cpu", timeout_s=0.3) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=1) as comm:
         rank, size = comm.rank, comm.world_size
         x, even = torch.ones(2 * size), [2] * size
         for call in (
@@ -211,7 +211,7 @@ def late_rank() -> list[tuple[tuple[int, ...], str]]:
 
 def killed_rank() -> list[tuple[str, str, tuple[int, ...], bool]]:
     """Kill the last rank, and make a call of each kind with it. Return what the others are told, and if soon."""
-    first = shotcast.Communicator(device="cpu", timeout_s=60)
+    first = shotcast.Communicator(device="cpu", timeout_s=300)
     comms = [first, *(comm for _ in range(4) if (comm := first.split(0)) is not None)]
     rank, size = first.rank, first.world_size
     x, even, y = torch.ones(2 * size), [2] * size, torch.empty(2 * size)
@@ -231,7 +231,7 @@ def killed_rank() -> list[tuple[str, str, tuple[int, ...], bool]]:
         with pytest.raises(shotcast.CollectiveTimeout) as caught:
             call(comm)
         error = caught.value
-        found.append((error.op, error.reason, error.missing, time.monotonic() - begun < 3))
+        found.append((error.op, error.reason, error.missing, time.monotonic() - begun < 60))
         comm.close()
     return found
 
@@ -242,7 +242,7 @@ def killed_rank() -> list[tuple[str, str, tuple[int, ...], bool]]:
 def batches() -> int:
     """Send messages of any sizes between all ranks at once, several in a direction. Return how many came."""
     came = 0
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         others = [r for r in range(size) if r != rank]
         for seed, most in enumerate((1, 100, 40_000, 1_000_003)):
@@ -278,14 +278,16 @@ def batches() -> int:
 def batch_faults() -> list[tuple[str, tuple[int, ...]]]:
     """Leave a rank out of a batch, and send it what it does not expect. Return what the ranks are told."""
     found: list[tuple[str, tuple[int, ...]]] = []
-    with shotcast.Communicator(device="cpu", timeout_s=0.4) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         rank = comm.rank
         x, y = torch.ones(8), torch.empty(8)
         if rank == 0:
+            comm.set_timeout(0.4)
             with pytest.raises(shotcast.CollectiveTimeout) as late:
                 comm.batch_send_recv([(x, 1)], [(y, 1), (y, 2)])
             found.append((late.value.op, late.value.missing))
             assert y.isnan().all()
+            comm.set_timeout(60)
         comm.reset()
         if rank < 2:
             with pytest.raises(shotcast.CollectiveMismatch) as wrong:
@@ -299,7 +301,7 @@ def batch_faults() -> list[tuple[str, tuple[int, ...]]]:
 
 def started() -> None:
     """Start calls, and make others before they are waited for."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         total = float(sum(range(size)))
         x = torch.full((50_000,), float(rank))
@@ -326,26 +328,26 @@ def started() -> None:
     assert "closed" in refused(lambda: comm.start("barrier"), shotcast.ClosedError)
 
 
-def started_without_a_rank() -> tuple[float, tuple[int, ...]]:
-    """Start a call that a rank does not join. Return how long the start took, and whom its end misses."""
-    with shotcast.Communicator(device="cpu", timeout_s=0.4) as comm:
+def started_without_a_rank() -> tuple[bool, tuple[int, ...]]:
+    """Start a call that a rank does not join. Return whether it was over after the start, and whom its end misses."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         x = torch.ones(8)
         comm.barrier()
         if comm.rank == 0:
-            comm.set_timeout(30)
-            time.sleep(1.2)
-            return 0.0, ()
-        begun = time.monotonic()
+            comm._host.barrier()
+            return False, ()
+        comm.set_timeout(2)
         handle = comm.start("all_reduce", x)
-        took = time.monotonic() - begun
+        over = handle.is_completed()
         with pytest.raises(shotcast.CollectiveTimeout) as caught:
             handle.wait()
-        return took, caught.value.missing
+        comm._host.barrier()
+        return over, caught.value.missing
 
 
 def coalesced() -> None:
     """Compare coalesced calls with those one by one, bit by bit."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         shapes = [(3,), (2, 5), (), (0,), (7, 1, 2)]
         kinds = [torch.float32, torch.bfloat16, torch.float32, torch.int64, torch.float32]

@@ -57,7 +57,7 @@ WRONG = {
 def registered_before() -> tuple[list[float], str, list[str], str, bool]:
     """Return what a registered algorithm computes, and where it appears."""
     shotcast.register_algorithm(COPYCAT)
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.full([5], 10.0**comm.rank)
         total = comm.all_reduce(x, algorithm="copycat").tolist()
         chosen = comm.explain(x)
@@ -69,7 +69,7 @@ def registered_before() -> tuple[list[float], str, list[str], str, bool]:
 
 def registered_later() -> str:
     """Check that a communicator does not know an algorithm that was registered later. Return the error."""
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         shotcast.register_algorithm(COPYCAT)
         x = torch.ones(3)
         assert "copycat" not in comm.candidates(x)
@@ -77,7 +77,7 @@ def registered_later() -> str:
             comm.all_reduce(x, algorithm="copycat")
         except ConfigError as error:
             later = str(error)
-        with shotcast.Communicator(device="cpu", timeout_s=30) as other:
+        with shotcast.Communicator(device="cpu", timeout_s=100) as other:
             assert other.all_reduce(x, algorithm="copycat").tolist() == [other.world_size] * 3
         return later
 
@@ -86,11 +86,11 @@ def error_of_wrong_algorithm(what: str) -> str:
     """Return the error of a communicator whose registered algorithm is wrong. The ranks can go on without it."""
     shotcast.register_algorithm(WRONG[what])
     try:
-        shotcast.Communicator(device="cpu", timeout_s=30)
+        shotcast.Communicator(device="cpu", timeout_s=100)
     except ConfigError as error:
         message = str(error)
     registry._added.clear()
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         assert comm.all_reduce(torch.ones(3)).tolist() == [comm.world_size] * 3
     return message
 
@@ -103,7 +103,7 @@ def over_nodes(hosts: str) -> tuple[str, str]:
     )
     shotcast.register_algorithm(own)
     try:
-        with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+        with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
             assert comm.all_reduce(torch.full([5], 10.0**comm.rank)).tolist() == [111.0] * 5
             return comm.explain(torch.ones(5)).algorithm, ""
     except ConfigError as error:
@@ -114,9 +114,9 @@ def lossy() -> str:
     """Check that an algorithm that declares a loss of precision is accepted. Return the choice where it is allowed."""
     bound = "shotcast.collectives.reference:fp8_error_bound"
     shotcast.register_algorithm(dataclasses.replace(WRONG["loses precision"], lossy=True, error_bound=bound))
-    with shotcast.Communicator(device="cpu", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         assert comm.explain(torch.ones(8)).algorithm != "hasty"
-    with shotcast.Communicator(device="cpu", timeout_s=30, allow_fp8=True) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100, allow_fp8=True) as comm:
         return comm.explain(torch.ones(8)).algorithm
 
 
@@ -125,7 +125,7 @@ def error_of_differing_names(names: tuple[str, str]) -> str:
     name = names[int(os.environ["RANK"])]
     shotcast.register_algorithm(dataclasses.replace(COPYCAT, name=name))
     try:
-        shotcast.Communicator(device="cpu", timeout_s=30)
+        shotcast.Communicator(device="cpu", timeout_s=100)
     except ConfigError as error:
         return str(error)
     return ""
@@ -137,7 +137,7 @@ def error_of_differing_descriptions() -> str:
     form = dataclasses.replace(COPYCAT.forms[Op.ALL_REDUCE], divides=divides)
     shotcast.register_algorithm(dataclasses.replace(COPYCAT, forms={Op.ALL_REDUCE: form}))
     try:
-        shotcast.Communicator(device="cpu", timeout_s=30)
+        shotcast.Communicator(device="cpu", timeout_s=100)
     except ConfigError as error:
         return str(error)
     return ""

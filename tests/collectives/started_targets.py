@@ -17,7 +17,7 @@ from shotcast.errors import ConfigError
 
 def messages() -> None:
     """Start messages of both directions at once, in an order in which single ones would wait for each other."""
-    with shotcast.Communicator(device="cpu", timeout_s=5) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         x, y = torch.full((300_000,), float(comm.rank)), torch.empty(300_000)
         peer = 1 - comm.rank
         for call, tensor in (("recv", y), ("send", x)):
@@ -29,7 +29,7 @@ def messages() -> None:
 
 def changed_lists() -> None:
     """Change lists after a start and before the thread makes the call, and compare the results."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         size, peer = comm.world_size, 1 - comm.rank
         xs = [torch.ones(4), torch.full((3,), 2.0)]
         outs, first = [torch.empty(4), torch.empty(3)], xs[0]
@@ -55,7 +55,7 @@ def changed_lists() -> None:
 
 def shown() -> None:
     """Print handles of calls that are under way, over, and refused."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         begin = threading.Event()
         comm.start("barrier").wait()
         comm._starter.start(begin.wait, ())  # type: ignore[union-attr]  # so that the next call cannot end
@@ -71,7 +71,7 @@ def shown() -> None:
 
 def layer_norms() -> None:
     """Start each call with a LayerNorm, and compare it with the same call made."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.rand(2 * comm.world_size, 16)
         residual, weight, bias = torch.rand_like(x), torch.rand(16), torch.rand(16)
         part = residual[: len(x) // comm.world_size].clone()
@@ -97,12 +97,12 @@ def never_closed() -> int:
     """Drop a communicator that has started calls without closing it. Return how many threads are left."""
     gc.collect()
     before = _threads()
-    comm: Any = shotcast.Communicator(device="cpu", timeout_s=20)
+    comm: Any = shotcast.Communicator(device="cpu", timeout_s=100)
     comm.start("barrier").wait()
     (thread,) = [one for one in _threads() if one not in before]
     del comm
     gc.collect()
-    thread.join(5)
+    thread.join(60)
     return thread.is_alive()
 
 
@@ -117,7 +117,7 @@ def dropped_errors() -> list[str]:
     log, kept = logging.getLogger("shotcast.collectives.started"), Kept()
     log.addHandler(kept)
     try:
-        with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+        with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
             wrong = torch.ones(comm.world_size + 1)
             handle = comm.start("reduce_scatter", wrong)
             with pytest.raises(ConfigError):
@@ -136,7 +136,7 @@ def dropped_errors() -> list[str]:
 
 def apart() -> None:
     """Write to results of coalesced calls, which are apart for autograd, and differentiate what was made of others."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         size = comm.world_size
         totals = {"all_reduce_coalesced": size, "all_gather_coalesced": 1, "reduce_scatter_coalesced": size}
         for call, total in totals.items():
@@ -161,7 +161,7 @@ def apart() -> None:
 def lossless() -> list[str]:
     """Return the algorithms that the calls of coalesced calls name."""
     asked = []
-    with shotcast.Communicator(device="cpu", timeout_s=20, allow_fp8=True) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100, allow_fp8=True) as comm:
         made = comm.all_reduce
 
         def noted(*args: Any, algorithm: str, **kwargs: Any) -> torch.Tensor:
@@ -176,7 +176,7 @@ def lossless() -> list[str]:
 
 def batch_after_the_library_failed() -> None:
     """Make a batch of messages after calls of the vendor library have failed."""
-    with shotcast.Communicator(device="cpu", timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         vendor: Any = comm._vendor
         vendor.failed, vendor._error = True, shotcast.ShotcastError("the library has failed")
         vendor._decided.set()

@@ -22,19 +22,19 @@ from shotcast.wire import LaunchShape, NodeShape
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bad_calls_are_refused_and_the_next_good_one_succeeds(world_size: int) -> None:
-    assert shotcast.spawn(targets.every_bad_call, world_size, timeout_s=50) == [len(targets.CALLS)] * world_size
+    assert shotcast.spawn(targets.every_bad_call, world_size, timeout_s=300) == [len(targets.CALLS)] * world_size
 
 
 def test_closed_communicator_refuses_every_method() -> None:
-    shotcast.spawn(targets.calls_after_close, 2, timeout_s=50)
+    shotcast.spawn(targets.calls_after_close, 2, timeout_s=300)
 
 
 def test_bad_arguments_of_the_communicator() -> None:
-    shotcast.spawn(targets.bad_arguments, 2, timeout_s=50)
+    shotcast.spawn(targets.bad_arguments, 2, timeout_s=300)
 
 
 def test_group_without_this_rank() -> None:
-    shotcast.spawn(targets.not_a_member, 2, timeout_s=50)
+    shotcast.spawn(targets.not_a_member, 2, timeout_s=300)
 
 
 class TestEnvironment:
@@ -83,7 +83,7 @@ print(json.dumps(errors))
         env = {**os.environ, "PYTHONPATH": str(Path(shotcast.__file__).parents[1])}
         cases = json.dumps([changes for changes, _ in self.CASES])
         command = [sys.executable, "-c", self.CODE]
-        done = subprocess.run(command, input=cases, env=env, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, input=cases, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         for (changes, texts), message in zip(self.CASES, json.loads(done.stdout), strict=True):
             for text in texts:
@@ -95,7 +95,7 @@ class TestDisagreement:
 
     @staticmethod
     def error_of(*args: object) -> str:
-        messages = shotcast.spawn(targets.construction_error, 3, *args, timeout_s=50)
+        messages = shotcast.spawn(targets.construction_error, 3, *args, timeout_s=300)
         assert messages[0]
         assert messages == [messages[0]] * 3
         return messages[0]
@@ -154,20 +154,20 @@ class TestDisagreement:
         assert "eager/all_reduce/int8, one_shot: block_words is a power of two from 16 to 8192, not 0" in message
 
     def test_device(self) -> None:
-        messages = shotcast.spawn(targets.construction_error_of_two_devices, 2, timeout_s=50)
+        messages = shotcast.spawn(targets.construction_error_of_two_devices, 2, timeout_s=300)
         assert messages == ["the ranks do not agree on device: rank 0: cuda, rank 1: cpu"] * 2
 
     @pytest.mark.timing
     def test_construction_without_one_rank(self) -> None:
-        op, missing, took = shotcast.spawn(targets.construct_without_one_rank, 3, timeout_s=50)[0]
+        op, missing, took = shotcast.spawn(targets.construct_without_one_rank, 3, timeout_s=300)[0]
         assert (op, missing) == ("construction", (1,))
-        assert took < 2.0
+        assert took < 60  # of 120
 
 
 class TestSharedMemory:
     def test_no_such_directory(self, tmp_path: Path) -> None:
         env = {rank: {"SHOTCAST_SHM_DIR": str(tmp_path / "none")} for rank in range(2)}
-        for message in shotcast.spawn(targets.construction_error, 2, env, timeout_s=50):
+        for message in shotcast.spawn(targets.construction_error, 2, env, timeout_s=300):
             assert "rank 0: cannot create shared memory in " in message
             assert "rank 1: " in message
             assert "Set SHOTCAST_SHM_DIR to use another tmpfs" in message
@@ -176,7 +176,7 @@ class TestSharedMemory:
     def test_too_little_shared_memory(self, kernels: str) -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
             env = {"SHOTCAST_CPU_KERNELS": kernels, "SHOTCAST_SHM_DIR": folder, "TRITON_INTERPRET": "1"}
-            for message in shotcast.spawn(targets.construction_error_with_little_memory, 2, 1, env=env, timeout_s=50):
+            for message in shotcast.spawn(targets.construction_error_with_little_memory, 2, 1, env=env, timeout_s=300):
                 assert "rank 1: not enough shared memory: wanted" in message
                 assert "rank 0" not in message
                 assert "smaller max_bytes" in message

@@ -73,7 +73,7 @@ def test_the_longest_message_fits(dtype: str, world_size: int) -> None:
 
 @pytest.mark.full
 def test_sentinels_arrive_as_nan() -> None:
-    assert interpreted(targets.nothing_but_sentinels, 2, timeout_s=60) == [9, 9]
+    assert interpreted(targets.nothing_but_sentinels, 2, timeout_s=300) == [9, 9]
 
 
 @pytest.mark.full
@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_the_launch() -> None:
 def test_killed_or_stopped_rank(world_size: int, fault: str) -> None:
     victim, timeout_s = world_size - 1, 600.0 if fault == "killed" else 3.0
     arguments = ("cpu", "two_shot_fp8", victim, SIGNALS[fault], timeout_s)
-    results = interpreted(killed, world_size, *arguments, timeout_s=20, fresh=True, return_exceptions=True)
+    results = interpreted(killed, world_size, *arguments, timeout_s=300, fresh=True, return_exceptions=True)
     assert isinstance(results[victim], shotcast.RankFailed)
     for outcome in results[:victim]:
         assert isinstance(outcome, dict), outcome
@@ -95,9 +95,9 @@ def test_killed_or_stopped_rank(world_size: int, fault: str) -> None:
         # A stopped call runs all its tiles to the end, which takes the interpreter a while.
         if fault == "killed":
             assert outcome["error"].reason == "dead"
-            assert outcome["took"] < 10
+            assert outcome["took"] < 60
         else:
-            assert timeout_s * 0.9 < outcome["took"] < timeout_s + 10
+            assert timeout_s * 0.9 < outcome["took"] < timeout_s + 60
         assert outcome["nan"]
         assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
         assert outcome["left"] == []
@@ -120,7 +120,7 @@ def test_auto_takes_fp8_only_where_allowed() -> None:
     """The argument allows it or, without an argument, the environment does."""
     kinds = [(None, "", False), (None, "1", True), (True, "0", True), (False, "1", False), (True, "", True)]
     calls = [(argument, variable) for argument, variable, _ in kinds]
-    for each in shotcast.spawn(in_turn, 2, targets.choices, calls, timeout_s=100):
+    for each in shotcast.spawn(in_turn, 2, targets.choices, calls, timeout_s=300):
         for (argument, variable, allowed), outcome in zip(kinds, each, strict=True):
             taken = [outcome[key] == "two_shot_fp8" for key in ("algorithm", "child")]
             assert taken == [allowed] * 2, (argument, variable)

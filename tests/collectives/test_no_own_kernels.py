@@ -45,7 +45,7 @@ def nine() -> tuple[list[float], str]:
 
 
 def test_more_ranks_than_own_kernels_serve(capfd: pytest.CaptureFixture[str]) -> None:
-    for total, reason in shotcast.spawn(nine, 9, timeout_s=60):
+    for total, reason in shotcast.spawn(nine, 9, timeout_s=300):
         assert total == [36.0] * 3
         assert "up to 8 ranks, not 9" in reason
     said = [line for line in capfd.readouterr().err.splitlines() if "own kernels serve" in line]

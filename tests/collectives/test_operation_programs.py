@@ -24,13 +24,13 @@ def sized_programs(draw: st.DrawFn) -> tuple[int, programs.Program]:
 @given(sized_programs())
 def test_programs_that_shrink(case: tuple[int, programs.Program]) -> None:
     size, program = case
-    shared_ranks.run(programs.one_program, size, program, timeout_s=60)
+    shared_ranks.run(programs.one_program, size, program, timeout_s=300)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("world_size", SIZES)
 def test_programs(world_size: int) -> None:
-    steps = shared_ranks.run(programs.many_programs, world_size, 1000 * world_size, 60, timeout_s=100)
+    steps = shared_ranks.run(programs.many_programs, world_size, 1000 * world_size, 60, timeout_s=300)
     assert len(set(steps)) == 1
     assert steps[0] > 200
 

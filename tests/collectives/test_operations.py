@@ -12,7 +12,7 @@ import shotcast
 class TestCopies:
     @pytest.mark.parametrize(("world_size", "shift"), [(2, 1), (3, 0), pytest.param(8, 0, marks=pytest.mark.full)])
     def test_every_dtype(self, world_size: int, shift: int) -> None:
-        explanations = shared_ranks.run(targets.copies, world_size, shift, timeout_s=100)[0]
+        explanations = shared_ranks.run(targets.copies, world_size, shift, timeout_s=300)[0]
         assert all(": one_shot (chunks" in text or ": two_shot (chunks" in text for text in explanations), explanations
 
     @pytest.mark.full
@@ -23,16 +23,16 @@ class TestCopies:
 
     @pytest.mark.parametrize("world_size", [1, 3])
     def test_shapes(self, world_size: int) -> None:
-        shared_ranks.run(targets.shapes, world_size, timeout_s=60)
+        shared_ranks.run(targets.shapes, world_size, timeout_s=300)
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_reduce_has_the_bits_of_all_reduce(world_size: int) -> None:
-    assert set(shared_ranks.run(targets.reduces, world_size, timeout_s=60)) == {3 * 5 * 3}
+    assert set(shared_ranks.run(targets.reduces, world_size, timeout_s=300)) == {3 * 5 * 3}
 
 
 def test_bad_arguments() -> None:
-    for found in shared_ranks.run(targets.bad_arguments, 2, timeout_s=60):
+    for found in shared_ranks.run(targets.bad_arguments, 2, timeout_s=300):
         assert "root is a rank in 0..1, not 2" in found["root"]
         assert "divided among 2 ranks; its shape is [5]" in found["rows"]
         assert "x is a tensor on the root" in found["no x"]
@@ -48,7 +48,7 @@ def test_bad_arguments() -> None:
 
 
 def test_strided_tensors_are_copied_and_said_so_once_for_each_place() -> None:
-    for said in shared_ranks.run(targets.strided, 2, timeout_s=60):
+    for said in shared_ranks.run(targets.strided, 2, timeout_s=300):
         assert len(said) == 2, said
         assert said[0] == (
             "operation_targets.py: x is not contiguous (strides [1, 3]), so each such call copies it first"
@@ -58,19 +58,19 @@ def test_strided_tensors_are_copied_and_said_so_once_for_each_place() -> None:
 class TestSeveralAtOnce:
     @pytest.mark.parametrize("world_size", [2, 4])
     def test_batches_of_messages(self, world_size: int) -> None:
-        assert set(shared_ranks.run(targets.batches, world_size, timeout_s=60)) == {4 * 3 * (world_size - 1)}
+        assert set(shared_ranks.run(targets.batches, world_size, timeout_s=300)) == {4 * 3 * (world_size - 1)}
 
     def test_started_calls(self) -> None:
-        shared_ranks.run(targets.started, 2, timeout_s=60)
+        shared_ranks.run(targets.started, 2, timeout_s=300)
 
     def test_coalesced_calls(self) -> None:
-        shared_ranks.run(targets.coalesced, 3, timeout_s=60)
+        shared_ranks.run(targets.coalesced, 3, timeout_s=300)
 
 
 @pytest.mark.timing
 class TestFaults:
     def test_calls_that_differ(self) -> None:
-        for rank, found in enumerate(shotcast.spawn(targets.mismatches, 3, timeout_s=60)):
+        for rank, found in enumerate(shotcast.spawn(targets.mismatches, 3, timeout_s=300)):
             texts, differing, fields = zip(*found, strict=True)
             assert fields == (("root",), ("reduction",), ("op",), ("sizes",), ("op", "nbytes")), fields
             assert differing[3] == (0,)  # of the others, only headers that have come are compared
@@ -81,23 +81,23 @@ class TestFaults:
                 assert "rank 0: sends 3 of float32 to rank 1; rank 1: expects 2 from rank 0" in texts[3]
 
     def test_late_rank(self) -> None:
-        found = shotcast.spawn(targets.late_rank, 3, timeout_s=60)
+        found = shotcast.spawn(targets.late_rank, 3, timeout_s=300)
         ops = ["gather", "scatter", "reduce", "all_to_all_uneven"]
         assert found[0] == found[1] == [((2,), op) for op in ops]
 
     def test_batch(self) -> None:
-        found = shotcast.spawn(targets.batch_faults, 3, timeout_s=60)
+        found = shotcast.spawn(targets.batch_faults, 3, timeout_s=300)
         assert found[0][0] == ("recv", (1, 2))
         assert found[0][1] == ("send(float32, 20 B, one_shot, from rank 1)", (1,))
         assert found[2] == []
 
     def test_started_call_without_a_rank(self) -> None:
-        found = shotcast.spawn(targets.started_without_a_rank, 3, timeout_s=60)
+        found = shotcast.spawn(targets.started_without_a_rank, 3, timeout_s=300)
         assert [missing for _, missing in found[1:]] == [(0,)] * 2
-        assert max(took for took, _ in found) < 0.2
+        assert not any(over for over, _ in found), "a start does not wait"
 
     def test_killed_rank(self) -> None:
-        *found, killed = shotcast.spawn(targets.killed_rank, 3, timeout_s=60, return_exceptions=True)
+        *found, killed = shotcast.spawn(targets.killed_rank, 3, timeout_s=300, return_exceptions=True)
         assert isinstance(killed, shotcast.RankFailed)
         ops = ("gather", "scatter", "reduce", "all_to_all_uneven")
         for told in found:

@@ -122,7 +122,7 @@ def test_a_connection_that_ends_in_a_reset_is_no_rank_that_does() -> None:
 
 @pytest.mark.timing
 def test_an_idle_rank_hears_of_a_fault() -> None:
-    assert all(0.4 < took < 3 for took in interpreted(heard_while_idle, 2, 1, 2))
+    assert all(0.4 < took < 60 for took in interpreted(heard_while_idle, 2, 1, 2))
 
 
 @pytest.mark.timing
@@ -131,7 +131,7 @@ def test_a_killed_rank_of_another_host_is_named_at_once() -> None:
     assert isinstance(results[-1], shotcast.RankFailed)
     for fault, took in results[:-1]:
         assert (fault.kind, fault.ranks) == (wire.DEAD, (1,))
-        assert took < 3
+        assert took < 60  # of 300
 
 
 @pytest.mark.full

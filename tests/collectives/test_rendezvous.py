@@ -41,4 +41,4 @@ def test_gloo_takes_the_interface_that_was_chosen(
 @pytest.mark.parametrize("tasks", [None, "1"])
 def test_outside_a_job_a_communicator_has_one_rank(tasks: str | None) -> None:
     """Also in the step of one task in which Slurm runs an interactive shell."""
-    shotcast.spawn(targets.outside_a_job, 1, env={"SLURM_STEP_NUM_TASKS": tasks} if tasks else None, timeout_s=60)
+    shotcast.spawn(targets.outside_a_job, 1, env={"SLURM_STEP_NUM_TASKS": tasks} if tasks else None, timeout_s=300)

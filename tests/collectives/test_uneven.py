@@ -40,7 +40,7 @@ def check_differing(found: list[list[tuple[str, tuple[int, ...], tuple[str, ...]
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "vendor"])
 def test_sizes_are_no_calls_of_their_own(algorithm: str) -> None:
-    for remembered, _ in shotcast.spawn(targets.many_sizes, 2, algorithm, 20, timeout_s=60):
+    for remembered, _ in shotcast.spawn(targets.many_sizes, 2, algorithm, 20, timeout_s=300):
         assert remembered == 1
 
 
@@ -52,7 +52,7 @@ def test_sizes_are_arguments_of_kernels() -> None:
 
 @pytest.mark.timing
 def test_new_sizes_take_at_most_twice_as_long() -> None:
-    for _, (same, new) in shotcast.spawn(targets.many_sizes, 2, "one_shot", 500, timeout_s=60):
+    for _, (same, new) in shotcast.spawn(targets.many_sizes, 2, "one_shot", 500, timeout_s=300):
         assert new < 2 * same
 
 

@@ -20,32 +20,32 @@ from shotcast.wire import CallPlan, Op
 
 @pytest.mark.full
 def test_every_reduction_by_name() -> None:
-    shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=50)
+    shotcast.spawn(targets.reductions_by_gloo, 3, timeout_s=300)
 
 
 def test_reduction_is_part_of_the_key_of_a_call() -> None:
-    shotcast.spawn(targets.sums_and_maxima_in_turn, 2, timeout_s=50)
+    shotcast.spawn(targets.sums_and_maxima_in_turn, 2, timeout_s=300)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_operation_by_name(world_size: int) -> None:
-    shotcast.spawn(targets.vendor_serves_every_operation, world_size, timeout_s=50)
+    shotcast.spawn(targets.vendor_serves_every_operation, world_size, timeout_s=300)
 
 
 @pytest.mark.parametrize(("value", "calls"), [("1", 1), ("0", 0)])
 def test_comparison_of_calls_can_be_switched_off(value: str, calls: int) -> None:
     env = {"SHOTCAST_CHECK_VENDOR": value}
-    assert shotcast.spawn(targets.epochs_of_a_call_by_gloo, 2, env=env, timeout_s=50) == [calls] * 2
+    assert shotcast.spawn(targets.epochs_of_a_call_by_gloo, 2, env=env, timeout_s=300) == [calls] * 2
 
 
 def test_messages_need_their_two_ranks_alone() -> None:
     env = {"SHOTCAST_ALGORITHM": "vendor"}
-    assert shotcast.spawn(targets.messages_by_gloo, 3, 4, env=env, timeout_s=50) == [[0.0, 2.0, 4.0, 6.0], [], []]
+    assert shotcast.spawn(targets.messages_by_gloo, 3, 4, env=env, timeout_s=300) == [[0.0, 2.0, 4.0, 6.0], [], []]
 
 
 def test_messages_that_differ() -> None:
     env = {"SHOTCAST_ALGORITHM": "vendor"}
-    sender, receiver, other = shotcast.spawn(targets.different_messages_by_gloo, 3, env=env, timeout_s=50)
+    sender, receiver, other = shotcast.spawn(targets.different_messages_by_gloo, 3, env=env, timeout_s=300)
     assert isinstance(sender, shotcast.CollectiveMismatch)
     assert receiver.fields == ("dtype",)
     assert other is None
@@ -54,9 +54,9 @@ def test_messages_that_differ() -> None:
 @pytest.mark.parametrize("kernels", [{}, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}])
 def test_two_ranks_that_both_send_first_are_told(kernels: dict[str, str]) -> None:
     env = {"SHOTCAST_ALGORITHM": "vendor", **kernels}
-    results = shotcast.spawn(targets.crossed_messages_by_gloo, 2, env=env, timeout_s=100)
+    results = shotcast.spawn(targets.crossed_messages_by_gloo, 2, env=env, timeout_s=300)
     texts = [str(error) for error, _ in results]
-    assert max(took for _, took in results) < 15
+    assert max(took for _, took in results) < 60  # of 300
     # the rank that looks first stops the other, which may not have looked yet
     told = ["the answer to a send(float32, 16 B, vendor" in text for text in texts]
     assert any(told)
@@ -98,7 +98,7 @@ def test_nccl_connected_in_inference_mode_counts_calls_in_any_mode(monkeypatch: 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("env", [{}, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}], ids=str)
 def test_first_calls_in_inference_mode_serve_all_modes(env: dict[str, str]) -> None:
-    shotcast.spawn(targets.first_calls_in_inference_mode, 2, env=env, timeout_s=100)
+    shotcast.spawn(targets.first_calls_in_inference_mode, 2, env=env, timeout_s=300)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_first_calls_in_inference_mode_serve_all_modes(env: dict[str, str]) -> N
     ids=str,
 )
 def test_a_default_device_is_harmless(world_size: int, env: dict[str, str]) -> None:
-    shotcast.spawn(targets.calls_with_a_default_device, world_size, env=env, timeout_s=100)
+    shotcast.spawn(targets.calls_with_a_default_device, world_size, env=env, timeout_s=300)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "max", "bor", "prod", "min", "band"])

@@ -16,7 +16,7 @@ import shotcast
 
 
 def main(device: str, path: str) -> None:
-    comm = shotcast.Communicator(device=device, timeout_s=30)
+    comm = shotcast.Communicator(device=device, timeout_s=100)
     x = torch.ones(1000, device=comm.device)
     algorithm = "auto" if path == "own" else "vendor"
     for _ in range(2):

@@ -57,7 +57,7 @@ def _to_the_end(comm: shotcast.Communicator, sent: list[int], received: list[int
 def differing_sizes(device: str) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
     """Send another size than is expected: more or less, of a head or of chunks. Return what the rank is told."""
     found = []
-    with shotcast.Communicator(device=device, max_bytes=1 << 14, timeout_s=30) as comm:
+    with shotcast.Communicator(device=device, max_bytes=1 << 14, timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         for even, sent in ((2, 3), (3, 2), (9_000, 2), (2, 9_000)):
             mine = [sent if (rank, r) == (0, 1) else even for r in range(size)]
@@ -142,7 +142,7 @@ def host_times() -> tuple[int, list[float]]:
 
 def captured(most: int) -> None:
     """Capture an exchange in a graph, and replay it with other values between eager ones of other sizes."""
-    with shotcast.Communicator(device="cuda", timeout_s=30) as comm:
+    with shotcast.Communicator(device="cuda", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         for seed in range(4):
             rows = matrix_of(size, seed, most)

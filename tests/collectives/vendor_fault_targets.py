@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -16,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_matrix_targets import before_library
+from workers import await_call
 
 import shotcast
 from shotcast import Communicator
+from shotcast.collectives.vendor import blame
 from shotcast.collectives.vendor.gloo import GlooGroup
 from shotcast.collectives.vendor.interface import CallError
 from shotcast.launcher.process_watch import ProcessId
@@ -60,7 +63,7 @@ def calls_of(comm: Communicator) -> dict[str, Callable[[], Any]]:
 def late_for_each_operation(victim: int) -> dict[str, Outcome]:
     """Have the victim stay away from one call of each operation, and work again after a reset."""
     seen = {}
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         for name, call in calls_of(comm).items():
             comm.barrier()
             comm.set_timeout(0.5)
@@ -84,7 +87,7 @@ def late_for_each_operation(victim: int) -> dict[str, Outcome]:
 def different_calls(odd: int) -> list[Outcome]:
     """Have one rank make another call than the others; return each error."""
     seen = []
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=300) as comm:
         x = torch.ones(4 * comm.world_size)
         for usual, other in (
             (lambda: comm.all_reduce(x), lambda: comm.all_gather(x)),
@@ -100,7 +103,8 @@ def different_calls(odd: int) -> list[Outcome]:
 
 def meets_a_message(odd: int) -> Outcome | None:
     """Have one rank send a message to rank 0, which calls a collective as all others do."""
-    with Communicator(device="cpu", timeout_s=1) as comm:
+    blame._PATIENCE_S = 60.0  # ends when all have reported
+    with Communicator(device="cpu", timeout_s=3) as comm:
         x = torch.ones(4)
         return _outcome(lambda: comm.send(x, 0) if comm.rank == odd else comm.all_reduce(x))
 
@@ -109,6 +113,7 @@ def killed(victim: int) -> Outcome:
     """Kill the victim while the others wait for it, with ten minutes to the deadline."""
     comm = Communicator(device="cpu")
     comm.barrier()
+    blame._PATIENCE_S = 3.0  # for the reports of all others
     if comm.rank == victim:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -124,20 +129,34 @@ def killed_elsewhere(victim: int) -> Outcome:
         return killed(victim)
 
 
+def _in_the_library(comm: Communicator, act: Callable[[], object]) -> None:
+    """Act on another thread, once this one is in a call of the library."""
+
+    def act_then() -> None:
+        while comm._vendor._wait is None:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        act()
+
+    threading.Thread(target=act_then).start()
+
+
 def interrupted(victim: int) -> tuple[str, float, Outcome]:
     """Interrupt the victim, which waits for rank 0. Return what it saw, and what its next call raised."""
-    comm = Communicator(device="cpu", timeout_s=60)
+    comm = Communicator(device="cpu", timeout_s=300)
     comm.barrier()
-    if comm.rank == 0:
-        time.sleep(1.2)
-    elif comm.rank == victim:
-        threading.Timer(0.4, signal.raise_signal, (signal.SIGINT,)).start()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = comm._host.store("interrupted")
     begun, kind = time.monotonic(), ""
     try:
+        if comm.rank == 0:
+            store.wait(["over"], timedelta(seconds=100))
+        elif comm.rank == victim:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _in_the_library(comm, lambda: signal.raise_signal(signal.SIGINT))
         comm.all_reduce(torch.ones(5))
     except KeyboardInterrupt:
         kind = "KeyboardInterrupt"
+        store.set("over", "")
     except shotcast.CollectiveTimeout as error:
         kind = f"{error.reason} {error.missing}"
     took = time.monotonic() - begun
@@ -154,15 +173,16 @@ def ended_by_a_handler() -> tuple[str, float]:
     def give_up(*_: object) -> None:
         raise TimeoutError
 
-    with Communicator(device="cpu", timeout_s=60) as comm:
+    with Communicator(device="cpu", timeout_s=300) as comm:
         x = torch.ones(5).int()
         comm.all_reduce(x, algorithm="vendor")
+        store = comm._host.store("ended")
         comm._host.barrier()
-        if comm.rank == 0:
-            time.sleep(1.2)
-        else:
+        if comm.rank == 1:
             signal.signal(signal.SIGALRM, give_up)
-            signal.setitimer(signal.ITIMER_REAL, 0.4)
+            _in_the_library(comm, lambda: signal.raise_signal(signal.SIGALRM))
+        else:
+            store.wait(["over"], timedelta(seconds=100))
         begun = time.monotonic()
         if comm.rank == 0:
             with contextlib.suppress(shotcast.CollectiveTimeout):
@@ -170,6 +190,8 @@ def ended_by_a_handler() -> tuple[str, float]:
         with pytest.raises((TimeoutError, shotcast.CollectiveTimeout)) as caught:
             comm.all_reduce(x, algorithm="vendor")
         took = time.monotonic() - begun
+        if comm.rank == 1:
+            store.set("over", "")
         comm.reset()
         assert comm.all_reduce(x).tolist() == [2] * 5
         error = caught.value
@@ -178,7 +200,7 @@ def ended_by_a_handler() -> tuple[str, float]:
 
 def stopped_inside(victim: int) -> Outcome | None:
     """Stop the victim after all have begun a call, within the library, for longer than the deadline."""
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.ones(100_000)
         comm.all_reduce(x, algorithm="vendor")
         pids = comm._host.all_gather(os.getpid())
@@ -207,7 +229,7 @@ def stopped_inside(victim: int) -> Outcome | None:
 
 def kernels_behind_the_library(victim: int) -> tuple[list[Outcome], bool]:
     """Be late inside the library. Return what calls and checks raised, and whether native kernels were stopped."""
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         x = torch.ones(100)
         comm.all_reduce(x, algorithm="vendor")
         comm.set_timeout(0.6)
@@ -229,12 +251,18 @@ def kernels_behind_the_library(victim: int) -> tuple[list[Outcome], bool]:
 
 def interrupted_kernel() -> tuple[Outcome | None, str]:
     """Interrupt a kernel that waits for rank 1. Return what rank 0 saw."""
-    with Communicator(device="cpu", timeout_s=60) as comm:
+    with Communicator(device="cpu", timeout_s=300) as comm:
         x = torch.ones(100)
         comm.all_reduce(x, algorithm="one_shot")
         seen = None
         if comm.rank == 0:
-            threading.Timer(0.4, comm._interrupt).start()
+            epoch = comm._executor.epoch + 1
+
+            def interrupt() -> None:
+                await_call(comm, 0, epoch)
+                comm._interrupt()
+
+            threading.Thread(target=interrupt).start()
             seen = _outcome(lambda: comm.all_reduce(x, algorithm="one_shot"))
         comm._host.barrier()
         return seen, type(comm._executor).__name__
@@ -242,7 +270,7 @@ def interrupted_kernel() -> tuple[Outcome | None, str]:
 
 def a_fault_that_comes_during_a_check() -> Outcome:
     """Let a fault of kernels arrive once the library has stopped for it, in the middle of a check."""
-    with Communicator(device="cpu", timeout_s=20) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         executor, vendor = comm._executor, comm._vendor
         assert executor is not None
 
@@ -259,24 +287,25 @@ def a_fault_that_comes_during_a_check() -> Outcome:
 
 def absent_at_the_connection(victim: int) -> Outcome | None:
     """Let calls not be compared, so that the first one is also the first sign of a rank that stays away."""
-    with contextlib.suppress(shotcast.ClosedError), Communicator(device="cpu", timeout_s=0.5) as comm:
-        if comm.rank == victim:
-            time.sleep(1.2)
-            return None
-        return _outcome(lambda: comm.all_reduce(torch.ones(3), algorithm="vendor"))
-    return None
+    blame._PATIENCE_S = 2.0  # for the report of the other rank that is there
+    seen = None
+    with contextlib.suppress(shotcast.ClosedError), Communicator(device="cpu", timeout_s=2) as comm:
+        if comm.rank != victim:
+            seen = _outcome(lambda: comm.all_reduce(torch.ones(3), algorithm="vendor"))
+        comm._host.barrier()
+    return seen
 
 
 def connect_crosswise() -> list[str]:
     """Connect two groups by Gloo on two threads, in another order on each rank. Return what went wrong."""
     wrong, groups = [], []
-    with Communicator(device="cpu", timeout_s=30) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         store = comm._host.store("crosswise")
         names = ["first", "second"] if comm.rank == 0 else ["second", "first"]
 
         def connect(name: str) -> None:
             try:
-                groups.append(GlooGroup(dist.PrefixStore(name, store), comm.rank, 2, 1.0, 5.0, lambda: None))
+                groups.append(GlooGroup(dist.PrefixStore(name, store), comm.rank, 2, 1.0, 100.0, lambda: None))
             except CallError as error:
                 wrong.append(f"{name}: {error}")
 
@@ -294,12 +323,12 @@ def connect_crosswise() -> list[str]:
 
 def hear_of_a_failure() -> tuple[int, int]:
     """Let rank 0 say that a call of it failed. Return what this rank has heard before and then."""
-    with Communicator(device="cpu", timeout_s=30) as comm:
+    with Communicator(device="cpu", timeout_s=100) as comm:
         before = comm._peers.alarmed
         comm._host.barrier()
         if comm.rank == 0:
             comm._peers.alarm(3)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while comm.rank == 1 and comm._peers.alarmed < 0 and time.monotonic() < until:
             time.sleep(0.005)
         comm._host.barrier()

@@ -148,7 +148,7 @@ def waiting_messages(device: str, rounds: int) -> int:
     Return the number of messages that arrived at this rank.
     """
     done = 0
-    with shotcast.Communicator(device=device, timeout_s=20, max_bytes=1 << 18) as comm:
+    with shotcast.Communicator(device=device, timeout_s=100, max_bytes=1 << 18) as comm:
         rank, size = comm.rank, comm.world_size
         other = rank ^ 1
         for number in range(rounds):
@@ -277,6 +277,14 @@ def settle(comm: shotcast.Communicator) -> None:
     comm.check()
 
 
+def await_call(comm: shotcast.Communicator, rank: int, epoch: int | None = None) -> None:
+    """Wait until a rank is in a call of all ranks, the next of this rank or ``epoch``, which is compiled already."""
+    assert comm._executor is not None
+    epoch = comm._executor.epoch + 1 if epoch is None else epoch
+    while comm._executor.headers(epoch)[rank] is None:
+        time.sleep(0.01)
+
+
 def failing_call(
     comm: shotcast.Communicator, algorithm: str, count: int = 4096
 ) -> tuple[BaseException | None, float, bool]:
@@ -302,8 +310,9 @@ def warm(comm: shotcast.Communicator, algorithm: str, count: int = 4096) -> None
 
 def killed(device: str, algorithm: str, victim: int, signum: int, timeout_s: float) -> dict[str, Any]:
     """Send signal ``signum`` to rank ``victim`` while the others make a call. Return what each survivor saw."""
-    comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18)
+    comm = shotcast.Communicator(device=device, timeout_s=100, max_bytes=1 << 18)
     warm(comm, algorithm)
+    comm.set_timeout(timeout_s)
     processes = comm._host.all_gather(os.getpid())
     if comm.rank == victim:
         os.kill(os.getpid(), signum)
@@ -328,13 +337,18 @@ def killed(device: str, algorithm: str, victim: int, signum: int, timeout_s: flo
 
 
 def late_then_reset(device: str, algorithm: str, late: int, timeout_s: float) -> dict[str, Any]:
-    """Bring rank ``late`` after the deadline, reset all ranks, and check that results are right again."""
-    with shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18) as comm:
+    """Bring rank ``late`` after the deadline of the others, reset all, and check that results are right again."""
+    with shotcast.Communicator(device=device, timeout_s=100, max_bytes=1 << 18) as comm:
         warm(comm, algorithm)
         comm._host.barrier()
         if comm.rank == late:
-            time.sleep(timeout_s + 1.5)
-        error, took, nan = failing_call(comm, algorithm)
+            comm._host.barrier()  # the others have given up
+            error, took, nan = failing_call(comm, algorithm)
+        else:
+            comm.set_timeout(timeout_s)
+            error, took, nan = failing_call(comm, algorithm)
+            comm.set_timeout(100)
+            comm._host.barrier()
         comm.reset()
         comm.check()
         xs = inputs(1000, torch.bfloat16, comm.world_size, 3, comm.device)

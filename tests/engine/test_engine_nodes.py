@@ -42,13 +42,13 @@ def greedy(length: int) -> SamplingParams:
 
 def options(tensor: int, stages: int, **others: Any) -> dict[str, Any]:
     layout = {"tensor_parallel": tensor, "pipeline_parallel": stages, "device": "cpu", "max_model_len": 256}
-    return layout | {"timeout_s": 20.0} | others
+    return layout | {"timeout_s": 100.0} | others
 
 
 def codes(others: RankGroup) -> list[Any]:
-    wait_for_reports(others.ranks, time.monotonic() + 60, stop_at_failure=False)
+    wait_for_reports(others.ranks, time.monotonic() + 300, stop_at_failure=False)
     for rank in others.ranks:
-        rank.process.join(60)
+        rank.process.join(300)
     return [rank.value if rank.succeeded else rank.process.exitcode for rank in others.ranks]
 
 
@@ -97,12 +97,12 @@ def test_a_killed_rank_of_another_host_is_named(
         os.kill(others.pids[2], signal.SIGKILL)
         started = time.monotonic()
         while llm._client.dead is None:
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 50
             time.sleep(0.01)
         with pytest.raises(EngineDead, match=r"rank 3 failed: host .*: its process ended, or its host"):
             list(stream) if running else llm.generate([[1]])
         assert codes(others) == [1, 1, -signal.SIGKILL]
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 90  # of 100
     errors = capfd.readouterr().err
     assert "rank 1 ends: rank 3 failed" in errors
     assert "rank 2 ends: rank 3 failed" in errors

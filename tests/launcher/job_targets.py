@@ -39,7 +39,7 @@ def work(behaviour: str, folder: str) -> str:
     if folder:
         Path(folder, f"begun{job.rank}").touch()
     if behaviour == "stuck":
-        time.sleep(60)
+        time.sleep(600)
     if behaviour == "raises":
         raise ZeroDivisionError("by zero")
     if behaviour == "signals":

@@ -45,12 +45,12 @@ def leaves_a_child(marker: str) -> None:
     """Rank 0 dies at once, but a process that it forked lives until ``marker`` is gone."""
     if os.environ["RANK"] == "0":
         if os.fork() == 0:
-            end = time.monotonic() + 30
+            end = time.monotonic() + 600
             while os.path.exists(marker) and time.monotonic() < end:
                 time.sleep(0.02)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def waits_for(marker: str) -> str:
@@ -88,6 +88,7 @@ def big_tensor(count: int) -> torch.Tensor:
 def one_raises(culprit: int) -> None:
     """One rank raises; the others wait for it, and fail because it is gone."""
     dist.init_process_group("gloo")
+    dist.barrier()  # Gloo may still be connecting to a rank that has ended
     if dist.get_rank() == culprit:
         raise ValueError("the culprit's own words")
     dist.barrier()
@@ -133,7 +134,7 @@ def one_exits(culprit: int, how: str) -> str:
         if how == "sys.exit":
             sys.exit(3)
         os._exit(3)
-    time.sleep(60)
+    time.sleep(600)
     return "unreachable"
 
 

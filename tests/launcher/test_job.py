@@ -42,7 +42,7 @@ def failure_of(found: JobLeader) -> RankFailed | None:
 
 
 def wait_until_begun(folder: Path, ranks: int) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while len(list(folder.iterdir())) < ranks:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -50,9 +50,9 @@ def wait_until_begun(folder: Path, ranks: int) -> None:
 
 def results(others: RankGroup) -> list[Any]:
     """Return what each process returned, or the code with which it exited."""
-    wait_for_reports(others.ranks, time.monotonic() + 60, stop_at_failure=False)
+    wait_for_reports(others.ranks, time.monotonic() + 300, stop_at_failure=False)
     for rank in others.ranks:
-        rank.process.join(60)
+        rank.process.join(300)
     return [rank.value if rank.succeeded else rank.process.exitcode for rank in others.ranks]
 
 
@@ -131,7 +131,7 @@ def test_a_killed_rank_is_named_and_ends_one_that_is_stuck(
         assert failure is not None
         assert str(failure) == f"rank 2 failed\nhost {HOST}: its process ended, or its host cannot be reached"
         assert results(others) == [1, -signal.SIGKILL]
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 200  # of 600
     assert "rank 1 ends: rank 2 failed" in capfd.readouterr().err
 
 

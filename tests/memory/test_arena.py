@@ -90,9 +90,9 @@ class Group:
 
     def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
         self.meeting.values[self.rank] = value
-        self.meeting.barrier.wait(20)
+        self.meeting.barrier.wait(100)
         values = list(self.meeting.values)
-        self.meeting.barrier.wait(20)
+        self.meeting.barrier.wait(100)
         return values
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -419,7 +419,7 @@ def test_a_rank_that_does_not_come_leaves_nothing_reserved(machine: Machine) -> 
 
 
 def test_a_forked_child_has_arenas_of_its_own() -> None:
-    assert run_ranks(1, forked, timeout_s=20) == [(True, {})]
+    assert run_ranks(1, forked, timeout_s=200) == [(True, {})]
 
 
 def forked(group: Any) -> tuple[bool, dict[str, Held]]:
@@ -427,7 +427,7 @@ def forked(group: Any) -> tuple[bool, dict[str, Held]]:
 
 
 def test_leases_of_shared_memory_between_processes() -> None:
-    assert run_ranks(3, lease_and_close, 12, timeout_s=60) == [12, 12, 12]
+    assert run_ranks(3, lease_and_close, 12, timeout_s=200) == [12, 12, 12]
 
 
 def lease_and_close(group: Any, turns: int) -> int:
@@ -533,7 +533,7 @@ def _no_overlap(machine: Machine, living: list[dict[int, Lease]]) -> None:
 
 
 def test_processes_say_what_they_hold() -> None:
-    with_first, with_second = run_ranks(2, hold, timeout_s=60)
+    with_first, with_second = run_ranks(2, hold, timeout_s=200)
     assert with_first == with_second
     (first, second), nothing = with_first
     assert first == second == {"cpu": Held(3 * PAGE, 3 * PAGE)}

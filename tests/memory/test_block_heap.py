@@ -146,7 +146,7 @@ def test_blocks_grow_and_a_long_tensor_has_its_own(heaps: Heaps) -> None:
 
 
 def test_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(block_heap, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(block_heap, "_PATIENCE_S", 1.0)
     made = Heaps()
     made.mail.deaf = {2}
     before = len(os.listdir("/proc/self/fd"))

@@ -87,7 +87,7 @@ class Library:
         assert not self.initialised
         self._do("initialise")
         self.job.sets.setdefault(unique_id, {})[pe] = self
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while len(self.job.sets[unique_id]) < pes:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -132,9 +132,9 @@ class Group:
 
     def all_gather(self, value: Any, timeout_s: float | None = None) -> list[Any]:
         self.meeting.values[self.rank] = value
-        self.meeting.barrier.wait(20)
+        self.meeting.barrier.wait(100)
         values = list(self.meeting.values)
-        self.meeting.barrier.wait(20)
+        self.meeting.barrier.wait(100)
         return values
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -289,7 +289,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_names_it(job: Job, what: str) -
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_rank_that_does_not_take_part_ends_the_wait(job: Job, monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
     job.lease([0, 1], PAGE)
-    monkeypatch.setattr(nvshmem, "_DEADLINE_S", 60 if gone else 0.3)
+    monkeypatch.setattr(nvshmem, "_DEADLINE_S", 600 if gone else 0.3)
     monkeypatch.setattr(nvshmem, "_QUIET_S", 0.1)
     for library in job.libraries[:2]:
         library.hangs = "allocate"
@@ -300,7 +300,7 @@ def test_a_rank_that_does_not_take_part_ends_the_wait(job: Job, monkeypatch: pyt
 
     began = time.monotonic()
     error = job.together([0, 1], lease)[0]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert isinstance(error, CollectiveTimeout)
     assert (error.missing, error.reason) == (((1,), "dead") if gone else ((), "late"))
     for refused in job.lease([0, 1], PAGE):

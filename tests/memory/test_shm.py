@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import mmap
+import multiprocessing
 import os
 import signal
 import stat
@@ -158,16 +159,17 @@ def test_sizes_that_cannot_be(directory):
     run_ranks(2, check_too_large, directory)
 
 
-def check_killed(group, directory):
+def check_killed(group, swept):
     """Rank 1 dies after its segment exists and before the others have mapped it."""
 
     class Dying(LocalGroup):
         def all_gather(self, value, timeout_s=None):
             if self.rank == 1:
                 # Not before the other has swept, or it would sweep this one.
-                time.sleep(0.3)
+                assert swept.wait(60)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super().all_gather(value, 5.0)
+            swept.set()
+            return super().all_gather(value, 60.0)
 
     with pytest.raises(CollectiveTimeout):
         ShmBuffer(Dying(group.rank, group.world_size, group._pipes), 4096)
@@ -179,7 +181,7 @@ def check_alone(group):
 
 
 def test_killed_during_rendezvous_is_swept_by_the_next(directory):
-    assert run_ranks(2, check_killed, directory, mortal=True) == ["raised", DEAD]
+    assert run_ranks(2, check_killed, multiprocessing.get_context("fork").Event(), mortal=True) == ["raised", DEAD]
     assert len(list(directory.iterdir())) == 1
     run_ranks(1, check_alone)
     assert not list(directory.iterdir())

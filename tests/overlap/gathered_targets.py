@@ -291,7 +291,7 @@ def absent(device: str, timeout_s: float) -> dict[str, Any]:
 
 def refused() -> None:
     """Make calls by every way that are refused before anything is sent."""
-    with shotcast.Communicator(device="cpu", max_bytes=1 << 20, timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 20, timeout_s=100) as comm:
         rows, weight = torch.ones(32, 64).bfloat16(), torch.ones(64, 32).bfloat16()
         for way in ("auto", "fused", "sequential"):
 
@@ -315,7 +315,7 @@ def refused() -> None:
 def other_order() -> bool:
     """Have rank 1 walk through tiles in another order, which concerns no other rank; return whether bits are right."""
     case = Case(48, 32, (96,), config=SMALL)
-    with shotcast.Communicator(device="cpu", max_bytes=1 << 20, timeout_s=20) as comm:
+    with shotcast.Communicator(device="cpu", max_bytes=1 << 20, timeout_s=100) as comm:
         shards, weights = operands(case, comm.world_size, 0, comm.device)
         wanted = plain(comm, shards[comm.rank], weights[0], case)
         config = replace(SMALL, group=1 + 2 * comm.rank)
@@ -329,7 +329,7 @@ def other_order() -> bool:
 
 def different_weights(device: str) -> str:
     """Gather rows of another length on rank 1. Return the error of this rank."""
-    with shotcast.Communicator(device=device, max_bytes=1 << 20, timeout_s=20) as comm:
+    with shotcast.Communicator(device=device, max_bytes=1 << 20, timeout_s=100) as comm:
         rows = torch.ones(32, 64 + 16 * comm.rank, device=comm.device).bfloat16()
         try:
             all_gather_matmul(comm, rows, rows.t(), way="fused", config=SMALL, sms=2)

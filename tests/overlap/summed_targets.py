@@ -131,7 +131,7 @@ def failing(device: str, kind: str) -> dict[str, Any]:
         other = replace(config, group=config.group + 1)
     case = Case("matmul_all_reduce", 64, 32, 32)
     found: dict[str, Any] = {}
-    with shotcast.Communicator(device=device, timeout_s=2 if kind == "late" else 20, exclusive=True) as comm:
+    with shotcast.Communicator(device=device, timeout_s=2 if kind == "late" else 300, exclusive=True) as comm:
         a, b = operands(case, comm.rank, comm.device)
         out = matmul_all_reduce(comm, a, b, way="fused", config=config)
         if device == "cuda":
@@ -405,7 +405,7 @@ def chosen(device: str) -> dict[str, Any]:
 def stopped(victim: int) -> dict[str, Any]:
     """Have a rank end between calls; return what the others get, and how soon."""
     case = Case("matmul_reduce_scatter", 1024, 1024, 512, config=None)
-    with shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True) as comm:
+    with shotcast.Communicator(device="cuda", timeout_s=100, exclusive=True) as comm:
         a, b = operands(case, comm.rank, comm.device)
         matmul_reduce_scatter(comm, a, b, way="fused")
         torch.cuda.synchronize()

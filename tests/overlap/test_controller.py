@@ -193,7 +193,7 @@ def test_both_lanes_run_at_once() -> None:
     meeting = threading.Barrier(2)
     plan = Schedule((Compute("a"), Communicate("b")))
     with threads() as controller:
-        controller.run(plan, {"a": lambda: meeting.wait(10)}, {"b": lambda comm: meeting.wait(10)})
+        controller.run(plan, {"a": lambda: meeting.wait(100)}, {"b": lambda comm: meeting.wait(100)})
 
 
 def test_results_come_back_by_name() -> None:
@@ -211,17 +211,21 @@ def test_a_timeline_has_the_times_of_all_steps() -> None:
         time.sleep(0.02)
 
     works = {step.name: sleep for step in plan.steps}
-    with threads() as controller:
-        _, timeline = controller.timed(plan, works, works)
-    spans = {span.name: span for span in timeline.spans}
+    for _ in range(20):
+        with threads() as controller:
+            _, timeline = controller.timed(plan, works, works)
+        spans = {span.name: span for span in timeline.spans}
+        together = timeline.compute_us + timeline.communication_us - timeline.hidden_us
+        if spans["communicate 0"].begin_us < spans["compute 1"].end_us and timeline.total_us <= together + 20_000:
+            break  # a busy machine may keep a lane from beginning, and leave gaps between steps
+    else:
+        pytest.fail("no step of communication ran beside one of computation, or there were gaps")
     assert {span.lane for span in timeline.spans} == {0, 1}
     assert all(span.us >= 19_000 for span in spans.values())
     assert spans["communicate 0"].begin_us >= spans["compute 0"].end_us
-    assert spans["communicate 0"].begin_us < spans["compute 1"].end_us
     assert min(span.begin_us for span in timeline.spans) == 0
     assert timeline.compute_us >= 38_000
     assert 0 < timeline.hidden_us <= timeline.communication_us
-    assert timeline.total_us <= timeline.compute_us + timeline.communication_us - timeline.hidden_us + 20_000
 
 
 @pytest.mark.parametrize("at", ["compute 0", "communicate 0", "compute 1", "communicate 1"])
@@ -290,7 +294,7 @@ def test_threads_end_with_their_lanes() -> None:
         started = set(threading.enumerate()) - before
         assert len(started) == 3
     for thread in started:
-        thread.join(10)
+        thread.join(100)
         assert not thread.is_alive()
 
 

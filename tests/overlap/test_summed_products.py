@@ -160,7 +160,7 @@ def test_ranks_that_make_other_calls_differ(kind: str, fields: tuple[str, ...]) 
         assert isinstance(found["error"], shotcast.CollectiveMismatch), found
         assert set(fields) <= set(found["error"].fields), found["error"]
         assert "matmul_all_reduce(bfloat16, " in str(found["error"])
-        assert found["took"] < 5
+        assert found["took"] < 60  # of 300
         assert found["again"] is shotcast.CollectiveMismatch
 
 
@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         assert isinstance(error, shotcast.CollectiveTimeout)
         assert (error.missing, error.op) == ((1,), "matmul_all_reduce")
         assert found[rank]["nan"]
-        assert found[rank]["took"] < 5
+        assert found[rank]["took"] < 60
 
 
 # -- which way --------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_the_first_call_measures_and_chooses() -> None:
 
 
 def test_ways_of_cpu_ranks_have_equal_bits() -> None:
-    results = shared_ranks.run(threads, 2, timeout_s=100)
+    results = shared_ranks.run(threads, 2, timeout_s=300)
     pairs = [operands(Case("matmul_reduce_scatter", 520, 48, 40, torch.float32), rank, "cpu") for rank in range(2)]
     exact = sum(a.double() @ b.double() for a, b in pairs).chunk(2)
     for rank, found in enumerate(results):
@@ -243,7 +243,7 @@ def test_ways_of_cpu_ranks_have_equal_bits() -> None:
 @pytest.mark.full
 def test_ways_are_compared_only_where_sums_have_one_order() -> None:
     """Let a library sum whose order depends on the size: no way is left out because its bits differ."""
-    for found in shared_ranks.run(chosen_beside_the_library, 3, timeout_s=100, env={"SHOTCAST_ALGORITHM": "vendor"}):
+    for found in shared_ranks.run(chosen_beside_the_library, 3, timeout_s=300, env={"SHOTCAST_ALGORITHM": "vendor"}):
         for by_library, decision in found.values():
             assert by_library
             assert set(decision["median_us"]) == {"sequential", "plain"}
@@ -251,7 +251,7 @@ def test_ways_are_compared_only_where_sums_have_one_order() -> None:
 
 
 def test_a_decision_serves_about_so_many_rows() -> None:
-    for found in shared_ranks.run(measured, 2, timeout_s=100):
+    for found in shared_ranks.run(measured, 2, timeout_s=300):
         assert (found["calls"], found["all"]) == (1, 2)
         assert found["layer"] == {("forward", 1024, torch.float32): found["last"]}
         assert set(found["explained"].median_us) == {"sequential", "plain"}
@@ -273,13 +273,13 @@ def test_autograd_sees_what_is_written() -> None:
 
 
 def test_autograd_sees_what_cpu_ranks_write() -> None:
-    shared_ranks.run(outputs_that_autograd_knows, 2, "plain", timeout_s=60)
-    for found in shared_ranks.run(outputs_that_autograd_knows, 2, "sequential", timeout_s=60):
+    shared_ranks.run(outputs_that_autograd_knows, 2, "plain", timeout_s=300)
+    for found in shared_ranks.run(outputs_that_autograd_knows, 2, "sequential", timeout_s=300):
         assert found == dict.fromkeys(CALLS, 0)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
-    shared_ranks.run(refusals, 2, timeout_s=60)
+    shared_ranks.run(refusals, 2, timeout_s=300)
 
 
 tiles = st.sampled_from((16, 32, 64, 128, 256))

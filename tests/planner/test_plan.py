@@ -235,7 +235,7 @@ def test_the_command_can_be_run_as_it_stands() -> None:
 def test_a_thousand_gpus_take_a_minute_at_most() -> None:
     began = time.process_time()
     found = planned(quantization="", where="h200x4", gpus=1024, target="latency")
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 60
     assert found.best is not None
     assert report.command(found).startswith("torchrun --nnodes ")
     assert found.refused["32x32"] == "sums of 32 GPUs: own kernels serve up to 16 of them on several nodes"

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from group_targets import backend, values
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ShotcastError
 from shotcast.process_group import counts, torch_private
 
+LONG_S = 300.0
+"""A deadline that a test does not wait for."""
 Ends = list[tuple[str, tuple[int, ...], str]]
 
 
@@ -33,7 +36,7 @@ def caught(call: Any) -> tuple[str, tuple[int, ...], str]:
 
 def killed(when: str) -> tuple[Ends, float]:
     """Kill rank 1 and return what the others learn, and when; ``when`` says what rank 1 has done before."""
-    with backend(60.0) as (rank, _):
+    with backend(LONG_S) as (rank, _):
         x = values(rank)
         if when != "first":
             dist.all_reduce(x)
@@ -64,7 +67,7 @@ def killed(when: str) -> tuple[Ends, float]:
 
 def killed_in_ddp() -> str:
     """Kill rank 1 in the second backward; return the error of the others."""
-    with backend(60.0) as (rank, _):
+    with backend(LONG_S) as (rank, _):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
         model(torch.ones(2, 8)).sum().backward()
         if rank == 1:
@@ -79,8 +82,6 @@ def killed_in_ddp() -> str:
 def late_and_different() -> tuple[Ends, Ends]:
     """Leave rank 1 out of a call, then make calls that differ, each in a group of its own."""
     with backend(30.0) as (rank, _):
-        from datetime import timedelta
-
         late = dist.new_group(timeout=timedelta(seconds=0.5))
         dist.barrier(late)
         first = []
@@ -95,7 +96,7 @@ def late_and_different() -> tuple[Ends, Ends]:
         second = [caught(lambda: dist.all_reduce(torch.zeros(4 + rank), group=different))]
         begun = time.monotonic()
         second.append(caught(lambda: dist.barrier(different)))
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15  # of 30
         dist.barrier()
         sizes = dist.new_group()
         x, parts = torch.ones(4), [2, 2] if rank else None
@@ -107,8 +108,6 @@ def late_and_different() -> tuple[Ends, Ends]:
 
 def limits() -> None:
     """Wait for calls with limits of their own."""
-    from datetime import timedelta
-
     with backend(30.0) as (rank, _):
         dist.barrier()
         if rank == 0:
@@ -145,8 +144,9 @@ def limits() -> None:
 def pending() -> float:
     """Destroy the group while a call of rank 0 waits for rank 1, which never comes; return how long that took."""
     begun = 0.0
-    with backend(1.0) as (rank, _):
+    with backend() as (rank, _):
         dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # for the call: to connect may take longer
         if rank == 0:
             dist.all_reduce(values(0), async_op=True)
         begun = time.monotonic()
@@ -156,31 +156,40 @@ def pending() -> float:
 def aborted() -> list[tuple[Ends, float]]:
     """Abort groups from another thread while rank 0 waits; return what its calls raise and how long the abort took."""
     found = []
-    with backend(25.0) as (rank, _):
+    with backend(LONG_S) as (rank, _):
         dist.barrier()
         for when in ("first", "synchronous", "asynchronous"):
             group, ends = dist.new_group(), []
-            if when != "first":
+            if when == "synchronous":
+                dist.all_reduce(values(rank), group=group)
+            elif when == "asynchronous":  # its sum is the first, for which ranks meet in the store
                 dist.barrier(group)
             if rank > 0:
                 continue
+            comm = group._on_cpu.comm
+            epoch = comm._executor.epoch if when == "synchronous" else 0
             begun = threading.Event()
             took: list[float] = []
 
-            def abort(group: Any = group, begun: Any = begun, took: list[float] = took) -> None:
+            def abort(
+                group: Any = group, begun: Any = begun, comm: Any = comm, epoch: int = epoch, took: list[float] = took
+            ) -> None:
                 begun.wait()
                 time.sleep(0.2)
+                while epoch and comm._executor.headers(epoch + 1)[0] is None:
+                    time.sleep(0.01)
                 before = time.monotonic()
                 group.abort()
                 took.append(time.monotonic() - before)
 
             thread = threading.Thread(target=abort)
             thread.start()
-            begun.set()
             if when == "asynchronous":
                 works = [dist.all_reduce(values(0), group=group, async_op=True) for _ in range(2)]
+                begun.set()
                 ends += [caught(work.wait) for work in works]
             else:
+                begun.set()
                 ends.append(caught(lambda group=group: dist.all_reduce(values(0), group=group)))
             thread.join()
             ends.append(caught(lambda group=group: dist.all_reduce(values(0), group=group)))
@@ -276,8 +285,6 @@ def subgroups() -> dict[str, Any]:
     """Kill rank 2 of the job in a group of ranks 1 and 2; return what rank 1 learns in that group and in a split."""
     found: dict[str, Any] = {}
     with backend(60.0) as (rank, _):
-        from datetime import timedelta
-
         import shotcast.process_group as ours
 
         group = dist.new_group([1, 2], group_desc="tp")
@@ -315,7 +322,7 @@ def _error_of(call: Any) -> BaseException:
 def left() -> dict[str, Any]:
     """Have rank 1 leave groups, and live on; return what the others learn, and when."""
     found: dict[str, Any] = {}
-    with backend(60.0) as (rank, _):
+    with backend(LONG_S) as (rank, _):
         groups = {when: dist.new_group() for when in ("after a call", "before any call")}
         store = dist.distributed_c10d._get_default_store()
         x = torch.ones(4)

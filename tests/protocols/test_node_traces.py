@@ -89,7 +89,7 @@ def in_circumstances(exchange: str, **others: Any) -> Circumstances:
 def run(group: Group, calls: Sequence[TracedCall], circumstances: Circumstances) -> list[list[Event]]:
     plans: list[CallPlan | None] = [each.plan for each in calls]
     env = {**GPU_COLLECTIVES, "SHOTCAST_RANKS_PER_NODE": str(group.local)}
-    return interpret(traced, group.ranks, [plans] * group.ranks, circumstances, env=env, timeout_s=120)
+    return interpret(traced, group.ranks, [plans] * group.ranks, circumstances, env=env, timeout_s=300)
 
 
 def sequence(group: Group, exchange: str) -> list[TracedCall]:

@@ -442,7 +442,7 @@ def test_a_hundred_streams_at_once() -> None:
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_of_them() -> list[str]:
-        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=30)
+        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=100)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
             tasks = [asyncio.create_task(one(client, number)) for number in range(100)]
             while engine.running < 100:

@@ -77,7 +77,7 @@ def served(folder: Path) -> Iterator[str]:
             yield found[0]
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=300)
 
 
 class Meeting(BaseModel):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_server import MAX_LAG_S, Live, live, loop_lag
+from live_server import Live, live, loop_lag, max_lag_s
 from scripted_engine import NOTHING, ScriptedEngine
 
 from shotcast.hardware.detect import detect
@@ -190,7 +190,7 @@ class Fuzzed:
 
     def __init__(self, server: Live):
         self.server = server
-        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=100)
         self.seeds: set[int] = set()
         self.bodies: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
@@ -210,15 +210,15 @@ class Fuzzed:
     def check(self, path: str, raw: bytes, kind: str) -> None:
         """Post a body; require a well-formed result or error, and an event loop that goes on."""
         lags = []
-        for _ in range(4):  # another process may be the reason, so a long lag is measured again, and the least counts
+        for _ in range(10):  # another process may be the reason, so a long lag is measured again, and the least counts
             with loop_lag(self.server) as lag:
                 response, content = self.post(path, raw)
             lags.append(lag.max_s)
-            if lag.max_s < MAX_LAG_S / 4:
+            if lag.max_s < max_lag_s() / 4 or (len(lags) > 3 and min(lags) < max_lag_s()):
                 break
         self.lags_ms.append(min(lags) * 1e3)
         self.measured_again += len(lags) > 1
-        assert min(lags) < MAX_LAG_S, (lags, raw[:300])
+        assert min(lags) < max_lag_s(), (lags, raw[:300])
         self.statuses[response.status] += 1
         assert response.status == 200 or 400 <= response.status < 500, (response.status, content, raw)
         if response.status == 200 and response.headers["content-type"].startswith("text/event-stream"):
@@ -256,7 +256,7 @@ class Fuzzed:
             "statuses": dict(sorted(self.statuses.items())),
             "refused_for": dict(self.refused.most_common()),
             "lag_ms": {
-                "limit": MAX_LAG_S * 1e3,
+                "limit": max_lag_s() * 1e3,
                 "median": round(statistics.median(self.lags_ms), 2),
                 "worst": round(max(self.lags_ms), 2),
                 "bodies_measured_again": self.measured_again,

@@ -56,7 +56,7 @@ def ask(folder: Path, questions: Callable[[openai.OpenAI], Any], **options: Any)
         stop = asyncio.Event()
         config = ServerConfig(port=0, served_model_name="tiny")
         serving = asyncio.create_task(serve(llm, config, port.set_result, stop))
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{await port}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{await port}/v1", api_key="none", max_retries=0, timeout=300)
         try:
             return await asyncio.to_thread(questions, client)
         finally:

@@ -307,12 +307,12 @@ def test_bodies_up_to_the_limit(server: Live) -> None:
 
 def test_a_body_is_refused_before_its_end(server: Live) -> None:
     lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Transfer-Encoding: chunked")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall("\r\n".join([*lines, "", ""]).encode())
         for _ in range(3):
             connection.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall("\r\n".join([*lines[:3], "Content-Length: 2001", "", ""]).encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 

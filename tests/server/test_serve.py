@@ -62,7 +62,7 @@ class Served:
         self._found.set()
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0, timeout=100)
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0, timeout=300)
 
     def ranks(self) -> list[int]:
         """Return the processes of the ranks: the descendants that share a symmetric workspace."""
@@ -83,7 +83,7 @@ class Served:
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)
-        return self.process.wait(30)
+        return self.process.wait(200)
 
     def end(self) -> None:
         self.process.kill()
@@ -184,7 +184,7 @@ def test_a_client_that_disconnects_ends_its_request(served: Served) -> None:
         model="smollm2", prompt=PROMPTS[2], max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
     ) as stream:
         next(iter(stream))
-    until = time.monotonic() + 10
+    until = time.monotonic() + 100
     while True:
         metrics = httpx.get(f"http://127.0.0.1:{served.port}/metrics").text
         running = re.search(r"^shotcast_requests_running (\S+)", metrics, re.M)
@@ -209,7 +209,7 @@ def test_a_killed_rank_fails_the_stream_and_ends_the_server() -> None:
         os.kill(ranks[1], signal.SIGKILL)
         with pytest.raises(openai.APIError, match="killed by SIGKILL"):
             list(stream)
-        assert server.process.wait(30) == 1
+        assert server.process.wait(200) == 1
         assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     finally:
         server.end()
@@ -223,12 +223,12 @@ def test_a_signal_while_the_model_loads(tmp_path: Path, number: signal.Signals) 
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stderr=log, env={**os.environ, "TMPDIR": folder})
     try:
-        until = time.monotonic() + 40
+        until = time.monotonic() + 200
         while not list(Path(folder).glob("shotcast-*/engine")) and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(0.2)
         process.send_signal(number)
-        assert process.wait(30) == 0, (tmp_path / "log").read_text()
+        assert process.wait(200) == 0, (tmp_path / "log").read_text()
         assert os.listdir(folder) == []
         assert "Traceback" not in (tmp_path / "log").read_text()
     finally:
@@ -245,7 +245,7 @@ def test_restart_serves_again_after_a_killed_rank() -> None:
         first = server.port
         server._found.clear()
         os.kill(server.ranks()[0], signal.SIGKILL)
-        assert server._found.wait(60)
+        assert server._found.wait(200)
         assert server.process.poll() is None
         assert server.port == first
         assert complete(server.client(), PROMPTS[0], 4).startswith(" Paris")

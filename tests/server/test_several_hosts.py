@@ -105,7 +105,7 @@ def test_answers_are_those_of_logical_nodes_on_one_host(tmp_path: Path, layout: 
         assert client.stdout is not None
         client.stdout.readline()
         os.kill(rank_0(agents[0]), signal.SIGTERM)
-        rest = client.communicate(timeout=60)[0]
+        rest = client.communicate(timeout=300)[0]
         assert "data: [DONE]" in rest
         assert [agent.wait(60) for agent in agents] == [0, 0]
     command = [sys.executable, *SERVE, "--port", "0", *layout]
@@ -138,7 +138,7 @@ def test_a_lost_host_is_named_on_both(tmp_path: Path, fault: str) -> None:
             os.kill(children(agents[1].pid)[-1], signal.SIGKILL)
         else:
             network.cut(1)
-        rest = client.communicate(timeout=60)[0]
+        rest = client.communicate(timeout=300)[0]
         assert time.monotonic() - started < 15
         (error,) = re.findall(r'data: \{"error":\{"message":"(.*?)","type"', rest)
         assert re.search(r"\b[23]\b", error), error

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from live_server import MAX_LAG_S, Live, live, loop_lag
+from live_server import Live, live, loop_lag, max_lag_s
 from scripted_engine import ScriptedEngine
 
 from shotcast.server.api_error import ApiError
@@ -59,15 +59,15 @@ def test_a_large_body_does_not_hold_the_event_loop(server: Live, name: str) -> N
     content = ('{"model": "letters",' + parameters + "}").encode()
     path = "/v1/chat/completions" if "messages" in name else "/v1/completions"
     lags = []
-    for _ in range(4):  # another process may have held the processor: the least of a few is due to the server
+    for _ in range(10):  # another process may have held the processor: the least of a few is due to the server
         with loop_lag(server) as lag:
             response = httpx.post(
-                server.url + path, content=content, headers={"Content-Type": "application/json"}, timeout=60
+                server.url + path, content=content, headers={"Content-Type": "application/json"}, timeout=100
             )
         assert response.status_code == status, response.text[:200]
         assert len(response.text) < 20_000
         lags.append(lag.max_s)
-        if lag.max_s < MAX_LAG_S:
+        if lag.max_s < max_lag_s():
             return
     pytest.fail(f"the event loop was held for {min(lags):.3f} s")
 
@@ -82,39 +82,39 @@ def test_a_large_response_does_not_hold_the_event_loop(server: Live) -> None:
         (choice,) = response.json()["choices"]
         assert len(choice["prompt_logprobs"]) == len(choice["logprobs"]["tokens"]) == 12_000
         lags.append(lag.max_s)
-        if lag.max_s < MAX_LAG_S:
+        if lag.max_s < max_lag_s():
             return
     pytest.fail(f"the event loop was held for {min(lags):.3f} s")
 
 
 def test_the_last_turn_of_the_event_loop_counts(server: Live) -> None:
     def work() -> None:
-        until = time.process_time() + 2 * MAX_LAG_S
+        until = time.process_time() + 2 * max_lag_s()
         while time.process_time() < until:
             pass
 
     with loop_lag(server) as lag:
         time.sleep(0.01)
         server.call(work)
-    assert lag.max_s > MAX_LAG_S
+    assert lag.max_s > max_lag_s()
 
 
 def test_small_responses_leave_at_once(server: Live) -> None:
-    """TCP would otherwise hold the body of a response back, or the next event of a stream, for 40 ms."""
+    """TCP would otherwise hold each body but the first back, or the next event of a stream, for 40 ms."""
     with httpx.Client() as client:
-        times = []
-        for _ in range(9):
+        times: list[float] = []
+        while len(times) < 100 and min(times[1:], default=1.0) >= 0.03:
             started = time.perf_counter()
             client.post(f"{server.url}/v1/completions", json={"model": "letters", "prompt": "x"})
             times.append(time.perf_counter() - started)
-    assert sorted(times)[4] < 0.03
+    assert min(times[1:]) < 0.03
 
 
 def test_large_bodies_that_wait_to_be_parsed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
     def parse(kind: type[CompletionBody], raw: bytes) -> str:
-        gate.wait(20)
+        gate.wait(100)
         return "parsed"
 
     monkeypatch.setattr("shotcast.server.service.parse", parse)

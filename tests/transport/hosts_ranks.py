@@ -93,7 +93,7 @@ def layout_of(nodes: int, local: int) -> NodeLayout:
     return NodeLayout.of_keys([f"n{rank // local}" for rank in range(nodes * local)])
 
 
-def executor_of(group: LocalGroup, nodes: int, local: int, timeout_s: float = 20.0) -> HostsExecutor:
+def executor_of(group: LocalGroup, nodes: int, local: int, timeout_s: float = 60.0) -> HostsExecutor:
     hosts: Any = Hosts(group)
     place = layout_of(nodes, local), False, torch.device("cpu")
     return HostsExecutor(Ranks(hosts, *place, 1 << 20, timeout_s, _Algorithms()))

@@ -29,7 +29,7 @@ def test_messages_stay_whole_on_a_connection_that_is_full() -> None:
     with peer:
         own.setblocking(False)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        peer.settimeout(20)
+        peer.settimeout(100)
         state = RankState(header=None, silent_s=0.0, progress=0, gone=False)
         plane = ControlPlane({1: own}, lambda epoch: [state] * 200, lambda word: None, lambda node: None)
         peer.sendall(b"".join(_framed({"ask": number, "epoch": 1}) for number in range(40)))
@@ -75,7 +75,7 @@ def test_a_peer_that_leaves_for_good_is_told_from_one_that_resets(for_good: bool
     here = ControlPlane({1: own}, lambda epoch: [], lambda word: None, ended.append, left.append)
     there = ControlPlane({0: peer}, lambda epoch: [], lambda word: None, lambda node: None)
     there.part(for_good)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while not here.parted and time.monotonic() < until:
         time.sleep(0.01)
     here.close()
@@ -89,7 +89,7 @@ def test_a_plane_that_has_parted_hears_nothing() -> None:
     own.setblocking(False)
     heard: list[Any] = []
     with peer:
-        peer.settimeout(20)
+        peer.settimeout(100)
         plane = ControlPlane({1: own}, lambda epoch: [], heard.append, heard.append)
         plane.part()
         assert _read(peer, 1) == [{"farewell": True}]

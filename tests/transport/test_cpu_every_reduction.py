@@ -43,7 +43,7 @@ def as_reals(x: torch.Tensor) -> torch.Tensor:
 
 def check_reductions(group, every):
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, 1 << 20, 20.0, registered())
+    executor = CpuExecutor(group, 1 << 20, 100.0, registered())
     together = random.Random(world_size)
     for seed, (name, reduction) in enumerate(every):
         dtype = getattr(torch, name)
@@ -79,7 +79,7 @@ def test_every_dtype_and_reduction_on_every_number_of_ranks(world_size):
 
 
 def check_refusals(group):
-    executor = CpuExecutor(group, 1 << 20, 20.0, registered())
+    executor = CpuExecutor(group, 1 << 20, 100.0, registered())
     for algorithm, dtype, reduction in (
         ("ring", "float32", "max"),
         ("ring", "int32", "sum"),

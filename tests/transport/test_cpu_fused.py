@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -160,7 +161,7 @@ def run_case(executor: CpuExecutor, group: LocalGroup, case: Case, seed: int) ->
 
 
 def check_values(group, dtype, max_bytes):
-    executor = CpuExecutor(group, max_bytes, 20.0, registered())
+    executor = CpuExecutor(group, max_bytes, 100.0, registered())
     world_size = group.world_size
     for seed, (hidden, per_rank) in enumerate(
         ((1, 1), (7, 3), (33, 0), (64, 2), (1, 40), (257, 5), (2880, 1), (1000, 9), (5003, 2))
@@ -195,11 +196,11 @@ def test_fused_operations_have_the_bits_of_sum_and_norm(world_size, dtype, max_b
 def check_stragglers(group, max_bytes, seconds):
     """Alternate fused and plain calls of changing sizes, with every rank late at times."""
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, max_bytes, 20.0, registered())
+    executor = CpuExecutor(group, max_bytes, 100.0, registered())
     together, alone = random.Random(2), random.Random(200 + rank)
     calls = 0
     until = time.monotonic() + seconds
-    while calls % 20 or not group.all_gather(time.monotonic() > until)[0]:
+    while calls % 20 or not group.all_gather(calls > 0 and time.monotonic() > until)[0]:
         calls += 1
         way, form = together.choice(WAYS), together.choice(FORMS)
         rows, hidden = together.choice((1, 2, 5)) * world_size, together.choice((3, 64, 200, 3000))
@@ -227,6 +228,11 @@ def test_stragglers_and_changing_sizes(world_size, max_bytes):
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
+
+
+FORK = multiprocessing.get_context("fork")
+LONG_S, SOON_S = 300.0, 60.0
+"""A deadline that a test does not wait for, and the longest that a fault takes to be seen on a busy machine."""
 
 
 def some_tensors(case: Case, group: LocalGroup) -> NormTensors:
@@ -260,26 +266,30 @@ def reset(executor: CpuExecutor, group: LocalGroup) -> None:
 
 
 def check_late(group, late, case):
-    executor = CpuExecutor(group, 1 << 20, 0.4, registered())
+    executor = CpuExecutor(group, 1 << 20, LONG_S, registered())
     x = torch.ones(case.rows, case.hidden, dtype=case.dtype)
     tensors = some_tensors(case, group)
     group.barrier()
     if group.rank == late:
-        time.sleep(1.0)
+        group.barrier()  # the others have given up
+    else:
+        executor.set_timeout(1.0)
     begun = time.monotonic()
     run_call(executor, case.plan, x, None, tensors)
     took = time.monotonic() - begun
+    if group.rank != late:
+        group.barrier()
     fault = executor.fault()
     assert fault is not None
     assert (fault.kind, fault.ranks, fault.op) == (TIMEOUT, (late,), case.op.label)
-    assert took < 0.3 if group.rank == late else 0.3 < took < 1.4
+    assert took < SOON_S if group.rank == late else 0.9 < took < SOON_S
     assert_stopped(case, tensors)
     # The fault stays, and the next call overwrites all its outputs, too.
     tensors = some_tensors(case, group)
     run_call(executor, case.plan, x, None, tensors)
     assert_stopped(case, tensors)
     group.barrier()
-    executor.set_timeout(20)
+    executor.set_timeout(LONG_S)
     reset(executor, group)
     executor.close()
 
@@ -299,23 +309,24 @@ def test_a_late_rank_is_named_and_nothing_looks_like_a_result(world_size, late, 
     run_ranks(world_size, check_late, late, Case(*way, torch.float16, 2 * world_size, 24, *form))
 
 
-def check_killed(group, victim, way, number):
+def check_killed(group, victim, way, number, given_up):
     """Kill or stop ``victim`` in the middle of a call, between chunks of a row or of the gather."""
-    executor = CpuExecutor(group, 1 << 20, 1.0, registered())
+    executor = CpuExecutor(group, 1 << 20, 2.0, registered())
     case = Case(*way, torch.bfloat16, 2048 * group.world_size, 4096, "dynamic", True, 128)
     x = torch.ones(case.rows, case.hidden, dtype=case.dtype)
     group.barrier()
     if group.rank == victim:
         process = os.getpid()
         if number == signal.SIGSTOP and os.fork() == 0:
-            time.sleep(1.7)
+            given_up.wait(SOON_S)
             os.kill(process, signal.SIGCONT)
             os._exit(0)
         threading.Timer(0.05, os.kill, (process, number)).start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     while executor.fault() is None and time.monotonic() < until:  # a fast machine makes several calls before the signal
         tensors = some_tensors(case, group)
         run_call(executor, case.plan, x, None, tensors)
+    given_up.set()
     fault = executor.fault()
     assert fault is not None
     assert (fault.kind, fault.ranks) == (TIMEOUT, (victim,))
@@ -325,7 +336,7 @@ def check_killed(group, victim, way, number):
     assert_stopped(case, tensors)
     if number == signal.SIGSTOP:
         group.barrier()
-        executor.set_timeout(20)
+        executor.set_timeout(LONG_S)
         # The state of a row that a call had begun must not reach the next call.
         reset(executor, group)
     executor.close()
@@ -334,7 +345,7 @@ def check_killed(group, victim, way, number):
 
 @pytest.mark.timing
 def test_a_killed_rank_is_named():
-    results = run_ranks(3, check_killed, 1, WAYS[3], signal.SIGKILL, mortal=True)
+    results = run_ranks(3, check_killed, 1, WAYS[3], signal.SIGKILL, FORK.Event(), mortal=True)
     assert results == ["named", DEAD, "named"]
 
 
@@ -345,11 +356,11 @@ def test_a_killed_rank_is_named():
     ids=lambda way: f"{way[0].label}-{way[1]}",
 )
 def test_a_stopped_rank_is_named_and_comes_back(way):
-    assert run_ranks(2, check_killed, 1, way, signal.SIGSTOP) == ["named"] * 2
+    assert run_ranks(2, check_killed, 1, way, signal.SIGSTOP, FORK.Event()) == ["named"] * 2
 
 
 def check_mismatches(group):
-    executor = CpuExecutor(group, 1 << 20, 10.0, registered())
+    executor = CpuExecutor(group, 1 << 20, LONG_S, registered())
     usual = Case(*WAYS[0], torch.bfloat16, 6, 8)
     for odd, other in (
         (0, usual._replace(quantization="dynamic")),
@@ -374,7 +385,7 @@ def test_other_forms_of_a_norm_are_mismatches():
 
 
 def check_refusals(group):
-    executor = CpuExecutor(group, 1 << 20, 10.0, registered())
+    executor = CpuExecutor(group, 1 << 20, LONG_S, registered())
     good = Case(*WAYS[0], torch.bfloat16, 6, 8)
     for case, error, text in (
         (good._replace(algorithm="ring"), UnsupportedError, "no ring all_reduce_rms_norm of bfloat16"),

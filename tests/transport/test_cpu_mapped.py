@@ -130,7 +130,7 @@ def calls(executor, group, mask, count, dtype, offset):
 
 
 def check_values(group: LocalGroup, dtypes: tuple[torch.dtype, ...], counts: tuple[int, ...]) -> int:
-    executor, done, ranks = CpuExecutor(group, MAX_BYTES, 30.0, registered()), 0, group.world_size
+    executor, done, ranks = CpuExecutor(group, MAX_BYTES, 300.0, registered()), 0, group.world_size
     everyone = (1 << ranks) - 1
     for dtype, count, mask in itertools.product(dtypes, counts, (everyone, 1, everyone - 1, 0)):
         staged = calls(executor, group, mask, count, dtype, 3 * (done % 2))
@@ -166,7 +166,7 @@ def test_all_values(world_size: int) -> None:
 
 def check_changes_with_stragglers(group: LocalGroup, turns: int) -> None:
     """Tensors come and go, ranks differ in which are mapped, and each uses its tensor at once when a call is over."""
-    executor = CpuExecutor(group, MAX_BYTES, 30.0, registered())
+    executor = CpuExecutor(group, MAX_BYTES, 300.0, registered())
     rank, ranks = group.rank, group.world_size
     same_everywhere, own = torch.Generator().manual_seed(5), torch.Generator().manual_seed(rank)
     kept: list[torch.Tensor] = []
@@ -205,12 +205,12 @@ def check_changes_with_stragglers(group: LocalGroup, turns: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, pytest.param(7, marks=pytest.mark.full)])
 def test_tensors_that_change_with_stragglers(world_size: int) -> None:
-    run_ranks(world_size, check_changes_with_stragglers, 300 // world_size, timeout_s=120.0)
+    run_ranks(world_size, check_changes_with_stragglers, 300 // world_size, timeout_s=300.0)
 
 
 def check_two_executors(group: LocalGroup) -> None:
     """The tensor of one group is an ordinary one in another, of the same ranks or of others."""
-    one, two = (CpuExecutor(group, MAX_BYTES, 30.0, registered()) for _ in range(2))
+    one, two = (CpuExecutor(group, MAX_BYTES, 300.0, registered()) for _ in range(2))
     x, y = one.empty((40_000,), torch.float32), two.empty((40_000,), torch.float32)
     assert x is not None
     assert y is not None
@@ -233,7 +233,7 @@ def test_a_tensor_of_another_communicator_is_staged() -> None:
 
 
 def check_mismatch(group: LocalGroup) -> None:
-    executor = CpuExecutor(group, MAX_BYTES, 10.0, registered())
+    executor = CpuExecutor(group, MAX_BYTES, 100.0, registered())
     x = executor.empty((80_000,), torch.float32)
     assert x is not None
     x.fill_(1.0)
@@ -265,18 +265,24 @@ def test_ranks_with_other_sizes_write_nowhere() -> None:
 
 def check_late(group: LocalGroup) -> None:
     """A tensor that dies after its call has failed is not used again before all ranks have met."""
-    executor = CpuExecutor(group, MAX_BYTES, 0.3, registered())
+    executor = CpuExecutor(group, MAX_BYTES, 300.0, registered())
     x = executor.empty((40_000,), torch.float32)
     assert x is not None
     place = x.data_ptr()
+    group.barrier()
     if group.rank == 1:
-        time.sleep(1.0)
+        group.barrier()  # the others have given up
+    else:
+        executor.set_timeout(1.0)
     begun = time.monotonic()
     run_call(executor, CallPlan(Op.ALL_REDUCE, "two_shot", "float32", x.nbytes), x, x)
     fault = executor.fault()
     assert fault is not None
     assert (fault.kind, fault.ranks) == (TIMEOUT, (1,))
-    assert time.monotonic() - begun < 0.9
+    assert time.monotonic() - begun < 60
+    if group.rank != 1:
+        executor.set_timeout(300.0)
+        group.barrier()
     del x
     assert all(other is not None and other.data_ptr() != place for other in taken(executor, 2))
     group.barrier()
@@ -294,7 +300,7 @@ def test_a_late_rank_is_named_and_finds_no_other_tensor() -> None:
 
 
 def check_killed(group: LocalGroup) -> str:
-    executor = CpuExecutor(group, MAX_BYTES, 30.0, registered())
+    executor = CpuExecutor(group, MAX_BYTES, 300.0, registered())
     x = executor.empty((1 << 20,), torch.float32)
     assert x is not None
     for turn in range(1000):
@@ -321,7 +327,7 @@ def test_a_killed_rank_is_named() -> None:
 
 def check_no_memory(group: LocalGroup) -> None:
     """One rank has no memory for a tensor, and passes another: the call is right, and staged."""
-    executor = CpuExecutor(group, MAX_BYTES, 10.0, registered())
+    executor = CpuExecutor(group, MAX_BYTES, 100.0, registered())
     if group.rank == 1:
         executor._heap = None
     x = executor.empty((40_000,), torch.float32)

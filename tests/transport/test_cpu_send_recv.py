@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ def message(sender: int, receiver: int, count: int, dtype: torch.dtype) -> torch
 def check_pairs(group):
     """Send between all ordered pairs in one order, each pair with its own sizes, with collectives in between."""
     rank, world_size = group.rank, group.world_size
-    executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
+    executor = CpuExecutor(group, MAX_BYTES, 100.0, registered())
     order = random.Random(3)
     for dtype in (torch.float32, torch.int8, torch.bfloat16, torch.int64):
         for count in (0, 1, 3, 1000, 200_001):
@@ -64,17 +63,17 @@ def test_pairs_sizes_and_dtypes():
 
 
 def check_apart(group):
-    """Let two pairs exchange messages at their own pace. Nothing waits for the rest; a small send needs no receiver."""
+    """Let a pair exchange messages before another begins: nothing waits for the rest, a small send for no receiver."""
     rank = group.rank
-    executor = CpuExecutor(group, MAX_BYTES, 20.0, registered())
+    executor = CpuExecutor(group, MAX_BYTES, 100.0, registered())
     peer = rank ^ 1
     if rank >= 2:
-        time.sleep(1.5)
-    begun = time.monotonic()
+        group.barrier()
     for turn in range(300):
         send(executor, message(rank, peer, turn, torch.float32), peer)
         assert torch.equal(recv(executor, turn, torch.float32, peer), message(peer, rank, turn, torch.float32))
-    assert time.monotonic() - begun < 1.4 or rank >= 2
+    if rank < 2:
+        group.barrier()
     assert executor.epoch == 0
     run_call(executor, CallPlan(Op.BARRIER, "one_shot", "uint8", 0), None, None)
     assert executor.fault() is None
@@ -112,6 +111,7 @@ def check_faults(group):
     if rank == 0:
         send(executor, torch.ones(4), 2)
     if rank == 2:
+        executor.set_timeout(100)
         assert recv(executor, 5, torch.float32, 0).isnan().all()
         fault = executor.fault()
         assert fault is not None

@@ -13,7 +13,7 @@ from shotcast.transport.network.handshake import HandshakeError, connection_key,
 KEY = b"k" * 32
 
 
-def outcomes(client: Callable[[socket.socket], None], key: bytes = KEY, timeout_s: float = 5.0) -> list[str]:
+def outcomes(client: Callable[[socket.socket], None], key: bytes = KEY, timeout_s: float = 60.0) -> list[str]:
     """Return what the listening end, and then the other end, got from a handshake."""
     ends = socket.socketpair()
     found = ["", ""]
@@ -30,17 +30,17 @@ def outcomes(client: Callable[[socket.socket], None], key: bytes = KEY, timeout_
     listening = threading.Thread(target=run, args=(0, lambda: handshake(ends[0], key, True, timeout_s)))
     listening.start()
     run(1, lambda: client(ends[1]))
-    listening.join(10)
+    listening.join(100)
     assert not listening.is_alive()
     return found
 
 
 def test_both_ends_that_know_the_key_are_let_in() -> None:
-    assert outcomes(lambda end: handshake(end, KEY, False, 5.0)) == ["proved", "proved"]
+    assert outcomes(lambda end: handshake(end, KEY, False, 60.0)) == ["proved", "proved"]
 
 
 def test_another_key_is_refused_on_both_ends() -> None:
-    listening, connecting = outcomes(lambda end: handshake(end, b"x" * 32, False, 5.0))
+    listening, connecting = outcomes(lambda end: handshake(end, b"x" * 32, False, 60.0))
     assert listening == "the other end does not know the key of this job"
     assert connecting.startswith("the other end closed the connection: it does not know the key")
 
@@ -57,8 +57,8 @@ def test_a_listener_that_does_not_know_the_key_is_refused() -> None:
         thread = threading.Thread(target=impostor, args=(ends[0],))
         thread.start()
         with pytest.raises(HandshakeError, match="does not know the key of this job"):
-            handshake(ends[1], KEY, False, 5.0)
-        thread.join(10)
+            handshake(ends[1], KEY, False, 60.0)
+        thread.join(100)
 
 
 def test_a_proof_that_is_sent_back_is_refused() -> None:
@@ -73,13 +73,13 @@ def test_a_proof_that_is_sent_back_is_refused() -> None:
         thread = threading.Thread(target=reflect)
         thread.start()
         with pytest.raises(HandshakeError, match="does not know the key"):
-            handshake(ends[1], KEY, False, 5.0)
-        thread.join(10)
+            handshake(ends[1], KEY, False, 60.0)
+        thread.join(100)
 
 
 def test_a_silent_stranger_is_not_waited_for() -> None:
     def silent(end: socket.socket) -> None:
-        end.settimeout(10)
+        end.settimeout(100)
         while end.recv(32):
             pass
         end.settimeout(None)
