@@ -74,7 +74,7 @@ define run_tests
 	@nice -n 19 $(BIN)/mypy > .types.log 2>&1 & types=$$!; tests=; \
 	trap 'kill $$types $$tests; exit 130' INT TERM; \
 	$(BIN)/python tests/compile_host_code.py || { kill $$types; exit 1; }; \
-	nice -n 19 $(BIN)/python -m pytest -q -p no:cacheprovider \
+	nice -n 10 $(BIN)/python -m pytest -q -p no:cacheprovider \
 		-n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '$(1) and not timing' > .tests.log 2>&1 & tests=$$!; \
 	$(BIN)/python -m pytest -m '$(1) and timing'; status=$$?; \
 	wait $$tests || status=1; wait $$types || status=1; cat .types.log .tests.log; exit $$status
