@@ -146,6 +146,7 @@ def test_a_layout_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "layout 2x1: as many of 2 CPU ranks a stage as a host has, since nothing was measured" in "".join(
             server.log
         )
+        assert not any("CUDA" in line for line in server.log), "these are CPU ranks"
         assert server.stop() == 0
     finally:
         server.end()

@@ -99,7 +99,7 @@ class EngineClient:
         leader = JobLeader(job, config.timeout_s) if job is not None else None
         with leader.refusing() if leader is not None else contextlib.nullcontext():
             self._start(config, leader)
-        graphs = f", {self.info.capture_s:.1f} s of them for CUDA graphs" if self.info.capture_s else ""
+        graphs = f", {self.info.capture_s:.1f} s of them for CUDA graphs" if self.config.device == "cuda" else ""
         logger.info("the engine started in %.1f s%s", time.perf_counter() - began, graphs)
 
     def _start(self, config: EngineConfig, leader: JobLeader | None) -> None:
