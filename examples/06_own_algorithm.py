@@ -10,11 +10,15 @@ Command lines find it by SHOTCAST_ALGORITHMS:
     SHOTCAST_ALGORITHMS=examples/06_own_algorithm.py shotcast bench all-reduce --device cpu --algorithms star,ring
 """
 
+import importlib.util
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 
+if __name__ == "__main__" and importlib.util.find_spec("triton") is None:
+    sys.exit("this example needs Triton: pip install 'shotcast[triton]'")
 if not torch.cuda.is_available():
     # CPU ranks run Triton kernels by the interpreter, if they are told so before Triton is imported
     os.environ.setdefault("SHOTCAST_CPU_KERNELS", "interpreter")

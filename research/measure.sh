@@ -63,7 +63,7 @@ tune() {
 engine() {
     limit=$1 name=$2 model=$3 layouts=$4 batches=$5
     shift 5
-    bench "$limit" "$name" engine --device cuda --prompt 512 --output 128 --rounds 1 --model "random:llama-3.1-$model" \
+    bench "$limit" "$name" engine "random:llama-3.1-$model" --device cuda --prompt 512 --output 128 --rounds 1 \
         --layouts "$layouts" --batches "$batches" --algorithms "$@"
 }
 

@@ -1,7 +1,7 @@
 """A checkpoint of random weights in the shape of a Llama preset, quantized as published ones are, to measure with.
 
     python research/quantized_checkpoint.py PRESET[:LAYERS] awq|gptq|fp8|fp8-blocks FOLDER
-    shotcast bench engine --model FOLDER
+    shotcast bench engine FOLDER
 
 8B in 4 bits take 6 GB of the disk.
 """

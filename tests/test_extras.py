@@ -152,7 +152,11 @@ def test_without_an_extra(installed: Callable[[str], Installed], model: Path) ->
     (bare.folder / "snippet.py").write_text(snippet)
     done = bare.run("snippet.py")
     assert done.stdout.strip() == str([[6.0] * 4] * 4), done.stderr
-    for command in (("generate", model, "a"), ("chat", model), ("serve", model), ("bench", "engine", "-m", model)):
+    interpreter = {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
+    assert "SHOTCAST_CPU_KERNELS=interpreter needs" in bare.run("snippet.py", **interpreter).stderr
+    done = bare.run(ROOT / "examples" / "06_own_algorithm.py")
+    assert done.stderr == "this example needs Triton: pip install 'shotcast[triton]'\n"
+    for command in (("generate", model, "a"), ("chat", model), ("serve", model), ("bench", "engine", model)):
         assert re.search(r"pip install 'shotcast\[engine\]'|shotcast\[server\]", bare.refused(*command)), command
     assert "shotcast[plots]" in bare.refused(*BENCH, "--plot", "a.png")
     done = bare.run("-c", "from shotcast import LLM")
@@ -179,7 +183,7 @@ def test_engine(installed: Callable[[str], Installed], model: Path) -> None:
         "--device",
         "cpu",
     )
-    assert "1x1" in engine.shotcast("bench", "engine", "-m", model, *points)
+    assert "1x1" in engine.shotcast("bench", "engine", model, *points)
     assert "shotcast[server]" in engine.refused("serve", model, "--device", "cpu")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 import shotcast
 from shotcast import RankFailed, extras
@@ -78,12 +79,13 @@ from shotcast import Communicator, SamplingParams
 
 
 def test_the_packages_of_extras_are_those_of_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    always = {Requirement(text).name for text in project["dependencies"]}
     for extra, packages in extras.EXTRAS.items():
-        included = [f"shotcast[{other}]" for other in extras.INCLUDES.get(extra, ())]
-        assert sorted(requirement.partition(">=")[0] for requirement in project[extra]) == sorted(
-            [*packages, *included]
-        )
+        asked = [Requirement(text) for text in project["optional-dependencies"][extra]]
+        included = {other for one in asked if one.name == "shotcast" for other in one.extras}
+        assert included == set(extras.INCLUDES.get(extra, ()))
+        assert {one.name for one in asked} - always - {"shotcast"} == set(packages)
         assert all(importlib.util.find_spec(name) for name in packages)
 
 

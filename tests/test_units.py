@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.units import about_size, align_up, format_size, parse_size
+from shotcast.units import about, about_size, align_up, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,14 @@ def test_what_is_read_is_off_by_a_two_hundredth_at_most(nbytes: int) -> None:
     number, unit = about_size(nbytes).split()
     factor = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
     assert abs(float(number) * factor - nbytes) <= nbytes / 200
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(54384.2, "54,380"), (2.01449, "2.014"), (1234567.0, "1,235,000"), (0.5526, "0.5526"), (355.0, "355"), (0, "0")],
+)
+def test_numbers_for_reading(number: float, text: str) -> None:
+    assert about(number) == text
 
 
 @given(st.integers(0, 1 << 62), st.integers(1, 1 << 20))

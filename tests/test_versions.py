@@ -42,8 +42,15 @@ def test_pythons() -> None:
 )
 def test_libraries_are_wanted_from_the_earliest_that_ran(name: str, requirements: list[str]) -> None:
     package = {"PyTorch": "torch"}.get(name, name.lower())
-    (bound,) = [found[1] for text in requirements if (found := re.fullmatch(rf"{package}>=([\d.]+)", text))]
+    (bound,) = [found[1] for text in requirements if (found := re.match(rf"{package}>=([\d.]+)", text))]
     assert bound == text_of(min(column(name)))
+
+
+def test_the_extra_brings_no_triton_later_than_those_that_ran() -> None:
+    """A newcomer gets the latest that it allows, with which the tutorial then has to work."""
+    major, minor = max(column("Triton"))
+    (bound,) = (text for text in PROJECT["optional-dependencies"]["triton"] if text.startswith("triton"))
+    assert bound.endswith(f",<{major}.{minor + 1}")
 
 
 def test_the_backend_names_the_versions_that_ran() -> None:

@@ -1,4 +1,4 @@
-"""Byte counts in text."""
+"""Byte counts and other numbers in text."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def about_size(nbytes: int) -> str:
             text = f"{value:.{digits}f}"
             return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
     return f"{nbytes} B"
+
+
+def about(number: float) -> str:
+    """Format a number with four digits, for reading: ``54384.2`` as ``"54,380"``, ``2.01449`` as ``"2.014"``."""
+    return f"{float(f'{number:.4g}'):,.10g}"
 
 
 def align_up(value: int, multiple: int) -> int:

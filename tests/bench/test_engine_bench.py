@@ -36,7 +36,7 @@ def test_layouts_batches_and_baseline(folder: Path, tmp_path: Path) -> None:
     stored, picture = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--layouts", "1x1,2x1", "--batches", "1,3", "--prompt", "8", "--output", "33", "--rounds", "1"]
     outputs = ["--json", str(stored), "--plot", str(picture)]
-    arguments = ["bench", "engine", "-m", str(folder), "--algorithms", "auto,nccl", "--baseline", *options, *outputs]
+    arguments = ["bench", "engine", str(folder), "--algorithms", "auto,nccl", "--baseline", *options, *outputs]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(stored.read_text())
@@ -77,7 +77,7 @@ def test_ways_of_long_prompts_beside_each_other(folder: Path, tmp_path: Path, mo
     stored, picture = tmp_path / "a.json", tmp_path / "a.png"
     options = ["--layouts", "auto,2x1", "--batches", "1", "--prompt", "8", "--output", "2", "--rounds", "1"]
     ways = ["--device", "cpu", "--overlap", "off,auto", "--json", str(stored), "--plot", str(picture)]
-    result = CliRunner().invoke(app, ["bench", "engine", "-m", str(folder), *options, *ways])
+    result = CliRunner().invoke(app, ["bench", "engine", str(folder), *options, *ways])
     assert result.exit_code == 0, result.output
     rows = engine_report.read(stored)
     assert [(row.layout, row.overlap) for row in rows] == [("1x1", "off"), ("2x1", "off"), ("2x1", "auto")]
@@ -94,7 +94,7 @@ def test_speculation_beside_steps_without_it(folder: Path, tmp_path: Path) -> No
     options = ["--layouts", "1x1", "--batches", "1,2", "--prompt", "30", "--period", "5", "--output", "40"]
     ngram = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}'
     more = ["--rounds", "1", "--speculative-config", ngram, "--json", str(stored), "--plot", str(picture)]
-    result = CliRunner().invoke(app, ["bench", "engine", "-m", str(folder), *options, *more])
+    result = CliRunner().invoke(app, ["bench", "engine", str(folder), *options, *more])
     assert result.exit_code == 0, result.output
     rows = engine_report.read(stored)
     assert [(row.speculation, row.batch, row.period) for row in rows] == [

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shotcast
-from shotcast.bench import cpu_calibration, machine_load, tune
+from shotcast.bench import cpu_calibration, harness, machine_load, tune
 from shotcast.cli import app
 from shotcast.cost.inference import HostCost
 from shotcast.errors import ConfigError
@@ -144,3 +144,14 @@ def test_nothing_is_written_on_a_machine_that_became_busy(
     forced = CliRunner().invoke(app, [*command, "--force"])
     assert forced.exit_code == 0, forced.output
     assert file.exists()
+
+
+def test_a_comparison_warns_of_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is shown all the same: algorithms are compared with each other under the same load."""
+    monkeypatch.setattr(machine_load, "busy_cores", lambda: len(os.sched_getaffinity(0)))
+    monkeypatch.setattr(harness, "run", lambda config, world_size: [])
+    result = CliRunner().invoke(app, ["bench", "all-reduce", "--device", "cpu", "-g", "2"])
+    assert result.exit_code == 2
+    assert "times measured now would be theirs, too" in caplog.text

@@ -495,6 +495,8 @@ def states() -> None:
         for copied in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match=r"cannot be pickled or copied.* construct one in each process"):
                 copied(comm)
+        with pytest.raises(TypeError, match=r"^Communicator\.all_reduce\(\) got an unexpected keyword argument 'op'"):
+            comm.all_reduce(torch.ones(3), op="sum")
         assert comm.topology.transport.name == "compiled"
         assert comm.candidates(torch.ones(3)) == [
             "one_shot",

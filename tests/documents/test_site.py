@@ -27,17 +27,26 @@ def conf() -> ModuleType:
     return module
 
 
+def linked() -> set[Path]:
+    """Return the documents that pages link to."""
+    return {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in re.findall(r"\]\(([\w./-]+\.md)[)#]", page.read_text())
+    }
+
+
 def test_the_navigation_leads_to_every_page(conf: ModuleType) -> None:
     trees = conf.navigation()
     listed = {line for line in trees.splitlines() if line and not line.startswith(("`", ":"))}
-    pages = {page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES}
+    pages = {page.relative_to(ROOT).with_suffix("").as_posix() for page in {*PAGES, *linked()}}
     assert pages - listed == {"README"}
     assert [*re.findall(r":caption: (.*)", trees)][:3] == ["Tutorials", "Guides", "Reference"]
 
 
 def test_every_page_is_a_source(conf: ModuleType) -> None:
     sources = {page for pattern in conf.include_patterns for page in ROOT.glob(pattern)}
-    assert set(PAGES) <= sources
+    assert {*PAGES, *linked()} <= sources
 
 
 def test_docstrings_of_every_public_name_are_shown(conf: ModuleType) -> None:

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from shotcast.cli import app
-from shotcast.engine.config import EngineConfig
+from shotcast.engine.config import EngineConfig, max_model_len_of
 from shotcast.engine.device_selection import select_device
 from shotcast.engine.layout_choice import LayoutChoice, choose_layout
 from shotcast.engine.llm import LLM
-from shotcast.engine.load import max_model_len_of
 from shotcast.engine.memory import HostMemory, MemoryBudget
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.start_facts import start_facts

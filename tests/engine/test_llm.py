@@ -579,6 +579,7 @@ def assert_gone(pids: list[int]) -> None:
         ({"tensor_parallel": 2**40}, "tensor_parallel must be a whole number from 1 to 1024"),
         ({"tensor_parallel": 33, "pipeline_parallel": 32}, "tensor_parallel x pipeline_parallel is 1056, above 1024"),
         ({"block_size": 2**31}, "block_size must be a whole number from 1 to 1024"),
+        ({"max_model_len": 9000}, "the model was made for at most 8192 tokens"),
         ({"pipeline_parallel": 31}, "30 layers cannot be divided between 31 stages"),
     ],
 )
@@ -639,7 +640,6 @@ def test_no_residual_is_divided_where_sums_are_normed(tmp_path: Path) -> None:
     [
         ({"tensor_parallel": 65}, "64 words"),
         ({"pipeline_parallel": 3}, "2 layers"),
-        ({"max_model_len": 9000}, "the model was made for at most 2048 tokens"),
         ({"kv_cache_bytes": 1000}, "fewer than one sequence"),
         ({"kv_cache_bytes": 1 << 50, "tensor_parallel": 2}, r"kv_cache_bytes is 1048576 GiB; .*shared by 2 ranks"),
         ({"memory_fraction": 1e-9}, "the weights of a rank take"),

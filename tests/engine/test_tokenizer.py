@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from shotcast.engine.detokenizer import IncrementalDetokenizer
 from shotcast.engine.tokenizer import Tokenizer
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, UnsupportedError
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 TEMPLATE = (
@@ -202,6 +203,12 @@ def test_a_gguf_file_has_its_tokenizer(smollm2: Tokenizer) -> None:
     assert [smollm2.decode([token]) for token in smollm2.encode("in 2024")] == ["in", " ", "2", "0", "2", "4"]
 
 
+def test_the_configuration_of_a_gguf_file_is_not_read_with_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers takes ten times as long for it as for the vocabulary."""
+    monkeypatch.setattr(transformers.AutoConfig, "for_model", lambda *_, **__: pytest.fail("it was read"))
+    assert Tokenizer.load("smollm2").vocab_size == 49152
+
+
 def test_the_model_s_chat_template(smollm2: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     ids = smollm2.apply_chat_template(messages)
@@ -255,6 +262,16 @@ def test_variables_of_a_chat_template(tmp_path: Path) -> None:
 def test_models_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"random:qwen3-8b has no tokenizer.*LLM takes token ids"):
         Tokenizer.load("random:qwen3-8b")
+    with pytest.raises(ConfigError, match=r"it has no config.json"):
+        Tokenizer.load(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    with pytest.raises(UnsupportedError, match=r"architecture BertModel is not supported"):
+        Tokenizer.load(str(tmp_path))
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+    ).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has none of tokenizer.json, .*"):
         Tokenizer.load(str(tmp_path))
     save(tmp_path, byte_level())

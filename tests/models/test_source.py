@@ -45,7 +45,7 @@ def test_random_weights_of_a_preset() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("Llama-3.1-8B", r"accepted: a folder .* \.gguf file, .*smollm2 .*similar presets: random:llama-3.1-8b"),
+        ("Llama-3.1-8B", r"accepted: a folder .* \.gguf file, .*smollm2 .* for random weights$"),
         ("", "accepted: a folder"),
         ("/nowhere", "accepted: a folder"),
         ("~nobody-has-this-name/model", "accepted: a folder"),

@@ -196,7 +196,7 @@ def test_bounds_are_kept_and_named() -> None:
 
 def test_the_reason_names_what_the_step_is() -> None:
     text = report.reason(planned(target="latency"))
-    assert re.match(r"TP8 x PP1 with 1 sequence: [\d.]+ ms a token, [\d.]+ tokens/s\. With other loads, 16 ", text)
+    assert re.match(r"TP8 x PP1 with 1 sequence: [\d.]+ ms a token, [\d.,]+ tokens/s\. With other loads, 16 ", text)
     assert ". A step that decodes is products " in text
     assert "sums between ranks (one-shot) " in text
     assert "Next is " in text
@@ -208,8 +208,8 @@ def test_the_answer_says_what_users_feel_of_each_load() -> None:
     found = planned("llama-3.1-70b", quantization="", gpus=4)
     best, text = found.best, report.reason(found)
     assert best is not None
-    speeds = re.findall(r"(\d+) sequences?: ([\d.]+) ms a token, ([\d.]+) tokens/s", text)
-    said = {int(sequences): (float(ms), float(rate)) for sequences, ms, rate in speeds}
+    speeds = re.findall(r"(\d+) sequences?: ([\d.]+) ms a token, ([\d.,]+) tokens/s", text)
+    said = {int(sequences): (float(ms), float(rate.replace(",", ""))) for sequences, ms, rate in speeds}
     assert set(said) == {*report.LOADS, best.sequences}
     for point in found.points:
         if (point.layout, point.engines) == (best.layout, best.engines) and point.sequences in said:

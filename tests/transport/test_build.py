@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shotcast import extras
 from shotcast.collectives.nodes import Nodes
 from shotcast.collectives.registry import registered
 from shotcast.cost.collective import INFINIBAND, NVLINK4, NetworkCost
@@ -20,6 +21,7 @@ from shotcast.transport.registry import build_executor, find
 from shotcast.transport.transport import NO_NETWORK, NO_TRANSPORT, Built, Network, Ranks
 from shotcast.transport.triton import (
     GPUS,
+    build,
     hosts,  # before the fixture replaces what it derives from
 )
 from shotcast.transport.triton.layout import Layout
@@ -268,6 +270,12 @@ def test_an_obstacle_of_another_rank_counts_for_all() -> None:
     built_executor = made_for(TwoRanks("Triton is not installed"), ONE_NODE, GPU)
     assert built_executor == (None, "rank 0: Triton is not installed", False, NO_NETWORK)
     assert not built
+
+
+def test_the_interpreter_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "missing", lambda extra: (extra,))
+    with pytest.raises(ConfigError, match=r"^SHOTCAST_CPU_KERNELS=interpreter needs .*'shotcast\[triton\]'$"):
+        build.interpreted(ranks_of(TwoRanks(), ONE_NODE, torch.device("cpu")))
 
 
 def test_an_obstacle_is_said_once_by_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,7 +186,9 @@ def _on_device(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
     from shotcast.bench import harness, implementations, kernels, report
+    from shotcast.bench.machine_load import quiet
     from shotcast.bench.plot import plot
+    from shotcast.hardware.detect import available_cores
     from shotcast.planner.picture import check_format
 
     # checked before minutes of measuring
@@ -199,7 +202,8 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
     rows: list[Row] = []
     for number in world_sizes:
         config = replace(config, nodes=node_shape(number).nodes)
-        measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
+        with quiet(min(number, available_cores()), force=True) if job is None else contextlib.nullcontext():
+            measured = harness.run_under_torchrun(config) if job else harness.run(config, number)
         if not measured:
             raise ConfigError(f"none of the algorithms serves {config.op} of {config.dtype} between {number} ranks")
         rows += measured
@@ -239,8 +243,8 @@ def _bench(config: BenchConfig, world_size: str, outputs: _Outputs) -> None:
 
 @app.command("engine")
 def _engine_command(
+    model: Annotated[str, typer.Argument(help="A model, as for shotcast generate.")] = "smollm2",
     *,
-    model: Annotated[str, typer.Option("-m", "--model", help="A model, as for shotcast generate.")] = "smollm2",
     layouts: Annotated[
         str, typer.Option("--layouts", help="Layouts TxP: tensor by pipeline parallel; or auto, as for shotcast serve.")
     ] = "1x1,2x1",

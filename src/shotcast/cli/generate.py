@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shotcast import extras
 from shotcast.cli.engine_options import GenerationConfig, Model, engine, sampling, say, sums
 from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
@@ -37,6 +38,7 @@ def generate(
 
     Without options, always takes the likeliest token, up to 128 of them.
     """
+    extras.require("engine", "shotcast generate")
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
 
@@ -64,6 +66,7 @@ def chat(
     Sampling options have the defaults of the model's generation_config.json, and else a temperature of 0.7, a top-p of
     0.95 and at most 512 tokens.
     """
+    extras.require("engine", "shotcast chat")
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
 

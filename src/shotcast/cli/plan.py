@@ -14,6 +14,7 @@ import typer
 from shotcast.cli.options import Force, new_console, ready_to_write, with_underscores
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster as clusters
+from shotcast.units import about
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -159,7 +160,7 @@ def _met(traffic: Traffic, requests: int) -> str:
         later = f"each later token {median_ms:.4g} ms (99%: {most_ms:.4g})"
     return (
         f"Simulated, {requests} request{'s' * (requests > 1)}: first token {traffic.ttft_ms(50):.4g} ms (99%: "
-        f"{traffic.ttft_ms(99):.4g}), {later}, {traffic.tokens_per_s:.4g} tokens/s, {traffic.preemptions} preempted."
+        f"{traffic.ttft_ms(99):.4g}), {later}, {about(traffic.tokens_per_s)} tokens/s, {traffic.preemptions} preempted."
     )
 
 
@@ -250,8 +251,8 @@ def _table(result: Plan) -> Table:
             str(point.sequences),
             f"{point.ttft_ms:.4g} ms ±{point.ttft_error:.0%}",
             f"{point.tpot_ms:.4g} ms ±{point.tpot_error:.0%}",
-            f"{point.tokens_per_s:.4g}",
-            f"{point.tokens_per_s_per_gpu:.4g}",
+            about(point.tokens_per_s),
+            about(point.tokens_per_s_per_gpu),
             point.algorithm or "none",
             memory_text(point),
         )

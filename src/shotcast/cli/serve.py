@@ -143,6 +143,8 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # at INFO, it would say that a server shuts down whenever an engine has started
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
     first = True
 
@@ -163,6 +165,7 @@ def serve(
     if restart:
         raise typer.Exit(run_with_restarts(start, config, listening))
     with bind(config) as address:
+        say(f"loading {model}; requests are answered with status 503 until it is ready")
         with refuse_requests(address, config):
             llm = start()
         raise typer.Exit(run(llm, config, listening, address))

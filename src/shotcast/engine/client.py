@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from shotcast import env, extras
 from shotcast.engine import worker
-from shotcast.engine.config import EngineConfig
+from shotcast.engine.config import EngineConfig, max_model_len_of
 from shotcast.engine.device_selection import select_device
 from shotcast.engine.grammar import Grammar, Vocabulary
 from shotcast.engine.grammar_check import GrammarChecker
@@ -99,8 +99,8 @@ class EngineClient:
         leader = JobLeader(job, config.timeout_s) if job is not None else None
         with leader.refusing() if leader is not None else contextlib.nullcontext():
             self._start(config, leader)
-        took = time.perf_counter() - began
-        logger.info("the engine started in %.1f s, %.1f s of them for CUDA graphs", took, self.info.capture_s)
+        graphs = f", {self.info.capture_s:.1f} s of them for CUDA graphs" if self.config.device == "cuda" else ""
+        logger.info("the engine started in %.1f s%s", time.perf_counter() - began, graphs)
 
     def _start(self, config: EngineConfig, leader: JobLeader | None) -> None:
         self.config = config = select_device(config)
@@ -110,6 +110,7 @@ class EngineClient:
         self._model = located.model
         with contextlib.closing(open_checkpoint(self._model)) as checkpoint:  # before processes are started
             model = checkpoint.config
+        max_model_len_of(config, model)
         if config.sequence_parallel and model.has_post_norms:
             raise UnsupportedError(
                 f"sequence_parallel is not supported for the family {model.family}, which has norms after attention "

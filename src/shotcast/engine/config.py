@@ -6,11 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shotcast.collectives.registry import import_named, registered
 from shotcast.engine.speculative_config import SpeculativeConfig
 from shotcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shotcast.models.config import ModelConfig
 
 _CPU_DTYPES, _CUDA_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16", "float32")
 DTYPES = {"auto": ("float32", "bfloat16", "float16"), "cpu": _CPU_DTYPES, "cuda": _CUDA_DTYPES}
@@ -21,6 +24,7 @@ _AUTO = re.compile(r"auto(?::([1-9]\d{0,3}))?")
 MAX_SPECULATING = 16
 """Sequences whose proposals may all be verified in one step; the logits of a step have room for no more."""
 DEFAULT_TARGET = "throughput"
+DEFAULT_MODEL_LEN = 8192
 _TEXTS = (
     "layout",
     "target",
@@ -301,6 +305,19 @@ class EngineConfig:
     def output_rank(self) -> int:
         """The rank that sends sampled tokens to rank 0: the first of the last stage."""
         return self.ranks - self.tensor_parallel
+
+
+def max_model_len_of(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the limit on the tokens of a sequence.
+
+    Raises:
+        ConfigError: the model was made for fewer tokens.
+    """
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; the model was made for at most {model.max_position} tokens"
+        )
+    return config.max_model_len or min(model.max_position, DEFAULT_MODEL_LEN)
 
 
 def _two_layouts(layout: object, tensor_parallel: object, pipeline_parallel: object) -> ConfigError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from shotcast.engine.config import EngineConfig
-from shotcast.engine.load import max_model_len_of
+from shotcast.engine.config import EngineConfig, max_model_len_of
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig

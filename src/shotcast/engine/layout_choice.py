@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from shotcast import env
 from shotcast.collectives.rank_device import local_world_size
-from shotcast.engine.config import EngineConfig, parse_workload
-from shotcast.engine.load import max_model_len_of
+from shotcast.engine.config import EngineConfig, max_model_len_of, parse_workload
 from shotcast.engine.memory import HostMemory, KnownMemory, MemoryBudget, require_one_sequence
 from shotcast.errors import ConfigError
 from shotcast.hardware import catalog, detect

@@ -14,12 +14,12 @@ from shotcast import env
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
 from shotcast.collectives.rank_device import gpu_of, local_world_size, ranks_of_a_gpu
 from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
-from shotcast.engine.config import EngineConfig
+from shotcast.engine.config import EngineConfig, max_model_len_of
 from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_one_sequence
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
-from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.errors import UnsupportedError
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.grouped import GroupedRows
 from shotcast.layers.parallel import Parallel
@@ -31,7 +31,6 @@ from shotcast.models.memory_estimate import weight_bytes
 from shotcast.models.source import open_checkpoint
 from shotcast.overlap.policy import Decision
 
-DEFAULT_MODEL_LEN = 8192
 _LOADING_TIMEOUT_S = 600.0
 """Timeout of collectives while ranks load, which takes some of them longer than others."""
 _SEQUENCE_PARALLEL_TOKENS = 64
@@ -173,19 +172,6 @@ def communicators(
     comm = job.split(job.rank // config.tensor_parallel, max_bytes=stage_bytes)
     assert comm is not None
     return job, stack.enter_context(comm)
-
-
-def max_model_len_of(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the limit on the tokens of a sequence.
-
-    Raises:
-        ConfigError: the model was made for fewer tokens.
-    """
-    if config.max_model_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; the model was made for at most {model.max_position} tokens"
-        )
-    return config.max_model_len or min(model.max_position, DEFAULT_MODEL_LEN)
 
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:

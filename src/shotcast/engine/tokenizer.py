@@ -10,7 +10,7 @@ from typing import Any
 
 from shotcast.errors import ConfigError
 from shotcast.models.gguf_header import GgufHeader
-from shotcast.models.source import RANDOM, find_model
+from shotcast.models.source import RANDOM, find_model, open_checkpoint
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A folder with one of these files has a tokenizer."""
@@ -43,11 +43,12 @@ class Tokenizer:
             ConfigError: the model has no tokenizer, or it cannot be read.
         """
         path = cls.find(model)
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        folder, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+            folder, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+            read = AutoTokenizer if path.is_dir() or _has_a_class(path) else PreTrainedTokenizerFast
+            tokenizer = read.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
         except Exception as error:  # the library raises errors of any type for files that it cannot read
             raise ConfigError(f"the tokenizer of {path} cannot be read: {error}") from error
         if not path.is_dir():
@@ -59,12 +60,14 @@ class Tokenizer:
         """Return the folder or the GGUF file of a model that has a tokenizer.
 
         Raises:
-            ConfigError: the model has no tokenizer.
+            ConfigError: the model has no tokenizer, or the folder has no model.
+            UnsupportedError: the folder has a model of a kind that is not implemented.
         """
         if model.startswith(RANDOM):
             raise ConfigError(f"{model} has no tokenizer, since its weights are random; LLM takes token ids too")
         path = find_model(model)
         if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+            open_checkpoint(model).close()  # a folder that has no model either is refused for that
             raise ConfigError(f"{path} has no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")
         return path
 
@@ -232,6 +235,16 @@ class Tokenizer:
             if token is not None and self._tokenizer.convert_ids_to_tokens(token) == piece
         }
         return tokens if tokens and self._decode_after_anchor([ids[0x41]], True) == "A" else {}
+
+
+def _has_a_class(path: Path) -> bool:
+    """Return whether a GGUF file's vocabulary needs more than transformers' common class: a first token, or pieces.
+
+    To find a class of its own, transformers reads the file for its configuration, too, which takes seconds.
+    """
+    metadata = GgufHeader.read(path).metadata
+    kind, begins = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.add_bos_token", True)
+    return kind != "gpt2" or bool(begins)
 
 
 def _apply_gguf_metadata(tokenizer: Any, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from shotcast.errors import ConfigError
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.hub import is_hub_name, snapshot
-from shotcast.models.presets import PRESETS, preset
+from shotcast.models.presets import preset
 
 RANDOM = "random:"
 PACKAGED = ("smollm2", "smollm2-135m-instruct")
@@ -43,12 +42,10 @@ def find_model(model: str) -> Path:
         raise ConfigError(f"{model} is a file, but not a .gguf; for safetensors, name the folder that has config.json")
     if is_hub_name(model):
         return snapshot(model)
-    similar = difflib.get_close_matches(model.lower(), PRESETS, 3, 0.5)
-    hint = f"; similar presets: {', '.join(RANDOM + name for name in similar)}" if similar else ""
     raise ConfigError(
         f"there is no model {model!r}; accepted: a folder with config.json and safetensors files, a .gguf file, "
         f"a name of the Hugging Face Hub such as Qwen/Qwen3-0.6B, {PACKAGED[0]} (from a Python package), "
-        f"or {RANDOM}PRESET (or PRESET:LAYERS) for random weights{hint}"
+        f"or {RANDOM}PRESET (or PRESET:LAYERS) for random weights"
     )
 
 

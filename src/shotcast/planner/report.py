@@ -9,7 +9,7 @@ from typing import Any
 
 from shotcast.models.source import RANDOM
 from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Job, Plan, Point
-from shotcast.units import about_size
+from shotcast.units import about, about_size
 
 KINDS = {
     "products": ("qkv", "output", "gate_up", "down", "head"),
@@ -51,7 +51,7 @@ def reason(plan: Plan) -> str:
 
 
 def _speed(point: Point) -> str:
-    return f"{point.tpot_ms:.4g} ms a token, {point.tokens_per_s:.4g} tokens/s"
+    return f"{about(point.tpot_ms)} ms a token, {about(point.tokens_per_s)} tokens/s"
 
 
 def _loads(plan: Plan, best: Point) -> str:

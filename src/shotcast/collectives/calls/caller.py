@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,11 @@ class Caller(Collectives):
     _run: Callable[..., Call]
     """Makes a call on tensors that have been checked: :meth:`Communicator._run`."""
     explain: Callable[..., Explanation]
+
+    def __init_subclass__(cls) -> None:
+        for name, method in vars(cls).items():
+            if inspect.isfunction(method) and not name.startswith("_"):
+                method.__qualname__ = f"Communicator.{name}"  # which Python's errors about arguments give
 
     @property
     @abstractmethod

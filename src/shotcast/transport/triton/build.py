@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shotcast import env, wire
+from shotcast import env, extras, wire
 from shotcast.cost.collective import INFINIBAND, NVLINK4, SHARED_MEMORY, LinkCost, NetworkCost
 from shotcast.errors import ConfigError
 from shotcast.hardware import nvml
@@ -22,6 +22,7 @@ _NVSHMEM = "nvshmem"
 
 def interpreted(ranks: Ranks) -> Built:
     """Build the executor of CPU ranks whose kernels are interpreted."""
+    extras.require("triton", "SHOTCAST_CPU_KERNELS=interpreter")
     if not ranks.one_host:
         return Built(None, "the ranks are on several hosts, and the interpreter shares memory of one")
     if why := ranks.beyond(wire.MAX_WORLD_SIZE):
