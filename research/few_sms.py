@@ -99,17 +99,15 @@ def rows_of(
     calls: list[tuple[str, int, LaunchShape | None, Callable[[], Any], torch.Tensor]] = []
     calls.append(("auto", 0, None, functools.partial(getattr(comm, op), x, out=out), out))
     for sms in SMS:
-        for name in comm.candidates(whole, op, sms):
-            if name == "vendor" or (name != "few_sms" and sms != SMS[0]):
-                continue
-            default = comm.explain(whole, op, name, sms=sms).launch
-            asked = comm._resolver.problem(Op[op.upper()], whole.dtype, whole.numel(), "sum", 0, (), None, sms)
-            for shape in launch_shapes(asked, name) if launches and name == "few_sms" else [default]:
-                by: dict[str, Any] = {"algorithm": name, "launch": shape, "sms": sms}
-                calls.append((name, sms, shape, functools.partial(comm._run, Op[op.upper()], x, out, **by), out))
-                if name == "few_sms":
-                    run = functools.partial(comm._run, Op[op.upper()], *mapped, **by)
-                    calls.append(("in place", sms, shape, run, mapped[1]))
+        if "few_sms" not in comm.candidates(whole, op, sms):
+            continue
+        default = comm.explain(whole, op, "few_sms", sms=sms).launch
+        asked = comm._resolver.problem(Op[op.upper()], whole.dtype, whole.numel(), "sum", 0, (), None, sms)
+        for shape in launch_shapes(asked, "few_sms") if launches else [default]:
+            by: dict[str, Any] = {"algorithm": "few_sms", "launch": shape, "sms": sms}
+            for name, tensors in (("few_sms", (x, out)), ("in place", mapped)):
+                run = functools.partial(comm._run, Op[op.upper()], *tensors, **by)
+                calls.append((name, sms, shape, run, tensors[1]))
     # NCCL adds two ranks in the same order, and more in another
     if comm.world_size == 2 or op in ("all_gather", "all_to_all"):
         calls.append(("nccl", 0, None, functools.partial(by_nccl, op, x, out, group), out))

@@ -374,7 +374,7 @@ for part in "$@"; do
         SHOTCAST_SHARE_GPUS=$(shared "$ranks") tests 590 "$part" \
             tests/collectives/test_cuda_few_sms.py -k "[$ranks] or -$ranks]"
         ;;
-    few_sms_x[24]) # 4 to 64 SMs beside all of them, copy engines and NCCL
+    few_sms_x[24]) # 4 to 64 SMs beside all of them, and NCCL
         script 590 "$part" research/few_sms.py --world-size "$ranks" --json "$out/$part.json"
         ;;
     few_sms_launches_x[24]) # other launches of one operation

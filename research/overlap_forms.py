@@ -1,8 +1,8 @@
 """Sets of further forms of ``research/bench_overlap.py``: of other libraries, and forms that no chain chooses.
 
-``own`` has our shaped products and copy engines, ``library`` NCCL with each option that may help, ``torch`` what
-PyTorch makes of its symmetric memory, and ``published`` the grid of arXiv 2606.09200. A form that ends the ranks is
-left out, and the ranks start again.
+``own`` has our shaped products, ``library`` NCCL with each option that may help, ``torch`` what PyTorch makes of its
+symmetric memory, and ``published`` the grid of arXiv 2606.09200. A form that ends the ranks is left out, and the ranks
+start again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import overlap_progress
-import torch
 import torch_forms
 import zero_ctas
 from occupancy import Multiprocessor
 from overlap_bench import library, measure, own
-from overlap_bench.config import LIBRARY, OWN, REDUCE_SCATTER_ALL_GATHER, OverlapConfig
+from overlap_bench.config import LIBRARY, OWN, OverlapConfig
 from overlap_bench.form import Candidate, Candidates, Form
 from overlap_bench.library import Groups, Messages
 from overlap_bench.result import Measured
-from overlap_bench.steps import Steps, library_product
+from overlap_bench.steps import Steps
 from overlap_verdicts import TORCH, verdicts
 from product_room import multiprocessor_of
 
-from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError, RankFailed
 from shotcast.kernels.triton.gemm import GemmConfig
 from shotcast.launcher.spawn import spawn
@@ -50,10 +48,6 @@ _BARRIER_BYTES = 256
 """Shared memory that the compiler takes for barriers, 24 bytes in 2026, and more."""
 BESIDE_SMS = 24
 """SMs of a message whose kernels fit beside a block of our product on every SM."""
-SUM_SMS = 16
-"""SMs that products leave to the sums between copies."""
-_ENGINES, _MEETING_SMS = "copy_engines", 1
-"""The algorithm by copy engines, and the SMs of the kernels in which ranks meet."""
 
 
 class LeftOutError(Exception):
@@ -137,7 +131,7 @@ def as_published() -> ShapedProduct:
 
 
 def shaped(steps: Steps) -> Candidates:
-    """Yield the forms on GPUs that a chain does not try: with our products, and with copy engines."""
+    """Yield the forms on GPUs that a chain does not try: with our products."""
     product = ShapedProduct()
     few = own.by_sms(steps, BESIDE_SMS)
     yield own.on_streams("shaped", steps, LOW, product, few)
@@ -145,34 +139,6 @@ def shaped(steps: Steps) -> Candidates:
     yield own.on_streams("shaped as published, priority", steps, HIGH, as_published(), few)
     for sms in steps.config.sms:
         yield own.on_streams(f"{sms} SMs, shaped", steps, HIGH, _leaving(steps, sms), own.by_sms(steps, sms))
-    if not steps.config.gathers_first:
-        yield from copy_engines(steps)
-
-
-def copy_engines(steps: Steps) -> Candidates:
-    """Yield the forms whose bytes copy engines move; sums take SMs for a moment."""
-    op = steps.config.op
-    if op in ("all_gather", "all_to_all"):
-
-        def message(comm: Communicator, number: int) -> None:
-            steps.communicate(comm, number, sms=_MEETING_SMS, algorithm=_ENGINES)
-
-    else:
-        parts: list[torch.Tensor] = []
-
-        def message(comm: Communicator, number: int) -> None:
-            sent = steps.sent[number]
-            if not parts:  # messages have one lane, so the next uses the same memory
-                parts.append(torch.empty_like(sent))
-                parts.append(sent.new_empty(sent.numel() // comm.world_size))
-            comm.all_to_all(sent, out=parts[0], sms=_MEETING_SMS, algorithm=_ENGINES)
-            shard = steps.received[number] if op == "reduce_scatter" else parts[1]
-            torch.sum(parts[0].view(comm.world_size, -1), 0, out=shard)
-            if op in ("all_reduce", REDUCE_SCATTER_ALL_GATHER):
-                comm.all_gather(shard, out=steps.received[number], sms=_MEETING_SMS, algorithm=_ENGINES)
-
-    yield own.on_streams("copy engines", steps, HIGH, library_product, message)
-    yield own.on_streams("copy engines, shaped", steps, HIGH, _leaving(steps, SUM_SMS), message)
 
 
 def _leaving(steps: Steps, sms: int) -> Product:

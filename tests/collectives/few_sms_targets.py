@@ -39,19 +39,12 @@ def exact(got: torch.Tensor, wanted: torch.Tensor, what: Any) -> None:
 
 
 def one_case(
-    comm: shotcast.Communicator,
-    kind: str,
-    dtype: torch.dtype,
-    count: int,
-    shift: int,
-    sms: int,
-    seed: int,
-    algorithm: str = "few_sms",
+    comm: shotcast.Communicator, kind: str, dtype: torch.dtype, count: int, shift: int, sms: int, seed: int
 ) -> None:
     """Compare a call, and the same in place where that is possible, with the reference."""
     rank, size = comm.rank, comm.world_size
-    what = kind, dtype, count, shift, sms, algorithm
-    by: dict[str, Any] = {"sms": sms, "algorithm": algorithm}
+    what = kind, dtype, count, shift, sms
+    by: dict[str, Any] = {"sms": sms, "algorithm": "few_sms"}
     xs = rank_tensors(count, dtype, size, seed, comm.device)
     x = shifted(xs[rank], shift)
     if kind == "all_reduce":
@@ -81,25 +74,6 @@ def one_case(
             check(comm.reduce_scatter(mine, out=place, **by), wanted, (*what, "in place"))
 
 
-def engine_cases(device: str, counts: list[int], max_bytes: int, dtypes: list[torch.dtype], launches: int) -> int:
-    """Compare copies by copy engines, each ``launches`` times with other calls between. Return how many were made."""
-    done = 0
-    with shotcast.Communicator(device=device, max_bytes=max_bytes, timeout_s=60) as comm:
-        own = random.Random(comm.rank)
-        for count in counts:
-            for dtype in dtypes:
-                for kind in ("all_gather", "uneven", "all_to_all"):
-                    for _ in range(launches):
-                        straggle(comm, own)
-                        one_case(comm, kind, dtype, count, done % 2, 4, done, "copy_engines")
-                        done += 1
-            one_case(comm, "all_reduce", torch.bfloat16, 999, 0, 2, done)  # through the same window
-            ones = torch.ones(5, device=comm.device)
-            check(comm.all_reduce(ones, algorithm="one_shot"), ones * comm.world_size, "between")
-        settle(comm)
-    return done
-
-
 def cases(
     device: str, counts: list[int], budgets: list[int], max_bytes: int, dtypes: list[torch.dtype], seed: int = 0
 ) -> int:
@@ -120,7 +94,7 @@ def cases(
             check(comm.all_reduce(ones, algorithm="one_shot"), ones * comm.world_size, "between")
         ones = torch.ones(64, device=comm.device)
         assert comm.candidates(ones, sms=3) == ["few_sms", "vendor"]
-        assert comm.candidates(ones, "all_to_all", sms=3) == ["few_sms", "copy_engines", "vendor"]
+        assert comm.candidates(ones, "all_to_all", sms=3) == ["few_sms", "vendor"]
         assert "few_sms" not in comm.candidates(ones)
         settle(comm)
     return done
@@ -214,8 +188,8 @@ def mismatched(device: str) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
         return type(error).__name__, error.differing, error.fields
 
 
-def absent(device: str, victim: int, timeout_s: float, killed: bool, engines: bool = False) -> dict[str, Any]:
-    """Have rank ``victim`` make no call, or end. Return what the others saw, with ``engines`` of a copy by engines."""
+def absent(device: str, victim: int, timeout_s: float, killed: bool) -> dict[str, Any]:
+    """Have rank ``victim`` make no call, or end. Return what the others saw."""
     comm = shotcast.Communicator(device=device, max_bytes=1 << 18, timeout_s=100)
     x = torch.ones(4096, device=comm.device)
     comm.all_reduce(x, sms=2)
@@ -231,10 +205,7 @@ def absent(device: str, victim: int, timeout_s: float, killed: bool, engines: bo
     out = torch.zeros_like(x)
     started, error = time.monotonic(), None
     try:
-        if engines:
-            comm.all_gather(x, sms=2, algorithm="copy_engines")
-        else:
-            comm.all_reduce(x, out=out, sms=2)
+        comm.all_reduce(x, out=out, sms=2)
         settle(comm)
     except shotcast.ShotcastError as caught:
         error = caught
@@ -280,18 +251,15 @@ def stops_between_chunks(victim: int, step: int, timeout_s: float, killed: bool)
     return error
 
 
-def graphs(count: int, sms: int, copied_by: str) -> int:
-    """Replay a graph of calls of every kind on changed inputs, with eager calls between. Return the replays.
-
-    ``copied_by`` makes the all_to_all.
-    """
+def graphs(count: int, sms: int) -> int:
+    """Replay a graph of calls of every kind on changed inputs, with eager calls between. Return the replays."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size
         x = torch.zeros(count * size, dtype=torch.bfloat16, device=comm.device)
 
         def calls() -> list[torch.Tensor]:
             gathered = comm.all_gather(comm.reduce_scatter(x, sms=sms), sms=sms)
-            return [comm.all_reduce(x, sms=sms), gathered, comm.all_to_all(x, sms=2 * sms, algorithm=copied_by)]
+            return [comm.all_reduce(x, sms=sms), gathered, comm.all_to_all(x, sms=2 * sms)]
 
         calls()
         torch.cuda.synchronize()

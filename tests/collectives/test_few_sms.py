@@ -13,7 +13,6 @@ from few_sms_targets import (
     across_epochs,
     arguments,
     cases,
-    engine_cases,
     many_chunks,
     mismatched,
     stops_between_chunks,
@@ -73,14 +72,6 @@ def test_places_of_the_window_are_used_again(world_size: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world_size", "counts"), [(2, [0, 9000]), pytest.param(3, [1, 1500], marks=pytest.mark.full)])
-def test_copies_by_copy_engines(world_size: int, counts: list[int]) -> None:
-    """Calls have one round, or many, whose places in the window serve again."""
-    done = interpreted(engine_cases, world_size, "cpu", counts, 1 << 12, [torch.bfloat16, torch.uint8], 2)
-    assert done == [len(counts) * 2 * 3 * 2] * world_size
-
-
-@pytest.mark.full
 @pytest.mark.long
 def test_progress_goes_on_where_its_numbers_change_sign() -> None:
     assert min(interpreted(across_epochs, 2, "cpu")) > 1 << 44
@@ -95,22 +86,15 @@ def test_ranks_that_give_other_numbers_of_sms_differ() -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(
-    ("killed", "engines"),
-    [
-        (False, False),
-        pytest.param(True, False, marks=pytest.mark.full),
-        pytest.param(False, True, marks=pytest.mark.full),
-    ],
-)
-def test_absent_rank_is_named(killed: bool, engines: bool) -> None:
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_absent_rank_is_named(killed: bool) -> None:
     timeout_s = 600.0 if killed else 4.0
     options = {"fresh": True, "timeout_s": 300, "return_exceptions": True}
-    for outcome in interpreted(absent, 3, "cpu", 2, timeout_s, killed, engines, **options)[:2]:
+    for outcome in interpreted(absent, 3, "cpu", 2, timeout_s, killed, **options)[:2]:
         assert isinstance(outcome["error"], shotcast.CollectiveTimeout), outcome
-        assert (outcome["error"].missing, outcome["error"].op) == ((2,), "all_gather" if engines else "all_reduce")
+        assert (outcome["error"].missing, outcome["error"].op) == ((2,), "all_reduce")
         assert outcome["error"].reason == ("dead" if killed else "late")
-        assert outcome["nan"] or engines
+        assert outcome["nan"]
         assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
         assert outcome["took"] < 60
 
@@ -145,61 +129,40 @@ def legal(case: CollectiveProblem) -> list[str]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_few_sms_serve_where_a_number_is_given(op: Op) -> None:
-    copied = ["copy_engines"] if op in (Op.ALL_GATHER, Op.ALL_TO_ALL) else []
-    assert legal(problem(op)) == ["few_sms", *copied, "vendor"]
+    assert legal(problem(op)) == ["few_sms", "vendor"]
     assert "few_sms" not in legal(problem(op, sms=0))
     assert "sms" in obstacle(problem(op, sms=0), "few_sms")
     assert "does not keep to a number of SMs" in obstacle(problem(op), "one_shot")
-    for sms, taken in ((32, "few_sms"), (4, "copy_engines" if copied else "few_sms")):
+    for sms in (32, 4):
         choice = choose(problem(op, sms=sms), "auto", "auto", ())
-        assert (choice.candidate.algorithm, choice.source) == (taken, "cost model")
-        assert choice.candidate.launch.programs == (sms if taken == "few_sms" else 1)
-
-
-@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.ALL_TO_ALL])
-@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 24, 1 << 30])
-def test_copies_by_engines_cost_every_meeting_and_the_copy_into_the_window(op: Op, nbytes: int) -> None:
-    topology = make_topology("triton", 4, 1 << 30)
-    rounds = len(
-        range(0, nbytes // 4, launch_shape(problem(op, nbytes, topology=topology), "copy_engines").chunk_bytes)
-    )
-    staged = nbytes // 4 if op is Op.ALL_GATHER else 3 * nbytes // 4
-    least_us = 5.0 * (rounds + 1) + (staged / 1386e3) + 3 * nbytes / 4 / 331e3
-    assert least_us < predicted_us(topology, op, "bfloat16", nbytes, "copy_engines", 4) < 1.5 * least_us
+        assert (choice.candidate.algorithm, choice.source) == ("few_sms", "cost model")
+        assert choice.candidate.launch.programs == sms
 
 
 def test_the_library_serves_what_few_sms_cannot() -> None:
     choice = choose(problem(dtype="float64"), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
     assert "only one_shot and two_shot do more than sum" in choice.reason
-    assert legal(problem(Op.ALL_TO_ALL, dtype="float64")) == ["few_sms", "copy_engines", "vendor"]
+    assert legal(problem(Op.ALL_TO_ALL, dtype="float64")) == ["few_sms", "vendor"]
     assert legal(problem(Op.BROADCAST)) == ["vendor"]
     with pytest.raises(ConfigError, match=r"two_shot cannot serve .*: it does not keep to a number of SMs"):
         choose(problem(), "two_shot", "auto", ())
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "programs", "chunk_bytes", "why"),
+    ("programs", "chunk_bytes", "why"),
     [
-        (
-            "few_sms",
-            16,
-            128 << 10,
-            "16 programs with chunks of 131072 bytes take 33554432 bytes of a window of 16777216",
-        ),
-        ("few_sms", 1, 16, "1 programs with chunks of 16 bytes take 1048576 steps"),
-        ("copy_engines", 1, 8 << 20, "rounds of 8388608 bytes take 33554432 of a window of 16777216"),
+        (16, 128 << 10, "16 programs with chunks of 131072 bytes take 33554432 bytes of a window of 16777216"),
+        (1, 16, "1 programs with chunks of 16 bytes take 1048576 steps"),
     ],
 )
-def test_a_row_whose_launch_has_no_room_is_passed_over(
-    algorithm: str, programs: int, chunk_bytes: int, why: str
-) -> None:
+def test_a_row_whose_launch_has_no_room_is_passed_over(programs: int, chunk_bytes: int, why: str) -> None:
     launch = {"programs": programs, "block_words": 2048, "num_warps": 16, "chunk_bytes": chunk_bytes}
-    rows = table([None, algorithm, launch], op="all_gather@16")
+    rows = table([None, "few_sms", launch], op="all_gather@16")
     choice = choose(problem(Op.ALL_GATHER, dtype="float32"), "auto", "auto", [("user table", rows)])
     assert choice.source == "cost model"
     assert f"but {why}" in choice.reason
-    fitting = table([None, algorithm, launch | {"programs": 4, "chunk_bytes": 4096}], op="all_gather@16")
+    fitting = table([None, "few_sms", launch | {"programs": 4, "chunk_bytes": 4096}], op="all_gather@16")
     assert choose(problem(Op.ALL_GATHER, dtype="float32"), "auto", "auto", [("user table", fitting)]).entry
 
 
@@ -209,11 +172,10 @@ def test_the_library_serves_a_message_of_too_many_steps() -> None:
     assert choose(case, "auto", "auto", ()).candidate.algorithm == "vendor"
 
 
-@pytest.mark.parametrize("algorithm", ["few_sms", "copy_engines"])
 @pytest.mark.parametrize("chunk_bytes", [0, 8, 24, -16])
-def test_a_launch_without_whole_chunks_is_refused(algorithm: str, chunk_bytes: int) -> None:
+def test_a_launch_without_whole_chunks_is_refused(chunk_bytes: int) -> None:
     shape = LaunchShape(8, 2048, 16, chunk_bytes)
-    why = launch_obstacle(GPUS, make_topology("triton", 4, 64 << 20).algorithms[algorithm], shape)
+    why = launch_obstacle(GPUS, make_topology("triton", 4, 64 << 20).algorithms["few_sms"], shape)
     assert why == f"chunk_bytes is a multiple of 16 from 16 up, not {chunk_bytes}"
 
 

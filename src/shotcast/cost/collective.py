@@ -7,9 +7,9 @@ FP8. f is the fixed cost of a call, a the latency of a step, b the bandwidth in 
 rank takes in received bytes and c the rate at which it converts. Over several nodes, s and S count what stays within
 nodes alone. In :math:`s_n` further steps a rank sends :math:`S_n` bytes to one peer on another node, with a latency
 :math:`a_n` and a bandwidth :math:`b_n` for each rank; in :math:`s_w` steps it sends :math:`S_w` bytes to all other
-nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ: each message takes time of a core.) What
-copy engines send takes time by a bandwidth of theirs, and a call that keeps to a number of SMs takes as long as these
-do, if that is longer. The description of each algorithm gives its numbers (:mod:`shotcast.collectives.algorithms`).
+nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ: each message takes time of a core.) A
+call that keeps to a number of SMs takes at least as long as these need to move its bytes. The description of each
+algorithm gives its numbers (:mod:`shotcast.collectives.algorithms`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class LinkCost:
         local_gbps: the rate at which a rank takes in received bytes, in 1e9 bytes a second.
         converted_per_ns: the values that a rank converts to or from FP8 in a nanosecond.
         sm_gbps: the bytes that one SM sends, in 1e9 a second, where a call keeps to a number of them.
-        engine_gbps: bandwidth between ranks of copy engines.
     """
 
     fixed_us: float
@@ -41,20 +40,18 @@ class LinkCost:
     local_gbps: float = math.inf
     converted_per_ns: float = math.inf
     sm_gbps: float = math.inf
-    engine_gbps: float = math.inf
 
     def transfer_us(self, nbytes: float) -> float:
         """Return the microseconds that ``nbytes`` take on the wire."""
         return nbytes / (self.bw_gbps * 1e3)
 
 
-NVLINK4 = LinkCost(fixed_us=0.988, step_us=0.857, bw_gbps=474.1, local_gbps=1386.0, sm_gbps=20.0, engine_gbps=331.0)
+NVLINK4 = LinkCost(fixed_us=0.988, step_us=0.857, bw_gbps=474.1, local_gbps=1386.0, sm_gbps=20.0)
 """Hopper with 18 links, fitted as ``research/calibrate_gpu.py`` fits.
 
 The measurements are benchmarks/data/h200/all_reduce_bf16_x4.json and _x2.json. The root mean square error is 8%; a
 choice by it costs at most 4% more than the fastest measured, from 1 KiB to 256 MiB. ``sm_gbps`` is not fitted: on 2
 H200, NCCL's all-reduce of 448 MB took 5.7, 3.0 and 1.8 ms with 4, 8 and 16 blocks.
-``engine_gbps`` is what they moved between all of four H200, with a stream for each peer (docs/design/all_reduce.md).
 """
 SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0, converted_per_ns=7.0)
 """Processes of one host. Only the order of the algorithms is meaningful.
@@ -114,7 +111,6 @@ class Work(NamedTuple):
         network_sent: bytes sent in these steps.
         spread_steps: steps over the network in which a rank sends to all other nodes.
         spread_sent: bytes sent in these steps, to all of them.
-        engine_sent: bytes that copy engines send within the node.
     """
 
     steps: int
@@ -125,7 +121,6 @@ class Work(NamedTuple):
     network_sent: float = 0.0
     spread_steps: int = 0
     spread_sent: float = 0.0
-    engine_sent: float = 0.0
 
     def over(self, shape: NodeShape) -> Work:
         """Return this work, in which a rank treats all others alike, with what of it goes over the network.
@@ -148,7 +143,7 @@ def time_us(work: Work, link: LinkCost, network: NetworkCost = NO_NETWORK, sms: 
     spread_us, spread_gbps = network.to_all
     network_us = work.network_steps * network.step_us + work.network_sent / (network.bw_gbps * 1e3)
     network_us += work.spread_steps * spread_us + work.spread_sent / (spread_gbps * 1e3)
-    moved_us = link.transfer_us(work.sent) + local_us + work.engine_sent / (link.engine_gbps * 1e3)
+    moved_us = link.transfer_us(work.sent) + local_us
     if sms:
         moved_us = max(moved_us, work.sent / (sms * link.sm_gbps * 1e3))
     return link.fixed_us + work.steps * link.step_us + moved_us + network_us

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,7 +63,7 @@ def side_stream(device_index: int) -> SideStream:
 
 
 def new_stream(device: torch.device) -> torch.cuda.ExternalStream:
-    """Return a stream of the current GPU that nothing else uses, until no object refers to it.
+    """Return a stream of the current GPU that nothing else uses. It lasts as long as the process.
 
     Those that PyTorch makes come round again after 32. Captures may be under way.
     """
@@ -73,14 +72,7 @@ def new_stream(device: torch.device) -> torch.cuda.ExternalStream:
         check(library().cuStreamCreate(ctypes.byref(made), non_blocking), "creating a stream")
     handle = made.value
     assert handle is not None
-    stream = torch.cuda.ExternalStream(handle, device)
-    weakref.finalize(stream, _destroy, handle).atexit = False
-    return stream
-
-
-def _destroy(handle: int) -> None:
-    with relaxed():
-        library().cuStreamDestroy_v2(ctypes.c_void_p(handle))  # its work goes on
+    return torch.cuda.ExternalStream(handle, device)
 
 
 class GpuBytes:

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 AUTO, FUSED, PLAIN, SEQUENTIAL = "auto", "fused", "plain", "sequential"
 _ALGORITHM = "few_sms"
-"""The algorithm whose programs bring rows. By the cost model it is faster than copy engines, which would also have to
-meet in kernels that need SMs while the product holds them."""
+"""The algorithm whose programs bring rows."""
 GROUP = 8
 """Rows of tiles that are walked through together: they have to be there before the first wave of tiles can end."""
 FEW, FEW_OF_MANY = 24, 16

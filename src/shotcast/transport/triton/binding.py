@@ -19,7 +19,6 @@ from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.errors import UnsupportedError
 from shotcast.kernels.triton.norm import DTYPES
 from shotcast.memory import nvshmem_library
-from shotcast.transport.triton.lanes import LanesOfCalls
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.sync import Entry, EntryWithPuts
 from shotcast.wire import CallPlan, HeaderWords, Op
@@ -89,18 +88,6 @@ class Enqueue(Protocol):
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None: ...
 
 
-class EnqueuedCall(NamedTuple):
-    """A call that is more than a kernel.
-
-    Attributes:
-        launch: enqueues it.
-        tensors: a key of :data:`TENSORS`.
-    """
-
-    launch: Enqueue
-    tensors: str
-
-
 @dataclass(frozen=True, slots=True)
 class KernelContext:
     """The facts of a rank that its kernels are bound with.
@@ -124,7 +111,6 @@ class KernelContext:
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
         puts_address: the address of the table of what puts to each rank take, in device memory; 0 where all regions
             are mapped.
-        lanes: the streams on which copy engines go on beside the stream of a call.
     """
 
     rank: int
@@ -145,7 +131,6 @@ class KernelContext:
     aligned: bool = field(default=True)
     nodes: int = field(default=1)
     puts_address: int = field(default=0)
-    lanes: LanesOfCalls = field(default_factory=LanesOfCalls)
 
     def launch(
         self,

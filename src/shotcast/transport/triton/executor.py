@@ -29,7 +29,7 @@ from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
-from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import TENSORS, Enqueue, KernelContext, KernelLaunch
 from shotcast.transport.triton.gates import gate_of
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
@@ -44,13 +44,13 @@ rank sent it, and ended, looks again by then."""
 
 
 class _Piece(NamedTuple):
-    """One kernel of a call, or all that a call enqueues, which takes the tensors from byte ``start`` on.
+    """One kernel of a call, which takes the tensors from byte ``start`` on.
 
     ``gate`` is launched before it, unless it is None.
     """
 
     gate: Launch | None
-    launch: Enqueue
+    launch: Launch
     start: int
 
 
@@ -126,9 +126,8 @@ class BoundCall:
         for plan, start in self._executor.pieces(self._plan):
             bound = self._executor.kernel(plan, aligned)
             self._tensors = bound.tensors
-            if isinstance(bound, KernelLaunch):
-                self._of_sizes = bound.of_sizes
-            launch = bound.launch if isinstance(bound, EnqueuedCall) else _launch(bound)
+            self._of_sizes = bound.of_sizes
+            launch = _launch(bound)
             pieces.append(_Piece(self._executor.gate(plan, launch), launch, start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
@@ -331,7 +330,7 @@ class TritonExecutor:
         """Return a call that brings its launches, in the last workspace."""
         return BoundKernel(call, lambda: self.workspaces[-1].context, self.device)
 
-    def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
+    def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch:
         """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
 
         Raises ConfigError if the workspace has no room for it yet.
@@ -340,10 +339,10 @@ class TritonExecutor:
             raise ConfigError(f"{plan.op.label} needs a workspace for messages of {plan.room} bytes, not {self.room}")
         return self._kernel(plan, aligned)
 
-    def _kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
+    def _kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch:
         workspace = self.workspaces[0 if plan.op in (Op.SEND, Op.RECV) else -1]
         context = dataclasses.replace(workspace.context, aligned=aligned)
-        launch: KernelLaunch | EnqueuedCall = self._algorithms.kernel(plan, "triton")(plan, context)
+        launch: KernelLaunch = self._algorithms.kernel(plan, "triton")(plan, context)
         return launch
 
     def load(self, plans: Sequence[CallPlan]) -> None:
@@ -354,10 +353,9 @@ class TritonExecutor:
         with _current(self.device):
             self.meeting(plans[0]).load()
             for plan in plans:
-                bound = self._kernel(plan, True)
-                (bound.launch if isinstance(bound, EnqueuedCall) else _launch(bound)).load()
+                _launch(self._kernel(plan, True)).load()
 
-    def gate(self, plan: CallPlan, launch: Enqueue) -> Launch | None:
+    def gate(self, plan: CallPlan, launch: Launch) -> Launch | None:
         """Return the gate of a plan or a piece, None where it may wait for other ranks by itself."""
         # a message waits for one rank, in few programs (send_recv.py)
         return None if self._exclusive or plan.op in (Op.SEND, Op.RECV) else gate_of(launch)

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from shotcast.device.triton.launch import Launch
 from shotcast.transport.triton.barrier import gate_before
-from shotcast.transport.triton.binding import Enqueue
 
 
-def gate_of(launch: Enqueue) -> Launch | None:
-    """Return the gate to launch before a kernel; None where its grid is one program, as that of a barrier is.
-
-    What enqueues more than one kernel keeps to few SMs by itself.
-    """
-    return gate_before(launch) if isinstance(launch, Launch) and launch.programs > 1 else None
+def gate_of(launch: Launch) -> Launch | None:
+    """Return the gate to launch before a kernel; None where its grid is one program, as that of a barrier is."""
+    return gate_before(launch) if launch.programs > 1 else None

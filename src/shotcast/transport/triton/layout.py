@@ -116,8 +116,6 @@ _MAILBOX_BYTES = MAX_WORLD_SIZE * CHANNELS * 2 * CHUNK_WORDS * 8
 _FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
 _PROGRESS_BYTES = PROGRESS_ROWS * FLAG_ROW_QUADS * QUAD
 _PLACE_BYTES = align_up(PLACE_ROWS * PLACE_ROW_QUADS * QUAD, 4096)
-COPY_PLACES = 4
-"""Places in the window that rounds of copy engines use in turn."""
 
 FIRST_ROOM = 8 << 20
 """The longest message of a communicator's first region, which takes some 82 MiB."""
