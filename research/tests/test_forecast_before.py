@@ -24,7 +24,7 @@ def test_forecasts_are_of_the_runs_of_the_parts(gpus: int, tmp_path: Path) -> No
         assert run(tmp_path, part).returncode == 0
         asked = (tmp_path / "asked").read_text().splitlines()
         given = dict(itertools.pairwise(asked))  # the last of an option counts, as on a command line
-        assert given["--model"] == f"random:{planned.model}"
+        assert given["engine"] == f"random:{planned.model}"
         assert given.get("--quantization", "") == planned.quantization
         assert (given["--prompt"], given["--output"]) == (str(planned.prompt), str(planned.output))
         assert given["--layouts"] == ",".join(planned.layouts)
