@@ -67,6 +67,7 @@ def test_runs_with_sums_by_nccl() -> None:
     require(found, "tpot_ms", 0.05, 0.1)
 
 
+@pytest.mark.full
 def test_most_runs_lie_within_error_bars_that_their_model_had_no_part_in() -> None:
     for metric in BARRED:
         bars = error_bars(measured(), metric)

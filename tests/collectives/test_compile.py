@@ -98,6 +98,7 @@ def test_operators_pass_opcheck() -> None:
     assert len(checked) == 28
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", SOMETIMES)
 def test_model(backend: str) -> None:
     assert compile_on_ranks(targets.model_equals_eager, 2, backend) == [2, 2]  # for inference and for training

@@ -28,7 +28,7 @@ def test_every_operation_and_form(world_size: int, max_bytes: int, shift: int) -
     assert done == [len(listed) * (len(OPS) + 5 * algorithms)] * world_size
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "max_bytes"), [(2, 1 << 20), (5, 1)])
 def test_layer_norms(world_size: int, max_bytes: int) -> None:
     weights = ("", "float32", "bfloat16")
