@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from shotcast.engine.detokenizer import IncrementalDetokenizer
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.models.gguf_header import GgufHeader
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 TEMPLATE = (
@@ -207,6 +209,28 @@ def test_the_configuration_of_a_gguf_file_is_not_read_with_its_tokenizer(monkeyp
     """Transformers takes ten times as long for it as for the vocabulary."""
     monkeypatch.setattr(transformers.AutoConfig, "for_model", lambda *_, **__: pytest.fail("it was read"))
     assert Tokenizer.load("smollm2").vocab_size == 49152
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokenizer.ggml.model": "llama"}, {"tokenizer.ggml.add_bos_token": True}, {"tokenizer.ggml.model": None}],
+)
+def test_vocabularies_of_pieces_or_with_a_first_token_have_their_own_class(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = GgufHeader.read(Tokenizer.find("smollm2"))
+    changed = dataclasses.replace(header, metadata=dict(header.metadata) | changes)
+    monkeypatch.setattr(GgufHeader, "read", lambda path: changed)
+    asked: list[str] = []
+    read = transformers.AutoTokenizer.from_pretrained
+
+    def noted(folder: Any, **options: Any) -> Any:
+        asked.append(options["gguf_file"])
+        return read(folder, **options)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", noted)
+    assert Tokenizer.load("smollm2").vocab_size == 49152
+    assert asked == [Tokenizer.find("smollm2").name]
 
 
 def test_the_model_s_chat_template(smollm2: Tokenizer) -> None:
