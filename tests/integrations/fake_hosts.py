@@ -20,6 +20,7 @@ ROOT = HERE.parents[1]
 VLLM_HEADERS = {
     # vLLM asks for its platform while it imports its configuration
     "vllm.config.vllm": "from vllm.platforms import current_platform\nplatform, current = current_platform, None",
+    "vllm.distributed.device_communicators.base_device_communicator": "import torch, torch.distributed as dist",
     "vllm.distributed.device_communicators.cuda_communicator": """
         import torch, torch.distributed as dist
         from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
@@ -57,6 +58,15 @@ VLLM_BODIES = {
     "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator.__init__": """
         super().__init__(cpu_group, device, device_group, unique_name)
         self.host_calls = []
+        """,
+    "vllm.distributed.device_communicators.base_device_communicator:DeviceCommunicatorBase.all_gather": """
+        self.host_calls.append("all_gather")
+        parts = [torch.empty_like(input_) for _ in range(dist.get_world_size(self.cpu_group))]
+        dist.all_gather(parts, input_, group=self.cpu_group)
+        return torch.cat(parts, dim)
+        """,
+    "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator.all_gather": """
+        return super().all_gather(input_, dim)
         """,
     "vllm.distributed.device_communicators.cuda_communicator:CudaCommunicator.all_reduce": """
         self.host_calls.append("all_reduce")

@@ -113,6 +113,14 @@ def vllm(folder: str) -> list[str]:
     assert ours.host_calls == ["all_reduce", "reduce_scatter"]
     other.all_reduce(torch.ones(4))
     assert theirs.host_calls == ["all_reduce"]
+    for dim in (-1, 0, 1):
+        parts = [torch.arange(12.0).view(2, 3, 2) + 100 * one for one in range(2)]
+        assert torch.equal(ours.all_gather(parts[rank], dim), torch.cat(parts, dim))
+    assert ours.all_gather(square).shape == (4, 6)  # not contiguous
+    assert ours.host_calls == ["all_reduce", "reduce_scatter"]
+    assert theirs.all_gather(torch.ones(2)).tolist() == [1.0] * 4
+    assert theirs.host_calls == ["all_reduce", "all_gather"]
+    assert tensor_parallel.counts()["all_gather"] == 4
     assert tensor_parallel.counts()["all_reduce"] == 6
     assert tensor_parallel.counts()["declined"] == 1
     assert ours.sums.communicator.max_bytes == 2048 * 64 * 2, "the largest batch"

@@ -37,9 +37,13 @@ WANTED = {
             "ParallelConfig.worker_cls",
         ],
         "vllm.config.vllm": ["get_current_vllm_config_or_none"],
-        "vllm.distributed.device_communicators.base_device_communicator": ["DeviceCommunicatorBase.__init__"],
+        "vllm.distributed.device_communicators.base_device_communicator": [
+            "DeviceCommunicatorBase.__init__",
+            "DeviceCommunicatorBase.all_gather",
+        ],
         "vllm.distributed.device_communicators.cuda_communicator": [
             "CudaCommunicator.__init__",
+            "CudaCommunicator.all_gather",
             "CudaCommunicator.all_reduce",
             "CudaCommunicator.custom_reduce_scatter",
             "CudaCommunicator.reduce_scatter",

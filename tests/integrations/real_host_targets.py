@@ -89,6 +89,8 @@ def vllm(folder: str) -> tuple[str, dict[str, int], bool]:
             x = torch.full((count,), rank + 1.0, dtype=torch.bfloat16)
             assert coordinator.all_reduce(x).eq(3.0).all()
             assert x.eq(rank + 1.0).all()
+        logits = [torch.randn(3, 8, generator=torch.Generator().manual_seed(one)) for one in range(2)]
+        assert torch.equal(coordinator.all_gather(logits[rank]), torch.cat(logits, -1))
     calls, mode = dict(ours.sums.calls), ours.sums.batch_invariant
     ours.destroy()
     assert ours.sums is None

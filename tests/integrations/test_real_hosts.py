@@ -35,7 +35,7 @@ def test_vllm(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     environment = {"VLLM_BATCH_INVARIANT": mode}
     for version, calls, invariant in shotcast.spawn(targets.vllm, 2, str(tmp_path), env=environment, timeout_s=400):
         assert version.startswith("0.")
-        assert calls == {"all_reduce": 3, "reduce_scatter": 0, "all_reduce_rms_norm": 0, "declined": 0}
+        assert calls == {"all_reduce": 3, "reduce_scatter": 0, "all_gather": 1, "all_reduce_rms_norm": 0, "declined": 0}
         assert invariant == (mode == "1")
 
 
@@ -45,7 +45,7 @@ def test_vllm_fuses_sums_with_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_entry_points(tmp_path)
     for matched, calls, names in shotcast.spawn(targets.vllm_fusion, 2, str(tmp_path), timeout_s=400):
         assert matched == 3
-        assert calls == {"all_reduce": 1, "reduce_scatter": 0, "all_reduce_rms_norm": 3, "declined": 0}
+        assert calls == {"all_reduce": 1, "reduce_scatter": 0, "all_gather": 0, "all_reduce_rms_norm": 3, "declined": 0}
         assert names.count("shotcast_vllm.all_reduce_rms_norm.default") == 2
         assert names.count("shotcast_vllm.all_reduce_rms_norm_fp8.default") == 1
         assert names.count("vllm.all_reduce.default") == 1, "its weight has another dtype"
@@ -102,10 +102,11 @@ def test_vllm_gives_workspaces_back_in_sleep(engine: dict[str, Any]) -> None:
 
 
 def test_sums_of_all_sizes_are_made_before_vllm_serves(engine: dict[str, Any]) -> None:
-    """The model's sums have 64 columns; its step had 64 rows, and vLLM's largest has 100."""
-    for rows, made in engine["compiles"]:
-        assert rows == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
-        assert made == [len(rows)] * 2, "before vLLM warms up, and once"
+    """The model's sums have 64 columns; its step had 64 rows and 5 sequences, and vLLM's largest has 100 rows."""
+    for sums, gathers, made in engine["compiles"]:
+        assert sums == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100]
+        assert gathers == [1, 2, 3, 4, 5]
+        assert made == [len(sums)] * 2, "before vLLM warms up, and once"
 
 
 FAULTS = {
@@ -137,4 +138,4 @@ def test_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_entry_points(tmp_path)
     for version, calls in shotcast.spawn(targets.sglang, 2, str(tmp_path), timeout_s=400):
         assert version.startswith("0.5.23")
-        assert calls == {"all_reduce": 1, "reduce_scatter": 0, "all_reduce_rms_norm": 2, "declined": 0}
+        assert calls == {"all_reduce": 1, "reduce_scatter": 0, "all_gather": 0, "all_reduce_rms_norm": 2, "declined": 0}

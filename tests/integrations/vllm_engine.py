@@ -31,11 +31,11 @@ _CASE_S = 50
 _IDLE_S = 2.5
 """vLLM's queues spin for a second after a message."""
 _CULPRIT = 1
-_ROWS, _HIDDEN = 64, 64
+_ROWS, _HIDDEN, _SEQUENCES = 64, 64, 5
 
 
 class Runner:
-    """A model of three sums, between which rank 1 has the trouble that a request asks for."""
+    """A model of three sums, between which rank 1 has the trouble that a request asks for, and of gathered logits."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(1, 1)
@@ -53,6 +53,8 @@ class Runner:
             output = ModelRunnerOutput([], {})
             return _given_later(output) if request.later else output
         self._sums(trouble)
+        if not request.trouble:
+            _gather()
         return ModelRunnerOutput(["done"], {})
 
     def _sums(self, trouble: str) -> None:
@@ -84,6 +86,13 @@ def _sum(rows: int) -> None:
 
     x = torch.full((rows, _HIDDEN), dist.get_rank() + 1.0)
     assert get_tp_group().all_reduce(x).eq(3.0).all()
+
+
+def _gather() -> None:
+    from vllm.distributed import get_tp_group
+
+    x = torch.full((_SEQUENCES, 8), float(dist.get_rank()))
+    assert get_tp_group().all_gather(x).sum(0).tolist() == [0.0] * 8 + [float(_SEQUENCES)] * 8
 
 
 def _given_later(output: Any) -> Any:
@@ -157,30 +166,35 @@ def _sleeps(executor: Any) -> Any:
 
 
 def _compiles(executor: Any) -> Any:
-    """Return how many rows the sums of each rank had as it warmed up, when vLLM began to, after one step."""
+    """Return how many rows the sums and gathers of each rank had as it warmed up, after one step."""
     executor.execute_model(_request())
     return executor.collective_rpc(_warmed_up)
 
 
-def _warmed_up(worker: Any) -> tuple[list[int], list[int]]:
+def _warmed_up(worker: Any) -> tuple[list[int], list[int], list[int]]:
     from vllm.v1.worker.gpu_worker import Worker
 
     from shotcast.integrations import tensor_parallel
 
     (sums,) = tensor_parallel.all_sums()
     rows: list[int] = []
-    make = sums.communicator.all_reduce
+    gathered: list[int] = []
+    make, gather = sums.communicator.all_reduce, sums.communicator.all_gather
 
     def noted(x: torch.Tensor, **others: Any) -> torch.Tensor:
         rows.append(x.shape[0])
         return make(x, **others)
 
-    sums.communicator.all_reduce = noted
+    def noted_gather(x: torch.Tensor) -> torch.Tensor:
+        gathered.append(x.shape[0])
+        return gather(x)
+
+    sums.communicator.all_reduce, sums.communicator.all_gather = noted, noted_gather
     Worker.compile_or_warm_up_model = lambda worker: len(rows)
     worker.worker.scheduler_config = types.SimpleNamespace(max_num_batched_tokens=100)
     before = worker.compile_or_warm_up_model()
     worker.compile_or_warm_up_model()
-    return rows, [before, len(rows)]
+    return rows, gathered, [before, len(rows)]
 
 
 def _fault(executor: Any, trouble: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _all: weakref.WeakSet[TensorParallelSums] = weakref.WeakSet()
 
 
 class TensorParallelSums:
-    """The sums of one group. Results are new tensors, as the host programs expect.
+    """The sums and all-gathers of one group. Results are new tensors, as the host programs expect.
 
     The host program keeps a way of its own for what :meth:`serves` declines. All ranks decline the same calls, as the
     choice of an algorithm is the same on all of them. In batch-invariant mode nothing is declined but tensors of other
@@ -46,34 +46,42 @@ class TensorParallelSums:
         self._asleep = self._in_graphs = self._warm = False
         self._timeout_s = 0.0
         self.batch_invariant = communicator.topology.batch_invariant
-        self.calls = {"all_reduce": 0, "reduce_scatter": 0, "all_reduce_rms_norm": 0, "declined": 0}
+        self.calls = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0, "all_reduce_rms_norm": 0, "declined": 0}
         """Calls by operation, with those that were left to the host program. Replays of graphs do not count."""
-        self._served: dict[tuple[int, torch.dtype], bool] = {}
-        self._seen: dict[tuple[str, int, torch.dtype], Callable[[torch.Tensor], object]] = {}
+        self._served: dict[tuple[str, int, torch.dtype], bool] = {}
+        self._seen: dict[tuple[str, int, torch.dtype], tuple[int, Callable[[torch.Tensor], object]]] = {}
         self._modes = ("graph", "eager") if communicator.device.type == "cuda" else ("eager",)
         _all.add(self)
 
     def serves(self, x: torch.Tensor) -> bool:
         """Return whether :meth:`all_reduce` takes ``x``, captured or not. All ranks get the same answer."""
+        return self._serves("all_reduce", x)
+
+    def gathers(self, x: torch.Tensor) -> bool:
+        """Return whether :meth:`all_gather` takes ``x``, captured or not. All ranks get the same answer."""
+        return self._serves("all_gather", x)
+
+    def _serves(self, op: str, x: torch.Tensor) -> bool:
         if self._asleep:
             self.wake_up()
         if x.device != self.communicator.device or x.layout is not torch.strided:
             return False
         if not self._in_graphs and x.is_cuda and torch.cuda.is_current_stream_capturing():
             self._in_graphs = True
-        if self.batch_invariant:
+        if self.batch_invariant and op == "all_reduce":
             return True
-        key = x.numel(), x.dtype
+        key = op, x.numel(), x.dtype
         served = self._served.get(key)
         if served is None:
-            served = self._served[key] = self._own(x)
+            served = self._served[key] = self._own(op, x)
         if not served:
             self.calls["declined"] += 1
         return served
 
-    def _own(self, x: torch.Tensor) -> bool:
+    def _own(self, op: str, x: torch.Tensor) -> bool:
+        sized = x if op == "all_reduce" else x.expand(self.communicator.world_size, *x.shape)  # as long as the result
         try:
-            return not any(self.communicator.explain(x, mode=mode).by_library for mode in self._modes)
+            return not any(self.communicator.explain(sized, op, mode=mode).by_library for mode in self._modes)
         except UnsupportedError:
             return False
 
@@ -97,6 +105,14 @@ class TensorParallelSums:
         parts = total.chunk(ranks, dim) if sizes is None else total.split(sizes, dim)
         return parts[rank].contiguous()
 
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tensors of all ranks, one after the other along ``dim``."""
+        self.calls["all_gather"] += 1
+        dim %= x.dim()
+        self._see("all_gather", x, lambda x: self.all_gather(x, dim))
+        found = self.communicator.all_gather(x.contiguous())
+        return found.view(-1, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+
     def all_reduce_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,20 +133,23 @@ class TensorParallelSums:
     def _see(self, op: str, x: torch.Tensor, again: Callable[[torch.Tensor], object]) -> None:
         """Remember how a kind of call is made with other rows, until :meth:`warm_up`."""
         if not self._warm and x.dim() == 2:
-            self._seen.setdefault((op, x.shape[1], x.dtype), again)
+            key = op, x.shape[1], x.dtype
+            most, again = self._seen.get(key, (0, again))
+            self._seen[key] = max(most, x.shape[0]), again
 
     def warm_up(self, rows: int) -> None:
         """Make the kinds of calls that were made so far with 1 to ``rows`` rows, so that none compiles a kernel later.
 
+        All-gathers have no more rows than so far: one for each sequence of a batch, where sums have one for each token.
         Collective: the ranks have made the same kinds in the same order.
         """
         self._warm, seen = True, list(self._seen.items())
         self._seen.clear()
-        counts = {1} | {min(part << bit, rows) for bit in range(rows.bit_length()) for part in (2, 3)}
-        for (_, width, dtype), again in seen:
-            for count in sorted(counts):
+        for (op, width, dtype), (most, again) in seen:
+            most = most if op == "all_gather" else rows
+            for count in sorted({1} | {min(part << bit, most) for bit in range(most.bit_length()) for part in (2, 3)}):
                 x = torch.zeros(count, width, dtype=dtype, device=self.communicator.device)
-                if self.serves(x):
+                if self._serves("all_gather" if op == "all_gather" else "all_reduce", x):
                     again(x)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -204,6 +223,8 @@ def make_sums(
         return None
     if ranks == 1:
         return None
+    if group.group_desc in ("", "undefined"):
+        group._set_group_desc(group_name)  # as errors name it
     sums, asked, why = None, False, ""
     room, invariant = min(largest, DEFAULT_MAX_BYTES[device.type]), batch_invariant or None
     make = functools.partial(Communicator, group, device, room, batch_invariant=invariant, exclusive=True)

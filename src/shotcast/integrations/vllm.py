@@ -15,11 +15,13 @@ logger = logging.getLogger(__name__)
 AT_LEAST, BELOW = (0, 24), (0, 34)
 """The versions that are served. 0.24.0 and 0.33.0 were read."""
 
+BASE = "vllm.distributed.device_communicators.base_device_communicator"
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
 WORKER = "vllm.v1.worker.gpu_worker"
 EXPECTED = (
     Expected(COMMUNICATOR, "CudaCommunicator.__init__", ("self", "cpu_group", "device", "device_group", "unique_name")),
     Expected(COMMUNICATOR, "CudaCommunicator.all_reduce", ("self", "input_"), whole=True),
+    Expected(BASE, "DeviceCommunicatorBase.all_gather", ("self", "input_", "dim"), whole=True),
     Expected(COMMUNICATOR, "CudaCommunicator.reduce_scatter", ("self", "input_", "dim"), whole=True),
     Expected(COMMUNICATOR, "CudaCommunicator.reduce_scatterv", ("self", "input_", "dim", "sizes"), whole=True),
     Expected(COMMUNICATOR, "CudaCommunicator.destroy", ("self",), whole=True),

@@ -1,4 +1,4 @@
-"""The communicator of a vLLM group on CUDA whose tensor-parallel sums our kernels serve.
+"""The communicator of a vLLM group on CUDA whose tensor-parallel sums and all-gathers our kernels serve.
 
 The class is made when it is first asked for, as its base is vLLM's.
 """
@@ -50,9 +50,10 @@ def _communicator() -> type:
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
     class ShotcastCudaCommunicator(CudaCommunicator):
-        """vLLM's own communicator; of a tensor-parallel group, the sums are ours wherever our kernels serve them.
+        """vLLM's own communicator; of a tensor-parallel group, our kernels make what they serve: sums and all-gathers.
 
-        vLLM calls :meth:`all_reduce` inside an operator that is opaque to its compiler, so nothing here is traced. In
+        So all that a step of a dense model waits for has a deadline: vLLM gathers the logits of every step. It calls
+        the methods inside operators that are opaque to its compiler, so nothing here is traced. In
         batch-invariant mode, which vLLM's own flag VLLM_BATCH_INVARIANT or SHOTCAST_BATCH_INVARIANT sets, the sums of
         ``reduce_scatter`` are ours too; else they stay vLLM's.
 
@@ -82,6 +83,12 @@ def _communicator() -> type:
             if self.sums is not None and self.sums.serves(input_):
                 return self.sums.all_reduce(input_)
             return super().all_reduce(input_)
+
+        def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+            """Return the tensors of all ranks along ``dim``, as a new tensor."""
+            if self.sums is not None and self.sums.gathers(input_):
+                return self.sums.all_gather(input_, dim)
+            return super().all_gather(input_, dim)
 
         def _scatters(self, x: torch.Tensor) -> bool:
             return self.sums is not None and self.sums.batch_invariant and self.sums.serves(x)
