@@ -190,6 +190,7 @@ OTHERS = (
     "served_trace",
     "nvrar_",
     "nodes_engine_",
+    "vllm_",
     "few_sms_",
     "launches_",
     "headers_",
