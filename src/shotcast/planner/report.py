@@ -147,14 +147,7 @@ def command(plan: Plan, longest: int = 0) -> str | None:
         return None
     # a step must have room for a token of each sequence
     tokens = max(BATCH_TOKENS, best.sequences)
-    serve = [
-        "serve",
-        folder(job.name),
-        "--device",
-        plan.device,
-        "--tensor-parallel",
-        str(best.layout.tensor_parallel),
-    ]
+    serve = ["serve", folder(job.name), "--device", plan.device, "--tensor-parallel", str(best.layout.tensor_parallel)]
     serve += ["--pipeline-parallel", str(best.layout.pipeline_parallel)]
     serve += ["--quantization", job.quantization] if job.quantization else []
     serve += ["--algorithm", job.limits.algorithm] if job.limits.algorithm != "auto" else []

@@ -11,14 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from shotcast import wire
-from shotcast.collectives.algorithm import (
-    Algorithm,
-    CollectiveProblem,
-    Form,
-    Workspace,
-    slice_of_message,
-    window_alone,
-)
+from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message, window_alone
 from shotcast.collectives.fused_rows import (
     launches_of_tiles,
     one_shot_launch,

@@ -52,17 +52,7 @@ def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def write_outputs(
-    sums,
-    rows,
-    x_scale,
-    scale,
-    bias,
-    out,
-    outputs,
-    count,
-    M_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    GATED: tl.constexpr,
+    sums, rows, x_scale, scale, bias, out, outputs, count, M_TILE: tl.constexpr, TILE: tl.constexpr, GATED: tl.constexpr
 ):
     """Apply scales, bias and gate to the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of the result."""
     m = tl.arange(0, M_TILE)[:, None]
