@@ -24,6 +24,7 @@ from shotcast.kernels.triton.gemm import Sizes, gemm_kernel
 from shotcast.kernels.triton.norm import NormAddresses, norm_rows
 from shotcast.kernels.triton.paged_attention import Parts, Scoring, Sequences
 from shotcast.kernels.triton.rope import Cache, Rotation
+from shotcast.kernels.triton.sampling import SamplingMetadata
 from shotcast.kernels.triton.skinny_gemm import Matrix
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier, gate
@@ -353,6 +354,7 @@ TUPLES: dict[str, Any] = {
     "parts": Parts,
     "scoring": Scoring,
     "matrix": Matrix,
+    "metadata": SamplingMetadata,
 }
 """Tuples that kernels of models take, by the names of the arguments."""
 

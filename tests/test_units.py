@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.units import about, about_size, align_up, format_size, parse_size
+from shotcast.units import about, about_size, align_up, counted, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,10 @@ def test_parse(text: str | int, nbytes: int) -> None:
 def test_parse_refuses(text: str | int) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
+
+
+def test_nouns_are_counted() -> None:
+    assert [counted(number, "core") for number in (0, 1, 2)] == ["0 cores", "1 core", "2 cores"]
 
 
 @given(st.integers(0, 1 << 50))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from simulated_hosts.facts import HostsConfig
@@ -156,7 +156,7 @@ def _measure(config: OverlapConfig, comm: Communicator, found: Finder, at: Note)
             communication_us=times[COMMUNICATION],
             sequential_us=times[SEQUENTIAL],
             plain_us=times[PLAIN],
-            spans=tuple(timelines[name].as_json()) if name in timelines else (),
+            spans=tuple(map(asdict, timelines[name].spans)) if name in timelines else (),
             whole=config.whole,
             library_us=times.get(LIBRARY_COMMUNICATION),
             library_plain_us=times.get(LIBRARY_PLAIN),

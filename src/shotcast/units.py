@@ -48,6 +48,11 @@ def about(number: float) -> str:
     return f"{float(f'{number:.4g}'):,.10g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``"1 core"``, ``"2 cores"``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def align_up(value: int, multiple: int) -> int:
     """Return the least multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import decoding_targets as targets
 import pytest
@@ -16,7 +17,13 @@ from shotcast.kernels.step_fields import FIELDS
 from shotcast.kernels.triton import embedding, step_inputs
 from shotcast.kernels.triton.embedding import embed_kernel
 from shotcast.kernels.triton.logits import TILE, argmax_kernel, concat_kernel
-from shotcast.kernels.triton.step_inputs import unpack_kernel, unpack_prompts_kernel
+from shotcast.kernels.triton.step_inputs import (
+    BatchTensors,
+    PackedPrompts,
+    UnpackShape,
+    unpack_kernel,
+    unpack_prompts_kernel,
+)
 from shotcast.kernels.triton.timestamps import start_kernel, stop_kernel
 
 
@@ -124,16 +131,16 @@ def test_spans_add_up() -> None:
 def test_kernels_compile(capability: int) -> None:
     target = GPUTarget("cuda", capability, 32)
 
-    def ptx(kernel: object, signature: dict[str, str], **constexprs: int | None) -> str:
+    def ptx(kernel: object, signature: dict[str, Any], **constexprs: Any) -> str:
         source = ASTSource(kernel, signature=signature | dict.fromkeys(constexprs, "constexpr"), constexprs=constexprs)
         return triton_compile(source, target=target, options={"num_warps": 1}).asm["ptx"]
 
-    longs = dict.fromkeys(("last_tokens", "tokens", "positions", "slots", "rows"), "*i64")
-    ints = dict.fromkeys(("packed", "tables", "lengths"), "*i32") | dict.fromkeys(("count", "blocks"), "i32")
-    ptx(unpack_kernel, {**longs, **ints}, FIELDS=FIELDS, BLOCK_SIZE=16, TILE=64)
-    words = dict.fromkeys(("ids", "position_ids", "slot_ids", "sampled_rows", "num_updates", "updates"), "*i32")
-    sizes = {"tables": "*i32", "count": "i32", "sequences": "i32"}
-    ptx(unpack_prompts_kernel, {**words, **longs, **sizes}, TILE=128)
+    longs = dict.fromkeys(("tokens", "positions", "slots", "rows"), "*i64")
+    words = {"packed": "*i32", "last_tokens": "*i64", "tables": "*i32", "count": "i32", "blocks": "i32"}
+    batch = BatchTensors(**longs, lengths="*i32")
+    ptx(unpack_kernel, {**words, "batch": batch}, SHAPE=UnpackShape(FIELDS, 16, 64))
+    words = {"packed": PackedPrompts(*["*i32"] * 6), **longs, "last_tokens": "*i64", "tables": "*i32"}
+    ptx(unpack_prompts_kernel, {**words, "count": "i32", "sequences": "i32"}, TILE=128)
     pointers = {"parts": "*bf16", "starts": "*i32", "values": "*fp32", "largest": "*fp32", "tokens": "*i32"}
     ptx(concat_kernel, {**pointers, "rows": "i32", "vocab": "i32"}, TILE=TILE, cap=None)
     ptx(argmax_kernel, {"largest": "*fp32", "tokens": "*i32", "best": "*i64", "count": "i32"}, COUNT=128)

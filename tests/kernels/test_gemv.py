@@ -18,7 +18,7 @@ import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import gemv
-from shotcast.kernels.triton.gemv import GemvConfig, gemv_kernel
+from shotcast.kernels.triton.gemv import GemvConfig, GemvShape, gemv_kernel
 
 KINDS = (("bfloat16", False), ("float16", False), ("bfloat16", True), ("float16", True))
 
@@ -111,33 +111,14 @@ def test_what_is_not_served_is_refused() -> None:
 
 
 def compiled(config: GemvConfig, rows: int, fp8: bool, gated: bool = False, capability: int = 90) -> Any:
-    kernel = gemv_kernel
-    constants: dict[str, Any] = {
-        "M_TILE": rows,
-        "TILE": config.tile,
-        "COLUMNS": config.columns,
-        "GATED": gated,
-        "NATIVE": capability >= 89,
-        "PDL": capability >= 90,
-        "bias": None,
-    }
-    if not fp8:
-        constants["scale"] = None
+    shape = GemvShape(rows, config.tile, config.columns, gated, NATIVE=capability >= 89, PDL=capability >= 90)
     kinds = {
         **dict.fromkeys(("outputs", "inputs", "count"), "i32"),
-        "scale": "*fp32",
-        "weight": "*fp8e4nv" if fp8 else "*bf16",
+        **dict.fromkeys(("x", "out"), "*bf16"),
+        **({"weight": "*fp8e4nv", "scale": "*fp32"} if fp8 else {"weight": "*bf16"}),
     }
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in kernel.arg_names}
-    return cross.build(
-        kernel,
-        signature,
-        constants,
-        config.warps,
-        capability,
-        {"enable_fp_fusion": True},
-        aligned=("x", "weight", "inputs"),
-    )
+    options = {"enable_fp_fusion": True}
+    return cross.build_of_kinds(gemv_kernel, kinds, shape, config.warps, capability, options, ("x", "weight", "inputs"))
 
 
 def chosen() -> list[tuple[GemvConfig, int, bool]]:

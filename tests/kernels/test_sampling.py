@@ -12,6 +12,7 @@ import sampling_targets as targets
 import cross
 from quick_interpreter import interpret
 from shotcast.kernels.triton import sampling
+from shotcast.kernels.triton.sampling import SamplingShape
 
 
 @pytest.mark.full
@@ -88,17 +89,9 @@ KINDS = {
 
 
 def compiled(kernel: Any, vocab: int, warps: int, capability: int = 90) -> Any:
-    values = {
-        "VOCAB": vocab,
-        "BITS": (vocab - 1).bit_length(),
-        "CAPACITY": sampling.CAPACITY,
-        "TILE": sampling.TILE,
-        "BLOCK": sampling.BLOCK,
-    }
-    constants = {name: value for name, value in values.items() if name in kernel.arg_names}
-    signature = {name: "constexpr" if name in constants else KINDS[name] for name in kernel.arg_names}
+    shape = SamplingShape(vocab, (vocab - 1).bit_length(), sampling.CAPACITY, sampling.TILE, sampling.BLOCK)
     options = {"enable_fp_fusion": True} | sampling.OPTIONS  # Triton's defaults, and the options that a launch changes
-    return cross.build(kernel, signature, constants, warps, capability, options, aligned=set(KINDS))
+    return cross.build_of_kinds(kernel, KINDS, shape, warps, capability, options, KINDS)
 
 
 @pytest.mark.parametrize(

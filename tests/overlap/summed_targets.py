@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +246,7 @@ def threads() -> dict[str, Any]:
             a, b = operands(case, comm.rank, "cpu")
             results = [CALLS[op](comm, a, b, way=way) for way in ("sequential", "plain", "auto", "auto")]
             assert all(torch.equal(results[0], other) for other in results[1:]), op
-            found[op] = results[0], explain_product(comm, a, b, op).as_json()
+            found[op] = results[0], asdict(explain_product(comm, a, b, op))
         a, b = operands(Case("matmul_all_reduce", 64, 8, 8, torch.float32), comm.rank, "cpu")
         a.requires_grad_()
         out = matmul_all_reduce(comm, a, b)
@@ -266,7 +266,7 @@ def chosen_beside_the_library() -> dict[str, Any]:
                 a, b = operands(Case(op, 780, 47, 40, dtype), comm.rank, "cpu")
                 call(comm, a, b)
                 by_library = comm.explain(a @ b, op[7:]).by_library
-                found[f"{op} {dtype}"] = by_library, explain_product(comm, a, b, op).as_json()
+                found[f"{op} {dtype}"] = by_library, asdict(explain_product(comm, a, b, op))
     return found
 
 

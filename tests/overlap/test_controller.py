@@ -216,7 +216,8 @@ def test_a_timeline_has_the_times_of_all_steps() -> None:
             _, timeline = controller.timed(plan, works, works)
         spans = {span.name: span for span in timeline.spans}
         together = timeline.compute_us + timeline.communication_us - timeline.hidden_us
-        if spans["communicate 0"].begin_us < spans["compute 1"].end_us and timeline.total_us <= together + 20_000:
+        total = max(span.end_us for span in timeline.spans) - min(span.begin_us for span in timeline.spans)
+        if spans["communicate 0"].begin_us < spans["compute 1"].end_us and total <= together + 20_000:
             break  # a busy machine may keep a lane from beginning, and leave gaps between steps
     else:
         pytest.fail("no step of communication ran beside one of computation, or there were gaps")

@@ -444,8 +444,3 @@ def test_elements_of_tuples_are_parameters_in_their_order(make: Callable[[], Any
     kinds = [kind for _, kind in cross.flat(made.src.signature)]
     assert widths == [int(re.sub(r"\D", "", kind)) for kind in kinds] + [64, 64]
     assert {32, 64} == set(widths)
-
-
-@pytest.mark.parametrize("kernel", cross.ALL, ids=lambda kernel: kernel.__name__)
-def test_kernels_have_few_parameters(kernel: Any) -> None:
-    assert len(kernel.arg_names) <= 12

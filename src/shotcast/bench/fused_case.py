@@ -86,12 +86,7 @@ class FusedCase(Case):
         return BenchCall(name, run, load, source, (normed, new_residual), overwrites=load is not no_op, values=values)
 
     def _then_norm(
-        self,
-        name: str,
-        reduce: Callable[[], Any],
-        load: Callable[[], Any],
-        source: torch.Tensor,
-        total: torch.Tensor,
+        self, name: str, reduce: Callable[[], Any], load: Callable[[], Any], source: torch.Tensor, total: torch.Tensor
     ) -> BenchCall:
         normed, new_residual = self._new(), self._new()
         tensors = NormTensors(self._residual, self._weight, EPS, new_residual, normed, bias=self._bias)

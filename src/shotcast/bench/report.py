@@ -156,14 +156,7 @@ class Result:
     kernels: dict[str, str] | None = None
 
     @classmethod
-    def now(
-        cls,
-        rows: Iterable[Row],
-        *,
-        environment: dict[str, Any],
-        command: str,
-        kernels: dict[str, str],
-    ) -> Result:
+    def now(cls, rows: Iterable[Row], *, environment: dict[str, Any], command: str, kernels: dict[str, str]) -> Result:
         """Build a result of rows that were measured just now."""
         return cls(rows=tuple(rows), **stamped(environment, command, kernels))
 

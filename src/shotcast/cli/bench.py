@@ -108,10 +108,7 @@ class _Outputs:
     plot_file: Path | None
 
 
-def outputs(
-    json_file: JsonFile = None,
-    plot_file: PlotFile = None,
-) -> _Outputs:
+def outputs(json_file: JsonFile = None, plot_file: PlotFile = None) -> _Outputs:
     """Return the files to write."""
     return _Outputs(json_file, plot_file)
 
@@ -252,9 +249,7 @@ def _engine_command(
     algorithms: Annotated[
         str,
         typer.Option(
-            "--algorithms",
-            callback=with_underscores,
-            help="Algorithms of the all-reduces: auto, one_shot, nccl, ...",
+            "--algorithms", callback=with_underscores, help="Algorithms of the all-reduces: auto, one_shot, nccl, ..."
         ),
     ] = "auto",
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of each prompt.")] = 128,

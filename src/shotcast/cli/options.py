@@ -58,9 +58,7 @@ MinBytes = Annotated[str, typer.Option("-b", "--minbytes", help="The smallest me
 WorldSize = Annotated[
     str,
     typer.Option(
-        "-g",
-        "--world-size",
-        help="Numbers of ranks, such as 2,4,8. Default: every GPU, or one rank for each core.",
+        "-g", "--world-size", help="Numbers of ranks, such as 2,4,8. Default: every GPU, or one rank for each core."
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="auto takes cuda if there is a GPU.")]

@@ -14,7 +14,7 @@ import typer
 from shotcast.cli.options import Force, new_console, ready_to_write, with_underscores
 from shotcast.errors import ConfigError
 from shotcast.hardware import cluster as clusters
-from shotcast.units import about
+from shotcast.units import about, counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -159,7 +159,7 @@ def _met(traffic: Traffic, requests: int) -> str:
     if median_ms is not None and most_ms is not None:
         later = f"each later token {median_ms:.4g} ms (99%: {most_ms:.4g})"
     return (
-        f"Simulated, {requests} request{'s' * (requests > 1)}: first token {traffic.ttft_ms(50):.4g} ms (99%: "
+        f"Simulated, {counted(requests, 'request')}: first token {traffic.ttft_ms(50):.4g} ms (99%: "
         f"{traffic.ttft_ms(99):.4g}), {later}, {about(traffic.tokens_per_s)} tokens/s, {traffic.preemptions} preempted."
     )
 

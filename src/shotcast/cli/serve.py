@@ -12,14 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from shotcast import extras
-from shotcast.cli.engine_options import (
-    GenerationConfig,
-    Model,
-    as_started,
-    engine,
-    say,
-    sums,
-)
+from shotcast.cli.engine_options import GenerationConfig, Model, as_started, engine, say, sums
 from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
 
@@ -83,10 +76,7 @@ def serve(
         int, typer.Option("--max-output-tokens", help="Tokens of an output; 0 for the model's limit.")
     ] = 0,
     max_body: Annotated[str, typer.Option("--max-body", help="Bytes of a request body.")] = "1M",
-    ping: Annotated[
-        float,
-        typer.Option("--ping", help="Seconds after which a quiet stream sends a comment."),
-    ] = 15.0,
+    ping: Annotated[float, typer.Option("--ping", help="Seconds after which a quiet stream sends a comment.")] = 15.0,
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option("--allowed-origin", help="An origin of web pages that may use the server, or *. Repeatable."),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shotcast.hardware import catalog
 from shotcast.hardware.detect import HostFacts
-from shotcast.units import about_size
+from shotcast.units import about_size, counted
 from shotcast.wire import MAX_WORLD_SIZE
 
 
@@ -62,7 +62,7 @@ def _cpu(facts: HostFacts) -> list[Finding]:
         ranks = f"{facts.cores} ranks" if facts.cores > 1 else "one rank"
         found.append(
             _note(
-                f"Beyond {ranks}, CPU ranks share the {_count(facts.cores, 'core')}: results are correct, but a call "
+                f"Beyond {ranks}, CPU ranks share the {counted(facts.cores, 'core')}: results are correct, but a call "
                 "then waits for the scheduler."
             )
         )
@@ -133,7 +133,3 @@ def _multicast(facts: HostFacts) -> Finding:
     return _good(
         "The GPUs offer multicast: one store reaches all ranks. Where the system forbids it, peer stores are used."
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -159,8 +159,7 @@ class JobLeader:
             self._refuse(str(error), True)
             raise
         self._store.set(
-            _LEADER,
-            json.dumps({"address": self._listener.address, "key": key.hex(), "host": socket.gethostname()}),
+            _LEADER, json.dumps({"address": self._listener.address, "key": key.hex(), "host": socket.gethostname()})
         )
 
     @contextlib.contextmanager

@@ -170,15 +170,7 @@ class CallerContext:
             with contextlib.suppress(OSError):
                 os.fstat(number)
                 streams[number] = _Descriptor(number)
-        return cls(
-            env,
-            main_of_caller(),
-            streams,
-            _umask(),
-            os.sched_getaffinity(0),
-            os.nice(0),
-            own_group,
-        )
+        return cls(env, main_of_caller(), streams, _umask(), os.sched_getaffinity(0), os.nice(0), own_group)
 
     def apply(self) -> None:
         for number, stream in self.streams.items():
@@ -202,13 +194,7 @@ def _umask() -> int | None:
     return None
 
 
-def run_rank(
-    caller: CallerContext,
-    payload: bytes,
-    results: Connection,
-    stacks: Connection,
-    alive: Connection,
-) -> None:
+def run_rank(caller: CallerContext, payload: bytes, results: Connection, stacks: Connection, alive: Connection) -> None:
     _die_with(alive.fileno())
     for pipe in (results, stacks, alive):
         os.set_inheritable(pipe.fileno(), False)

@@ -31,14 +31,7 @@ from shotcast.errors import ConfigError, RankFailed
 from shotcast.hardware.detect import available_cores
 from shotcast.launcher import rank_process
 from shotcast.launcher.job import JobLeader, RemoteRank, Word
-from shotcast.launcher.monitor import (
-    WatchedRank,
-    join_all,
-    root_cause,
-    terminate_all,
-    timeout_detail,
-    wait_for_reports,
-)
+from shotcast.launcher.monitor import WatchedRank, join_all, root_cause, terminate_all, timeout_detail, wait_for_reports
 from shotcast.launcher.pickling import dumps
 from shotcast.launcher.rank_handle import Failure, RankHandle
 from shotcast.launcher.rank_process import imports_main

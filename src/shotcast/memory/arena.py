@@ -181,11 +181,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        process: Process,
-        granularity: int = PAGE,
-        name: str = "cpu",
-        wait: Callable[[], None] | None = None,
+        self, process: Process, granularity: int = PAGE, name: str = "cpu", wait: Callable[[], None] | None = None
     ):
         self._process, self._granularity, self._name, self._wait = process, granularity, name, wait
         self._blocks: list[_Block] = []

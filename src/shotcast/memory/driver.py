@@ -79,12 +79,7 @@ class GpuBytes:
     """Bytes of a GPU's memory, as PyTorch takes them without a copy."""
 
     def __init__(self, address: int, nbytes: int):
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class _Location(ctypes.Structure):

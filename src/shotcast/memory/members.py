@@ -37,13 +37,7 @@ class Members(NamedTuple):
         return ", ".join(str(rank) for rank in sorted(map(self.known, ranks)))
 
     def timeout(
-        self,
-        missing: Iterable[int],
-        op: str,
-        epoch: int,
-        timeout_s: float,
-        reason: str = "late",
-        where: str = "",
+        self, missing: Iterable[int], op: str, epoch: int, timeout_s: float, reason: str = "late", where: str = ""
     ) -> CollectiveTimeout:
         """Return the error of a call without these ranks of the group; ``where`` has them as they are known."""
         named = sorted(map(self.known, missing))

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,10 +78,6 @@ class Decision:
         if self.left_out:
             text += "; not measured: " + ", ".join(f"{name} ({why})" for name, why in self.left_out.items())
         return text
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the decision as plain values."""
-        return asdict(self)
 
 
 def agreed(comm: Communicator, values: Sequence[float]) -> list[float]:

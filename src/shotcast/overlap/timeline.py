@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from shotcast.overlap.schedule import COMPUTE_LANE
 
@@ -31,13 +30,6 @@ class Timeline:
     spans: tuple[Span, ...]
 
     @property
-    def total_us(self) -> float:
-        """The time from the begin of the first step to the end of the last."""
-        return max((span.end_us for span in self.spans), default=0.0) - min(
-            (span.begin_us for span in self.spans), default=0.0
-        )
-
-    @property
     def durations_us(self) -> dict[str, float]:
         """The time of each step."""
         return {span.name: span.us for span in self.spans}
@@ -58,13 +50,6 @@ class Timeline:
         compute = _union(span for span in self.spans if span.lane == COMPUTE_LANE)
         communication = _union(span for span in self.spans if span.lane != COMPUTE_LANE)
         return sum(max(0.0, min(b, d) - max(a, c)) for a, b in compute for c, d in communication)
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Return the spans as plain values."""
-        return [
-            {"name": span.name, "lane": span.lane, "begin_us": span.begin_us, "end_us": span.end_us}
-            for span in self.spans
-        ]
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:

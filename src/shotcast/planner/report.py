@@ -9,7 +9,7 @@ from typing import Any
 
 from shotcast.models.source import RANDOM
 from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Job, Plan, Point
-from shotcast.units import about, about_size
+from shotcast.units import about, about_size, counted
 
 KINDS = {
     "products": ("qkv", "output", "gate_up", "down", "head"),
@@ -31,7 +31,7 @@ def reason(plan: Plan) -> str:
     if best is None:
         return _no_best(plan)
     of = " an engine" * (best.engines > 1)
-    sentences = [f"{_layout(best)} with {_count(best.sequences, 'sequence')}{of}: {_speed(best)}.", _loads(plan, best)]
+    sentences = [f"{_layout(best)} with {counted(best.sequences, 'sequence')}{of}: {_speed(best)}.", _loads(plan, best)]
     if best.tpot_ms > READING_MS:
         sentences.append("Text comes slower than people read it; a chat needs a bound, such as --target tpot=50.")
     total = sum(best.parts.values())
@@ -58,7 +58,7 @@ def _loads(plan: Plan, best: Point) -> str:
     """Return what users feel of the best layout with other numbers of sequences; "" if there are none."""
     same = [point for point in plan.points if (point.layout, point.engines) == (best.layout, best.engines)]
     loads = [point for point in same if point.sequences in LOADS and point.sequences != best.sequences]
-    listed = "; ".join(f"{_count(point.sequences, 'sequence')}: {_speed(point)}" for point in loads)
+    listed = "; ".join(f"{counted(point.sequences, 'sequence')}: {_speed(point)}" for point in loads)
     return f"With other loads, {listed}." if listed else ""
 
 
@@ -68,7 +68,7 @@ def _compared(best: Point, other: Point, job: Job) -> str:
         gain = f"a request takes {ratio:.2f} times as long"
     else:
         ratio = best.tokens_per_s / other.tokens_per_s
-        gain = f"{1 / ratio:.2f} times the tokens/s, with {_count(other.sequences, 'sequence')}"
+        gain = f"{1 / ratio:.2f} times the tokens/s, with {counted(other.sequences, 'sequence')}"
     certain = abs(math.log(ratio)) > best.tpot_error + other.tpot_error
     return f"Next is {_layout(other)}: {gain}{'' if certain else ', which the error bars do not tell apart'}."
 
@@ -82,7 +82,7 @@ def _no_best(plan: Plan) -> str:
     nearest = min(plan.points, key=lambda point: _excess(plan, point))
     return (
         f"No layout has {plan.job.target}. The nearest is {_layout(nearest)} with "
-        f"{_count(nearest.sequences, 'sequence')}: first token {nearest.ttft_ms:.4g} ms, each later token "
+        f"{counted(nearest.sequences, 'sequence')}: first token {nearest.ttft_ms:.4g} ms, each later token "
         f"{nearest.tpot_ms:.4g} ms."
     )
 
@@ -111,10 +111,6 @@ def _excess(plan: Plan, point: Point) -> float:
 def _layout(point: Point) -> str:
     engines = f", {point.engines} such engines" if point.engines > 1 else ""
     return f"{point.layout.label}{engines}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def obstacle(plan: Plan) -> str:
@@ -147,14 +143,7 @@ def command(plan: Plan, longest: int = 0) -> str | None:
         return None
     # a step must have room for a token of each sequence
     tokens = max(BATCH_TOKENS, best.sequences)
-    serve = [
-        "serve",
-        folder(job.name),
-        "--device",
-        plan.device,
-        "--tensor-parallel",
-        str(best.layout.tensor_parallel),
-    ]
+    serve = ["serve", folder(job.name), "--device", plan.device, "--tensor-parallel", str(best.layout.tensor_parallel)]
     serve += ["--pipeline-parallel", str(best.layout.pipeline_parallel)]
     serve += ["--quantization", job.quantization] if job.quantization else []
     serve += ["--algorithm", job.limits.algorithm] if job.limits.algorithm != "auto" else []

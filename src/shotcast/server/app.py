@@ -23,15 +23,7 @@ from shotcast import __version__
 from shotcast.engine.outputs import RequestOutput
 from shotcast.server.api_error import ApiError
 from shotcast.server.metrics import CountResponses
-from shotcast.server.request_body import (
-    AnyBody,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    shown,
-)
+from shotcast.server.request_body import AnyBody, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, shown
 from shotcast.server.responses import ApiResponse, ChatCompletionResponse, CompletionResponse
 from shotcast.server.service import Service
 from shotcast.server.streaming import DONE, EventStream, event, unless_disconnected

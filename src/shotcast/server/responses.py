@@ -260,11 +260,7 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
             if answer.calls:
                 message["tool_calls"] = [_call(call) for call in answer.calls]
                 finish |= _called(output)
-        return {
-            "index": number,
-            "message": message,
-            "logprobs": self._logprobs(_text_logprobs(output)),
-        } | finish
+        return {"index": number, "message": message, "logprobs": self._logprobs(_text_logprobs(output))} | finish
 
     def _chunk_choice(
         self, number: int, output: RequestOutput, text: str, logprobs: Sequence[TokenLogprob], sent: _Sent

@@ -16,13 +16,7 @@ from typing import Any
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, slice_of_message, window_alone
 from shotcast.collectives.algorithms import one_shot, two_shot
-from shotcast.transport.triton.layout import (
-    PROGRESS_STEP_BITS,
-    QUAD,
-    STEPS_IN_FLIGHT,
-    places_in_window,
-    window_bytes,
-)
+from shotcast.transport.triton.layout import PROGRESS_STEP_BITS, QUAD, STEPS_IN_FLIGHT, places_in_window, window_bytes
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, Op
 

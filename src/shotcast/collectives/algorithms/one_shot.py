@@ -11,14 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from shotcast import wire
-from shotcast.collectives.algorithm import (
-    Algorithm,
-    CollectiveProblem,
-    Form,
-    Workspace,
-    slice_of_message,
-    window_alone,
-)
+from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message, window_alone
 from shotcast.collectives.fused_rows import (
     launches_of_tiles,
     one_shot_launch,
@@ -33,18 +26,13 @@ from shotcast.wire import LaunchShape, NodeShape, Op
 
 
 def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending M to N - 1 peers and adding up N M."""
+    """Return the work of sending M to N - 1 peers and adding up N M, or of a root, which takes in M of each rank."""
     return Work(1, (shape.world_size - 1) * nbytes, shape.world_size * nbytes).over(shape)
 
 
 def part_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     """Return the work of a rank that sends a part of the message to each peer, or its part to all; or of a root."""
     return Work(1, (shape.world_size - 1) * nbytes / shape.world_size, nbytes).over(shape)
-
-
-def reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of the root, which takes in M of each rank and adds up."""
-    return Work(1, (shape.world_size - 1) * nbytes, shape.world_size * nbytes).over(shape)
 
 
 def broadcast_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -69,17 +57,14 @@ def _gather_workspace(problem: CollectiveProblem) -> Workspace:
     return Workspace(slot * problem.topology.world_size, 2 * max_bytes)
 
 
-def _copy(name: str, **fields: Any) -> Form:
-    """Return the form of a copy whose ranks send a part to each peer, but for what ``fields`` say."""
-    usual = {"work": part_work, "share": slice_of_message, "large_warps": _four_warps}
-    bind, call = "shotcast.transport.triton.copies:bind", f"shotcast.transport.cpu.copies:{name}"
-    return Form(triton=bind, cpu=call, **(usual | fields))
+def _copy(cpu: str, triton: str = "shotcast.transport.triton.copies:bind", **fields: Any) -> Form:
+    """Return the form of a copy of a part to each peer, or to or from a root."""
+    return Form(work=part_work, triton=triton, cpu=cpu, share=slice_of_message, large_warps=_four_warps, **fields)
 
 
-def _rooted(name: str) -> Form:
-    """Return the form of a copy to or from a root."""
-    bind, call = "shotcast.transport.triton.rooted:bind", f"shotcast.transport.cpu.rooted:{name}"
-    return Form(work=part_work, triton=bind, cpu=call, share=slice_of_message, large_warps=_four_warps)
+def _message(cpu: str, hosts: str) -> Form:
+    """Return the form of one end of a message."""
+    return Form(work=part_work, triton="shotcast.transport.triton.send_recv:bind", cpu=cpu, hosts=hosts)
 
 
 def _four_warps(world_size: int) -> int:
@@ -125,9 +110,11 @@ ALGORITHM = Algorithm(
             large_warps=_four_warps,
         ),
         Op.ALL_GATHER: _copy(
-            "ALL_GATHER", hosts="shotcast.transport.network.copies:ALL_GATHER", workspace=_gather_workspace
+            "shotcast.transport.cpu.copies:ALL_GATHER",
+            hosts="shotcast.transport.network.copies:ALL_GATHER",
+            workspace=_gather_workspace,
         ),
-        Op.ALL_TO_ALL: _copy("ALL_TO_ALL"),
+        Op.ALL_TO_ALL: _copy("shotcast.transport.cpu.copies:ALL_TO_ALL"),
         Op.BROADCAST: Form(
             work=broadcast_work,
             triton="shotcast.transport.triton.copies:bind",
@@ -135,15 +122,15 @@ ALGORITHM = Algorithm(
             hosts="shotcast.transport.network.copies:BROADCAST",
         ),
         Op.REDUCE: Form(
-            work=reduce_work,
+            work=all_reduce_work,
             triton="shotcast.transport.triton.one_shot:bind",
             cpu="shotcast.transport.cpu.rooted:REDUCE_AT_ROOT",
             reference="shotcast.collectives.reference:ordered_all_reduce",
             any_reduction=True,
             workspace=_all_reduce_workspace,
         ),
-        Op.GATHER: _rooted("GATHER"),
-        Op.SCATTER: _rooted("SCATTER"),
+        Op.GATHER: _copy("shotcast.transport.cpu.rooted:GATHER", "shotcast.transport.triton.rooted:bind"),
+        Op.SCATTER: _copy("shotcast.transport.cpu.rooted:SCATTER", "shotcast.transport.triton.rooted:bind"),
         Op.ALL_TO_ALL_UNEVEN: Form(
             work=part_work,
             triton="shotcast.transport.triton.uneven:bind",
@@ -151,18 +138,8 @@ ALGORITHM = Algorithm(
             launch=_uneven_launch,
             workspace=window_alone,
         ),
-        Op.SEND: Form(
-            work=part_work,
-            triton="shotcast.transport.triton.send_recv:bind",
-            cpu="shotcast.transport.cpu.send_recv:SEND",
-            hosts="shotcast.transport.network.messages:SEND",
-        ),
-        Op.RECV: Form(
-            work=part_work,
-            triton="shotcast.transport.triton.send_recv:bind",
-            cpu="shotcast.transport.cpu.send_recv:RECV",
-            hosts="shotcast.transport.network.messages:RECV",
-        ),
+        Op.SEND: _message("shotcast.transport.cpu.send_recv:SEND", "shotcast.transport.network.messages:SEND"),
+        Op.RECV: _message("shotcast.transport.cpu.send_recv:RECV", "shotcast.transport.network.messages:RECV"),
         Op.BARRIER: Form(
             work=part_work,
             triton="shotcast.transport.triton.barrier:bind",

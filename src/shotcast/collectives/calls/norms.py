@@ -273,13 +273,7 @@ class NormCalls(SumCalls, CopyCalls):
         return tensors.normed, tensors.new_residual
 
     def _run_norm(
-        self,
-        op: Op,
-        x: torch.Tensor,
-        norm: Norm,
-        tensors: NormTensors,
-        algorithm: str,
-        given: Given | None = None,
+        self, op: Op, x: torch.Tensor, norm: Norm, tensors: NormTensors, algorithm: str, given: Given | None = None
     ) -> None:
         """Run a fused call, or the sum and the norm as calls of their own."""
         by_kernel = self.topology.runs_grids

@@ -23,16 +23,7 @@ _MAGIC_FLOAT = tl.constexpr(8388608.0)
 
 @triton.jit
 def load_codes(
-    values,
-    zeros,
-    rows,
-    group,
-    start,
-    outputs,
-    inputs,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NATIVE: tl.constexpr,
+    values, zeros, rows, group, start, outputs, inputs, TILE: tl.constexpr, COLUMNS: tl.constexpr, NATIVE: tl.constexpr
 ):
     """Load COLUMNS columns from ``start`` on, all of one group, as whole numbers or FP8 without their scale: float32
     [TILE, COLUMNS].

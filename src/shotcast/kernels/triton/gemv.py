@@ -52,17 +52,7 @@ def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def write_outputs(
-    sums,
-    rows,
-    x_scale,
-    scale,
-    bias,
-    out,
-    outputs,
-    count,
-    M_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    GATED: tl.constexpr,
+    sums, rows, x_scale, scale, bias, out, outputs, count, M_TILE: tl.constexpr, TILE: tl.constexpr, GATED: tl.constexpr
 ):
     """Apply scales, bias and gate to the float32 ``sums`` [M_TILE, TILE], and store ``count`` rows of the result."""
     m = tl.arange(0, M_TILE)[:, None]
@@ -135,47 +125,46 @@ def multiply_words(
     return sums
 
 
+@dataclass(frozen=True, slots=True)
+class GemvShape:
+    """The argument SHAPE of :func:`gemv_kernel`. NATIVE: as in ``device/triton/float8.py``."""
+
+    M_TILE: int
+    TILE: int
+    COLUMNS: int
+    GATED: bool
+    NATIVE: bool
+    PDL: bool
+
+
 @triton.jit(do_not_specialize=["outputs", "count"])
-def gemv_kernel(
-    x,
-    weight,
-    scale,
-    bias,
-    out,
-    outputs,
-    inputs,
-    count,
-    M_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GATED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (tile): multiply COLUMNS columns of TILE rows at a time, as 32-bit words.
+def gemv_kernel(x, weight, scale, bias, out, outputs, inputs, count, SHAPE: tl.constexpr):
+    """Program (tile): multiply COLUMNS columns of TILE rows at a time, as 32-bit words. SHAPE is a :class:`GemvShape`.
 
     As floats, each weight would take a register while it is being loaded. When compiled, the words are multiplied from
     the registers that the next words are loaded into; latency is hidden by the other programs of the SM, of which up to
     ten fit since they take few registers. ``inputs`` is a multiple of 16.
     """
+    M_TILE: tl.constexpr = SHAPE.M_TILE
+    TILE: tl.constexpr = SHAPE.TILE
     PER_WORD: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
-    WORDS: tl.constexpr = COLUMNS // PER_WORD
+    WORDS: tl.constexpr = SHAPE.COLUMNS // PER_WORD
     width = inputs // PER_WORD
-    rows = weight_rows(outputs, TILE, GATED)
+    rows = weight_rows(outputs, TILE, SHAPE.GATED)
     i = tl.arange(0, WORDS)[None, None, :]
     base = weight.to(tl.pointer_type(tl.int32)) + rows[None, :, None] * width
     words = tl.load(base + i, mask=i < width, other=0, eviction_policy="evict_first")
-    release_next_kernel(PDL)
-    await_prior_kernel(PDL)
+    release_next_kernel(SHAPE.PDL)
+    await_prior_kernel(SHAPE.PDL)
     total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
     last = (width - 1) // WORDS * WORDS
     for start in range(0, last, WORDS):
         column = start + WORDS + i
         next_words = tl.load(base + column, mask=column < width, other=0, eviction_policy="evict_first")
-        total += multiply_words(x, words, start, inputs, M_TILE, TILE, WORDS, PER_WORD == 4, NATIVE)
+        total += multiply_words(x, words, start, inputs, M_TILE, TILE, WORDS, PER_WORD == 4, SHAPE.NATIVE)
         words = next_words
-    total += multiply_words(x, words, last, inputs, M_TILE, TILE, WORDS, PER_WORD == 4, NATIVE)
-    write_outputs(tl.sum(total, axis=2), rows, None, scale, bias, out, outputs, count, M_TILE, TILE, GATED)
+    total += multiply_words(x, words, last, inputs, M_TILE, TILE, WORDS, PER_WORD == 4, SHAPE.NATIVE)
+    write_outputs(tl.sum(total, axis=2), rows, None, scale, bias, out, outputs, count, M_TILE, TILE, SHAPE.GATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,12 +291,7 @@ def linear(
         outputs,
         inputs,
         rows,
-        rows,
-        tile,
-        config.columns,
-        gated,
-        has_float8_conversions(x.device),
-        options["launch_pdl"],
+        GemvShape(rows, tile, config.columns, gated, has_float8_conversions(x.device), options["launch_pdl"]),
         **options,
     )
     return out

@@ -332,13 +332,7 @@ class PagedDecoding:
     """
 
     def __init__(
-        self,
-        heads: int,
-        head_dim: int,
-        kv_head_of: tuple[int, ...],
-        sequences: int,
-        num_sms: int,
-        device: torch.device,
+        self, heads: int, head_dim: int, kv_head_of: tuple[int, ...], sequences: int, num_sms: int, device: torch.device
     ):
         self._heads, self._head_dim, self._kv_heads = heads, head_dim, max(kv_head_of) + 1
         starts = [kv_head_of.index(kv) for kv in range(self._kv_heads)] + [heads]

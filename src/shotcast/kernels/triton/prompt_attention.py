@@ -113,16 +113,7 @@ def _attend_keys(
 
 @triton.jit
 def _attend_tile(
-    queries,
-    cache,
-    table,
-    first_heads,
-    result,
-    kv,
-    tokens,
-    scoring,
-    SHAPE: tl.constexpr,
-    ROWS: tl.constexpr,
+    queries, cache, table, first_heads, result, kv, tokens, scoring, SHAPE: tl.constexpr, ROWS: tl.constexpr
 ):
     """Attend with the queries of a tile: ``tokens`` is (the first, their count, the position of the first).
 

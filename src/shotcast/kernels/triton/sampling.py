@@ -26,6 +26,7 @@ scores, or a threshold, are as close as that. A row that holds NaN or plus infin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -103,48 +104,62 @@ class SamplingMetadata(NamedTuple):
 INITIAL_STATE = LOWEST_KEY.value, LOWEST_KEY.value, 0
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingShape:
+    """The argument SHAPE of these kernels, whose ``metadata`` is a :class:`SamplingMetadata`.
+
+    BITS: the bits of the number of a token. CAPACITY, TILE, BLOCK: the constants of this module.
+    """
+
+    VOCAB: int
+    BITS: int
+    CAPACITY: int
+    TILE: int
+    BLOCK: int
+
+
 @triton.jit
-def token_range(VOCAB: tl.constexpr, TILE: tl.constexpr):
+def token_range(SHAPE: tl.constexpr):
     """Return the first token of program (row, part) and the end of its tokens: whole tiles."""
-    tiles: tl.constexpr = (VOCAB + TILE - 1) // TILE
-    width = tl.cdiv(tiles, tl.num_programs(1)) * TILE
+    tiles: tl.constexpr = (SHAPE.VOCAB + SHAPE.TILE - 1) // SHAPE.TILE
+    width = tl.cdiv(tiles, tl.num_programs(1)) * SHAPE.TILE
     first = tl.program_id(1) * width
-    return first, tl.minimum(first + width, VOCAB)
+    return first, tl.minimum(first + width, SHAPE.VOCAB)
 
 
 @triton.jit
-def penalised_max_kernel(logits, counts, masks, integers, reals, state, VOCAB: tl.constexpr, TILE: tl.constexpr):
+def penalised_max_kernel(logits, counts, masks, metadata, SHAPE: tl.constexpr):
     """Program (row, part): find the :func:`argmax_key` of the largest logit of an adjusted row."""
     row = tl.program_id(0).to(tl.int64)
-    row_data = load_row(logits, counts, masks, integers, reals, row, VOCAB)
+    row_data = load_row(logits, counts, masks, metadata, row, SHAPE.VOCAB)
     if is_adjusted(row_data):
-        first, end = token_range(VOCAB, TILE)
+        TILE: tl.constexpr = SHAPE.TILE
+        first, end = token_range(SHAPE)
         largest = tl.full([TILE], LOWEST_KEY, tl.int64)
         for start in range(first, end, TILE):
             token = start + tl.arange(0, TILE)
             value = penalised_logits(row_data, token, token < end)
             value = tl.where(value == 0, 0.0, value)
             largest = tl.maximum(largest, tl.where(token < end, argmax_key(value, token), LOWEST_KEY))
-        tl.atomic_max(state + row * STATE, tl.max(largest, axis=0), sem="relaxed")
+        tl.atomic_max(metadata.state + row * STATE, tl.max(largest, axis=0), sem="relaxed")
 
 
 @triton.jit
-def histogram_kernel(
-    logits, best, counts, masks, integers, reals, top_p, state, bins, VOCAB: tl.constexpr, TILE: tl.constexpr
-):
+def histogram_kernel(logits, best, counts, masks, metadata, bins, SHAPE: tl.constexpr):
     """Program (row, part): add the tokens of a row with top_k or top_p to its bins, [2, BINS]: numbers and weights.
 
     Weights beyond the distance where top_p keeps no token are added up, and go to the last bin.
     """
     row = tl.program_id(0).to(tl.int64)
-    k, p, truncates = load_top_k_top_p(integers, top_p, row)
+    k, p, truncates = load_top_k_top_p(metadata, row)
     if truncates:
-        row_data = load_row(logits, counts, masks, integers, reals, row, VOCAB)
-        largest, _ = load_largest(row_data, best, state, row)
-        top_p_distance = tl.load(reals + row * REALS + 4)
+        row_data = load_row(logits, counts, masks, metadata, row, SHAPE.VOCAB)
+        largest, _ = load_largest(row_data, best, metadata.state, row)
+        top_p_distance = tl.load(metadata.reals + row * REALS + 4)
         row_bins = bins + row * (2 * BINS)
+        TILE: tl.constexpr = SHAPE.TILE
         rest = tl.zeros([TILE], tl.int64)
-        first, end = token_range(VOCAB, TILE)
+        first, end = token_range(SHAPE)
         for start in range(first, end, TILE):
             token = start + tl.arange(0, TILE)
             distance = distances(row_data, largest, token, token < end)
@@ -161,37 +176,23 @@ def histogram_kernel(
 
 
 @triton.jit
-def candidates_kernel(
-    logits,
-    best,
-    counts,
-    masks,
-    integers,
-    reals,
-    top_p,
-    state,
-    bins,
-    lists,
-    VOCAB: tl.constexpr,
-    BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def candidates_kernel(logits, best, counts, masks, metadata, bins, lists, SHAPE: tl.constexpr):
     """Program (row, part): find the best score before the threshold bins, and list the tokens in these bins."""
     row = tl.program_id(0).to(tl.int64)
-    row_data = load_row(logits, counts, masks, integers, reals, row, VOCAB)
+    row_data = load_row(logits, counts, masks, metadata, row, SHAPE.VOCAB)
     if row_data[4] > 0:
-        k, p, truncates = load_top_k_top_p(integers, top_p, row)
+        k, p, truncates = load_top_k_top_p(metadata, row)
         first_bin, last_bin = tl.full([], BINS, tl.int32), tl.full([], BINS, tl.int32)
         if truncates:
             first_bin, last_bin, _, _, _, _ = threshold_bins(bins, row, k, p)
-        largest, likeliest = load_largest(row_data, best, state, row)
-        min_p_distance = tl.load(reals + row * REALS + 1)
-        keys = noise_keys(integers, row)
+        largest, likeliest = load_largest(row_data, best, metadata.state, row)
+        min_p_distance = tl.load(metadata.reals + row * REALS + 1)
+        keys = noise_keys(metadata.integers, row)
         # The likeliest token is always kept, so no lower score can win.
         likeliest = likeliest.to(tl.int32)
         winner = score_key((likeliest * 0).to(tl.float32), likeliest, noise(likeliest, keys))
-        first, end = token_range(VOCAB, TILE)
+        TILE: tl.constexpr = SHAPE.TILE
+        first, end = token_range(SHAPE)
         for start in range(first, end, TILE):
             token = start + tl.arange(0, TILE)
             distance = distances(row_data, largest, token, token < end)
@@ -206,68 +207,47 @@ def candidates_kernel(
             in_bins = (valid & (bin >= first_bin) & (bin <= last_bin)).to(tl.int32)
             count = tl.sum(in_bins, axis=0)
             if count > 0:
-                index = tl.atomic_add(state + row * STATE + 2, count.to(tl.int64), sem="relaxed")
+                index = tl.atomic_add(metadata.state + row * STATE + 2, count.to(tl.int64), sem="relaxed")
                 index += tl.cumsum(in_bins, axis=0) - in_bins
-                mask = (in_bins > 0) & (index < CAPACITY)
-                tl.store(lists + row * CAPACITY + index, sort_key(distance, token, BITS), mask=mask)
-        tl.atomic_max(state + row * STATE + 1, winner, sem="relaxed")
+                mask = (in_bins > 0) & (index < SHAPE.CAPACITY)
+                tl.store(lists + row * SHAPE.CAPACITY + index, sort_key(distance, token, SHAPE.BITS), mask=mask)
+        tl.atomic_max(metadata.state + row * STATE + 1, winner, sem="relaxed")
 
 
 @triton.jit
-def finish_kernel(
-    logits,
-    best,
-    counts,
-    masks,
-    integers,
-    reals,
-    top_p,
-    state,
-    bins,
-    lists,
-    out,
-    last_tokens,
-    VOCAB: tl.constexpr,
-    BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def finish_kernel(logits, best, counts, masks, metadata, bins, lists, out, last_tokens, SHAPE: tl.constexpr):
     """Program (row): write its token to ``out`` and ``last_tokens``, and count it if the row has penalties."""
     row = tl.program_id(0).to(tl.int64)
-    row_data = load_row(logits, counts, masks, integers, reals, row, VOCAB)
-    largest, token = load_largest(row_data, best, state, row)
+    row_data = load_row(logits, counts, masks, metadata, row, SHAPE.VOCAB)
+    largest, token = load_largest(row_data, best, metadata.state, row)
     if row_data[4] > 0:
-        winner = tl.load(state + row * STATE + 1)
-        k, p, _ = load_top_k_top_p(integers, top_p, row)
-        length = tl.load(state + row * STATE + 2)
+        winner = tl.load(metadata.state + row * STATE + 1)
+        k, p, _ = load_top_k_top_p(metadata, row)
+        length = tl.load(metadata.state + row * STATE + 2)
         if length > 0:
             first, last, count_before, weight_before, total, by_count = threshold_bins(bins, row, k, p)
-            listed = (lists + row * CAPACITY, length, first, last)
-            end = tl.where(length <= CAPACITY, length, VOCAB).to(tl.int32)
+            listed = (lists + row * SHAPE.CAPACITY, length, first, last)
+            end = tl.where(length <= SHAPE.CAPACITY, length, SHAPE.VOCAB).to(tl.int32)
             threshold = tl.full([], LAST_SORT_KEY - 1, tl.int64)
             if by_count:
-                threshold = find_threshold(
-                    row_data, largest, listed, end, k - count_before, False, VOCAB, BITS, CAPACITY, BLOCK
-                )
-                total = weight_before + weight_up_to(
-                    row_data, largest, listed, end, threshold, VOCAB, BITS, CAPACITY, BLOCK
-                )
+                threshold = find_threshold(row_data, largest, listed, end, k - count_before, False, SHAPE)
+                total = weight_before + weight_up_to(row_data, largest, listed, end, threshold, SHAPE)
             if p < 1:
                 wanted = top_p_weight(total, p) - weight_before
-                by_weight = find_threshold(row_data, largest, listed, end, wanted, True, VOCAB, BITS, CAPACITY, BLOCK)
+                by_weight = find_threshold(row_data, largest, listed, end, wanted, True, SHAPE)
                 threshold = tl.minimum(threshold, by_weight)
-            min_p_distance = tl.load(reals + row * REALS + 1)
-            keys = noise_keys(integers, row)
-            for start in range(0, end, BLOCK):
-                sort_keys, distance = load_sort_keys(row_data, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
+            min_p_distance = tl.load(metadata.reals + row * REALS + 1)
+            keys = noise_keys(metadata.integers, row)
+            for start in range(0, end, SHAPE.BLOCK):
+                sort_keys, distance = load_sort_keys(row_data, largest, listed, start, SHAPE)
                 competes = (sort_keys <= threshold) & (distance <= min_p_distance)
-                listed_token = (sort_keys & ((1 << BITS) - 1)).to(tl.int32)
+                listed_token = (sort_keys & ((1 << SHAPE.BITS) - 1)).to(tl.int32)
                 score_keys = score_key(distance, listed_token, noise(listed_token, keys))
                 winner = tl.maximum(winner, tl.max(tl.where(competes, score_keys, LOWEST_KEY), axis=0))
         token = key_token(winner)
     tl.store(out + row * 2, token)
     tl.store(out + row * 2 + 1, tl.load(best + row * 2 + 1))
-    tl.store(last_tokens + tl.load(integers + row * INTEGERS), token)
+    tl.store(last_tokens + tl.load(metadata.integers + row * INTEGERS), token)
     if has_penalties(row_data):
         count = row_data[1] + token
         tl.store(count, tl.load(count) + 1)
@@ -305,18 +285,15 @@ def sample(
     # Where no row needs them, nothing reads these tensors; but other types would need other compiled kernels.
     bins = torch.zeros((rows, 2, BINS.value) if truncates else 1, dtype=torch.int64, device=logits.device)
     lists = torch.empty((rows, CAPACITY) if truncates else 1, dtype=torch.int64, device=logits.device)
-    tables = (metadata.integers if table is None else table for table in (counts, masks))
-    parameters = *tables, metadata.integers, metadata.reals
+    tables = tuple(metadata.integers if table is None else table for table in (counts, masks))
+    shape = SamplingShape(vocab, (vocab - 1).bit_length(), CAPACITY, TILE, BLOCK)
     options = OPTIONS | {"num_warps": WARPS}
-    bits = (vocab - 1).bit_length()
     if counts is not None or masks is not None:
-        penalised_max_kernel[(rows, parts)](logits, *parameters, metadata.state, vocab, TILE, **options)
+        penalised_max_kernel[(rows, parts)](logits, *tables, metadata, shape, **options)
+    common = logits, best, *tables, metadata, bins
     if truncates:
-        histogram_kernel[(rows, parts)](
-            logits, best, *parameters, metadata.top_p, metadata.state, bins, vocab, TILE, **options
-        )
-    common = logits, best, *parameters, metadata.top_p, metadata.state, bins, lists
-    candidates_kernel[(rows, parts)](*common, vocab, bits, CAPACITY, TILE, **options)
+        histogram_kernel[(rows, parts)](*common, shape, **options)
+    candidates_kernel[(rows, parts)](*common, lists, shape, **options)
     options["num_warps"] = FINISH_WARPS
-    finish_kernel[(rows,)](*common, out, last_tokens, vocab, bits, CAPACITY, BLOCK, **options)
+    finish_kernel[(rows,)](*common, lists, out, last_tokens, shape, **options)
     return out

@@ -101,12 +101,12 @@ def score_key(distance, token, bits):
 
 
 @triton.jit
-def load_row(logits, counts, masks, integers, reals, row, VOCAB: tl.constexpr):
+def load_row(logits, counts, masks, metadata, row, VOCAB: tl.constexpr):
     """Return pointers to a row's logits and counts, its presence and frequency penalties, 1 / its temperature, its
     repetition penalty, a pointer to its mask, and whether it is constrained."""
-    slot = tl.load(integers + row * INTEGERS).to(tl.int64)
-    mask = tl.load(integers + row * INTEGERS + 4)
-    row_reals = reals + row * REALS
+    slot = tl.load(metadata.integers + row * INTEGERS).to(tl.int64)
+    mask = tl.load(metadata.integers + row * INTEGERS + 4)
+    row_reals = metadata.reals + row * REALS
     return (
         logits + row * VOCAB,
         counts + slot * VOCAB,

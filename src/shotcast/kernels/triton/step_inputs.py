@@ -8,6 +8,9 @@ them: attention reads the tables and lengths that they write before it waits for
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,24 +21,42 @@ _TOKENS = 128
 """Tokens of a program, in steps with prompts."""
 
 
+class BatchTensors(NamedTuple):
+    """The tensors that a step without prompts fills; see :func:`unpack`."""
+
+    tokens: Any
+    positions: Any
+    slots: Any
+    lengths: Any
+    rows: Any
+
+
+class PackedPrompts(NamedTuple):
+    """A step with prompts as it comes from the host; see :func:`unpack_prompts`."""
+
+    ids: Any
+    position_ids: Any
+    slot_ids: Any
+    sampled_rows: Any
+    num_updates: Any
+    updates: Any
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackShape:
+    """The argument SHAPE of :func:`unpack_kernel`."""
+
+    FIELDS: int
+    BLOCK_SIZE: int
+    TILE: int
+
+
 @triton.jit
-def unpack_kernel(
-    packed,
-    last_tokens,
-    tables,
-    tokens,
-    positions,
-    slots,
-    lengths,
-    rows,
-    count,
-    blocks,
-    FIELDS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Program: process TILE sequences."""
-    sequence = tl.program_id(0) * TILE + tl.arange(0, TILE)
+def unpack_kernel(packed, last_tokens, tables, batch, count, blocks, SHAPE: tl.constexpr):
+    """Program: process TILE sequences. ``batch`` is a :class:`BatchTensors`, and SHAPE an :class:`UnpackShape`."""
+    FIELDS: tl.constexpr = SHAPE.FIELDS
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
+    sequence = tl.program_id(0) * SHAPE.TILE + tl.arange(0, SHAPE.TILE)
     valid = sequence < count
     row = tl.load(packed + sequence * FIELDS, mask=valid, other=0).to(tl.int64)
     position = tl.load(packed + sequence * FIELDS + 1, mask=valid, other=0)
@@ -46,11 +67,11 @@ def unpack_kernel(
     current_block = tl.load(cell, mask=valid & (new_block < 0), other=0)
     tl.store(cell, new_block, mask=valid & (new_block >= 0))
     block = tl.where(new_block < 0, current_block, new_block).to(tl.int64)
-    tl.store(tokens + sequence, token, mask=valid)
-    tl.store(positions + sequence, position.to(tl.int64), mask=valid)
-    tl.store(slots + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=valid)
-    tl.store(lengths + sequence, position + 1, mask=valid)
-    tl.store(rows + sequence, row, mask=valid)
+    tl.store(batch.tokens + sequence, token, mask=valid)
+    tl.store(batch.positions + sequence, position.to(tl.int64), mask=valid)
+    tl.store(batch.slots + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=valid)
+    tl.store(batch.lengths + sequence, position + 1, mask=valid)
+    tl.store(batch.rows + sequence, row, mask=valid)
 
 
 def unpack(
@@ -79,54 +100,37 @@ def unpack(
         packed,
         last_tokens,
         tables,
-        tokens,
-        positions,
-        slots,
-        lengths,
-        rows,
+        BatchTensors(tokens, positions, slots, lengths, rows),
         count,
         tables.shape[1],
-        FIELDS,
-        block_size,
-        tile,
+        UnpackShape(FIELDS, block_size, tile),
         num_warps=1,
     )
 
 
 @triton.jit
 def unpack_prompts_kernel(
-    ids,
-    position_ids,
-    slot_ids,
-    sampled_rows,
-    num_updates,
-    updates,
-    last_tokens,
-    tables,
-    tokens,
-    positions,
-    slots,
-    rows,
-    count,
-    sequences,
-    TILE: tl.constexpr,
+    packed, last_tokens, tables, tokens, positions, slots, rows, count, sequences, TILE: tl.constexpr
 ):
-    """Program: process TILE tokens, TILE sequences that sample, and a part of the table updates."""
+    """Program: process TILE tokens, TILE sequences that sample, and a part of the table updates.
+
+    ``packed`` is a :class:`PackedPrompts`.
+    """
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = i < count
-    token = tl.load(ids + i, mask=valid, other=0).to(tl.int64)
+    token = tl.load(packed.ids + i, mask=valid, other=0).to(tl.int64)
     token = tl.where(token < 0, tl.load(last_tokens - 1 - token, mask=valid & (token < 0), other=0), token)
     tl.store(tokens + i, token, mask=valid)
-    tl.store(positions + i, tl.load(position_ids + i, mask=valid, other=0).to(tl.int64), mask=valid)
-    tl.store(slots + i, tl.load(slot_ids + i, mask=valid, other=0).to(tl.int64), mask=valid)
+    tl.store(positions + i, tl.load(packed.position_ids + i, mask=valid, other=0).to(tl.int64), mask=valid)
+    tl.store(slots + i, tl.load(packed.slot_ids + i, mask=valid, other=0).to(tl.int64), mask=valid)
     samples = i < sequences
-    tl.store(rows + i, tl.load(sampled_rows + i, mask=samples, other=0).to(tl.int64), mask=samples)
-    count_updates = tl.load(num_updates)
+    tl.store(rows + i, tl.load(packed.sampled_rows + i, mask=samples, other=0).to(tl.int64), mask=samples)
+    count_updates = tl.load(packed.num_updates)
     for start in range(tl.program_id(0) * TILE, count_updates, tl.num_programs(0) * TILE):
         update = start + tl.arange(0, TILE)
         inside = update < count_updates
-        cell = tl.load(updates + update * 2, mask=inside, other=0)
-        tl.store(tables + cell, tl.load(updates + update * 2 + 1, mask=inside, other=0), mask=inside)
+        cell = tl.load(packed.updates + update * 2, mask=inside, other=0)
+        tl.store(tables + cell, tl.load(packed.updates + update * 2 + 1, mask=inside, other=0), mask=inside)
 
 
 def unpack_prompts(
@@ -158,12 +162,7 @@ def unpack_prompts(
     """
     count, sequences = ids.shape[0], sampled_rows.shape[0]
     unpack_prompts_kernel[(triton.cdiv(max(count, sequences), _TOKENS),)](
-        ids,
-        position_ids,
-        slot_ids,
-        sampled_rows,
-        num_updates,
-        updates,
+        PackedPrompts(ids, position_ids, slot_ids, sampled_rows, num_updates, updates),
         last_tokens,
         tables,
         tokens,

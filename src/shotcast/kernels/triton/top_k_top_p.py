@@ -42,10 +42,10 @@ def top_p_weight(total, top_p):
 
 
 @triton.jit
-def load_top_k_top_p(integers, top_p, row):
+def load_top_k_top_p(metadata, row):
     """Return a row's top_k and top_p, and whether they can remove any token."""
-    k = tl.load(integers + row * INTEGERS + 1)
-    p = tl.load(top_p + row)
+    k = tl.load(metadata.integers + row * INTEGERS + 1)
+    p = tl.load(metadata.top_p + row)
     return k, p, (k > 0) | (p < 1)
 
 
@@ -75,48 +75,30 @@ def threshold_bins(bins, row, k, p):
 
 
 @triton.jit
-def load_sort_keys(
-    row_data,
-    largest,
-    listed,
-    start,
-    VOCAB: tl.constexpr,
-    BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return BLOCK sort keys of the threshold bins from ``start`` on, and their distances.
+def load_sort_keys(row_data, largest, listed, start, SHAPE: tl.constexpr):
+    """Return SHAPE.BLOCK sort keys of the threshold bins from ``start`` on, and their distances.
 
     They come from the list, or from the row itself if the list overflowed.
     """
     list, length, first, last = listed
-    i = start + tl.arange(0, BLOCK)
-    if length <= CAPACITY:
+    i = start + tl.arange(0, SHAPE.BLOCK)
+    if length <= SHAPE.CAPACITY:
         keys = tl.load(list + i, mask=i < length, other=LAST_SORT_KEY)
     else:
-        distance = distances(row_data, largest, i, i < VOCAB)
+        distance = distances(row_data, largest, i, i < SHAPE.VOCAB)
         in_bins = (distance < float("inf")) & (bin_of(distance) >= first) & (bin_of(distance) <= last)
-        keys = tl.where(in_bins, sort_key(distance, i, BITS), LAST_SORT_KEY)
-    bits = tl.where(keys == LAST_SORT_KEY, 0x7F800000, (keys >> BITS).to(tl.int32))
+        keys = tl.where(in_bins, sort_key(distance, i, SHAPE.BITS), LAST_SORT_KEY)
+    bits = tl.where(keys == LAST_SORT_KEY, 0x7F800000, (keys >> SHAPE.BITS).to(tl.int32))
     return keys, bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def weight_up_to(
-    row_data,
-    largest,
-    listed,
-    end,
-    threshold,
-    VOCAB: tl.constexpr,
-    BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def weight_up_to(row_data, largest, listed, end, threshold, SHAPE: tl.constexpr):
     """Return the weight of the listed tokens up to ``threshold``."""
+    BLOCK: tl.constexpr = SHAPE.BLOCK
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, end, BLOCK):
-        keys, distance = load_sort_keys(row_data, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
+        keys, distance = load_sort_keys(row_data, largest, listed, start, SHAPE)
         weight += tl.where(keys <= threshold, weight_of(distance), 0)
     return tl.sum(weight, axis=0)
 
@@ -134,20 +116,11 @@ def amounts_below(keys, amounts, bounds):
 
 
 @triton.jit
-def find_threshold(
-    row_data,
-    largest,
-    listed,
-    end,
-    wanted,
-    BY_WEIGHT: tl.constexpr,
-    VOCAB: tl.constexpr,
-    BITS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def find_threshold(row_data, largest, listed, end, wanted, BY_WEIGHT: tl.constexpr, SHAPE: tl.constexpr):
     """Return the first sort key up to which the list has ``wanted`` tokens or, with BY_WEIGHT, that weight (at least
     1)."""
+    BITS: tl.constexpr = SHAPE.BITS
+    BLOCK: tl.constexpr = SHAPE.BLOCK
     DIGITS: tl.constexpr = (31 + BITS + 3) // 4
     DIGITS_IN_BIN: tl.constexpr = (BIN_SHIFT + BITS + 3) // 4
     _, _, first, last = listed
@@ -156,7 +129,7 @@ def find_threshold(
     threshold = tl.where(same_prefix, (first + BIN_FIRST).to(tl.int64) << (BIN_SHIFT + BITS), 0)
     digits = tl.where(same_prefix, DIGITS_IN_BIN, DIGITS)
     if end <= BLOCK:  # the list stays in registers
-        keys, distance = load_sort_keys(row_data, largest, listed, 0, VOCAB, BITS, CAPACITY, BLOCK)
+        keys, distance = load_sort_keys(row_data, largest, listed, 0, SHAPE)
         amounts = amounts_of(distance, BY_WEIGHT)
         for digit in range(digits):
             shift = (digits - 1 - digit) * 4
@@ -169,7 +142,7 @@ def find_threshold(
             bounds = threshold + (tl.arange(0, RADIX).to(tl.int64) << shift)
             below = tl.zeros([RADIX], tl.int64)
             for start in range(0, end, BLOCK):
-                keys, distance = load_sort_keys(row_data, largest, listed, start, VOCAB, BITS, CAPACITY, BLOCK)
+                keys, distance = load_sort_keys(row_data, largest, listed, start, SHAPE)
                 below += amounts_below(keys, amounts_of(distance, BY_WEIGHT), bounds)
             threshold += (tl.sum((below < wanted).to(tl.int64), axis=0) - 1) << shift
     return threshold

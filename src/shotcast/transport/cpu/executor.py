@@ -25,15 +25,7 @@ from shotcast.memory.shm import ShmBuffer
 from shotcast.transport.cpu import batch, layout
 from shotcast.transport.cpu.host_call import LINE_BYTES, HostCall
 from shotcast.transport.cpu.norm_rows import put_tensors
-from shotcast.transport.cpu.waiting import (
-    ABORTED,
-    DONE,
-    INTERRUPTED,
-    MISMATCHED,
-    PARTS_DIFFER,
-    PEER_GONE,
-    TIMED_OUT,
-)
+from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PARTS_DIFFER, PEER_GONE, TIMED_OUT
 from shotcast.transport.transport import Built, Ranks
 from shotcast.wire import CallPlan, Fault, Header, HeaderWords, Op, Wait
 

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.lazy_numba import njit
-from shotcast.transport.cpu.layout import (
-    CHUNK,
-    CONTROL_BYTES,
-    GENERATION,
-    ITEMSIZE,
-    NBYTES,
-    RANK,
-    SOURCES,
-    WORLD,
-)
+from shotcast.transport.cpu.layout import CHUNK, CONTROL_BYTES, GENERATION, ITEMSIZE, NBYTES, RANK, SOURCES, WORLD
 from shotcast.transport.cpu.waiting import region
 
 

@@ -88,11 +88,7 @@ def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
 def arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
     """Return the sum of blocks, and what makes blocks and values of the plan's dtype."""
     check_sum(plan, fp8_blocks.ENCODE)
-    return {
-        ARITHMETIC: fp8_blocks.SUM,
-        ENCODE: fp8_blocks.ENCODE[plan.dtype],
-        DECODE: fp8_blocks.DECODE[plan.dtype],
-    }
+    return {ARITHMETIC: fp8_blocks.SUM, ENCODE: fp8_blocks.ENCODE[plan.dtype], DECODE: fp8_blocks.DECODE[plan.dtype]}
 
 
 ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=arithmetic)

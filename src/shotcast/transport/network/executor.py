@@ -139,12 +139,7 @@ class HostsExecutor(CpuExecutor):
             op = Op.BARRIER if call.header_only else Op.ALL_REDUCE
             return BoundCall(self, CallPlan(op, "vendor", "float32", nbytes, launch=LaunchShape(0, 0, 0)), call)
 
-        probes = (
-            probe(SWAP, 0),
-            probe(SWAP, _PROBE_BYTES),
-            probe(BARRIER, 0),
-            probe(ALL_REDUCE, slice_bytes * ranks),
-        )
+        probes = (probe(SWAP, 0), probe(SWAP, _PROBE_BYTES), probe(BARRIER, 0), probe(ALL_REDUCE, slice_bytes * ranks))
         deadline_s = self.timeout_s
         self.set_timeout(max(deadline_s, _CONNECT_S))  # ranks come as late as they please to a construction
         x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4, dtype=torch.float32, device="cpu")

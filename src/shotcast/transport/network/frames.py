@@ -12,15 +12,7 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import interrupted, load, load_acquire, monotonic_ns, store, store_release
 from shotcast.device.cpu.lazy_numba import njit
-from shotcast.transport.cpu.layout import (
-    ABORT,
-    DEADLINE,
-    EPOCH,
-    HEADER_WORD,
-    HEARTBEAT,
-    RANK,
-    TIMEOUT,
-)
+from shotcast.transport.cpu.layout import ABORT, DEADLINE, EPOCH, HEADER_WORD, HEARTBEAT, RANK, TIMEOUT
 from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT, region
 from shotcast.transport.network.layout import (
     BYTES,
@@ -45,16 +37,7 @@ from shotcast.transport.network.layout import (
     SENDS,
     STEP_AT,
 )
-from shotcast.transport.network.libc import (
-    EAGAIN,
-    EINTR,
-    ENOBUFS,
-    POLLIN,
-    POLLOUT,
-    poll,
-    receive_message,
-    send_message,
-)
+from shotcast.transport.network.libc import EAGAIN, EINTR, ENOBUFS, POLLIN, POLLOUT, poll, receive_message, send_message
 
 _INTERRUPT_NS = 20_000_000
 _ENDED = -1_000_000

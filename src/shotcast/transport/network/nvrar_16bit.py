@@ -21,14 +21,7 @@ from shotcast.transport.network.hosts_call import HostsCall, partial_sums
 from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.nvrar_pairs import add_nodes
 from shotcast.transport.network.nvrar_two_shot import part_of_each
-from shotcast.transport.network.phases import (
-    first_slot,
-    gather,
-    reduce_in_node,
-    rounded,
-    slice_count,
-    slice_start,
-)
+from shotcast.transport.network.phases import first_slot, gather, reduce_in_node, rounded, slice_count, slice_start
 from shotcast.wire import SIXTEEN_BITS, CallPlan, in_one_step
 
 _IN_ORDER = 3

@@ -37,11 +37,7 @@ def reduction_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any
     if plan.reduction not in wire.REDUCED.get(plan.dtype, ()):
         raise UnsupportedError(f"kernels have no {plan.reduction} of {plan.dtype}")
     cells = plan.dtype not in wire.REDUCIBLE
-    arguments = {
-        "DTYPE": dtype_of(plan.dtype),
-        "REDUCTION": reduction_of(plan.dtype, plan.reduction),
-        "CELLS": cells,
-    }
+    arguments = {"DTYPE": dtype_of(plan.dtype), "REDUCTION": reduction_of(plan.dtype, plan.reduction), "CELLS": cells}
     if cells:
         arguments |= {"slots_at": context.layout.cells_at, "slots_quads": context.layout.cells_quads}
     return arguments

@@ -156,15 +156,7 @@ class Call(NamedTuple):
 def with_status(call, live, started):
     """Return the call with another ``live`` and ``started``."""
     return Call(
-        call.own,
-        call.peers,
-        call.rank,
-        call.header_size,
-        call.header_call,
-        call.epoch,
-        call.generation,
-        live,
-        started,
+        call.own, call.peers, call.rank, call.header_size, call.header_call, call.epoch, call.generation, live, started
     )
 
 
@@ -368,15 +360,7 @@ def multicast_address(call, quads):
 
 @triton.jit
 def store_to_all(
-    call,
-    addresses,
-    quads,
-    offs,
-    words,
-    mask,
-    CELLS: tl.constexpr,
-    MULTICAST: tl.constexpr,
-    COUNT: tl.constexpr,
+    call, addresses, quads, offs, words, mask, CELLS: tl.constexpr, MULTICAST: tl.constexpr, COUNT: tl.constexpr
 ):
     """Push words to the same offset in the COUNT regions at ``addresses``, on the terms of :func:`store_to`.
 
