@@ -80,13 +80,13 @@ def test_sums_of_nodes_in_16_bits(nodes: int, local: int, dtype: str) -> None:
 @pytest.mark.parametrize(("nodes", "local"), SHAPES[:1])
 def test_calls_of_changing_size_with_stragglers(nodes: int, local: int, calls: int) -> None:
     """It makes ``calls`` twice, from two epochs on."""
-    ranks_that_put(nodes, local, changing_sizes, nodes, calls, timeout_s=140)
+    ranks_that_put(nodes, local, changing_sizes, nodes, calls, timeout_s=140 if calls == 2000 else 500)
 
 
 @pytest.mark.parametrize("replays", [300, pytest.param(10_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("nodes", "local"), SHAPES[:1])
 def test_graphs_replay_on_changed_inputs(nodes: int, local: int, replays: int) -> None:
-    ranks_that_put(nodes, local, graphs, nodes, replays, timeout_s=140)
+    ranks_that_put(nodes, local, graphs, nodes, replays, timeout_s=140 if replays == 300 else 500)
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
