@@ -62,7 +62,7 @@ def test_scales_of_every_kind_of_number(scale: float) -> None:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 40])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_products_have_the_bits_of_those_with_values(kind: str, rows: int, dtype: torch.dtype, with_bias: bool) -> None:
     torch.manual_seed(0)
@@ -70,11 +70,14 @@ def test_products_have_the_bits_of_those_with_values(kind: str, rows: int, dtype
     x, bias = torch.randn(rows, 512).to(dtype), torch.randn(70).to(dtype) if with_bias else None
     out = Linear(stored, bias)(x)
     assert out.dtype == dtype
-    assert torch.equal(out, Linear(values_of(stored).to(dtype), bias)(x))
+    wanted, tolerance = Linear(values_of(stored).to(dtype), bias)(x), 1e-5 if dtype == torch.float32 else 1e-2
+    if rows <= gemv.MAX_ROWS.get(dtype, 0) or rows > blocks.MAX_ROWS:
+        assert torch.equal(out, wanted)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=float(tolerance * wanted.abs().max()))
 
 
 def test_a_large_matrix_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, x, bias = random_rows("Q4_1", 70, 512), torch.randn(6, 512), torch.randn(70)
+    stored, x, bias = random_rows("Q4_1", 70, 512), torch.randn(17, 512), torch.randn(70)
     made = []
     one = blocks.dequantize
     monkeypatch.setattr(blocks, "dequantize", lambda part, *rest: made.append(len(part)) or one(part, *rest))

@@ -1,7 +1,7 @@
 """Compiled products with matrices in the blocks of GGUF files, which stay as they are in the file.
 
-Values are made with the arithmetic of the ``gguf`` package, one row at a time, so products have the bits that they
-have with a matrix of those values.
+Values are made with the arithmetic of the ``gguf`` package, one row at a time, so products with few rows have the bits
+that :mod:`shotcast.kernels.cpu.gemv` gives with a matrix of those values.
 
     Q4_0, Q8_0   value = scale * code             32 values: the scale, float16, and the codes
     Q4_1         value = scale * code + least     32 values: both, float16, and the codes
@@ -30,6 +30,8 @@ from shotcast.device.cpu.threads import in_parallel
 from shotcast.device.cpu.vectors import broadcast_lanes, load_at, store_at
 from shotcast.kernels.cpu import gemv
 
+MAX_ROWS = 16
+"""The number of rows of x, float32 or bfloat16, up to which values are made anew for each product."""
 _THREADS_FROM = 1 << 20
 """The number of values from which a second thread saves more time than waking it costs."""
 _AT_ONCE = 2 << 20
@@ -260,7 +262,7 @@ def linear(x: torch.Tensor, stored: torch.Tensor, kind: str, bias: torch.Tensor 
         [rows, outputs], of the dtype of x.
     """
     rows, inputs, outputs = *x.shape, stored.shape[0]
-    if rows > gemv.MAX_ROWS.get(x.dtype, 0):
+    if rows > MAX_ROWS or x.dtype == torch.float16:
         step = max(1, _AT_ONCE // inputs)
         biases = [None] * outputs if bias is None else bias.split(step)
         parts = [
