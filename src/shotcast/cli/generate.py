@@ -13,6 +13,7 @@ from shotcast import extras
 from shotcast.cli.engine_options import GenerationConfig, Model, engine, sampling, say, sums
 from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
+from shotcast.launcher import rank_server
 
 if TYPE_CHECKING:
     from shotcast.engine.llm import LLM
@@ -39,6 +40,7 @@ def generate(
     Without options, always takes the likeliest token, up to 128 of them.
     """
     extras.require("engine", "shotcast generate")
+    rank_server.start_for_engine()
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
 
@@ -67,6 +69,7 @@ def chat(
     0.95 and at most 512 tokens.
     """
     extras.require("engine", "shotcast chat")
+    rank_server.start_for_engine()
     from shotcast.engine.llm import LLM
     from shotcast.engine.sampling_params import SamplingParams
 

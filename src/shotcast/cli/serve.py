@@ -22,6 +22,7 @@ from shotcast.cli.engine_options import (
 )
 from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
+from shotcast.launcher import rank_server
 
 
 def _since_start() -> float:
@@ -98,6 +99,7 @@ def serve(
 ) -> None:
     """Serve a model with the OpenAI HTTP API: /v1/completions, /v1/chat/completions, /metrics."""
     extras.require("server", "shotcast serve")
+    rank_server.start_for_engine()
     from shotcast.server.main import ServerConfig, bind, run
     from shotcast.server.restart import run_with_restarts
     from shotcast.server.startup import refuse_requests
