@@ -62,7 +62,7 @@ def test_scales_of_every_kind_of_number(scale: float) -> None:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("rows", [1, 2, 5, 32, 40])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_products_have_the_bits_of_those_with_values(kind: str, rows: int, dtype: torch.dtype, with_bias: bool) -> None:
     torch.manual_seed(0)
@@ -77,14 +77,15 @@ def test_products_have_the_bits_of_those_with_values(kind: str, rows: int, dtype
 
 
 def test_a_large_matrix_is_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, x, bias = random_rows("Q4_1", 70, 512), torch.randn(17, 512), torch.randn(70)
+    stored, x, bias = random_rows("Q4_1", 70, 512), torch.randn(33, 512), torch.randn(70)
     made = []
     one = blocks.dequantize
     monkeypatch.setattr(blocks, "dequantize", lambda part, *rest: made.append(len(part)) or one(part, *rest))
-    monkeypatch.setattr(blocks, "_AT_ONCE", 32 * 512)
+    monkeypatch.setattr(blocks, "_AT_ONCE", 32 * 512 // 128)
     out = blocks.linear(x, *stored, bias)
     assert made == [32, 32, 6]
-    torch.testing.assert_close(out, F.linear(x, values_of(stored), bias), rtol=1e-5, atol=1e-5)
+    wanted = F.linear(x, values_of(stored), bias)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=float(1e-5 * wanted.abs().max()))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

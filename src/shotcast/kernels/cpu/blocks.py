@@ -30,12 +30,12 @@ from shotcast.device.cpu.threads import in_parallel
 from shotcast.device.cpu.vectors import broadcast_lanes, load_at, store_at
 from shotcast.kernels.cpu import gemv
 
-MAX_ROWS = 16
+MAX_ROWS = 32
 """The number of rows of x, float32 or bfloat16, up to which values are made anew for each product."""
-_THREADS_FROM = 1 << 20
+_THREADS_FROM = 1 << 19
 """The number of values from which a second thread saves more time than waking it costs."""
-_AT_ONCE = 2 << 20
-"""The number of values that are held at once where x has many rows."""
+_AT_ONCE = 1 << 12
+"""The number of values for each of 128 to 512 rows of x that are held at once, in cache. Libraries copy x each time."""
 
 _STORED = types.Array(types.uint8, 2, "C")
 _ROWS = types.Array(types.float32, 2, "C")
@@ -263,7 +263,7 @@ def linear(x: torch.Tensor, stored: torch.Tensor, kind: str, bias: torch.Tensor 
     """
     rows, inputs, outputs = *x.shape, stored.shape[0]
     if rows > MAX_ROWS or x.dtype == torch.float16:
-        step = max(1, _AT_ONCE // inputs)
+        step = max(1, min(max(rows, 128), 512) * _AT_ONCE // inputs)
         biases = [None] * outputs if bias is None else bias.split(step)
         parts = [
             F.linear(x, dequantize(part, kind, inputs).to(x.dtype), bias_part)
