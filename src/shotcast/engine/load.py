@@ -184,12 +184,13 @@ def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
 
 
 def stored_formats(config: EngineConfig, dtype: torch.dtype) -> tuple[type[Stored], ...]:
-    """Return the formats in which matrices stay if a checkpoint stores them so: on CPUs, the blocks of GGUF files.
+    """Return the formats in which matrices stay if a checkpoint stores them so.
 
-    On GPUs, ``quantization`` quantizes matrices in groups anew, and in float32 everything is dequantized.
+    On CPUs these are the blocks of GGUF files, in float32: products in bfloat16 are faster with its values. On GPUs,
+    ``quantization`` quantizes matrices in groups anew, and in float32 everything is dequantized.
     """
     if config.device != "cuda":
-        return (BlockRows,)
+        return (BlockRows,) if dtype == torch.float32 else ()
     if dtype == torch.float32:
         return ()
     groups = () if config.quantization else (GroupedRows,)

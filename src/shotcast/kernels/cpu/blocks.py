@@ -14,12 +14,12 @@ Format: github.com/ggml-org/ggml, src/ggml-common.h.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -34,8 +34,11 @@ MAX_ROWS = 32
 """The number of rows of x, float32 or bfloat16, up to which values are made anew for each product."""
 _THREADS_FROM = 1 << 19
 """The number of values from which a second thread saves more time than waking it costs."""
-_AT_ONCE = 1 << 12
-"""The number of values for each of 128 to 512 rows of x that are held at once, in cache. Libraries copy x each time."""
+_AT_ONCE = 1 << 20
+"""The number of values that are held at once for many rows of x."""
+
+_scratch = threading.local()
+"""Memory for these values, kept between products: new memory would cost a page fault for each 4 KiB."""
 
 _STORED = types.Array(types.uint8, 2, "C")
 _ROWS = types.Array(types.float32, 2, "C")
@@ -242,10 +245,30 @@ def dequantize(stored: torch.Tensor, kind: str, columns: int) -> torch.Tensor:
         kind: the format.
         columns: the number of values of a row.
     """
-    out = torch.empty(stored.shape[0], columns, device="cpu")
+    return _into(torch.empty(stored.shape[0], columns, device="cpu"), stored, kind)
+
+
+def _into(out: torch.Tensor, stored: torch.Tensor, kind: str) -> torch.Tensor:
     run, arrays = _compiled(_dequantize), (_KINDS.index(kind), stored.numpy(), out.numpy())
     parts = None if out.numel() >= _THREADS_FROM else 1
     in_parallel(lambda first, stop: run(*arrays, first, stop), out.shape[0], parts)
+    return out
+
+
+def _multiply_many(x: torch.Tensor, stored: torch.Tensor, kind: str, bias: torch.Tensor | None) -> torch.Tensor:
+    (rows, inputs), outputs = x.shape, stored.shape[0]
+    out = torch.empty(rows, outputs, dtype=x.dtype, device="cpu")
+    step = max(1, _AT_ONCE // inputs)
+    if getattr(_scratch, "values", torch.empty(0, device="cpu")).numel() < step * inputs:
+        _scratch.values = torch.empty(step * inputs, device="cpu")
+    for first in range(0, outputs, step):
+        part = stored[first : first + step]
+        values = _into(_scratch.values[: len(part) * inputs].view(-1, inputs), part, kind)
+        weight, part_out = values.to(x.dtype).t(), out[:, first : first + step]
+        if bias is None:
+            torch.mm(x, weight, out=part_out)
+        else:
+            torch.addmm(bias[first : first + step], x, weight, out=part_out)
     return out
 
 
@@ -263,13 +286,7 @@ def linear(x: torch.Tensor, stored: torch.Tensor, kind: str, bias: torch.Tensor 
     """
     rows, inputs, outputs = *x.shape, stored.shape[0]
     if rows > MAX_ROWS or x.dtype == torch.float16:
-        step = max(1, min(max(rows, 128), 512) * _AT_ONCE // inputs)
-        biases = [None] * outputs if bias is None else bias.split(step)
-        parts = [
-            F.linear(x, dequantize(part, kind, inputs).to(x.dtype), bias_part)
-            for part, bias_part in zip(stored.split(step), biases, strict=False)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return _multiply_many(x, stored, kind, bias)
     run, out = _compiled(_multiply), torch.empty(rows, outputs, device="cpu")
     arrays = _KINDS.index(kind), x.dtype == torch.bfloat16, x.float().contiguous().numpy(), stored.numpy(), out.numpy()
     in_parallel(
