@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -19,7 +20,9 @@ from typer.testing import CliRunner
 
 import shotcast
 from shotcast.cli import app
+from shotcast.cli.engine_options import importing
 from shotcast.cli.options import command_line
+from shotcast.launcher import rank_server
 from shotcast.memory.holdings import Held, Notice
 from shotcast.wire import LaunchShape, NodeShape
 
@@ -557,3 +560,12 @@ class TestEngine:
 def test_results_record_files_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["shotcast", "bench", "all-reduce", "--json", "/some/folder/x.json", "-e", "64K"])
     assert command_line() == "shotcast bench all-reduce --json x.json -e 64K"
+
+
+def test_ranks_are_prepared_while_a_command_imports_and_collects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(rank_server, "start_for_engine", lambda: started.append(gc.isenabled()))
+    with importing():
+        assert started
+        assert not gc.isenabled()
+    assert gc.isenabled()

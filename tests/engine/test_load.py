@@ -17,6 +17,7 @@ from shotcast.engine.config import EngineConfig
 from shotcast.engine.load import _MIN_WORKSPACE as LEAST
 from shotcast.engine.load import _require_float8, _workspace_bytes, stored_formats
 from shotcast.errors import UnsupportedError
+from shotcast.layers.blocks import BlockRows
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.grouped import GroupedRows
 from shotcast.models.presets import preset
@@ -82,11 +83,12 @@ def test_fp8_needs_a_gpu_of_capability_8_9(found: tuple[int, int], monkeypatch: 
         ({}, torch.float16, (9, 0), (GroupedRows,)),
         ({}, torch.bfloat16, (8, 0), (GroupedRows,)),
         ({"quantization": "fp8"}, torch.bfloat16, (9, 0), (Float8Rows,)),
-        ({"device": "cpu"}, torch.bfloat16, (9, 0), ()),
+        ({"device": "cpu"}, torch.bfloat16, (9, 0), (BlockRows,)),
+        ({"device": "cpu"}, torch.float32, (9, 0), (BlockRows,)),
         ({}, torch.float32, (9, 0), ()),
     ],
 )
-def test_formats_that_gpus_keep(
+def test_formats_that_devices_keep(
     options: dict[str, Any],
     dtype: torch.dtype,
     capability: tuple[int, int],

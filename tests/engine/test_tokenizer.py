@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from shotcast.engine import tokenizer as tokenizer_module
 from shotcast.engine.detokenizer import IncrementalDetokenizer
+from shotcast.engine.gguf_vocabulary import GgufVocabulary
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.models.gguf_header import GgufHeader
@@ -205,15 +209,56 @@ def test_a_gguf_file_has_its_tokenizer(smollm2: Tokenizer) -> None:
     assert [smollm2.decode([token]) for token in smollm2.encode("in 2024")] == ["in", " ", "2", "0", "2", "4"]
 
 
+def test_smollm2_is_read_without_transformers_and_torch() -> None:
+    code = """
+import sys
+from shotcast.engine.gguf_vocabulary import GgufVocabulary, is_smollm
+from pathlib import Path
+path = Path(sys.argv[1])
+assert is_smollm(path) and len(GgufVocabulary(path)) == 49152
+print(sorted({"transformers", "torch", "gguf"} & set(sys.modules)))
+"""
+    path = str(Tokenizer.find("smollm2"))
+    assert subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True).stdout == b"[]\n"
+
+
+def test_smollm2_has_the_vocabulary_that_transformers_reads(
+    smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(smollm2._tokenizer, GgufVocabulary)
+    monkeypatch.setattr(tokenizer_module, "is_smollm", lambda path: False)
+    wanted = Tokenizer.load("smollm2")
+    assert isinstance(wanted._tokenizer, transformers.PreTrainedTokenizerFast)
+    assert json.loads(smollm2.to_json()) == json.loads(wanted.to_json())
+    for name in ("eos", "chat_template", "special_tokens", "vocab_size", "byte_tokens"):
+        assert getattr(smollm2, name) == getattr(wanted, name)
+    assert smollm2.vocabulary() == wanted.vocabulary()
+    text = "<|im_start|>in 2024\nété 😀  two"
+    for special in (False, True):
+        ids = smollm2.encode(text, special)
+        assert ids == wanted.encode(text, special)
+        assert smollm2.decode(ids, special) == wanted.decode(ids, special)
+    messages = [{"role": "user", "content": "Hello"}]
+    assert smollm2.apply_chat_template(messages) == wanted.apply_chat_template(messages)
+    with pytest.raises(ConfigError, match="no variable tokenize"):
+        smollm2.check_template_variables(["tokenize"])
+
+
 def test_the_configuration_of_a_gguf_file_is_not_read_with_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers takes ten times as long for it as for the vocabulary."""
+    monkeypatch.setattr(tokenizer_module, "is_smollm", lambda path: False)
     monkeypatch.setattr(transformers.AutoConfig, "for_model", lambda *_, **__: pytest.fail("it was read"))
     assert Tokenizer.load("smollm2").vocab_size == 49152
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"tokenizer.ggml.model": "llama"}, {"tokenizer.ggml.add_bos_token": True}, {"tokenizer.ggml.model": None}],
+    [
+        {"tokenizer.ggml.model": "llama"},
+        {"tokenizer.ggml.add_bos_token": True},
+        {"tokenizer.ggml.model": None},
+        {"tokenizer.ggml.model": None, "tokenizer.ggml.token_type": [1, 4]},
+    ],
 )
 def test_vocabularies_of_pieces_or_with_a_first_token_have_their_own_class(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch

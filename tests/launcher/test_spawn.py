@@ -369,10 +369,10 @@ class TestParent:
                 import os, signal, sys, threading, time
                 sys.path.insert(0, {str(Path(__file__).parent)!r})
                 import shotcast, spawn_targets
-                from shotcast.launcher import rank_process
+                from shotcast.launcher import rank_server
 
                 def interrupt():
-                    while rank_process._server._forkserver_pid is None:
+                    while rank_server.server._forkserver_pid is None:
                         time.sleep(0.01)
                     time.sleep(0.3)
                     os.killpg(0, signal.SIGINT)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shotcast.cli.options import Device, DeviceOption, dtypes_named, with_underscores
+from shotcast.launcher import rank_server
 
 if TYPE_CHECKING:
     from shotcast.engine.config import EngineConfig
@@ -92,6 +96,17 @@ def engine(
         "speculative_config": speculative_config or None,
         "progress": sys.stderr.isatty(),
     }
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import what runs an engine: the ranks' server imports it at the same time, and nothing is collected meanwhile."""
+    rank_server.start_for_engine()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def sums(

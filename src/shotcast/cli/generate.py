@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shotcast import extras
-from shotcast.cli.engine_options import GenerationConfig, Model, engine, sampling, say, sums
+from shotcast.cli.engine_options import GenerationConfig, Model, engine, importing, sampling, say, sums
 from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
 
@@ -39,8 +39,9 @@ def generate(
     Without options, always takes the likeliest token, up to 128 of them.
     """
     extras.require("engine", "shotcast generate")
-    from shotcast.engine.llm import LLM
-    from shotcast.engine.sampling_params import SamplingParams
+    with importing():
+        from shotcast.engine.llm import LLM
+        from shotcast.engine.sampling_params import SamplingParams
 
     params = SamplingParams(**{**_GENERATE_DEFAULTS, **sampling})
     with LLM(model, max_sequences=1, **engine, **sums) as llm:
@@ -67,8 +68,9 @@ def chat(
     0.95 and at most 512 tokens.
     """
     extras.require("engine", "shotcast chat")
-    from shotcast.engine.llm import LLM
-    from shotcast.engine.sampling_params import SamplingParams
+    with importing():
+        from shotcast.engine.llm import LLM
+        from shotcast.engine.sampling_params import SamplingParams
 
     SamplingParams(**sampling)  # refused before the model is loaded
     messages = [{"role": "system", "content": system}] if system else []

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from shotcast import extras
-from shotcast.cli.engine_options import GenerationConfig, Model, as_started, engine, say, sums
+from shotcast.cli.engine_options import GenerationConfig, Model, as_started, engine, importing, say, sums
 from shotcast.cli.options import with_groups
 from shotcast.errors import ConfigError
 
@@ -88,10 +88,13 @@ def serve(
 ) -> None:
     """Serve a model with the OpenAI HTTP API: /v1/completions, /v1/chat/completions, /metrics."""
     extras.require("server", "shotcast serve")
-    from shotcast.server.main import ServerConfig, bind, run
-    from shotcast.server.restart import run_with_restarts
-    from shotcast.server.startup import refuse_requests
-    from shotcast.units import parse_size
+    with importing():
+        from shotcast.engine.async_llm import AsyncLLM
+        from shotcast.engine.tokenizer import Tokenizer
+        from shotcast.server.main import ServerConfig, bind, run
+        from shotcast.server.restart import run_with_restarts
+        from shotcast.server.startup import refuse_requests
+        from shotcast.units import parse_size
 
     options: dict[str, Any] = {
         "model": model,
@@ -122,8 +125,6 @@ def serve(
     import logging
 
     from shotcast import env
-    from shotcast.engine.async_llm import AsyncLLM
-    from shotcast.engine.tokenizer import Tokenizer
 
     job = env.job()
     if restart and job is not None:

@@ -41,6 +41,7 @@ from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
 from shotcast.engine.start_facts import require_ranks, start_facts
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
+from shotcast.launcher import rank_server
 from shotcast.launcher.job import JobLeader, JobMember
 from shotcast.launcher.spawn import RankGroup
 from shotcast.models.config import ModelConfig
@@ -103,6 +104,7 @@ class EngineClient:
         logger.info("the engine started in %.1f s%s", time.perf_counter() - began, graphs)
 
     def _start(self, config: EngineConfig, leader: JobLeader | None) -> None:
+        rank_server.start_for_engine()
         self.config = config = select_device(config)
         self._tokenizer: Tokenizer | ConfigError | None = None
         self._checker: GrammarChecker | ConfigError = ConfigError("the model has no tokenizer, which grammars need")

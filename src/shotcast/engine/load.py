@@ -20,11 +20,12 @@ from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.errors import UnsupportedError
+from shotcast.layers.blocks import BlockRows
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.grouped import GroupedRows
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
-from shotcast.layers.weights import Weights
+from shotcast.layers.weights import Stored, Weights
 from shotcast.models.causal_lm import CausalLM
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import weight_bytes
@@ -182,12 +183,15 @@ def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
     return min(max(_MIN_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
 
 
-def stored_formats(config: EngineConfig, dtype: torch.dtype) -> tuple[type[Float8Rows | GroupedRows], ...]:
-    """Return the formats in which matrices stay on a GPU if a checkpoint stores them so; CPUs multiply with none.
+def stored_formats(config: EngineConfig, dtype: torch.dtype) -> tuple[type[Stored], ...]:
+    """Return the formats in which matrices stay if a checkpoint stores them so.
 
-    With ``quantization``, matrices in groups are quantized anew. In float32, everything is dequantized.
+    On CPUs these are the blocks of GGUF files, in float32: products in bfloat16 are faster with its values. On GPUs,
+    ``quantization`` quantizes matrices in groups anew, and in float32 everything is dequantized.
     """
-    if config.device != "cuda" or dtype == torch.float32:
+    if config.device != "cuda":
+        return (BlockRows,) if dtype == torch.float32 else ()
+    if dtype == torch.float32:
         return ()
     groups = () if config.quantization else (GroupedRows,)
     multiplies = dtype == torch.bfloat16 and _has_float8(_device_of(config))
@@ -224,7 +228,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
     on_gpu = config.device == "cuda"
     sharers = ranks_of_a_gpu() if on_gpu else local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
-    stores = bool(stored_formats(config, dtype))
+    stores = on_gpu and bool(stored_formats(config, dtype))
 
     def bytes_of(one: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> int:
         kept = config.quantization or ("stored" if one.stored_bytes is not None and stores else "")

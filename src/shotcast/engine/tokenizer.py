@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shotcast.engine.gguf_vocabulary import GgufVocabulary, is_smollm
 from shotcast.errors import ConfigError
 from shotcast.models.gguf_header import GgufHeader
 from shotcast.models.source import RANDOM, find_model, open_checkpoint
@@ -19,7 +20,7 @@ _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
-    """The tokenizer that comes with a model, read by transformers.
+    """The tokenizer that comes with a model. Most are read by transformers, which takes seconds.
 
     Attributes:
         byte_tokens: the bytes of the tokens that stand for one byte each; empty if the vocabulary has none.
@@ -43,6 +44,8 @@ class Tokenizer:
             ConfigError: the model has no tokenizer, or it cannot be read.
         """
         path = cls.find(model)
+        if path.is_file() and is_smollm(path):
+            return cls(GgufVocabulary(path))
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import io
 import multiprocessing.forkserver
 import multiprocessing.popen_forkserver
-import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import multiprocessing.util
 import os
@@ -28,8 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shotcast.env import socket_dir
 from shotcast.errors import ConfigError
+from shotcast.launcher import rank_server
 from shotcast.launcher.pickling import dumps
 
 running_main = False
@@ -56,26 +56,14 @@ class _Popen(multiprocessing.popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
-        socket_dir()
-        # The server ends with this process, not by a signal to both, which ranks may have to outlive for a while: it
-        # inherits both signals blocked. (It ignores SIGINT itself, but only after its imports.)
-        multiprocessing.resource_tracker.ensure_running()  # otherwise the server starts it, which unblocks them
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        try:
-            _server.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self.sentinel, write_fd = _server.connect_to_new_process(self._fds)
+        rank_server.start()
+        self.sentinel, write_fd = rank_server.server.connect_to_new_process(self._fds)
         # multiprocessing.parent_process() in the child watches this end.
         parent_fd = os.dup(write_fd)
         self.finalizer = multiprocessing.util.Finalize(self, _close_fds, (parent_fd, self.sentinel))
         with open(write_fd, "wb", closefd=True) as file:
             file.write(buffer.getbuffer())
         self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
-
-
-_BLOCKED = {signal.SIGINT, signal.SIGTERM}
-"""Signals that the server of the ranks does not take, and that a rank takes once it is prepared for them."""
 
 
 class RankProcess(ForkServerProcess):
@@ -90,26 +78,6 @@ def _close_fds(*fds: int) -> None:
     for fd in fds:
         os.close(fd)
 
-
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    __name__,
-    "shotcast.collectives.communicator",
-    "shotcast.transport.cpu.preload",
-]
-
-
-def _new_server() -> None:
-    """Create a forkserver for our ranks alone: multiprocessing's own belongs to the caller, with its preloads."""
-    global _server
-    _server = multiprocessing.forkserver.ForkServer()
-    _server.set_forkserver_preload(_PRELOAD)
-
-
-_server: multiprocessing.forkserver.ForkServer
-_new_server()
-os.register_at_fork(after_in_child=_new_server)  # a server serves only the process that started it
 
 _ABOVE = 'Ranks import the script without what is under `if __name__ == "__main__":`; define it above that line'
 _MAIN_KEYS = ("init_main_from_name", "init_main_from_path")
@@ -202,7 +170,8 @@ def run_rank(caller: CallerContext, payload: bytes, results: Connection, stacks:
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C too and ends the ranks
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=False, chain=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, rank_server.BLOCKED)
+    gc.enable()
     try:
         caller.apply()
         _apply_env()

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.layers.batch import Logits
+from shotcast.layers.blocks import BlockRows
 from shotcast.layers.linear import Linear
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import VOCAB_UNIT, partition
@@ -35,9 +36,11 @@ class VocabParallelEmbedding:
         parts = partition(vocab, parallel.size, VOCAB_UNIT)
         self._own_rows = parts[parallel.rank]
         self._widths = [len(part) for part in parts]
-        self.weight = weights.load(name, slice(self._own_rows.start, self._own_rows.stop))
-        self._product = Linear(self.weight)
-        self._scale = torch.tensor(scale, dtype=self.weight.dtype).item()  # rounded as in training
+        table = weights.load_table(name, slice(self._own_rows.start, self._own_rows.stop))
+        self._blocks, self._dtype = (table if isinstance(table, BlockRows) else None), weights.dtype
+        self._product = Linear(table)
+        self.weight = self._product.weight
+        self._scale = torch.tensor(scale, dtype=self._dtype).item()  # rounded as in training
         self._logit_cap = logit_cap
         bounds = [part.start for part in parts] + [vocab]
         self._starts = torch.tensor(bounds, dtype=torch.int32, device=self.weight.device)
@@ -54,10 +57,13 @@ class VocabParallelEmbedding:
 
             return embed(tokens, self.weight, self._own_rows.start)
         if self._parallel.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._look_up(tokens)
         row_indices = tokens - self._own_rows.start
         other = (row_indices < 0) | (row_indices >= len(self._own_rows))
-        return F.embedding(row_indices.masked_fill(other, 0), self.weight).masked_fill(other[:, None], 0)
+        return self._look_up(row_indices.masked_fill(other, 0)).masked_fill(other[:, None], 0)
+
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.embedding(rows, self.weight) if self._blocks is None else self._blocks.values(self._dtype, rows)
 
     def logits(self, x: torch.Tensor, out: Logits | None = None) -> Logits:
         """Compute the logits of [rows, hidden], the same on every rank. On CUDA they are written to ``out``, if

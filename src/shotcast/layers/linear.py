@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from shotcast.errors import ConfigError
 from shotcast.kernels.activation import Activation
 from shotcast.layers import float8
+from shotcast.layers.blocks import BlockRows
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.grouped import GroupedRows, join
 from shotcast.layers.weights import Matrix, Weights
@@ -47,15 +48,18 @@ class Linear:
     With FP8 weights (on CUDA), x is multiplied as it is while it has few rows, and in FP8 otherwise.
 
     Args:
-        weight: [outputs, inputs], in FP8, or as a checkpoint stores it (on CUDA).
+        weight: [outputs, inputs], in FP8 (on CUDA), or as a checkpoint stores it.
         bias: [outputs].
     """
 
     def __init__(self, weight: Matrix, bias: torch.Tensor | None = None):
         self._scale: torch.Tensor | None = None
         self._grouped = weight if isinstance(weight, GroupedRows) else None
+        self._blocks = weight if isinstance(weight, BlockRows) else None
         if isinstance(weight, GroupedRows):
             weight = weight.values
+        elif isinstance(weight, BlockRows):
+            weight = weight.stored
         elif isinstance(weight, Float8Rows):
             weight, self._scale = weight
         self.weight, self.bias = weight, bias
@@ -147,8 +151,10 @@ class Linear:
         return F.linear(x, weight, self.bias)
 
     def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        from shotcast.kernels.cpu import gemv
+        from shotcast.kernels.cpu import blocks, gemv
 
+        if self._blocks is not None:
+            return blocks.linear(x, *self._blocks, self.bias)
         if gemv.serves(x, self.weight):
             out = gemv.linear(x, self.weight)
             return (out if self.bias is None else out + self.bias).to(x.dtype)
@@ -160,7 +166,7 @@ def column_parallel(weights: Weights, parts: Sequence[RowShard], bias: bool = Fa
     slices = [slice(part.rows.start, part.rows.stop) for part in parts]
     matrices = [weights.load_matrix(f"{part.name}.weight", rows) for part, rows in zip(parts, slices, strict=True)]
     biases = [weights.load(f"{part.name}.bias", rows) for part, rows in zip(parts, slices, strict=True)] if bias else []
-    return Linear(_joined(matrices), torch.cat(biases) if bias else None)
+    return Linear(_joined(matrices, weights.dtype), torch.cat(biases) if bias else None)
 
 
 def row_parallel(
@@ -172,12 +178,16 @@ def row_parallel(
     return Linear(matrix, weights.load(f"{name}.bias") if bias and rank == 0 else None)
 
 
-def _joined(matrices: list[Matrix]) -> Matrix:
-    """Concatenate the rows of several matrices.
+def _joined(matrices: list[Matrix], dtype: torch.dtype) -> Matrix:
+    """Concatenate the rows of several matrices; those in different blocks as values of type ``dtype``.
 
     Raises:
         ConfigError: they are stored in different formats.
     """
+    kinds = {matrix.kind if isinstance(matrix, BlockRows) else "" for matrix in matrices}
+    if len(kinds) == 1 and "" not in kinds:
+        return BlockRows(torch.cat([each.stored for each in matrices if isinstance(each, BlockRows)]), kinds.pop())
+    matrices = [matrix.values(dtype) if isinstance(matrix, BlockRows) else matrix for matrix in matrices]
     if len({type(matrix) for matrix in matrices}) > 1:
         raise ConfigError("some matrices of a layer are quantized and others are not, which is not supported on GPUs")
     grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedRows)]

@@ -7,10 +7,13 @@ from typing import Protocol
 
 import torch
 
+from shotcast.layers.blocks import BlockRows
 from shotcast.layers.float8 import Float8Rows, quantize
 from shotcast.layers.grouped import GroupedRows
 
-Matrix = torch.Tensor | Float8Rows | GroupedRows
+Stored = Float8Rows | GroupedRows | BlockRows
+"""A matrix as checkpoints store it."""
+Matrix = torch.Tensor | Stored
 """A matrix [outputs, inputs] of a linear layer."""
 
 
@@ -19,9 +22,7 @@ class TensorSource(Protocol):
     layers multiply with)."""
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor: ...
-    def read_stored(
-        self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> Float8Rows | GroupedRows | None: ...
+    def read_stored(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Stored | None: ...
 
 
 class Weights:
@@ -42,7 +43,7 @@ class Weights:
         device: torch.device,
         on_read: Callable[[int], None] = lambda nbytes: None,
         quantization: str = "",
-        stored: tuple[type[Float8Rows | GroupedRows], ...] = (),
+        stored: tuple[type[Stored], ...] = (),
     ):
         self._source, self.dtype, self.device, self._on_read = source, dtype, device, on_read
         self._quantization, self._stored = quantization, stored
@@ -53,6 +54,13 @@ class Weights:
         self._on_read(part.nbytes)
         return part
 
+    def load_table(self, name: str, rows: slice) -> torch.Tensor | BlockRows:
+        """Load rows of a matrix that is also looked up in, in blocks if it is stored so and layers keep these."""
+        if BlockRows in self._stored and isinstance(kept := self._source.read_stored(name, rows), BlockRows):
+            self._on_read(kept.nbytes)
+            return kept
+        return self.load(name, rows)
+
     def load_matrix(
         self, name: str, rows: slice | None = None, columns: slice | None = None, zeroed: bool = False
     ) -> Matrix:
@@ -60,7 +68,7 @@ class Weights:
         one is held in full meanwhile. With ``zeroed``, it holds zeros."""
         if self._stored and isinstance(kept := self._source.read_stored(name, rows, columns), self._stored):
             if zeroed:
-                (kept.scale if isinstance(kept, Float8Rows) else kept.scales).zero_()
+                _factors(kept).zero_()
             self._on_read(kept.nbytes)
             return kept.to(self.device)
         part = self._read(name, rows, columns)
@@ -75,3 +83,10 @@ class Weights:
 
     def _read(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
         return self._source.read(name, rows, columns).to(self.device, self.dtype).contiguous()
+
+
+def _factors(matrix: Stored) -> torch.Tensor:
+    """Return what makes all values zero if it is."""
+    if isinstance(matrix, BlockRows):
+        return matrix.stored
+    return matrix.scale if isinstance(matrix, Float8Rows) else matrix.scales

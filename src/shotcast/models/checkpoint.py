@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shotcast.errors import ConfigError
+from shotcast.layers.blocks import BlockRows
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.grouped import GroupedRows
 from shotcast.models.config import ModelConfig
@@ -59,7 +60,7 @@ class Checkpoint(ABC):
 
     def read_stored(
         self, name: str, rows: slice | None = None, columns: slice | None = None
-    ) -> Float8Rows | GroupedRows | None:
+    ) -> Float8Rows | GroupedRows | BlockRows | None:
         """Read a matrix or a part of it as it is stored, None where :meth:`read` alone can read it.
 
         Args and errors are those of :meth:`read`.
@@ -80,7 +81,7 @@ class Checkpoint(ABC):
     def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         """Read the part ``rows`` and ``columns``, which are within the tensor; a vector is one column."""
 
-    def _read_stored(self, name: str, rows: slice, columns: slice) -> Float8Rows | GroupedRows | None:
+    def _read_stored(self, name: str, rows: slice, columns: slice) -> Float8Rows | GroupedRows | BlockRows | None:
         return None
 
     def close(self) -> None:

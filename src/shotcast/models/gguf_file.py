@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.layers.blocks import BLOCKS, BlockRows
 from shotcast.layers.rope import Rope
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
@@ -131,13 +132,26 @@ class GgufFile(Checkpoint):
 
     def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         tensor = self._tensors[name]
-        stored_rows: slice | np.ndarray = rows
-        if any(part in name for part in self._interleaved):
-            stored_rows = _interleaved_rows(rows.start, rows.stop, self.config.head_dim)
+        stored_rows = self._stored_rows(name, rows)
         if len(tensor.shape) == 1:
             # a vector is stored as one row, whose blocks may not be divided
             return _values(tensor, tensor.rows[None], 0, tensor.shape[0])[0, stored_rows].clone()
         return _values(tensor, tensor.rows[stored_rows], columns.start, columns.stop)
+
+    def _read_stored(self, name: str, rows: slice, columns: slice) -> BlockRows | None:
+        tensor = self._tensors[name]
+        block, nbytes = BLOCKS.get(tensor.type.name, (0, 0))
+        if not block or len(tensor.shape) != 2 or columns.start % block or columns.stop % block:
+            return None
+        part = slice(columns.start // block * nbytes, columns.stop // block * nbytes)
+        stored = np.array(tensor.rows[self._stored_rows(name, rows), part], order="C")
+        return BlockRows(torch.from_numpy(stored), tensor.type.name)
+
+    def _stored_rows(self, name: str, rows: slice) -> slice | np.ndarray:
+        """Return where the file has rows of a tensor."""
+        if any(part in name for part in self._interleaved):
+            return _interleaved_rows(rows.start, rows.stop, self.config.head_dim)
+        return rows
 
     def close(self) -> None:
         super().close()

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where each tensor is.
 
 The gguf package has a reader too, which makes objects of every word of the vocabulary; that takes seconds in every
-process that opens the file. This reader skips lists of strings.
+process that opens the file. This reader skips lists of strings, unless it is asked for them.
 
 Format: github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -43,14 +43,14 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by name, without lists of strings (vocabularies); tensors by name, in the order of the file."""
+    """Metadata by name, mostly without lists of strings (vocabularies); tensors by name, in the order of the file."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorLocation]
 
     @classmethod
-    def read(cls, path: Path) -> GgufHeader:
-        """Read the header of a file.
+    def read(cls, path: Path, with_strings: bool = False) -> GgufHeader:
+        """Read the header of a file, with its lists of strings or without.
 
         Raises:
             ConfigError: the file cannot be read, is truncated or not in its format.
@@ -58,7 +58,7 @@ class GgufHeader:
         """
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return _read(path, _Cursor(content))
+                return _read(path, _Cursor(content, with_strings))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         # struct.error, OverflowError: the file ends early. ValueError: invalid text, or an empty file (not mappable)
@@ -71,8 +71,8 @@ class GgufHeader:
 class _Cursor:
     """An offset in the file, which advances as values are read."""
 
-    def __init__(self, content: mmap.mmap):
-        self._content = content
+    def __init__(self, content: mmap.mmap, with_strings: bool):
+        self._content, self._with_strings = content, with_strings
         self.offset = 0
 
     def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ class _Cursor:
         return str(self.numbers("s", length)[0], "utf-8")
 
     def value(self) -> Any:
-        """Read a type and a value; None for a list of strings."""
+        """Read a type and a value; None for a list of strings that is skipped."""
         kind = self.number("I")
         if kind == _STRING:
             return self.text()
@@ -97,6 +97,8 @@ class _Cursor:
         kind, count = self.number("I"), self.number("Q")
         if kind != _STRING:
             return list(self.numbers(_code(kind), count))
+        if self._with_strings:
+            return [self.text() for _ in range(count)]
         for _ in range(count):
             length = self.number("Q")
             self.offset += length

@@ -25,6 +25,17 @@ _X = types.Array(types.float32, 2, "C")
 _BITS = types.Array(types.uint16, 2, "C")
 
 
+FASTMATH = {"contract", "reassoc", "nsz"}
+
+
+def dot(x: Any, weight: Any) -> Any:
+    """Return the dot product of two float32 vectors."""
+    total = np.float32(0.0)
+    for i in range(weight.shape[0]):
+        total += x[i] * weight[i]
+    return total
+
+
 def _float32(x: Any, weight: Any, out: Any, first: int, stop: int) -> None:
     for output in range(first, stop):
         for row in range(x.shape[0]):
@@ -49,7 +60,7 @@ _KINDS = {torch.float32: (_float32, _X), torch.bfloat16: (_bfloat16, _BITS)}
 @functools.cache
 def _compiled(dtype: torch.dtype) -> Any:
     function, weight = _KINDS[dtype]
-    dispatcher = njit(nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})(function)
+    dispatcher = njit(nogil=True, error_model="numpy", fastmath=FASTMATH)(function)
     keep_on_disk(dispatcher)
     dispatcher.compile(types.void(_X, weight, _X, types.int64, types.int64))
     dispatcher.disable_compile()

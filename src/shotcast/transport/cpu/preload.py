@@ -22,3 +22,4 @@ except Exception as error:  # ranks that need it report the error; it must not e
     logger.info("the server of ranks starts without the compiler of CPU ranks: %s", error)
 
 gc.freeze()
+gc.enable()
