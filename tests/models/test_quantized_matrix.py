@@ -279,9 +279,9 @@ def test_formats_are_not_joined() -> None:
         for group in (32, 64)
     ]
     with pytest.raises(ConfigError, match="some matrices of a layer are quantized and others are not"):
-        _joined([torch.zeros(16, 64), scaled])
+        _joined([torch.zeros(16, 64), scaled], torch.float32)
     with pytest.raises(ConfigError, match="in different formats"):
-        _joined([*groups])
+        _joined([*groups], torch.float32)
 
 
 @pytest.mark.full
