@@ -124,6 +124,7 @@ def vllm(folder: str) -> list[str]:
     assert tensor_parallel.counts()["all_reduce"] == 6
     assert tensor_parallel.counts()["declined"] == 1
     assert ours.sums.communicator.max_bytes == 2048 * 64 * 2, "the largest batch"
+    assert ours.sums.communicator._host.members.group == "tp:0", "as errors name it"
     _sleep(ours.sums)
     communicator = ours.sums.communicator
     tp.destroy()
