@@ -90,6 +90,6 @@ def test_the_earliest_version_fails_nothing_either() -> None:
         assert run["backend"] == "shotcast"
         assert run["failed"] == {}
         assert all(map(torch_suite.explanation, run["skipped"]))
-        assert run["counts"]["passed"] > run["counts"]["skipped"] / 2
+        assert run["counts"]["passed"] == len(run["passed"]) >= 100
     assert [run["world_size"] for run in document["runs"]] == [2, 3]
     assert "With that of 2.11, none failed on two and three ranks" in " ".join(PAGE.read_text().split())
