@@ -38,6 +38,7 @@ pytestmark = [
     pytest.mark.timeout(150),
     pytest.mark.skipif(not _installed(), reason="NVSHMEM is not installed"),
 ]
+LONG = (pytest.mark.full, pytest.mark.timeout(560))
 SHAPES = [(nodes, local) for nodes, local in ((2, 1), (3, 1), (2, 2), (4, 1), (4, 2)) if enough_gpus(nodes * local)]
 
 
@@ -76,14 +77,14 @@ def test_sums_of_nodes_in_16_bits(nodes: int, local: int, dtype: str) -> None:
     assert min(done) == max(done) > 0
 
 
-@pytest.mark.parametrize("calls", [2000, pytest.param(50_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("calls", [2000, pytest.param(50_000, marks=LONG)])
 @pytest.mark.parametrize(("nodes", "local"), SHAPES[:1])
 def test_calls_of_changing_size_with_stragglers(nodes: int, local: int, calls: int) -> None:
     """It makes ``calls`` twice, from two epochs on."""
     ranks_that_put(nodes, local, changing_sizes, nodes, calls, timeout_s=140 if calls == 2000 else 500)
 
 
-@pytest.mark.parametrize("replays", [300, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("replays", [300, pytest.param(10_000, marks=LONG)])
 @pytest.mark.parametrize(("nodes", "local"), SHAPES[:1])
 def test_graphs_replay_on_changed_inputs(nodes: int, local: int, replays: int) -> None:
     ranks_that_put(nodes, local, graphs, nodes, replays, timeout_s=140 if replays == 300 else 500)
