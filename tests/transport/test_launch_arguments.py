@@ -99,8 +99,8 @@ def test_programs_have_a_row_of_flags_each() -> None:
 
 def test_a_message_beyond_the_workspace_passes_in_pieces() -> None:
     made = launches(LaunchShape(8, 128, 1), nbytes=2 * MAX_BYTES + 32)
-    assert [start for *_, start in made] == [0, MAX_BYTES, 2 * MAX_BYTES]
-    assert [launch._arguments["nbytes"] for _, launch, _ in made] == [MAX_BYTES, MAX_BYTES, 32]
+    assert [start for *_, start in made] == [0, 699072, 2 * 699072]
+    assert [launch._arguments["nbytes"] for _, launch, _ in made] == [699072, 699072, 2 * MAX_BYTES + 32 - 2 * 699072]
 
 
 @pytest.mark.parametrize(
@@ -145,20 +145,22 @@ def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: 
 def test_a_call_in_pieces_needs_the_kernels_of_its_pieces() -> None:
     """It may be made beside calls that wait, where no kernel can be loaded: those of calls of other sizes are there."""
     executor = executor_of_four(max_bytes=8 << 20)
-    plan = CallPlan(Op.ALL_REDUCE, "two_shot", "float32", 20 << 20, launch=LaunchShape(1, 512, 4, 0))
-    long, short = (executor.forms(dataclasses.replace(plan, nbytes=size)) for size in (8 << 20, 4 << 20))
-    assert (len(long), len(short)) == (1, 1)
-    assert set(executor.forms(plan)) == {*long, *short}
+    plan = CallPlan(Op.ALL_REDUCE, "two_shot", "float32", (20 << 20) + 4, launch=LaunchShape(1, 512, 4, 0))
+    others, last = (executor.forms(dataclasses.replace(plan, nbytes=size)) for size in (8 << 20, (8 << 20) - 4))
+    assert len({*others, *last}) == 2
+    assert set(executor.forms(plan)) == {*others, *last}
 
 
-def test_pieces_have_the_grid_of_the_call_as_far_as_they_have_tiles() -> None:
+def test_pieces_are_as_long_as_each_other_with_the_grid_of_the_call_as_far_as_they_have_tiles() -> None:
+    """A short one would clear the slots of a long one, with few programs."""
     executor = executor_of_four(max_bytes=8 << 20)
     for programs in (128, 1 << 14):
         launch = LaunchShape(programs, 512, 4, 0)
         plan = CallPlan(Op.ALL_REDUCE, "two_shot", "float32", (16 << 20) + 4096, launch=launch)
         found = [(piece.nbytes, piece.launch.programs) for piece, _ in executor.pieces(plan)]
-        tiles = (8 << 20) // (4 * 512 * 4)  # a rank sums a quarter
-        assert found == [(8 << 20, min(programs, tiles))] * 2 + [(4096, 1)]
+        long, short = 5593776, 5593760  # a third each, in quads
+        tiles = -(-long // (4 * 512 * 4))  # a rank sums a quarter
+        assert found == [(long, min(programs, tiles))] * 2 + [(short, min(programs, tiles))]
 
 
 def test_the_sizes_of_an_uneven_call_are_arguments_of_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:

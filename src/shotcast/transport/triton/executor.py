@@ -33,6 +33,7 @@ from shotcast.transport.triton.binding import TENSORS, Enqueue, KernelContext, K
 from shotcast.transport.triton.gates import gate_of
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
+from shotcast.units import align_up
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op, Wait
 
 if TYPE_CHECKING:
@@ -376,7 +377,8 @@ class TritonExecutor:
         """Return the calls that make up ``plan``, with the byte at which each begins.
 
         There are several where a message is beyond the workspace that it is planned for and the algorithm divides it,
-        or beyond the slots between nodes, through which all of it passes.
+        or beyond the slots between nodes, through which all of it passes. They are as long as each other, since the
+        programs of a piece clear the slots of the one before.
         """
         form = self._algorithms.form(plan)
         room = next(size for size in self._rooms if size >= plan.room)
@@ -384,8 +386,9 @@ class TritonExecutor:
         if plan.nbytes <= most or not form.divides:
             return [(plan, 0)]
         pieces = []
-        for number, start in enumerate(range(0, plan.nbytes, most)):
-            nbytes = min(most, plan.nbytes - start)
+        each = align_up(math.ceil(plan.nbytes / math.ceil(plan.nbytes / most)), layout.QUAD)
+        for number, start in enumerate(range(0, plan.nbytes, each)):
+            nbytes = min(each, plan.nbytes - start)
             tiles = math.ceil(nbytes / (4 * plan.launch.block_words * (self._group.world_size // self._nodes)))
             programs = min(plan.launch.programs, max(1, tiles))
             launch = dataclasses.replace(plan.launch, programs=programs)
