@@ -49,8 +49,7 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
 GATE_REGISTERS = 32
 """Registers of a thread of a gate, which needs no more.
 
-A block of another kernel fits beside a gate where it leaves 1,024 registers of a quarter of the SM. The largest of
-cuBLAS for Hopper leaves 256, so a gate takes an SM from it (docs/design/progress.md).
+Fewer would not help: the largest blocks of cuBLAS for Hopper start beside no warp that waits (docs/design/progress.md).
 """
 
 
