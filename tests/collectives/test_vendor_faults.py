@@ -129,6 +129,11 @@ class TestBesideOwnKernels:
         assert seen["took"] < SOON_S
         assert "all_reduce" in seen["text"]
 
+    def test_a_rank_that_is_interrupted_tells_those_that_wait_for_it(self) -> None:
+        seen = shotcast.spawn(targets.interrupted_elsewhere, 2, env=INTERPRETED, timeout_s=300)[0]
+        assert names(seen, (1,), "interrupted"), seen
+        assert seen["took"] < SOON_S
+
     def test_a_fault_that_comes_during_a_check(self) -> None:
         for seen in shotcast.spawn(targets.a_fault_that_comes_during_a_check, 2, env=INTERPRETED, timeout_s=300):
             assert names(seen, (1,)), seen

@@ -249,6 +249,28 @@ def kernels_behind_the_library(victim: int) -> tuple[list[Outcome], bool]:
         return seen, stopped
 
 
+def interrupted_elsewhere() -> Outcome | None:
+    """Interrupt rank 1, which is in no call, while rank 0 waits for it, twice. Return what rank 0 saw at last."""
+    with Communicator(device="cpu", timeout_s=300) as comm:
+        x, seen = torch.ones(100), None
+        for _ in range(2):
+            comm.all_reduce(x, algorithm="one_shot")
+            if comm.rank == 0:
+                seen = _outcome(lambda: comm.all_reduce(x, algorithm="one_shot"))
+            else:
+                await_call(comm, 0, comm._executor.epoch + 1)
+                comm._interrupt()
+                before = comm._executor._clears << 8 | 1
+            comm._host.barrier()
+            comm.reset()
+        if comm.rank == 1:
+            comm._peers.send(0, "interrupted", before)  # heard late: all have been reset since
+        comm._host.barrier()
+        time.sleep(0.2)
+        comm.all_reduce(x, algorithm="one_shot")
+        return seen
+
+
 def interrupted_kernel() -> tuple[Outcome | None, str]:
     """Interrupt a kernel that waits for rank 1. Return what rank 0 saw."""
     with Communicator(device="cpu", timeout_s=300) as comm:

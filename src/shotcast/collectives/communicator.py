@@ -706,7 +706,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
     def _interrupt(self) -> None:
         """End this rank's calls from another thread.
 
-        Ranks that are in a call of native kernels on the CPU, too, learn which one ended it.
+        Ranks of this machine that are in a call of native kernels, too, learn which one ended it.
         """
         self._ended.set()
         if self._executor is not None and not self._closed:

@@ -420,7 +420,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def abort(self) -> None:
         """Do what :meth:`shutdown` does, but end calls at once.
 
-        Calls that wait raise a CollectiveTimeout that names this rank; those of CPUs do on the other ranks, too.
+        Calls that wait raise a CollectiveTimeout that names this rank, also on the other ranks of this machine.
         """
         self._aborted = True
         for calls in list(self._calls.values()):

@@ -10,6 +10,7 @@ import math
 import operator
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -217,6 +218,14 @@ _words_in_use: dict[int, torch.Tensor] = {}
 """Words by address, until their executor is closed. If it never is, kernels may go on storing there."""
 
 
+def _interrupted(executor: TritonExecutor | None, number: int) -> None:
+    """Tell an executor, if it still exists, of a rank that was interrupted; not on the thread that hears for all."""
+    if executor is not None:
+        threading.Thread(
+            target=executor.interrupted_by, args=(number,), name="shotcast interrupted", daemon=True
+        ).start()
+
+
 def _wait_for_stream(device: torch.device) -> None:
     """Wait for the current stream alone: kernels on other streams may wait for calls that this rank has yet to make."""
     if device.type == "cuda":
@@ -273,6 +282,10 @@ class TritonExecutor:
         self._wait: Wait | None = None
         self._awaited: Sequence[int] = ()
         self._marking, self._closed = threading.Lock(), False
+        self._watch, self._clears = ranks.peers, 0
+        if ranks.peers is not None:
+            me = weakref.ref(self)
+            ranks.peers.hear("interrupted", lambda number, _: _interrupted(me(), number))
         self.workspaces: list[Workspace] = []
         self._blocks, self.heap = self._tensor_blocks(ranks)
         self._captured = False
@@ -591,14 +604,26 @@ class TritonExecutor:
                     workspace.stop(fault)
 
     def interrupt(self) -> None:
-        """End this rank's kernels with a fault that names it. Any thread may call it."""
+        """End the kernels of the ranks of this machine with a fault that names this one. Any thread may call it."""
+        self._stop_for(self._rank)
+        if self._watch is not None:
+            for rank in range(self._group.world_size):
+                if rank != self._rank:
+                    self._watch.send(rank, "interrupted", self._clears << 8 | self._rank)
+
+    def interrupted_by(self, number: int) -> None:
+        """End this rank's kernels for a rank that was interrupted, unless all ranks have been reset since."""
+        if number >> 8 == self._clears:
+            self._stop_for(number & 255)
+
+    def _stop_for(self, rank: int) -> None:
         with self._marking:
             if self._closed:
                 return
             epoch = self.epoch
             header = self.headers(epoch)[self._rank]
         op = Op.BARRIER if header is None else Op(header.call >> wire.OP_AT & 63)
-        self.stop(wire.encode_fault(wire.INTERRUPTED, op, [self._rank], epoch))
+        self.stop(wire.encode_fault(wire.INTERRUPTED, op, [rank], epoch))
 
     def _mark_gone(self, rank: int) -> None:
         with self._marking:
@@ -617,6 +642,7 @@ class TritonExecutor:
     def clear(self, epoch: int) -> None:
         """Reset all memory to its first state, the last call being number ``epoch``. Between two host barriers."""
         with self._marking:
+            self._clears += 1
             for workspace in self.workspaces:
                 workspace.clear(epoch, self._timeout_s)
             self.stopped_word.value = self._wait_word.value = 0
