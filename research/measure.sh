@@ -14,7 +14,7 @@ two="shared_calls_x2 nccl_memory_x2 tests_progress_x2 programs_x2 sm_wires_x2 ca
     nvrar_2x1 fused_products_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2
     overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 stress_x2 faults torch_suite_x2
     tests_cuda_x2 tests_fused_x2 tests_vendor_x2 tests_operations_x2 tests_compile_x2 tests_few_sms_x2 tests_stores_2x1 tests_puts_2x1
-    tests_engine_x2 tests_overlap tests_prefill_overlap tests_fused_products_x2 tests_gathered_products tests_process_group_x2
+    tests_engine_x2 tests_engine_nodes_x2 tests_overlap tests_prefill_overlap tests_fused_products_x2 tests_gathered_products tests_process_group_x2
     tests_frameworks tests_integrations vllm_x2"
 four="x4 fast_x4 slices_x4 fused_x4 operations_x4 reductions_x4 tune_x4 tune_sms_x4 launches_x4 few_sms_x4 few_sms_launches_x4 headers_x4
     engine_8b engine_70b engine_405b engine_8b_x4 engine_70b_x4 engine_405b_4x1 engine_405b_2x2 engine_405b_1x4
@@ -230,10 +230,10 @@ for part in "$@"; do
     tests_compile_x[248]) tests 590 "$part" tests/collectives/test_cuda_compile.py -k "[$ranks] or -$ranks]" ;;
     tests_engine_x2) tests 590 "$part" tests/engine/test_llm_cuda.py -k "not [4- and not [2-2" ;;
     tests_engine_x4) tests 590 "$part" tests/engine/test_llm_cuda.py -k "[4- or [2-2" ;;
-    tests_engine_nodes_x4) # tokens of ranks on two logical nodes are those of Transformers: by stores, then by puts
-        export SHOTCAST_RANKS_PER_NODE=2
-        tests 295 tests_engine_stores_x4 tests/engine/test_llm_cuda.py -k "[4-"
-        SHOTCAST_NETWORK=nvshmem tests 295 tests_engine_puts_x4 tests/engine/test_llm_cuda.py -k "[4-"
+    tests_engine_nodes_x[24]) # tokens of ranks on two logical nodes are those of Transformers: by stores, then by puts
+        export SHOTCAST_RANKS_PER_NODE=$((ranks / 2))
+        tests 295 "tests_engine_stores_x$ranks" tests/engine/test_llm_cuda.py -k "[$ranks-"
+        SHOTCAST_NETWORK=nvshmem tests 295 "tests_engine_puts_x$ranks" tests/engine/test_llm_cuda.py -k "[$ranks-"
         unset SHOTCAST_RANKS_PER_NODE
         ;;
     faults) # the fault matrix on two GPUs
