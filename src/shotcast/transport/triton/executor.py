@@ -259,6 +259,8 @@ class TritonExecutor:
     """Each message is a kernel of its own."""
     _puts = False
     """Ranks of other nodes are reached by puts, which are staged."""
+    _clears = 0
+    """Resets so far, on all ranks alike."""
 
     def __init__(self, ranks: Ranks, lease: Callable[[int], Lease | HeapLease], nodes: int = 1):
         group, device, exclusive = ranks.host, ranks.device, ranks.exclusive
@@ -282,7 +284,7 @@ class TritonExecutor:
         self._wait: Wait | None = None
         self._awaited: Sequence[int] = ()
         self._marking, self._closed = threading.Lock(), False
-        self._watch, self._clears = ranks.peers, 0
+        self._watch = ranks.peers
         if ranks.peers is not None:
             me = weakref.ref(self)
             ranks.peers.hear("interrupted", lambda number, _: _interrupted(me(), number))
