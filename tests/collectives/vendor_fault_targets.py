@@ -263,10 +263,13 @@ def interrupted_elsewhere() -> Outcome | None:
                 before = comm._executor._clears << 8 | 1
             comm._host.barrier()
             comm.reset()
-        if comm.rank == 1:
-            comm._peers.send(0, "interrupted", before)  # heard late: all have been reset since
+        heard, real = threading.Event(), comm._executor.interrupted_by
+        comm._executor.interrupted_by = lambda number: (real(number), heard.set())
         comm._host.barrier()
-        time.sleep(0.2)
+        if comm.rank == 1:
+            comm._peers.send(0, "interrupted", before)  # all have been reset since
+        else:
+            assert heard.wait(100)
         comm.all_reduce(x, algorithm="one_shot")
         return seen
 
