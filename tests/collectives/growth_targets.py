@@ -16,6 +16,7 @@ import torch
 from workers import check, inputs
 
 import shotcast
+from shotcast import wire
 from shotcast.collectives import reference
 from shotcast.launcher.process_watch import WATCH
 from shotcast.memory import arena
@@ -267,21 +268,31 @@ def without_memory(short: int) -> list[str]:
 
 
 def failing_on_one_rank(failing: int) -> list[str]:
-    """Have one rank fail before its memory is shared, and after it. Return the errors of this rank."""
+    """Have one rank fail before its memory is shared, twice, and after it. Return the errors of this rank."""
     from shotcast.transport.triton import executor
 
     def fails(*arguments: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    errors = []
-    for name in ("_host_words", "Workspace"):
-        real = getattr(executor, name)
-        setattr(executor, name, fails if int(os.environ["RANK"]) == failing else real)
+    def fails_for_blocks(*size: Any, **options: Any) -> torch.Tensor:
+        if size == (wire.MAX_WORLD_SIZE * layout.BLOCKS,):
+            raise torch.OutOfMemoryError("no room\nCompile with TORCH_USE_CUDA_DSA")
+        return zeros(*size, **options)
+
+    zeros, errors = torch.zeros, []
+    parts: list[tuple[Any, str, Any]] = [
+        (executor, "_host_words", fails),
+        (torch, "zeros", fails_for_blocks),
+        (executor, "Workspace", fails),
+    ]
+    for module, name, failure in parts:
+        real = getattr(module, name)
+        setattr(module, name, failure if int(os.environ["RANK"]) == failing else real)
         try:
             with pytest.raises(shotcast.ConfigError) as caught, communicator():
                 pass
         finally:
-            setattr(executor, name, real)
+            setattr(module, name, real)
         gc.collect()
         assert arena.held().get("cpu", Held(0, 0)) == Held(0, 0)
         errors.append(str(caught.value))

@@ -162,9 +162,9 @@ class TestInterpreted:
                 assert "free in" in error
 
     def test_a_rank_that_fails_before_or_after_is_an_error_of_all_too(self) -> None:
-        before = "rank 1: there is too little memory for a communicator on cpu: no room"
-        after = "rank 1: cpu has too little memory for a workspace: no room"
-        assert interpreted(targets.failing_on_one_rank, 2, 1) == [[before, after]] * 2
+        before = "rank 1: cpu cannot hold a communicator: no room"
+        after = "rank 1: cpu cannot hold a workspace: no room"
+        assert interpreted(targets.failing_on_one_rank, 2, 1) == [[before, before, after]] * 2
 
     def test_kernels_multicast_only_if_all_ranks_can(self) -> None:
         """Point of agreement: an executor that went by its own address would store to ranks that never look there."""

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from shotcast import env
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import raise_failures
+from shotcast.memory.symmetric import raise_failures, shortage
 from shotcast.units import about_size
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -50,11 +50,7 @@ class CudaBuffer:
             try:
                 tensor = _allocated(nbytes, device)
             except RuntimeError as error:
-                free, total = torch.cuda.mem_get_info(device)
-                failure = (
-                    f"{device} cannot hold {about_size(nbytes)} more for communication: {about_size(free)} of "
-                    f"{about_size(total)} are free ({error}). Use a smaller max_bytes, or leave more memory free"
-                )
+                failure = shortage(device, f"{about_size(nbytes)} more for communication", error)
             raise_failures(group, failure)
             assert tensor is not None
             name = min(group.all_gather(f"shotcast/{secrets.token_hex(8)}"))

@@ -9,6 +9,7 @@ import torch
 
 from shotcast.errors import ConfigError
 from shotcast.memory.host_group import StoreGroup
+from shotcast.units import about_size
 
 
 class SymmetricBuffer(Protocol):
@@ -47,6 +48,18 @@ class Target(NamedTuple):
     pe: int
     address: int
     mapped: int
+
+
+def shortage(device: torch.device, what: str, error: RuntimeError) -> str:
+    """Return the text of a failure to get the memory for ``what`` on ``device``, with what is free on a GPU."""
+    why = str(error).partition("\n")[0]
+    if device.type != "cuda":
+        return f"{device} cannot hold {what}: {why}"
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"{device} cannot hold {what}: {about_size(free)} of {about_size(total)} are free ({why}). Use a smaller "
+        "max_bytes, or leave more memory free"
+    )
 
 
 def raise_failures(group: StoreGroup, failure: str) -> None:

@@ -26,7 +26,7 @@ from shotcast.memory.arena import Lease, arena_of
 from shotcast.memory.block_heap import BlockHeap, GpuBlock, HostBlock
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
-from shotcast.memory.symmetric import raise_failures
+from shotcast.memory.symmetric import raise_failures, shortage
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
@@ -275,10 +275,11 @@ class TritonExecutor:
         failure = ""
         try:
             self._use_words(_host_words(device))
+            self._blocks = torch.zeros(wire.MAX_WORLD_SIZE * layout.BLOCKS, dtype=torch.int64, device=device)
             if on_gpu:
                 driver.side_stream(device.index)  # made here, as other threads have no context
         except RuntimeError as error:
-            failure = f"there is too little memory for a communicator on {device}: {error}"
+            failure = shortage(device, "a communicator", error)
         raise_failures(group, failure)
         self._timeout_s = ranks.timeout_s
         self._wait: Wait | None = None
@@ -289,19 +290,18 @@ class TritonExecutor:
             me = weakref.ref(self)
             ranks.peers.hear("interrupted", lambda number, _: _interrupted(me(), number))
         self.workspaces: list[Workspace] = []
-        self._blocks, self.heap = self._tensor_blocks(ranks)
+        self.heap = self._block_heap(ranks)
         self._captured = False
         self.room = 0
         self.grow(1)
         self.own_address = self.workspaces[0].context.own_address
         arena_of(device).count(exclusive, 1)
 
-    def _tensor_blocks(self, ranks: Ranks) -> tuple[torch.Tensor, BlockHeap | None]:
-        """Return the table of all ranks' blocks of tensors, and what makes such tensors; None for puts."""
-        table = torch.zeros(wire.MAX_WORLD_SIZE * layout.BLOCKS, dtype=torch.int64, device=self.device)
+    def _block_heap(self, ranks: Ranks) -> BlockHeap | None:
+        """Return what makes tensors in memory that all ranks map; None for puts."""
         if ranks.peers is None or self._puts or self._group.world_size == 1:
-            return table, None
-        address, index = table.data_ptr(), self.device.index
+            return None
+        address, index = self._blocks.data_ptr(), self.device.index
 
         def tell(rank: int, number: int, place: int) -> None:
             word = address + 8 * (rank * layout.BLOCKS + number)
@@ -317,7 +317,7 @@ class TritonExecutor:
         heap = BlockHeap(ranks.peers, group.rank, group.world_size, layout.BLOCKS, make, tell, current)
         stopped = self.stopped_word
         heap.is_stopped = lambda: stopped.value != 0
-        return table, heap
+        return heap
 
     def _use_words(self, words: torch.Tensor) -> None:
         self._host_words = words
@@ -444,7 +444,7 @@ class TritonExecutor:
             try:
                 workspace = self._workspace(memory, where)
             except RuntimeError as error:
-                failure = f"{self.device} has too little memory for a workspace: {error}"
+                failure = shortage(self.device, "a workspace", error)
             raise_failures(self._group, failure)
         except BaseException:
             memory.abandon()
