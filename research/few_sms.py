@@ -32,7 +32,7 @@ from shotcast.units import format_size, parse_size
 from shotcast.wire import LaunchShape, Op
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-SMS = (4, 8, 12, 16, 24, 32, 48, 64)
+SMS = (4, 8, 12, 16, 24, 32)
 CALLS = 8
 
 

@@ -30,7 +30,7 @@ from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier, gate
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT
-from shotcast.transport.triton.few_sms import few_sms
+from shotcast.transport.triton.few_sms import few_sms, mapped_block
 from shotcast.transport.triton.fused_nvrar import nvrar_norm
 from shotcast.transport.triton.fused_one_shot import one_shot_norm
 from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_norm
@@ -250,6 +250,7 @@ def compiled_few_sms(
         "UNIT": unit,
         "WORLD": world_size,
         "BLOCK": block,
+        "MAPPED_BLOCK": mapped_block(warps, world_size, unit),
         "WARPS": warps,
         "PDL": capability >= 90,
     }

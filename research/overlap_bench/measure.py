@@ -16,6 +16,7 @@ A form that cannot run gives a row with the reason. :mod:`overlap_forms` adds fo
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 from collections.abc import Callable, Iterator
@@ -103,7 +104,8 @@ def _measure(config: OverlapConfig, comm: Communicator, found: Finder, at: Note)
     groups = Groups(config)
     at("the size of a message", True)
     nbytes, repeat = _balanced(config, comm, groups)
-    steps = Steps(config, comm, nbytes, repeat)
+    mapped = functools.partial(_mapped, comm) if config.device == "cuda" else None
+    steps = Steps(config, comm, nbytes, repeat, mapped)
     chain = None if config.gathers_first else own.chain_of(steps, communicators)
     forms: dict[str, Form] = {}
     owners: dict[str, str] = {}
@@ -171,6 +173,11 @@ def _measure(config: OverlapConfig, comm: Communicator, found: Finder, at: Note)
     for other in communicators[1:]:
         other.close()
     return Measured(rows, decision, tuple(clock for clock in clocks if clock))
+
+
+def _mapped(comm: Communicator, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory of a message, which calls on few SMs read and write in place."""
+    return comm.empty(count, dtype=dtype)
 
 
 def _tried(comm: Communicator, candidate: Candidate) -> tuple[Form | None, str]:

@@ -7,6 +7,7 @@ import gc
 import os
 from collections import deque
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +20,12 @@ from shotcast.memory.holdings import Held
 
 
 class Resources(NamedTuple):
-    """Resources that a process holds."""
+    """Resources that a process holds.
+
+    Attributes:
+        memory_kib: memory in use: not that which the C library keeps to allocate it again.
+        names: those of the threads.
+    """
 
     files: int
     threads: int
@@ -27,6 +33,20 @@ class Resources(NamedTuple):
     memory_kib: int
     symmetric: dict[str, Held]
     gpu_mib: int
+    names: tuple[str, ...]
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What ``mallinfo2`` of glibc returns: ten sizes, of which the ninth are the bytes that are free in all arenas."""
+
+    _fields_ = [("sizes", ctypes.c_size_t * 10)]
+
+
+def _kept_kib() -> int:
+    """Return the memory that the C library keeps. ``malloc_trim`` leaves much of that of threads that have ended."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    return int(mallinfo2().sizes[8]) >> 10
 
 
 def resources(device: str) -> Resources:
@@ -40,13 +60,16 @@ def resources(device: str) -> Resources:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         gpu_mib = (total - free) >> 20
+    tasks = Path("/proc/self/task")
+    names = sorted((task / "comm").read_text().strip() for task in tasks.iterdir())
     return Resources(
         len(os.listdir("/proc/self/fd")),
-        len(os.listdir("/proc/self/task")),
+        len(names),
         len(dist.distributed_c10d._world.pg_map),  # type: ignore[attr-defined]
-        int(status["RssAnon"].split()[0]),
+        int(status["RssAnon"].split()[0]) - _kept_kib(),
         arena.held(),
         gpu_mib,
+        tuple(names),
     )
 
 

@@ -35,6 +35,7 @@ needs to begin.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -83,6 +84,15 @@ TURNS = tl.constexpr(2 * layout.STEPS_IN_FLIGHT)
 """Places of a program in either part of the window."""
 
 
+class Parts(NamedTuple):
+    """The parts of a message, in bytes: the longest, where each begins, and this rank's."""
+
+    longest: tl.tensor
+    starts: tuple[tl.tensor, ...]
+    own_start: tl.tensor
+    own_nbytes: tl.tensor
+
+
 @triton.jit
 def bytes_in_chunk(part_nbytes, start, chunk_nbytes):
     """Return how many bytes of a part lie in the chunk that begins at its byte ``start``."""
@@ -123,19 +133,35 @@ def by_rank(others, own, rank, WORLD: tl.constexpr):
 
 
 @triton.jit
-def where_they_lie(
-    call, x, out, addresses, row, progress, part_nbytes, starts, own_start, own_nbytes, SHAPE: tl.constexpr
-):
+def load_where_they_lie(x, xs, source, start, own_nbytes, sizes, SHAPE: tl.constexpr):
+    """Load the tile at byte ``start`` of a part, this rank's and (in their order) those of the other ranks.
+
+    ``source`` is where the part begins in ``x`` and ``xs``, and ``sizes`` are the bytes that an all_gather has of each.
+    """
+    TILE: tl.constexpr = 4 * SHAPE.MAPPED_BLOCK
+    offs = tl.arange(0, TILE // 4)
+    size = bytes_in_chunk(own_nbytes, start, TILE)
+    others = ()
+    for i in tl.static_range(SHAPE.WORLD - 1):
+        if SHAPE.KIND == ALL_GATHER:
+            size_of_other = bytes_in_chunk(sizes[i], start, TILE)
+        else:
+            size_of_other = size
+        others = others + (load_words(xs[i], source + start, offs, size_of_other, SHAPE.UNIT),)
+    return load_words(x, source + start, offs, size, SHAPE.UNIT), others
+
+
+@triton.jit
+def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.constexpr):
     """Carry out the operation on tensors that all ranks map, and meet the other ranks."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
     KIND: tl.constexpr = SHAPE.KIND
     UNIT: tl.constexpr = SHAPE.UNIT
     WORLD: tl.constexpr = SHAPE.WORLD
-    BLOCK: tl.constexpr = SHAPE.BLOCK
     PEERS: tl.constexpr = WORLD - 1
     ADDS: tl.constexpr = KIND < ALL_GATHER
-    TILE: tl.constexpr = 4 * BLOCK
+    TILE: tl.constexpr = 4 * SHAPE.MAPPED_BLOCK
     xs = ()
     outs = ()
     begins = ()
@@ -144,44 +170,40 @@ def where_they_lie(
         xs = xs + (tensor_at(call, addresses, row, other_rank(call, i), False),)
         if KIND == ALL_REDUCE:
             outs = outs + (tensor_at(call, addresses, row, other_rank(call, i), True),)
-        begin = starts[1]
-        end = starts[2]
+        begin = parts.starts[1]
+        end = parts.starts[2]
         for r in tl.static_range(WORLD):
             chosen = other_rank(call, i) == r
-            begin = tl.where(chosen, starts[r], begin)
-            end = tl.where(chosen, starts[r + 1], end)
+            begin = tl.where(chosen, parts.starts[r], begin)
+            end = tl.where(chosen, parts.starts[r + 1], end)
         begins = begins + (begin,)
         sizes = sizes + (end - begin,)
-    own_part = call.rank * part_nbytes
-    tiles = (((own_nbytes if ADDS else part_nbytes) + TILE - 1) // TILE).to(tl.int32)
+    tiles = (((parts.own_nbytes if ADDS else parts.longest) + TILE - 1) // TILE).to(tl.int32)
     tiles = (tiles - worker + workers - 1) // workers  # those of this program
-    for tile in range(0, tiles):
-        start = ((call.epoch * 0 + tile) * workers + worker) * TILE
-        offs = tl.arange(0, BLOCK)
-        own_size = bytes_in_chunk(own_nbytes, start, TILE)
-        source = own_part + start
-        if KIND == ALL_GATHER:
-            source = start
-        own_words = load_words(x, source, offs, own_size, UNIT)
-        others = ()
-        for i in tl.static_range(PEERS):
-            size = own_size
-            if KIND == ALL_GATHER:
-                size = bytes_in_chunk(sizes[i], start, TILE)
-            others = others + (load_words(xs[i], source, offs, size, UNIT),)
+    own_part = call.rank * parts.longest
+    source = own_part * 0 if KIND == ALL_GATHER else own_part
+    offs = tl.arange(0, TILE // 4)
+    start = (call.epoch * 0 + worker) * TILE
+    own_words, others = load_where_they_lie(x, xs, source, start, parts.own_nbytes, sizes, SHAPE)
+    for _ in range(0, tiles):
+        # those of the next tile are on their way while this one is added up and stored
+        following = start + workers * TILE
+        next_own, next_others = load_where_they_lie(x, xs, source, following, parts.own_nbytes, sizes, SHAPE)
+        own_size = bytes_in_chunk(parts.own_nbytes, start, TILE)
         if ADDS:
             words = sum_words(by_rank(others, own_words, call.rank, WORLD), WORLD, SHAPE.DTYPE)
             target = start
             if KIND == ALL_REDUCE:
-                target = source
+                target = source + start
                 for i in tl.static_range(PEERS):
                     store_words(outs[i], target, offs, words, own_size, UNIT)
             store_words(out, target, offs, words, own_size, UNIT)
         else:
-            store_words(out, own_start + start, offs, own_words, own_size, UNIT)
+            store_words(out, parts.own_start + start, offs, own_words, own_size, UNIT)
             for i in tl.static_range(PEERS):
                 size = bytes_in_chunk(sizes[i], start, TILE)
                 store_words(out, begins[i] + start, offs, others[i], size, UNIT)
+        start, own_words, others = following, next_own, next_others
     raise_progress(call, progress, 1, WORLD, SHAPE.WARPS)
     call = await_progress(call, progress, 1, WORLD, SHAPE.WARPS)
     if KIND == ALL_REDUCE:
@@ -190,16 +212,126 @@ def where_they_lie(
             missing = tl.where(call.live == 0, missing, 0)  # the sums of a peer may not have come
             for tile in range(worker, missing, workers):
                 start = (call.epoch * 0 + tile) * TILE
-                offs = tl.arange(0, BLOCK)
                 words = nan_unless(call.live, load_words(out, begins[i] + start, offs, TILE, UNIT), SHAPE.DTYPE)
                 store_words(out, begins[i] + start, offs, words, bytes_in_chunk(sizes[i], start, TILE), UNIT)
 
 
+@triton.jit
+def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk_nbytes, parts, SHAPE: tl.constexpr):
+    """Carry out the operation through the window, chunk by chunk."""
+    worker = tl.program_id(0)
+    workers = tl.num_programs(0)
+    rank = call.rank
+    WORLD: tl.constexpr = SHAPE.WORLD
+    KIND: tl.constexpr = SHAPE.KIND
+    WARPS: tl.constexpr = SHAPE.WARPS
+    PLACES: tl.constexpr = 2 * TURNS if KIND == ALL_REDUCE else TURNS
+    ADDS: tl.constexpr = KIND < ALL_GATHER
+    PEERS: tl.constexpr = WORLD - 1
+    part_nbytes = parts.longest
+    message = parts.starts[8] + call.epoch * 0
+    stride = chunk_nbytes // 16
+    place_quads = stride * WORLD
+    window = window_at + worker * PLACES * place_quads
+    chunks = ((part_nbytes + chunk_nbytes - 1) // chunk_nbytes).to(tl.int32)
+    chunks = (chunks - worker + workers - 1) // workers  # those of this program
+    steps = tl.where(chunks > 0, chunks + (2 * LAG if KIND == ALL_REDUCE else LAG), 0)
+    own_part = rank * part_nbytes
+    for step in range(0, steps):
+        turn = rank * 0 + step
+        running = call.live
+        late_ranks = rank * 0
+        if step >= LAG:
+            call, late_ranks = await_progress_by_warp(call, progress, step - LAG + 1, WORLD)
+        # a chunk that begins at the end of a part is empty, as are those after the last
+        start = ((call.epoch * 0 + step) * workers + worker) * chunk_nbytes
+        before = tl.where(turn >= LAG, start - LAG * workers * chunk_nbytes, part_nbytes)
+        first = tl.where(turn >= 2 * LAG, start - 2 * LAG * workers * chunk_nbytes, part_nbytes)
+        mine = window + turn % TURNS * place_quads + rank * stride
+        came = window + (turn + LAG) % TURNS * place_quads
+        sums_mine = window + (TURNS + turn % TURNS) * place_quads + rank * stride
+        sums_came = window + (TURNS + (turn + LAG) % TURNS) * place_quads
+        own_size = bytes_in_chunk(parts.own_nbytes, before, chunk_nbytes)
+        own_from = own_part + before
+        if KIND == ALL_GATHER:
+            own_size = bytes_in_chunk(parts.own_nbytes, start, chunk_nbytes)
+            own_from = start
+        longest = bytes_in_chunk(part_nbytes, start, chunk_nbytes)
+        longest = tl.maximum(longest, bytes_in_chunk(part_nbytes, before, chunk_nbytes))
+        sent_sizes = ()
+        sent_from = ()
+        taken_sizes = ()
+        taken_to = ()
+        taken_from = before
+        if KIND == ALL_REDUCE:
+            taken_from = first
+            longest = tl.maximum(longest, bytes_in_chunk(part_nbytes, first, chunk_nbytes))
+        for i in tl.static_range(PEERS):
+            part = rotated_peer(rank, worker, i, WORLD) * part_nbytes
+            sent_from = sent_from + (part + start,)
+            sent_sizes = sent_sizes + (bytes_in_chunk(tl.minimum(part_nbytes, message - part), start, chunk_nbytes),)
+            begin = parts.starts[1]
+            end = parts.starts[2]
+            for r in tl.static_range(WORLD):
+                chosen = other_rank(call, i) == r
+                begin = tl.where(chosen, parts.starts[r], begin)
+                end = tl.where(chosen, parts.starts[r + 1], end)
+            taken_sizes = taken_sizes + (bytes_in_chunk(end - begin, taken_from, chunk_nbytes),)
+            taken_to = taken_to + (begin + taken_from,)
+        for at in range(0, words_in(longest), SHAPE.BLOCK):
+            offs = at + tl.arange(0, SHAPE.BLOCK)
+            own_words = load_words(x, own_from, offs, own_size, SHAPE.UNIT)
+            tiles = ()
+            if KIND != ALL_GATHER:
+                for i in tl.static_range(PEERS):
+                    tiles = tiles + (load_words(x, sent_from[i], offs, sent_sizes[i], SHAPE.UNIT),)
+            came_words = ()
+            taken = ()
+            for i in tl.static_range(PEERS):
+                if ADDS:
+                    came_words = came_words + (load_of(call, came, i, offs, own_size, stride),)
+                if KIND == ALL_REDUCE:
+                    taken = taken + (load_of(call, sums_came, i, offs, taken_sizes[i], stride),)
+                elif KIND != REDUCE_SCATTER:
+                    taken = taken + (load_of(call, came, i, offs, taken_sizes[i], stride),)
+            for i in tl.static_range(PEERS):
+                if KIND == ALL_GATHER:
+                    store_to(call, addresses[i], mine, offs, own_words, offs < words_in(own_size), False)
+                else:
+                    store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(sent_sizes[i]), False)
+            if ADDS:
+                words = sum_words(by_rank(came_words, own_words, rank, WORLD), WORLD, SHAPE.DTYPE)
+                if KIND == ALL_REDUCE:
+                    for i in tl.static_range(PEERS):
+                        store_to(call, addresses[i], sums_mine, offs, words, offs < words_in(own_size), False)
+                own_words = nan_unless(call.live, words, SHAPE.DTYPE)
+            own_to = own_from
+            if KIND == REDUCE_SCATTER:
+                own_to = before
+            elif KIND == ALL_GATHER:
+                own_to = parts.own_start + start
+            store_words(out, own_to, offs, own_words, own_size, SHAPE.UNIT)
+            if KIND != REDUCE_SCATTER:
+                for i in tl.static_range(PEERS):
+                    store_words(
+                        out, taken_to[i], offs, nan_unless(call.live, taken[i], SHAPE.DTYPE), taken_sizes[i], SHAPE.UNIT
+                    )
+        call = join_warps(call, late_ranks, running, WORLD, WARPS)
+        if SHAPE.ANNOUNCES:
+            announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
+        if step + 1 < steps:
+            raise_progress(call, progress, step + 1, WORLD, WARPS)
+
+
 @dataclass(frozen=True, slots=True)
 class FewSmsShape(TileShape):
-    """A kernel of few SMs; ``KIND`` is its operation, and ``ANNOUNCES`` tells a product what has come."""
+    """A kernel of few SMs; ``KIND`` is its operation, and ``ANNOUNCES`` tells a product what has come.
+
+    ``MAPPED_BLOCK`` are the words of a tile of tensors that all ranks map.
+    """
 
     KIND: int
+    MAPPED_BLOCK: int
     ANNOUNCES: bool
 
 
@@ -224,7 +356,6 @@ def few_sms(
     KIND: tl.constexpr = SHAPE.KIND
     WARPS: tl.constexpr = SHAPE.WARPS
     worker = tl.program_id(0)
-    workers = tl.num_programs(0)
     addresses = peer_addresses(entry.peers, rank, worker, WORLD)
     call = enter(entry, WARPS, SHAPE.PDL)
     part_nbytes = part_nbytes + call.epoch * 0  # the interpreter takes a small number for one of 32 bits
@@ -240,124 +371,34 @@ def few_sms(
         call = with_status(call, (read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
     else:
         leave_epoch(call, rank * 0, False)
-    PLACES: tl.constexpr = 2 * TURNS if KIND == ALL_REDUCE else TURNS
-    ADDS: tl.constexpr = KIND < ALL_GATHER
-    PEERS: tl.constexpr = WORLD - 1
+    parts = Parts(part_nbytes, starts, own_start, own_nbytes)
     progress = progress_at + worker * FLAG_ROW_QUADS
     row = blocks.rows + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
-    stride = chunk_nbytes // 16
-    place_quads = stride * WORLD
-    window = window_at + worker * PLACES * place_quads
-    chunks = ((part_nbytes + chunk_nbytes - 1) // chunk_nbytes).to(tl.int32)
-    chunks = (chunks - worker + workers - 1) // workers  # those of this program
-    steps = tl.where(chunks > 0, chunks + (2 * LAG if KIND == ALL_REDUCE else LAG), 0)
-    own_part = rank * part_nbytes
     if not SHAPE.ANNOUNCES:
         tell_places(call, row, places, WORLD, WARPS)
     raise_progress(call, progress, 0, WORLD, WARPS)
     call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call before left there
-    if not SHAPE.ANNOUNCES:
+    if SHAPE.ANNOUNCES:
+        release_next_kernel(SHAPE.PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
+        through_window(call, x, out, addresses, arrivals, progress, window_at, chunk_nbytes, parts, SHAPE)
+    else:
         mapped = call.live != 0
         for r in tl.static_range(WORLD):
             mapped = mapped & (place_of(call, row, r, False) != 0)
             if KIND == ALL_REDUCE:
                 mapped = mapped & (place_of(call, row, r, True) != 0)
         if mapped:
-            steps = steps * 0
-            where_they_lie(
-                call, x, out, blocks.addresses, row, progress, part_nbytes, starts, own_start, own_nbytes, SHAPE
-            )
-    if SHAPE.ANNOUNCES:
-        release_next_kernel(SHAPE.PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
-    for step in range(0, steps):
-        turn = rank * 0 + step
-        running = call.live
-        late_ranks = rank * 0
-        if step >= LAG:
-            call, late_ranks = await_progress_by_warp(call, progress, step - LAG + 1, WORLD)
-        # a chunk that begins at the end of a part is empty, as are those after the last
-        start = ((call.epoch * 0 + step) * workers + worker) * chunk_nbytes
-        before = tl.where(turn >= LAG, start - LAG * workers * chunk_nbytes, part_nbytes)
-        first = tl.where(turn >= 2 * LAG, start - 2 * LAG * workers * chunk_nbytes, part_nbytes)
-        mine = window + turn % TURNS * place_quads + rank * stride
-        came = window + (turn + LAG) % TURNS * place_quads
-        sums_mine = window + (TURNS + turn % TURNS) * place_quads + rank * stride
-        sums_came = window + (TURNS + (turn + LAG) % TURNS) * place_quads
-        own_size = bytes_in_chunk(own_nbytes, before, chunk_nbytes)
-        own_from = own_part + before
-        if KIND == ALL_GATHER:
-            own_size = bytes_in_chunk(own_nbytes, start, chunk_nbytes)
-            own_from = start
-        longest = bytes_in_chunk(part_nbytes, start, chunk_nbytes)
-        longest = tl.maximum(longest, bytes_in_chunk(part_nbytes, before, chunk_nbytes))
-        sent_sizes = ()
-        sent_from = ()
-        taken_sizes = ()
-        taken_to = ()
-        taken_from = before
-        if KIND == ALL_REDUCE:
-            taken_from = first
-            longest = tl.maximum(longest, bytes_in_chunk(part_nbytes, first, chunk_nbytes))
-        for i in tl.static_range(PEERS):
-            part = rotated_peer(rank, worker, i, WORLD) * part_nbytes
-            sent_from = sent_from + (part + start,)
-            sent_sizes = sent_sizes + (bytes_in_chunk(tl.minimum(part_nbytes, nbytes - part), start, chunk_nbytes),)
-            begin = starts[1]
-            end = starts[2]
-            for r in tl.static_range(WORLD):
-                chosen = other_rank(call, i) == r
-                begin = tl.where(chosen, starts[r], begin)
-                end = tl.where(chosen, starts[r + 1], end)
-            taken_sizes = taken_sizes + (bytes_in_chunk(end - begin, taken_from, chunk_nbytes),)
-            taken_to = taken_to + (begin + taken_from,)
-        for at in range(0, words_in(longest), SHAPE.BLOCK):
-            offs = at + tl.arange(0, SHAPE.BLOCK)
-            own_words = load_words(x, own_from, offs, own_size, SHAPE.UNIT)
-            tiles = ()
-            if KIND != ALL_GATHER:
-                for i in tl.static_range(PEERS):
-                    tiles = tiles + (load_words(x, sent_from[i], offs, sent_sizes[i], SHAPE.UNIT),)
-            parts = ()
-            taken = ()
-            for i in tl.static_range(PEERS):
-                if ADDS:
-                    parts = parts + (load_of(call, came, i, offs, own_size, stride),)
-                if KIND == ALL_REDUCE:
-                    taken = taken + (load_of(call, sums_came, i, offs, taken_sizes[i], stride),)
-                elif KIND != REDUCE_SCATTER:
-                    taken = taken + (load_of(call, came, i, offs, taken_sizes[i], stride),)
-            for i in tl.static_range(PEERS):
-                if KIND == ALL_GATHER:
-                    store_to(call, addresses[i], mine, offs, own_words, offs < words_in(own_size), False)
-                else:
-                    store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(sent_sizes[i]), False)
-            if ADDS:
-                words = sum_words(by_rank(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE)
-                if KIND == ALL_REDUCE:
-                    for i in tl.static_range(PEERS):
-                        store_to(call, addresses[i], sums_mine, offs, words, offs < words_in(own_size), False)
-                own_words = nan_unless(call.live, words, SHAPE.DTYPE)
-            own_to = own_from
-            if KIND == REDUCE_SCATTER:
-                own_to = before
-            elif KIND == ALL_GATHER:
-                own_to = own_start + start
-            store_words(out, own_to, offs, own_words, own_size, SHAPE.UNIT)
-            if KIND != REDUCE_SCATTER:
-                for i in tl.static_range(PEERS):
-                    store_words(
-                        out, taken_to[i], offs, nan_unless(call.live, taken[i], SHAPE.DTYPE), taken_sizes[i], SHAPE.UNIT
-                    )
-        call = join_warps(call, late_ranks, running, WORLD, WARPS)
-        if SHAPE.ANNOUNCES:
-            announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
-        if step + 1 < steps:
-            raise_progress(call, progress, step + 1, WORLD, WARPS)
+            where_they_lie(call, x, out, blocks.addresses, row, progress, parts, SHAPE)
+        else:
+            through_window(call, x, out, addresses, arrivals, progress, window_at, chunk_nbytes, parts, SHAPE)
 
 
 BESIDE_REGISTERS, BESIDE_WORDS = 48, 4096
 """Registers of a thread, and the largest tile, with which a program of two ranks that gathers rows has room on an SM
 beside their product: 512 threads with 48 registers beside 256 with 155."""
+
+MAPPED_WORDS = 16384
+"""Words of all ranks that a program holds, while as many are on their way, where tensors are mapped."""
 
 _KINDS = {
     Op.ALL_REDUCE: ALL_REDUCE,
@@ -365,6 +406,13 @@ _KINDS = {
     Op.ALL_GATHER: ALL_GATHER,
     Op.ALL_TO_ALL: ALL_TO_ALL,
 }
+
+
+def mapped_block(warps: int, world_size: int, unit: int) -> int:
+    """Return the words of a tile of tensors that all ranks map."""
+    if unit != layout.QUAD:
+        return 64 * warps  # each word takes several registers
+    return max(128 * warps, min(MAPPED_WORDS // triton.next_power_of_2(world_size), 512 * warps))
 
 
 def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> KernelLaunch:
@@ -415,4 +463,5 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
         KIND=_KINDS[plan.op].value,
         ANNOUNCES=announces,
         BLOCK=block,
+        MAPPED_BLOCK=mapped_block(shape.num_warps, world_size, context.unit(plan)),
     )
