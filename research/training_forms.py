@@ -89,8 +89,8 @@ def repeatable() -> Iterator[None]:
 class Kept:
     """The state of our hook, and buckets as they were before they were averaged, where they are to be kept."""
 
-    def __init__(self, comm: shotcast.Communicator):
-        self.state = overlap.GradientBuckets(comm)
+    def __init__(self, comm: shotcast.Communicator, sms: int | None = None):
+        self.state = overlap.GradientBuckets(comm, sms=sms)
         self.buckets: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
@@ -153,6 +153,9 @@ def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) ->
             )
     yield Form("ours", OWN, lambda: ddp(any_group(comm), Kept(comm)))
     yield Form(f"ours, {_LARGE_BUCKET_MB} MB", OWN, lambda: ddp(any_group(comm), Kept(comm), **large))
+    if comm.device.type == "cuda":
+        for sms in (8, 16, 24):
+            yield Form(f"ours, {sms} SMs", OWN, lambda sms=sms: ddp(any_group(comm), Kept(comm, sms)))
 
 
 @functools.cache

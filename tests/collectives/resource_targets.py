@@ -37,7 +37,7 @@ class Resources(NamedTuple):
 
 
 class _Mallinfo2(ctypes.Structure):
-    """What ``mallinfo2`` of glibc returns: ten sizes, of which the ninth are the bytes that are free in all arenas."""
+    """Ten sizes, as ``mallinfo2`` of glibc returns them; the ninth are the bytes that are free in all arenas."""
 
     _fields_ = [("sizes", ctypes.c_size_t * 10)]
 

@@ -53,7 +53,9 @@ def test_ten_thousand_calls_of_changing_size_with_stragglers(world_size: int) ->
 def test_closing_releases_everything(count: int) -> None:
     """A communicator of NCCL takes memory, threads and files; a workspace that is not given back takes memory."""
     for early, late in shotcast.spawn(many_splits, 2, "cuda", count, 10, timeout_s=100 + count):
-        assert all(now <= then for now, then in zip(late[:3], early[:3], strict=True)), (early, late)
+        assert late.files <= early.files, (early, late)
+        assert late.threads <= early.threads + 2, (early, late)  # libraries start some once
+        assert late.groups <= early.groups
         assert late.symmetric == early.symmetric
         assert late.gpu_mib - early.gpu_mib < 64
         assert late.memory_kib - early.memory_kib < 20_000 + 40 * count
