@@ -31,7 +31,7 @@ from shotcast.errors import ConfigError
 from shotcast.units import format_size, parse_size
 from shotcast.wire import LaunchShape, Op
 
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 SMS = (4, 8, 12, 16, 24, 32)
 CALLS = 8
 
@@ -50,16 +50,26 @@ def wanted(op: str, xs: list[torch.Tensor], rank: int) -> torch.Tensor:
     """Return the result of this rank, by PyTorch."""
     if op == "all_gather":
         return torch.cat(xs)
+    if op == "broadcast":
+        return xs[0].clone()
     if op == "all_to_all":
         return torch.cat([x.chunk(len(xs))[rank] for x in xs])
     total = functools.reduce(torch.add, [x.float() for x in xs]).to(xs[0].dtype)
     return total if op == "all_reduce" else total.chunk(len(xs))[rank].clone()
 
 
-def measured(comm: shotcast.Communicator, call: Callable[[], Any], out: torch.Tensor, right: torch.Tensor) -> Any:
-    """Return the time of the slowest rank in us, or why there is none."""
+def measured(
+    comm: shotcast.Communicator,
+    call: Callable[[], Any],
+    out: torch.Tensor,
+    right: torch.Tensor,
+    before: torch.Tensor | None = None,
+) -> Any:
+    """Return the time of the slowest rank in us, or why there is none; ``out`` is ``before`` before it is checked."""
     try:
         out.fill_(-1)
+        if before is not None:
+            out.copy_(before)
         call()
         torch.cuda.synchronize()
         comm.check()
@@ -74,12 +84,13 @@ def measured(comm: shotcast.Communicator, call: Callable[[], Any], out: torch.Te
 
 def by_nccl(op: str, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
     if op == "all_reduce":
-        out.copy_(x)
         dist.all_reduce(out, group=group)
     elif op == "reduce_scatter":
         dist.reduce_scatter_tensor(out, x, group=group)
     elif op == "all_gather":
         dist.all_gather_into_tensor(out, x, group=group)
+    elif op == "broadcast":
+        dist.broadcast(x if dist.get_rank() == 0 else out, 0, group=group)
     else:
         dist.all_to_all_single(out, x, group=group)
 
@@ -97,7 +108,7 @@ def rows_of(
     whole = out if op == "all_gather" else x
     mapped = comm.empty(*x.shape, dtype=x.dtype).copy_(x), comm.empty(*out.shape, dtype=out.dtype)
     calls: list[tuple[str, int, LaunchShape | None, Callable[[], Any], torch.Tensor]] = []
-    calls.append(("auto", 0, None, functools.partial(getattr(comm, op), x, out=out), out))
+    calls.append(("auto", 0, None, functools.partial(comm._run, Op[op.upper()], x, out), out))
     for sms in SMS:
         if "few_sms" not in comm.candidates(whole, op, sms):
             continue
@@ -109,12 +120,13 @@ def rows_of(
                 run = functools.partial(comm._run, Op[op.upper()], *tensors, **by)
                 calls.append((name, sms, shape, run, tensors[1]))
     # NCCL adds two ranks in the same order, and more in another
-    if comm.world_size == 2 or op in ("all_gather", "all_to_all"):
+    if comm.world_size == 2 or op in ("all_gather", "all_to_all", "broadcast"):
         calls.append(("nccl", 0, None, functools.partial(by_nccl, op, x, out, group), out))
     for name, sms, launch, call, result in calls:
         shape = dataclasses.asdict(launch) if launch else None
         row = {"op": op, "bytes": size, "algorithm": name, "sms": sms, "launch": shape}
-        yield row | {"us": measured(comm, call, result, right)}
+        before = x if (name, op) == ("nccl", "all_reduce") else None
+        yield row | {"us": measured(comm, call, result, right, before)}
 
 
 def rows(sizes: list[int], ops: list[str], launches: bool) -> list[dict[str, Any]]:

@@ -250,7 +250,7 @@ def compiled_few_sms(
         "UNIT": unit,
         "WORLD": world_size,
         "BLOCK": block,
-        "MAPPED_BLOCK": mapped_block(warps, world_size, unit),
+        "MAPPED_BLOCK": mapped_block(block, warps, world_size, unit),
         "WARPS": warps,
         "PDL": capability >= 90,
     }

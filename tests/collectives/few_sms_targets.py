@@ -18,7 +18,7 @@ from shotcast.collectives import reference
 from shotcast.errors import ConfigError
 from shotcast.wire import MAX_SMS, LaunchShape, Op
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "uneven", "all_to_all")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "uneven", "all_to_all", "broadcast")
 OTHERS = (torch.uint8, torch.int16, torch.int64, torch.complex128)
 """Dtypes that are moved and not added up."""
 
@@ -57,6 +57,10 @@ def one_case(
         mine = whole[rank * count : (rank + 1) * count]
         mine.copy_(xs[rank])
         exact(comm.all_gather(mine, out=whole, **by), torch.cat(xs), (*what, "in place"))
+    elif kind == "broadcast":
+        root = seed % size
+        exact(comm.broadcast(x.clone(), root, **by), xs[root], what)
+        exact(comm.broadcast(x, root, **by), xs[root], (*what, "at an odd address"))
     elif kind == "uneven":
         lengths = [count * r // max(size - 1, 1) for r in range(size)]
         got = comm.all_gather(shifted(xs[rank][: lengths[rank]], shift), sizes=lengths, **by)
@@ -94,7 +98,8 @@ def cases(
             check(comm.all_reduce(ones, algorithm="one_shot"), ones * comm.world_size, "between")
         ones = torch.ones(64, device=comm.device)
         assert comm.candidates(ones, sms=3) == ["few_sms", "vendor"]
-        assert comm.candidates(ones, "all_to_all", sms=3) == ["few_sms", "vendor"]
+        for op in ("all_to_all", "broadcast"):
+            assert comm.candidates(ones, op, sms=3) == ["few_sms", "vendor"]
         assert "few_sms" not in comm.candidates(ones)
         settle(comm)
     return done
@@ -162,6 +167,9 @@ def arguments() -> None:
                 wrong = re.escape(f"; not {sms!r}")
                 with pytest.raises(ConfigError, match=rf"sms is a whole number in 1\.\.{MAX_SMS}, .*{wrong}"):
                     call(x, sms=sms)
+        with pytest.raises(ConfigError, match="sms is a whole number"):
+            comm.broadcast(x, 0, sms=0)
+        assert torch.equal(comm.broadcast(x.clone(), 0, sms=8), x)
         assert torch.equal(comm.all_reduce(x, sms=8), 2 * x)
         assert comm.explain(x, sms=8) == comm.explain(x)
         x.requires_grad_()

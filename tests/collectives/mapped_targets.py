@@ -203,6 +203,9 @@ def few_sms_case(comm: Any, kind: str, dtype: torch.dtype, count: int, tensor: A
         check(comm.all_reduce(x, out=tensor(torch.zeros_like(x)), **by), wanted, what)
         check(comm.all_reduce(x, out=x, **by), wanted, (*what, "in place"))
         return 2
+    if kind == "broadcast":
+        exact(comm.broadcast(x, seed % size, **by), xs[seed % size], what)
+        return 1
     if kind == "all_gather":
         exact(comm.all_gather(x, **by), torch.cat(xs), what)
         whole = tensor(torch.zeros_like(torch.cat(xs)))

@@ -35,7 +35,7 @@ WINDOW_PARTS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1, ALL_TO_ALL: 1}
 def kernel(kind: int, dtype: str, unit: int, world_size: int, capability: int = 90) -> tuple[Any, int, int]:
     """Return the compiled kernel, as a large message launches it, with the words of its tiles and its warps."""
     topology: Any = SimpleNamespace(world_size=world_size, transport=GPUS, max_bytes=64 << 20)
-    (op,) = [op for op, constant in _KINDS.items() if constant.value == kind]
+    op = next(op for op, constant in _KINDS.items() if constant.value == kind)
     problem: Any = SimpleNamespace(op=op, topology=topology, nbytes=256 << 20, sizes=(), sms=16)
     shape = launch(problem)
     block = shape.block_words if unit == 16 else min(shape.block_words, 64 * shape.num_warps)

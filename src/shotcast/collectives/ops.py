@@ -138,12 +138,12 @@ def _reduce_scatter(
     return comm.reduce_scatter(x, algorithm=algorithm, reduction=reduction, sms=sms)
 
 
-def _broadcast(comm: Any, x: torch.Tensor, root: int, algorithm: str, **_: Any) -> Any:
+def _broadcast(comm: Any, x: torch.Tensor, root: int, algorithm: str, sms: int | None = None, **_: Any) -> Any:
     """Broadcast to a new tensor on every rank."""
     out = x.new_empty(x.shape)
     if comm.rank == root:
         out.copy_(x.detach())
-    return comm.broadcast(out, root, algorithm)
+    return comm.broadcast(out, root, algorithm, sms)
 
 
 def _recv(comm: Any, x: torch.Tensor, src: int, **_: Any) -> Any:
@@ -399,7 +399,7 @@ ALL_TO_ALL_UNEVEN = OpSpec(
     derivative=_of_all_to_all_uneven,
 )
 BROADCAST = OpSpec(
-    "broadcast(Tensor x, str comm, int root, str algorithm) -> Tensor",
+    "broadcast(Tensor x, str comm, int root, str algorithm, int? sms=None) -> Tensor",
     Op.BROADCAST,
     call=_broadcast,
     derivative=_of_broadcast,

@@ -217,7 +217,7 @@ class Calls:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         if isinstance(tensors, list) and len(tensors) == 1:
-            key, x = ("broadcast", opts.rootRank, int, "auto"), tensors[0]
+            key, x = ("broadcast", opts.rootRank, int, "auto", None, type(None)), tensors[0]
             if work := self._again("broadcast", opts, key, x, x):
                 return work
         return self._broadcast(tensors, opts)

@@ -55,7 +55,8 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
 def _tiles(problem: CollectiveProblem) -> int:
     """Return how many tiles a program loads at once: what it sends, adds up and takes."""
     peers = problem.topology.world_size - 1
-    return {Op.ALL_REDUCE: 3 * peers + 1, Op.ALL_GATHER: peers + 1}.get(problem.op, 2 * peers + 1)
+    copies = dict.fromkeys((Op.ALL_GATHER, Op.BROADCAST), peers + 1)
+    return copies.get(problem.op, 3 * peers + 1 if problem.op is Op.ALL_REDUCE else 2 * peers + 1)
 
 
 def launches(problem: CollectiveProblem) -> list[LaunchShape]:
@@ -93,7 +94,7 @@ def _part(problem: CollectiveProblem) -> int:
     """Return the bytes of the longest part, which a rank sends to each other."""
     if problem.sizes:
         return max(problem.sizes) * wire.DTYPES.get(problem.dtype, 1)
-    return slice_of_message(problem)
+    return problem.nbytes if problem.op is Op.BROADCAST else slice_of_message(problem)
 
 
 def _form(**fields: Any) -> Form:
@@ -122,5 +123,6 @@ ALGORITHM = Algorithm(
         ),
         Op.ALL_GATHER: _form(work=one_shot.part_work),
         Op.ALL_TO_ALL: _form(work=one_shot.part_work),
+        Op.BROADCAST: _form(work=one_shot.broadcast_work),
     },
 )

@@ -134,22 +134,23 @@ class CopyCalls(Caller):
             )
         return tuple(sizes)
 
-    def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto") -> torch.Tensor:
-        """Copy ``x`` of rank ``root`` to ``x`` of every rank, in place. Returns ``x``.
+    def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto", sms: int | None = None) -> torch.Tensor:
+        """Copy ``x`` of rank ``root`` to ``x`` of every rank, in place, on ``sms`` SMs as in :meth:`all_reduce`.
 
-        Differentiable where ``x`` requires grad, on all ranks alike: its gradients are summed for the root.
+        Returns ``x``. Differentiable where ``x`` requires grad, on all ranks alike: its gradients are summed for the
+        root.
         """
-        key, operands = ("broadcast", root, type(root), algorithm), (x, x)
+        key, operands = ("broadcast", root, type(root), algorithm, sms, type(sms)), (x, x)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
         valid(x, "x", self.device, "broadcast")
         rank_in(root, self.world_size, "root", "broadcast")
-        values = {"x": x, "root": root, "algorithm": algorithm}
+        values = {"x": x, "root": root, "algorithm": algorithm, "sms": sms}
         if is_traced():
             writable(x, "x", "broadcast")
             return x.copy_(autograd.in_graph(ops.BROADCAST, self.name, values))
         if x.requires_grad and torch.is_grad_enabled():
             writable(x, "x", "broadcast")
             return autograd.written(ops.BROADCAST, self, x, values)
-        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root, given=(key, operands))
+        self._run(Op.BROADCAST, x, x, algorithm=algorithm, root=root, sms=sms, given=(key, operands))
         return x

@@ -4,6 +4,7 @@
     all_reduce:      the same by slices, and then rank j sends its sum to all
     all_gather:      each rank sends x to all
     all_to_all:      each rank sends part j to rank j
+    broadcast:       an all_gather where the root alone has a part
 
 Other kernels here have thousands of programs, which pass over the message like a window as long as the GPU has room for
 them. Beside a product that fills the GPU they wait for its end. This one leaves most of the GPU to others: few programs
@@ -85,12 +86,16 @@ TURNS = tl.constexpr(2 * layout.STEPS_IN_FLIGHT)
 
 
 class Parts(NamedTuple):
-    """The parts of a message, in bytes: the longest, where each begins, and this rank's."""
+    """The parts of a message, in bytes: the longest, where each begins, and this rank's.
+
+    ``copied_nbytes`` is what this rank copies to its own ``out`` in an all_gather: nothing where that is in place.
+    """
 
     longest: tl.tensor
     starts: tuple[tl.tensor, ...]
     own_start: tl.tensor
     own_nbytes: tl.tensor
+    copied_nbytes: tl.tensor
 
 
 @triton.jit
@@ -199,7 +204,8 @@ def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.cons
                     store_words(outs[i], target, offs, words, own_size, UNIT)
             store_words(out, target, offs, words, own_size, UNIT)
         else:
-            store_words(out, parts.own_start + start, offs, own_words, own_size, UNIT)
+            copied = bytes_in_chunk(parts.copied_nbytes, start, TILE)
+            store_words(out, parts.own_start + start, offs, own_words, copied, UNIT)
             for i in tl.static_range(PEERS):
                 size = bytes_in_chunk(sizes[i], start, TILE)
                 store_words(out, begins[i] + start, offs, others[i], size, UNIT)
@@ -252,9 +258,11 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
         sums_mine = window + (TURNS + turn % TURNS) * place_quads + rank * stride
         sums_came = window + (TURNS + (turn + LAG) % TURNS) * place_quads
         own_size = bytes_in_chunk(parts.own_nbytes, before, chunk_nbytes)
+        copied_size = own_size
         own_from = own_part + before
         if KIND == ALL_GATHER:
             own_size = bytes_in_chunk(parts.own_nbytes, start, chunk_nbytes)
+            copied_size = bytes_in_chunk(parts.copied_nbytes, start, chunk_nbytes)
             own_from = start
         longest = bytes_in_chunk(part_nbytes, start, chunk_nbytes)
         longest = tl.maximum(longest, bytes_in_chunk(part_nbytes, before, chunk_nbytes))
@@ -310,7 +318,7 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
                 own_to = before
             elif KIND == ALL_GATHER:
                 own_to = parts.own_start + start
-            store_words(out, own_to, offs, own_words, own_size, SHAPE.UNIT)
+            store_words(out, own_to, offs, own_words, copied_size, SHAPE.UNIT)
             if KIND != REDUCE_SCATTER:
                 for i in tl.static_range(PEERS):
                     store_words(
@@ -365,13 +373,16 @@ def few_sms(
     for r in tl.static_range(WORLD):
         own_start = tl.where(rank == r, starts[r], own_start)
         own_nbytes = tl.where(rank == r, starts[r + 1] - starts[r], own_nbytes)
+    copied_nbytes = own_nbytes
+    if KIND == ALL_GATHER:
+        copied_nbytes = tl.where(x.to(tl.int64) == out.to(tl.int64) + own_start, 0, own_nbytes)
     # A program of its own for the headers would take an SM. Nothing is sent before all ranks have come anyway.
     if worker == 0:
         exchange_headers(call, rank * 0, False, WORLD, WARPS, False)
         call = with_status(call, (read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
     else:
         leave_epoch(call, rank * 0, False)
-    parts = Parts(part_nbytes, starts, own_start, own_nbytes)
+    parts = Parts(part_nbytes, starts, own_start, own_nbytes, copied_nbytes)
     progress = progress_at + worker * FLAG_ROW_QUADS
     row = blocks.rows + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
     if not SHAPE.ANNOUNCES:
@@ -405,18 +416,21 @@ _KINDS = {
     Op.REDUCE_SCATTER: REDUCE_SCATTER,
     Op.ALL_GATHER: ALL_GATHER,
     Op.ALL_TO_ALL: ALL_TO_ALL,
+    Op.BROADCAST: ALL_GATHER,
 }
 
 
-def mapped_block(warps: int, world_size: int, unit: int) -> int:
-    """Return the words of a tile of tensors that all ranks map."""
+def mapped_block(block: int, warps: int, world_size: int, unit: int) -> int:
+    """Return the words of a tile of tensors that all ranks map, where those of the window have ``block``."""
     if unit != layout.QUAD:
-        return 64 * warps  # each word takes several registers
+        return min(block, 64 * warps)  # each word takes several registers
+    if warps == 1:  # of the interpreter
+        return block
     return max(128 * warps, min(MAPPED_WORDS // triton.next_power_of_2(world_size), 512 * warps))
 
 
 def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> KernelLaunch:
-    """Return the launch of an all_reduce, a reduce_scatter, an all_gather or an all_to_all.
+    """Return the launch of an all_reduce, a reduce_scatter, an all_gather, an all_to_all or a broadcast.
 
     An all_gather that ``announces`` lets the next kernel of the stream begin, and tells it which chunks are there.
 
@@ -426,11 +440,15 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
     item, world_size, shape = wire.DTYPES[plan.dtype], context.world_size, plan.launch
     if plan.op is Op.ALL_REDUCE:
         part = wire.slice_bytes(plan.nbytes, world_size)
+    elif plan.op is Op.BROADCAST:
+        part = plan.nbytes
     else:
         part = max(plan.sizes) * item if plan.sizes else plan.nbytes // world_size
     starts = [min(rank * part, plan.nbytes) for rank in range(world_size + 1)]
     if plan.sizes:
         starts = [sum(plan.sizes[:rank]) * item for rank in range(world_size + 1)]
+    elif plan.op is Op.BROADCAST:
+        starts = [part * (rank > plan.root) for rank in range(world_size + 1)]
     starts += [starts[-1]] * (wire.MAX_WORLD_SIZE - world_size)
     room = context.layout.window_quads * layout.QUAD
     places = layout.places_in_window(plan.op)
@@ -463,5 +481,5 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
         KIND=_KINDS[plan.op].value,
         ANNOUNCES=announces,
         BLOCK=block,
-        MAPPED_BLOCK=mapped_block(shape.num_warps, world_size, context.unit(plan)),
+        MAPPED_BLOCK=mapped_block(shape.block_words, shape.num_warps, world_size, context.unit(plan)),
     )
