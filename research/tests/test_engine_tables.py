@@ -80,6 +80,7 @@ def test_most_runs_lie_within_error_bars_that_their_model_had_no_part_in() -> No
         assert fmean(width <= 2 for width, few in zip(widths, small, strict=True) if few) > 0.5
 
 
+@pytest.mark.full
 def test_bars_of_plans_are_those_of_all_runs() -> None:
     for metric, packaged in zip(BARRED, MEASURED_BEYOND_KERNELS, strict=True):
         assert systematic(measured(), metric) == pytest.approx(packaged, abs=5e-4)

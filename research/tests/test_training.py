@@ -16,6 +16,7 @@ from shotcast.launcher.spawn import spawn
 SETTING = training.Setting(("data", "tensor"), "tiny", 1, 32, 16, "cpu", "float32", rounds=1, repeats=1)
 
 
+@pytest.mark.full
 def test_all_forms_are_checked_and_timed() -> None:
     rows = spawn(training.rows, 2, SETTING, timeout_s=300)[0]
     found = {(row.set, row.form): row for row in rows}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import vllm_engines
 
 FAKE = """
@@ -33,6 +34,7 @@ vllm_engines.serve(os.fdopen(int(sys.argv[1]), "w"))
 """
 
 
+@pytest.mark.full
 def test_engines_take_turns(tmp_path: Path) -> None:
     log, children = tmp_path / "steps", {}
     for name, factor in (("vLLM", 1.0), ("plug-in", 0.5), ("broken", 1.0)):

@@ -124,6 +124,7 @@ def test_eager_calls_bypass_the_operators() -> None:
     compile_on_ranks(targets.operators_and_names, 2, "aot_eager")
 
 
+@pytest.mark.full
 def test_bad_calls() -> None:
     compile_on_ranks(targets.bad_calls, 2, "aot_eager")
 

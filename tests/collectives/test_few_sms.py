@@ -99,7 +99,7 @@ def test_absent_rank_is_named(killed: bool) -> None:
         assert outcome["took"] < 60
 
 
-@pytest.mark.every(2)
+@pytest.mark.full
 @pytest.mark.timing
 @pytest.mark.parametrize(("killed", "timeout_s"), [(False, 4.0), (True, 600.0)], ids=["stopped", "killed"])
 def test_rank_that_stops_between_chunks_is_named(killed: bool, timeout_s: float) -> None:

@@ -93,6 +93,7 @@ def test_a_capture_cannot_grow_and_says_what_to_do() -> None:
 
 @pytest.mark.long
 class TestInterpreted:
+    @pytest.mark.full
     def test_a_workspace_is_replaced_by_a_larger_one(self) -> None:
         """The first one stays. The calls are counted on; before a growth, the ranks meet in a call of its own."""
         first, second, third = [FIRST], [FIRST, 4 * FIRST], [FIRST, LARGEST]

@@ -207,10 +207,12 @@ def test_calls_that_clear_their_slots_leave_no_words() -> None:
             assert by_the_next > 0, operation
 
 
+@pytest.mark.full
 def test_integers_beyond_the_workspace_pass_in_pieces() -> None:
     interpreted(communicator_targets.integers_in_pieces, 2)
 
 
+@pytest.mark.full
 def test_every_reduction() -> None:
     interpreted(communicator_targets.every_reduction, 2, 1, 8)
 
@@ -309,7 +311,8 @@ def test_rank_that_sends_only_its_header_is_named(operation: str, victim: int) -
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("world_size", "algorithm"), [(2, "one_shot"), (3, "two_shot"), pytest.param(2, "ring", marks=pytest.mark.full)]
+    ("world_size", "algorithm"),
+    [(2, "one_shot"), *(pytest.param(*one, marks=pytest.mark.full) for one in ((3, "two_shot"), (2, "ring")))],
 )
 def test_calls_after_a_fault_give_nan_at_once(world_size: int, algorithm: str) -> None:
     """The slots hold numbers of earlier calls by then. A graph of many calls must not wait for as many deadlines."""

@@ -60,6 +60,7 @@ LAYER_CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_layer_norms(world_size: int) -> None:
     ops = list(targets.LAYER_NORMS)

@@ -59,6 +59,7 @@ def test_few_sms_work_where_they_lie(world_size: int, counts: list[int]) -> None
     assert len(set(made)) == 1
 
 
+@pytest.mark.full
 def test_a_late_rank_of_few_sms_in_place() -> None:
     first, second = interpret(targets.late_in_place, 2, "cpu", env=GPU_COLLECTIVES, fresh=True)
     assert first == ("late", (1,), True)

@@ -337,6 +337,7 @@ def test_covers_what_triton_finds(reference: str, monkeypatch: pytest.MonkeyPatc
     assert functions <= covered, functions - covered
 
 
+@pytest.mark.full
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_other_number_in_a_kernel_is_seen(data: st.DataObject) -> None:

@@ -251,6 +251,7 @@ def test_the_configuration_of_a_gguf_file_is_not_read_with_its_tokenizer(monkeyp
     assert Tokenizer.load("smollm2").vocab_size == 49152
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "changes",
     [

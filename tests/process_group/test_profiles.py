@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import profile_targets as targets
+import pytest
 
 import shotcast
 
 
+@pytest.mark.full
 def test_profiles_show_every_call() -> None:
     for calls, training in shotcast.spawn(targets.profiled, 2, timeout_s=300):
         assert calls == [
