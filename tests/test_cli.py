@@ -227,6 +227,7 @@ class TestBench:
         assert result.exit_code == 1
         assert "some results were wrong" in result.stderr
 
+    @pytest.mark.full
     def test_work_between_calls(self, tmp_path: Path) -> None:
         result_file = tmp_path / "result.json"
         result = invoked(

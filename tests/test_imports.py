@@ -300,6 +300,7 @@ def test_importing_has_no_side_effects() -> None:
     assert run(code) == "True"
 
 
+@pytest.mark.full
 def test_importing_every_module_starts_nothing() -> None:
     """Importing starts no thread, no process group and no CUDA, and leaves the environment as torch sets it."""
     code = """

@@ -41,6 +41,7 @@ def test_every_implementation_is_right(dtype: str) -> None:
     assert {row.tokens for row in rows} == ({1, 3} if dtype == "float32" else {2, 6})
 
 
+@pytest.mark.full
 def test_work_between() -> None:
     names = ("auto", "unfused", "gloo")
     rows = harness.run(dataclasses.replace(CONFIG, between="gemm", inner=4, algorithms=names, sizes=(128,)), 2)

@@ -40,11 +40,13 @@ def test_written_tensors_and_reductions_against_plain_torch(world_size: int) -> 
     shared_ranks.run(autograd_programs.against_plain_torch, world_size, names)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.every(3)
+@pytest.mark.parametrize("world_size", [2, 1, 3])
 def test_gradients_of_reduce_in_place_against_plain_torch(world_size: int) -> None:
     shared_ranks.run(targets.reduced_in_place, world_size, timeout_s=300)
 
 
+@pytest.mark.full
 def test_constants_of_a_root_and_messages_leave_no_history() -> None:
     shared_ranks.run(targets.forgotten_histories, 2, timeout_s=300)
 

@@ -104,6 +104,7 @@ class TestDisagreement:
         message = self.error_of({1: {"SHOTCAST_ALGORITHM": "ring"}})
         assert message == "the ranks do not agree on SHOTCAST_ALGORITHM: rank 0: auto, rank 1: ring, rank 2: auto"
 
+    @pytest.mark.full
     def test_allow_fp8(self) -> None:
         message = self.error_of({1: {"SHOTCAST_ALLOW_FP8": "1"}})
         words = "the ranks do not agree on allow_fp8 (SHOTCAST_ALLOW_FP8): "

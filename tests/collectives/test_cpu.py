@@ -52,6 +52,7 @@ class TestValues:
     def test_changing_sizes_with_stragglers(self, world_size: int) -> None:
         shotcast.spawn(changing_sizes, world_size, "cpu", 600 // world_size, 60_000, world_size, timeout_s=300)
 
+    @pytest.mark.full
     def test_more_ranks_than_own_kernels_serve(self) -> None:
         explanation = shotcast.spawn(targets.more_ranks_than_kernels_serve, wire.MAX_WORLD_SIZE + 1, timeout_s=300)[0]
         assert "vendor, by legality: own kernels serve up to 8 ranks, not 9" in explanation

@@ -239,6 +239,7 @@ def test_messages_wait_in_the_mailbox() -> None:
     assert interpreted(waiting_messages, 3, "cpu", 3) == [48] * 2 + [0]
 
 
+@pytest.mark.full
 def test_norm() -> None:
     interpreted(rms_norms, 2)
 

@@ -393,8 +393,8 @@ def test_a_draft_that_is_the_model_itself_is_always_right(
     assert (counts["preemptions"] > 0) == (blocks == 21)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)])
+@pytest.mark.every(3)
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 1), (1, 2)])
 def test_prompt_logprobs_on_static_memory(folder: Path, tensor: int, stages: int) -> None:
     """Steps that report them are computed without graphs, between steps on static memory and planned ahead."""
     wanted = [
