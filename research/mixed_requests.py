@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
 import itertools
 import json
@@ -19,9 +20,10 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jsonschema
 import openai
@@ -89,6 +91,13 @@ async def measure(url: str, clients: int, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+def read_to_the_end(stream: IO[str]) -> None:
+    """Read what nobody needs, until the stream is closed."""
+    with contextlib.suppress(ValueError):
+        for _ in stream:
+            pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
@@ -103,6 +112,8 @@ def main() -> None:
             assert server.stderr is not None
             found = (re.search(r"http://\S+/v1", line) for line in server.stderr)
             url = next(address[0] for address in found if address)
+            # a server whose log nobody reads waits once the pipe is full
+            threading.Thread(target=read_to_the_end, args=(server.stderr,), daemon=True).start()
             rounds = asyncio.run(measure(url, args.clients, args.rounds))
         finally:
             server.terminate()
