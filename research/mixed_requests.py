@@ -1,6 +1,6 @@
 """Serve constrained requests among plain ones, and hold the time between tokens against that of plain requests alone.
 
-    python research/mixed_requests.py --json benchmarks/data/cpu/mixed_requests.json
+    python research/mixed_requests.py --json benchmarks/data/cpu/exploration/mixed_requests.json
 
 The clients of a round send their requests at once, and stream the answers: all of them plain, or every other one with a
 JSON schema. Rounds of both kinds take turns. Every constrained answer is validated. The result has, for each kind of

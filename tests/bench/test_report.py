@@ -203,6 +203,7 @@ OTHERS = (
     "first_use",
     "programs_",
     "shared_calls_",
+    "mixed_requests",
 )
 """File names of other results: those of the engine, of the scripts in research, and of long tests."""
 KEPT = sorted(
