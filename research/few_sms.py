@@ -90,7 +90,7 @@ def by_nccl(op: str, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGrou
     elif op == "all_gather":
         dist.all_gather_into_tensor(out, x, group=group)
     elif op == "broadcast":
-        dist.broadcast(x if dist.get_rank() == 0 else out, 0, group=group)
+        dist.broadcast(out, 0, group=group)
     else:
         dist.all_to_all_single(out, x, group=group)
 
@@ -125,7 +125,7 @@ def rows_of(
     for name, sms, launch, call, result in calls:
         shape = dataclasses.asdict(launch) if launch else None
         row = {"op": op, "bytes": size, "algorithm": name, "sms": sms, "launch": shape}
-        before = x if (name, op) == ("nccl", "all_reduce") else None
+        before = x if name == "nccl" and op in ("all_reduce", "broadcast") else None  # in place
         yield row | {"us": measured(comm, call, result, right, before)}
 
 

@@ -55,8 +55,8 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
 def _tiles(problem: CollectiveProblem) -> int:
     """Return how many tiles a program loads at once: what it sends, adds up and takes."""
     peers = problem.topology.world_size - 1
-    copies = dict.fromkeys((Op.ALL_GATHER, Op.BROADCAST), peers + 1)
-    return copies.get(problem.op, 3 * peers + 1 if problem.op is Op.ALL_REDUCE else 2 * peers + 1)
+    of_op = {Op.ALL_REDUCE: 3 * peers + 1, Op.ALL_GATHER: peers + 1, Op.BROADCAST: peers + 1}
+    return of_op.get(problem.op, 2 * peers + 1)
 
 
 def launches(problem: CollectiveProblem) -> list[LaunchShape]:
