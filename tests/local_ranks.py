@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -69,6 +70,8 @@ def _main(function: Callable[..., Any], rank: int, pipes: list[Any], results: li
     for other, (_, sender) in enumerate(results):
         if other != rank:
             sender.close()
+    # Garbage of the test process is not collected here: files that it holds would close while a test counts its own.
+    gc.freeze()
     try:
         outcome = (True, function(LocalGroup(rank, len(results), mine), *arguments))
     except BaseException:

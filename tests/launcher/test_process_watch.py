@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import subprocess
@@ -92,6 +93,7 @@ def test_a_process_of_another_machine_cannot_be_watched(sleeper: subprocess.Pope
 
 
 def test_several_callbacks_and_nothing_left(sleeper: subprocess.Popen[bytes]) -> None:
+    gc.collect()
     watch, before = ProcessWatch(), (descriptors(), threads())
     told: list[int] = []
     for _ in range(50):
@@ -128,6 +130,7 @@ def test_a_forked_child_watches_nothing_and_can_begin_anew(sleeper: subprocess.P
 def test_what_a_process_tells_is_heard_with_its_token() -> None:
     watch = ProcessWatch()
     heard: list[int] = []
+    gc.collect()
     before = descriptors()
     other = watch.hear("other", lambda number, _: heard.append(-number))
     end = watch.hear("token", lambda number, _: heard.append(number))
@@ -155,6 +158,7 @@ def test_a_process_is_given_files() -> None:
     watch = ProcessWatch()
     heard: list[tuple[int, int]] = []
     end = watch.hear("token", lambda number, descriptor: heard.append((number, descriptor)))
+    gc.collect()
     before = descriptors()
     read, write = os.pipe()
     tell(ProcessId.own(), "token", 3, write)

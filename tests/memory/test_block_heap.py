@@ -149,6 +149,7 @@ def test_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setattr(block_heap, "_PATIENCE_S", 1.0)
     made = Heaps()
     made.mail.deaf = {2}
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         assert made.heaps[0].empty((5,), torch.float32) is None

@@ -130,6 +130,7 @@ def test_memory_stays_unused_while_a_late_rank_may_write_to_it() -> None:
 
 
 def test_a_tensor_outlives_its_buffer() -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     buffer, heap = heap_of()
     tensor = heap.empty((PAGE,), torch.uint8).fill_(7)

@@ -86,6 +86,17 @@ def test_ranks_share_and_leave_nothing(directory, world_size):
     run_ranks(world_size, check_shared, directory)
 
 
+def test_garbage_of_the_test_process_stays_open_in_ranks(directory):
+    garbage = [open(os.devnull)]  # noqa: SIM115
+    garbage.append(garbage)
+    gc.disable()
+    try:
+        del garbage
+        run_ranks(1, check_shared, directory)
+    finally:
+        gc.enable()
+
+
 def check_private(group, directory):
     seen = []
 
