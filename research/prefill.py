@@ -33,11 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 import shotcast
+from shotcast import env
 from shotcast.bench import kernels
 from shotcast.bench.baselines import NCCL_FAVOURABLE
 from shotcast.collectives import separate_norm
 from shotcast.collectives.norm_operands import norm_operands
-from shotcast.collectives.rank_device import gpu_of, local_world_size
+from shotcast.collectives.rank_device import gpu_of
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.prefill_forms import FORMS, HALVES, WHOLE
 from shotcast.engine.sampling_params import SamplingParams
@@ -130,7 +131,7 @@ def measured(model_name: str, device: str, tokens: int, rounds: int) -> list[dic
             form: lambda form=form: Form(model, tokens, form, stack)
             for form in (*FORMS, AUTO)  # type: ignore[misc]
         }
-        if cuda and local_world_size() <= torch.cuda.device_count():  # NCCL takes no two ranks on a GPU
+        if cuda and env.local_world_size() <= torch.cuda.device_count():  # NCCL takes no two ranks on a GPU
             makers[NCCL] = lambda: Form(by_nccl, tokens, WHOLE.name, stack)
             makers[NCCL_HALVES] = lambda: Form(by_nccl, tokens, HALVES.name, stack)
         makers[NO_SUMS] = lambda: Form(silent, tokens, WHOLE.name, stack)

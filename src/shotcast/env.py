@@ -249,3 +249,9 @@ def whole_job() -> JobEnv | None:
     A program that initializes torch.distributed by a file or a store may use some of these variables for itself.
     """
     return job() if all(os.environ.get(name) for name in _JOB) else None
+
+
+def local_world_size() -> int:
+    """Return how many ranks of the job run on this machine."""
+    of_job = whole_job()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", of_job.world_size if of_job else 1))

@@ -11,6 +11,7 @@ import torch
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.device_selection import select_device
 from shotcast.errors import ConfigError
+from shotcast.hardware import detect
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_a_dtype_that_the_device_does_not_have(monkeypatch: pytest.MonkeyPatch) 
 
 
 def fake_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, local: str | None) -> None:
+    monkeypatch.setattr(detect, "has_cuda_driver", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if local is None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -597,6 +598,22 @@ def save_tiny(folder: Path) -> None:
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2"])
+def test_the_process_of_the_user_needs_no_pytorch(tiny: str, model: str) -> None:
+    """Which would take it seconds to import, and more than 100 MB."""
+    code = f"""
+        import sys
+        from shotcast import LLM, SamplingParams
+
+        if __name__ == "__main__":
+            with LLM({tiny if model == "tiny" else model!r}, device="cpu", max_model_len=64) as llm:
+                (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=3, ignore_eos=True))
+                print(len(output.tokens), "torch" in sys.modules)
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert ran.stdout.strip() == "3 False", ran.stderr
 
 
 def test_invalid_logits_fail_only_their_request(tmp_path: Path) -> None:

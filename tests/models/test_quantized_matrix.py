@@ -20,7 +20,7 @@ from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.grouped import GroupedRows
 from shotcast.layers.linear import RowShard, _joined, column_parallel, row_parallel
 from shotcast.layers.weights import Weights
-from shotcast.models.quantized_matrix import read_quantization
+from shotcast.models.quantization_config import read_quantization
 from shotcast.models.safetensors_folder import SafetensorsFolder
 
 SIZES = {

@@ -177,9 +177,7 @@ def world_sizes_of(text: str, device: str, running: int | None) -> list[int]:
 
 def node_shape(world_size: int) -> NodeShape:
     """Return the nodes and ranks that the job will have, as far as the environment says."""
-    from shotcast.collectives.rank_device import local_world_size
-
-    of_host = local_world_size() if env.job() else world_size
+    of_host = env.local_world_size() if env.job() else world_size
     of_node = env.ranks_per_node() or of_host
     return NodeShape(1, world_size) if world_size % of_node else NodeShape(world_size // of_node, of_node)
 

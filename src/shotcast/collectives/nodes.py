@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from shotcast import env
-from shotcast.collectives.rank_device import local_world_size
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.driver import visible_gpus
 from shotcast.memory.host_group import StoreGroup
@@ -66,7 +65,7 @@ def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) 
         device: of this rank.
         undecided: it is the CPU unless each rank has its own GPU.
     """
-    declared, ranks_here = env.ranks_per_node(), local_world_size()
+    declared, ranks_here = env.ranks_per_node(), env.local_world_size()
     trouble = ""
     if declared and ranks_here % declared:
         trouble = f"SHOTCAST_RANKS_PER_NODE={declared} does not divide the {ranks_here} ranks of this host"

@@ -18,7 +18,7 @@ def device_of(device: str | torch.device | None) -> torch.device:
     """
     job = env.whole_job()
     if device is None:
-        device = "cuda" if enough_gpus(local_world_size()) else "cpu"
+        device = "cuda" if enough_gpus(env.local_world_size()) else "cpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -43,7 +43,7 @@ def may_have_own_gpu(device: str | torch.device | None) -> bool:
     A launcher may show each rank one GPU, by CUDA_VISIBLE_DEVICES, or all ranks the same one. The ranks find that out
     together (``find_nodes``).
     """
-    if device is not None or "CUDA_VISIBLE_DEVICES" not in os.environ or enough_gpus(local_world_size()):
+    if device is not None or "CUDA_VISIBLE_DEVICES" not in os.environ or enough_gpus(env.local_world_size()):
         return False
     return torch.cuda.is_available() and torch.cuda.device_count() == 1
 
@@ -66,15 +66,9 @@ def gpu_of(local_rank: int) -> int:
 
 def ranks_of_a_gpu() -> int:
     """Return how many ranks run on the GPU of this one, as far as this process can tell."""
-    return -(-local_world_size() // torch.cuda.device_count()) if env.share_gpus() else 1
+    return -(-env.local_world_size() // torch.cuda.device_count()) if env.share_gpus() else 1
 
 
 def gpus_are_shared() -> bool:
     """Return whether several ranks of this machine run on one GPU, which NCCL refuses."""
-    return env.share_gpus() and torch.cuda.device_count() < local_world_size()
-
-
-def local_world_size() -> int:
-    """Return how many ranks of the job run on this machine."""
-    job = env.whole_job()
-    return int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size if job else 1))
+    return env.share_gpus() and torch.cuda.device_count() < env.local_world_size()

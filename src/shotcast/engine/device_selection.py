@@ -6,11 +6,10 @@ import logging
 import os
 from dataclasses import replace
 
-import torch
-
-from shotcast.collectives.rank_device import enough_gpus, local_world_size
+from shotcast import env
 from shotcast.engine.config import EngineConfig
 from shotcast.errors import ConfigError
+from shotcast.hardware import detect
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +23,11 @@ def select_device(config: EngineConfig) -> EngineConfig:
         ConfigError: the device is "cuda", or the layout is left to a plan, and there are too few GPUs (a launcher may
             show one to each rank), or the device does not support the dtype.
     """
-    needed = int(os.environ.get("LOCAL_WORLD_SIZE", config.asked_ranks or local_world_size()))
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    enough = enough_gpus(needed)
+    if config.device == "cpu":
+        return config
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", config.asked_ranks or env.local_world_size()))
+    visible = _visible_gpus()
+    enough = visible >= (1 if env.share_gpus() else needed)
     one_each = visible == 1 and "LOCAL_WORLD_SIZE" in os.environ  # a communicator refuses ranks with the same one
     if config.device == "cuda":
         if not visible:
@@ -53,3 +54,11 @@ def select_device(config: EngineConfig) -> EngineConfig:
             visible,
         )
     return replace(config, device="cuda" if enough else "cpu")
+
+
+def _visible_gpus() -> int:
+    if not detect.has_cuda_driver():
+        return 0  # which takes no PyTorch
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shotcast import env
-from shotcast.collectives.rank_device import local_world_size
 from shotcast.engine.config import EngineConfig, max_model_len_of, parse_workload
 from shotcast.engine.memory import HostMemory, KnownMemory, MemoryBudget, require_one_sequence
 from shotcast.errors import ConfigError
@@ -170,7 +169,7 @@ def _find_machine(config: EngineConfig) -> _Machine:
     if job is not None:
         if asked not in (None, job.world_size):
             raise ConfigError(f"layout {config.layout} is of {asked} ranks, and the job has {job.world_size}")
-        local = local_world_size()
+        local = env.local_world_size()
         if job.world_size % local:
             raise ConfigError(
                 f"hosts have different numbers of ranks ({local} of {job.world_size} are here), which plans do not "

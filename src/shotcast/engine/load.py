@@ -12,7 +12,7 @@ import torch
 
 from shotcast import env
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
-from shotcast.collectives.rank_device import gpu_of, local_world_size, ranks_of_a_gpu
+from shotcast.collectives.rank_device import gpu_of, ranks_of_a_gpu
 from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.config import EngineConfig, max_model_len_of
 from shotcast.engine.draft_model import DraftModel
@@ -226,7 +226,7 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
         ConfigError: the weights, or a cache of ``kv_cache_bytes``, do not fit.
     """
     on_gpu = config.device == "cuda"
-    sharers = ranks_of_a_gpu() if on_gpu else local_world_size()
+    sharers = ranks_of_a_gpu() if on_gpu else env.local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
     stores = on_gpu and bool(stored_formats(config, dtype))
 

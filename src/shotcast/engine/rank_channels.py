@@ -20,7 +20,6 @@ import torch
 
 from shotcast import env
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.rank_device import local_world_size
 from shotcast.engine.outputs import ModelRunnerOutput
 from shotcast.engine.step_plan import ScheduledSequence, StepPlan
 from shotcast.errors import ShotcastError
@@ -49,7 +48,7 @@ class DriverChannel:
         self._output_rank = output_rank
         if job.world_size == 1:
             return
-        if local_world_size() == job.world_size:
+        if env.local_world_size() == job.world_size:
             self._accept_local(job)
         else:
             self._accept_remote(job, silence_s)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import platform
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
-from shotcast import __version__
-from shotcast.collectives.rank_device import local_world_size
+from shotcast import __version__, env
 from shotcast.engine.config import EngineConfig
 from shotcast.errors import ConfigError
 from shotcast.hardware import detect
@@ -72,13 +70,13 @@ def start_facts(config: EngineConfig) -> dict[str, str]:
         options["speculative_config"] = repr(replace(config.speculation, method="draft_model", model="a model"))
         draft = {f"{name} of the draft model": fact for name, fact in fingerprints(config.speculation.model).items()}
     if config.plans_layout:  # rank 0 plans for machines such as its own
-        options["the number of ranks on a host"] = str(local_world_size())
+        options["the number of ranks on a host"] = str(env.local_world_size())
         if config.device == "cuda":
             gpu = detect.visible_gpus()[0]
             options["the GPU"] = f"{gpu.name}, {about_size(gpu.memory_bytes)}"
     versions = {
         "the version of shotcast": __version__,
-        "the version of torch": torch.__version__,
+        "the version of torch": importlib.metadata.version("torch"),
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
     }
     return versions | options | fingerprints(config.model) | draft

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shotcast.collectives.rank_device import local_world_size
+from shotcast import env
 from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary, mask_executor, reason_of
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.speculation import num_accepted
@@ -219,7 +219,7 @@ class TokenConstraints:
     def _make_compiler(self, vocabulary: Vocabulary) -> None:
         try:
             self._compiler = GrammarCompiler(vocabulary)
-            self._executor = mask_executor(min(MAX_MASK_THREADS, available_cores() // local_world_size()))
+            self._executor = mask_executor(min(MAX_MASK_THREADS, available_cores() // env.local_world_size()))
             self._end_tokens = vocabulary.end_tokens
         except ConfigError as error:
             self._compiler = error

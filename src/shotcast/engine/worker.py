@@ -7,15 +7,17 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Client
+from typing import TYPE_CHECKING
 
 from shotcast import env
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.engine_core import STAGE_TIMEOUTS, ClientConnection, EngineCore, scheduler_config
-from shotcast.engine.load import load
-from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner
-from shotcast.engine.rank_channels import DriverChannel, WorkerChannel
 from shotcast.engine.scheduler import Scheduler
 from shotcast.engine.speculation import Speculation
+
+if TYPE_CHECKING:
+    from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner
+    from shotcast.engine.rank_channels import WorkerChannel
 
 _POLL_S = 5e-5
 """Seconds that a rank that reports waits for the next plan before it checks again whether the last step has
@@ -31,6 +33,9 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
         config: the engine's configuration, with a resolved device.
         address, key: the Unix socket at which rank 0 reaches the engine's client, and the key of that connection.
     """
+    from shotcast.engine.load import load
+    from shotcast.engine.rank_channels import DriverChannel, WorkerChannel
+
     rank_env = env.job()
     assert rank_env is not None
     with contextlib.ExitStack() as stack:

@@ -252,6 +252,11 @@ def multicast_disabled_by() -> str:
     return name if os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y") else ""
 
 
+def has_cuda_driver() -> bool:
+    """Return whether this host has the CUDA driver, without which PyTorch sees no GPU."""
+    return _libcuda() is not None
+
+
 @functools.cache
 def _libcuda() -> Any:
     try:

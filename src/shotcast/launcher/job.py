@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shotcast.env import JobEnv
 from shotcast.errors import ConfigError, EngineDead, ShotcastError, UnsupportedError
@@ -32,6 +30,9 @@ from shotcast.launcher.rank_handle import Failure, read_report
 from shotcast.launcher.rank_process import error_report, value_report
 from shotcast.launcher.tcp_channels import TcpListener, connect
 from shotcast.transport.network.handshake import connection_key, new_key
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
@@ -304,6 +305,8 @@ class JobMember:
             self._fail(error)
         self._report(_REPORT + value_report(value))
         self._left.set()
+        import torch.distributed as dist
+
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.exit(0)
@@ -312,7 +315,7 @@ class JobMember:
         store = _job_store(self.job)
         try:
             store.wait([_LEADER], timedelta(seconds=JOIN_TIMEOUT_S))
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             raise ConfigError(
                 f"rank 0 has ended, or has not begun within {JOIN_TIMEOUT_S:g} s; what it printed says why"
             ) from error
@@ -392,5 +395,7 @@ def _ignore_one_signal(rank: int) -> None:
 
 def _job_store(job: JobEnv) -> dist.Store:
     """Return a part of the store of the job's rendezvous, which the leader hosts unless torchrun does."""
+    import torch.distributed as dist
+
     store, _, _ = next(dist.rendezvous("env://", job.rank, job.world_size, timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
     return dist.PrefixStore(_PREFIX, store)

@@ -8,12 +8,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
-
-import torch.distributed as dist
 
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, RankFailed
 from shotcast.launcher.rank_process import CallerContext, RankProcess, run_rank
@@ -59,7 +58,7 @@ class Failure:
         if isinstance(self.exception, CollectiveTimeout | CollectiveMismatch):
             return 3
         lost_peer = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-        if isinstance(self.exception, dist.DistError) or any(text in self.detail for text in lost_peer):
+        if _is_dist_error(self.exception) or any(text in self.detail for text in lost_peer):
             return 2
         return 1
 
@@ -189,3 +188,8 @@ def _unpickle(data: bytes | None) -> BaseException | None:
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None
+
+
+def _is_dist_error(error: BaseException | None) -> bool:
+    distributed = sys.modules.get("torch.distributed")  # an instance was unpickled, so its module is imported
+    return distributed is not None and isinstance(error, distributed.DistError)

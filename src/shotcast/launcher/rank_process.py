@@ -24,10 +24,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, reduction, set_spawning_popen  # type: ignore[attr-defined]
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-
 from shotcast.errors import ConfigError
 from shotcast.launcher import rank_server
 from shotcast.launcher.pickling import dumps
@@ -98,18 +94,18 @@ def imports_main() -> bool:
     return bool(main) and not name.endswith("__main__")
 
 
-class _Descriptor:
+class Descriptor:
     """An open file of the caller that is passed to the rank; ``number`` is its descriptor in the process it is in."""
 
     def __init__(self, number: int):
         self.number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Descriptor._receive, (reduction.DupFd(self.number),)
+        return Descriptor._receive, (reduction.DupFd(self.number),)
 
     @staticmethod
-    def _receive(duplicate: Any) -> _Descriptor:
-        return _Descriptor(duplicate.detach())
+    def _receive(duplicate: Any) -> Descriptor:
+        return Descriptor(duplicate.detach())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +121,7 @@ class CallerContext:
 
     env: dict[str, str]
     main: dict[str, Any]
-    streams: dict[int, _Descriptor]
+    streams: dict[int, Descriptor]
     umask: int | None
     cores: set[int]
     niceness: int
@@ -137,7 +133,7 @@ class CallerContext:
         for number in (1, 2):
             with contextlib.suppress(OSError):
                 os.fstat(number)
-                streams[number] = _Descriptor(number)
+                streams[number] = Descriptor(number)
         return cls(env, main_of_caller(), streams, _umask(), os.sched_getaffinity(0), os.nice(0), own_group)
 
     def apply(self) -> None:
@@ -163,7 +159,7 @@ def _umask() -> int | None:
 
 
 def run_rank(caller: CallerContext, payload: bytes, results: Connection, stacks: Connection, alive: Connection) -> None:
-    _die_with(alive.fileno())
+    die_with(alive.fileno())
     for pipe in (results, stacks, alive):
         os.set_inheritable(pipe.fileno(), False)
     if caller.own_group:
@@ -190,12 +186,14 @@ def run_rank(caller: CallerContext, payload: bytes, results: Connection, stacks:
         sys.stderr.flush()
         # Threads of a broken job may block an orderly exit, and none is needed.
         os._exit(1)
+    import torch.distributed as dist
+
     results.send_bytes(value_report(value))
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _die_with(pipe: int) -> None:
+def die_with(pipe: int) -> None:
     """Ask the kernel to kill this process when the other end of ``pipe``, which nobody writes to, is closed.
 
     A thread that watches the pipe would not do: it needs the GIL, which a rank stuck in compiled code may hold.
@@ -209,6 +207,9 @@ def _die_with(pipe: int) -> None:
 
 def _apply_env() -> None:
     """Apply the rank's environment to libraries that the server imported under its own."""
+    import numpy as np
+    import torch
+
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     np.random.seed()  # otherwise all forked ranks would draw the same numbers
     if "numba" in sys.modules:

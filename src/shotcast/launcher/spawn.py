@@ -23,22 +23,22 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from shotcast.errors import ConfigError, RankFailed
 from shotcast.hardware.detect import available_cores
 from shotcast.launcher import rank_process
 from shotcast.launcher.job import JobLeader, RemoteRank, Word
+from shotcast.launcher.job_store import HOST, JobStore
 from shotcast.launcher.monitor import WatchedRank, join_all, root_cause, terminate_all, timeout_detail, wait_for_reports
 from shotcast.launcher.pickling import dumps
 from shotcast.launcher.rank_handle import Failure, RankHandle
 from shotcast.launcher.rank_process import imports_main
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-_HOST = "127.0.0.1"
+T = TypeVar("T")
 
 
 @overload
@@ -121,11 +121,11 @@ class RankGroup:
         self,
         payload: bytes,
         environments: Mapping[int, dict[str, str]],
-        store: dist.Store | None,
+        store: JobStore | dist.Store,
         others: Sequence[RemoteRank] = (),
         own_group: bool = False,
     ):
-        self._store = store  # the store must live as long as the ranks
+        self._store: JobStore | dist.Store | None = store  # it must live as long as the ranks
         self.ranks: list[RankHandle] = []
         self.others = list(others)
         self.pids: list[int] = []
@@ -151,8 +151,11 @@ class RankGroup:
             raise ConfigError(f"world_size must be a positive number of processes, not {world_size!r}")
         _check_env(env)
         payload = _pickle_call(fn, args)
-        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        return cls(payload, {rank: _rank_env(rank, world_size, store.port, env) for rank in range(world_size)}, store)
+        environments = {rank: _rank_env(rank, world_size, env) for rank in range(world_size)}
+        store = JobStore()
+        for environment in environments.values():
+            environment["MASTER_PORT"] = str(store.port)
+        return cls(payload, environments, store)
 
     @classmethod
     def start_in_place(cls, leader: JobLeader, fn: Callable[..., Any], *args: Any, decision: str = "") -> RankGroup:
@@ -240,7 +243,9 @@ class RankGroup:
             rank.close()
         self.ranks, self.pids = [], []
         atexit.unregister(self.kill)
-        self._store = None  # the ranks are gone; this frees the port
+        if isinstance(self._store, JobStore):
+            self._store.close()
+        self._store = None
 
 
 def _check_timeout(timeout_s: float | None) -> None:
@@ -271,7 +276,7 @@ def _with_threads(environment: dict[str, str], local_world_size: int) -> dict[st
     return environment | {"OMP_NUM_THREADS": threads}
 
 
-def _rank_env(rank: int, world_size: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
+def _rank_env(rank: int, world_size: int, env: Mapping[str, str] | None) -> dict[str, str]:
     merged = _with_threads({**os.environ, **(env or {})}, world_size)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
@@ -282,8 +287,7 @@ def _rank_env(rank: int, world_size: int, port: int, env: Mapping[str, str] | No
         "GROUP_RANK": "0",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": HOST,
         # The store already exists, so rank 0 joins it as a client too, as under torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

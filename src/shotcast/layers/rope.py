@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-import torch
+from typing import TYPE_CHECKING, Literal, get_args
 
 from shotcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
@@ -87,6 +88,8 @@ class Rope:
 
     def frequencies(self, head_dim: int, positions: int) -> torch.Tensor:
         """Return float32 [head_dim / 2], radians per position, for sequences of at most ``positions`` tokens."""
+        import torch  # here, as clients of the engine read configurations without it
+
         theta = self.theta
         if self.rope_type == "dynamic":
             stretched = max(positions / self.original_max_position, 1.0)
@@ -129,6 +132,8 @@ class Rope:
 
         They are computed in float32 throughout, as in training and in other implementations.
         """
+        import torch
+
         angles = torch.arange(positions, device="cpu").float()[:, None] * self.frequencies(head_dim, positions)
         magnitude = self.magnitude()
         return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)

@@ -62,7 +62,7 @@ class CausalLM:
                 config.embedding_scale,
                 config.logit_cap,
             )
-        block = find_family(config.family).block
+        block = find_family(config.family).block or Block
         self.blocks: list[Block] = []
         for number in self.layers:
             previous = self.blocks[-1] if self.blocks else None

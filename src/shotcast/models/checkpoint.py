@@ -7,15 +7,17 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from shotcast.errors import ConfigError
-from shotcast.layers.blocks import BlockRows
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import GroupedRows
 from shotcast.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from shotcast.layers.blocks import BlockRows
+    from shotcast.layers.float8 import Float8Rows
+    from shotcast.layers.grouped import GroupedRows
 
 
 class Checkpoint(ABC):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shotcast.kernels.activation import Activation
-from shotcast.models.block import Block
 from shotcast.models.config_fields import Fields
 from shotcast.models.weight_names import GGUF_LLAMA, HF_LLAMA, WeightNames
+
+if TYPE_CHECKING:
+    from shotcast.models.block import Block
 
 
 def no_sliding_window(config: Fields, layers: int) -> int | None:
@@ -45,7 +47,7 @@ class ModelFamily:
         gguf_interleaved_rope: whether llama.cpp stores the rows of queries and keys pair after pair, as rotation of
             neighbors needs them.
         names, gguf_names: the names of the weights in Hugging Face checkpoints and in GGUF files.
-        block: the class of a layer.
+        block: the class of a layer; None for :class:`~shotcast.models.block.Block`.
     """
 
     name: str
@@ -66,4 +68,4 @@ class ModelFamily:
     gguf_interleaved_rope: bool = False
     names: WeightNames = HF_LLAMA
     gguf_names: WeightNames = GGUF_LLAMA
-    block: type[Block] = Block
+    block: type[Block] | None = None

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.blocks import BLOCKS, BlockRows
 from shotcast.layers.rope import Rope
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
@@ -25,7 +23,10 @@ from shotcast.models.registry import by_gguf_architecture, gguf_architectures
 from shotcast.units import about_size
 
 if TYPE_CHECKING:
+    import torch
     from gguf import GGMLQuantizationType
+
+    from shotcast.layers.blocks import BlockRows
 
 TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
@@ -139,6 +140,10 @@ class GgufFile(Checkpoint):
         return _values(tensor, tensor.rows[stored_rows], columns.start, columns.stop)
 
     def _read_stored(self, name: str, rows: slice, columns: slice) -> BlockRows | None:
+        import torch
+
+        from shotcast.layers.blocks import BLOCKS, BlockRows
+
         tensor = self._tensors[name]
         block, nbytes = BLOCKS.get(tensor.type.name, (0, 0))
         if not block or len(tensor.shape) != 2 or columns.start % block or columns.stop % block:
@@ -172,6 +177,7 @@ def _interleaved_rows(first: int, last: int, head_dim: int) -> np.ndarray:
 
 def _values(tensor: _StoredTensor, stored: np.ndarray, left: int, right: int) -> torch.Tensor:
     """Return the values of columns ``left`` to ``right`` of stored rows, in new memory."""
+    import torch
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 

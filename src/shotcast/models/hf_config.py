@@ -10,7 +10,7 @@ from shotcast.layers.rope import ROPE_TYPES, Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import Fields, count, number, numbers, strings, token_ids
 from shotcast.models.family import ModelFamily
-from shotcast.models.quantized_matrix import read_quantization
+from shotcast.models.quantization_config import read_quantization
 from shotcast.models.registry import by_hf_name
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from shotcast.errors import ConfigError, UnsupportedError, shorten
+from shotcast.errors import ConfigError
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.grouped import LEAST_GROUP, PER_WORD, GroupedRows, common_group, pack
-from shotcast.models.config_fields import Fields, count
+from shotcast.models.quantization_config import Quantization
 
 _AWQ_ORDER, _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7), tuple(range(PER_WORD))
 """The place in its word of each of eight neighbors."""
@@ -141,91 +141,72 @@ def _nibbles(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 QuantizedMatrix = Float8Matrix | Int4Matrix
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """The format that ``quantization_config`` of a config.json describes.
+def quantized_matrices(
+    quantization: Quantization, slices: Mapping[str, Any], read: Callable[[str], torch.Tensor]
+) -> tuple[dict[str, QuantizedMatrix], set[str]]:
+    """Find the quantized matrices among the tensors of a checkpoint.
 
-    Attributes:
-        method: "fp8", "awq" or "gptq".
-        block: the rows and columns that share a scale in FP8; None for scales of outputs or of whole matrices.
-        group: the inputs of a group in 4 bits; None for all.
-        zero_offset: what is to be added to stored zeros.
+    Args:
+        quantization: their format.
+        slices: the tensors by name, of which parts can be read.
+        read: reads one of them as a whole.
+
+    Returns:
+        The matrices by the names of their weights, and the names of all tensors that they consist of.
+
+    Raises:
+        ConfigError: a tensor is missing, or the shapes of several do not fit each other.
     """
+    last, make = (".weight", _float8) if quantization.method == "fp8" else (".qweight", _int4)
+    found: dict[str, QuantizedMatrix] = {}
+    used: set[str] = set()
+    for name in slices:
+        if not name.endswith(last) or (quantization.method == "fp8" and slices[name].get_dtype() != FLOAT8):
+            continue
+        stem = name.removesuffix(last)
+        parts = _Parts(stem, slices, read)
+        found[f"{stem}.weight"] = make(quantization, parts)
+        used |= parts.used
+    return found, used
 
-    method: str
-    block: tuple[int, int] | None = None
-    group: int | None = None
-    zero_offset: int = 0
 
-    def weight_bytes(self) -> float:
-        """Return the bytes of a weight with its share of scales and zeros, as GPUs keep it."""
-        if self.method == "fp8":
-            return 1 + (0 if self.block is None else 4 / self.block[1])
-        return 0.5 + (0 if self.group is None else 3 / self.group)
-
-    def matrices(
-        self, slices: Mapping[str, Any], read: Callable[[str], torch.Tensor]
-    ) -> tuple[dict[str, QuantizedMatrix], set[str]]:
-        """Find the quantized matrices among the tensors of a checkpoint.
-
-        Args:
-            slices: the tensors by name, of which parts can be read.
-            read: reads one of them as a whole.
-
-        Returns:
-            The matrices by the names of their weights, and the names of all tensors that they consist of.
-
-        Raises:
-            ConfigError: a tensor is missing, or the shapes of several do not fit each other.
-        """
-        last = ".weight" if self.method == "fp8" else ".qweight"
-        found: dict[str, QuantizedMatrix] = {}
-        used: set[str] = set()
-        for name in slices:
-            if not name.endswith(last) or (self.method == "fp8" and slices[name].get_dtype() != FLOAT8):
-                continue
-            stem = name.removesuffix(last)
-            parts = _Parts(stem, slices, read)
-            found[f"{stem}.weight"] = self._float8(parts) if self.method == "fp8" else self._int4(parts)
-            used |= parts.used
-        return found, used
-
-    def _float8(self, parts: _Parts) -> Float8Matrix:
-        values = parts.slice("weight")
-        outputs, inputs = values.get_shape()
-        name = next((name for name in ("weight_scale", "weight_scale_inv") if parts.has(name)), "weight_scale")
-        scale = parts.whole(name).float()
-        if parts.has("input_scale"):  # of activations, whose scales are found anew for each row
-            parts.slice("input_scale")
-        block = self.block or ((1, inputs) if scale.numel() == outputs and outputs > 1 else (outputs, inputs))
-        blocks = -(-outputs // block[0]), -(-inputs // block[1])
-        if scale.numel() != blocks[0] * blocks[1] or (self.block is not None and tuple(scale.shape) != blocks):
-            raise ConfigError(
-                f"{parts.stem}.{name} is {list(scale.shape)}, which are no scales of {[outputs, inputs]}"
-                + (f" in blocks of {list(self.block)}" if self.block else "")
-            )
-        return Float8Matrix(values, scale.reshape(blocks), block, (outputs, inputs))
-
-    def _int4(self, parts: _Parts) -> Int4Matrix:
-        codes, zeros, scales = (parts.slice(name) for name in ("qweight", "qzeros", "scales"))
-        packs_outputs = self.method == "awq"
-        first, second = codes.get_shape()
-        outputs, inputs = (PER_WORD * second, first) if packs_outputs else (second, PER_WORD * first)
-        group = self.group or inputs
-        group_of = parts.whole("g_idx").long() if parts.has("g_idx") else torch.arange(inputs, device="cpu") // group
-        groups = -(-inputs // group)
-        shapes = [tuple(part.get_shape()) for part in (zeros, scales)] + [tuple(group_of.shape)]
-        if shapes != [(groups, outputs // PER_WORD), (groups, outputs), (inputs,)] or outputs % PER_WORD:
-            raise ConfigError(
-                f"{parts.stem} is {[outputs, inputs]} in groups of {group}, which qzeros, scales and g_idx of "
-                f"{', '.join(str(list(shape)) for shape in shapes)} do not fit"
-            )
-        if not 0 <= int(group_of.min()) <= int(group_of.max()) < groups:
-            raise ConfigError(f"{parts.stem}.g_idx has groups beyond the {groups} that have scales")
-        order = _AWQ_ORDER if packs_outputs else _IN_ORDER
-        return Int4Matrix(
-            codes, zeros, scales, packs_outputs, order, self.zero_offset, group, group_of, (outputs, inputs)
+def _float8(quantization: Quantization, parts: _Parts) -> Float8Matrix:
+    values = parts.slice("weight")
+    outputs, inputs = values.get_shape()
+    name = next((name for name in ("weight_scale", "weight_scale_inv") if parts.has(name)), "weight_scale")
+    scale = parts.whole(name).float()
+    if parts.has("input_scale"):  # of activations, whose scales are found anew for each row
+        parts.slice("input_scale")
+    block = quantization.block or ((1, inputs) if scale.numel() == outputs and outputs > 1 else (outputs, inputs))
+    blocks = -(-outputs // block[0]), -(-inputs // block[1])
+    if scale.numel() != blocks[0] * blocks[1] or (quantization.block is not None and tuple(scale.shape) != blocks):
+        raise ConfigError(
+            f"{parts.stem}.{name} is {list(scale.shape)}, which are no scales of {[outputs, inputs]}"
+            + (f" in blocks of {list(quantization.block)}" if quantization.block else "")
         )
+    return Float8Matrix(values, scale.reshape(blocks), block, (outputs, inputs))
+
+
+def _int4(quantization: Quantization, parts: _Parts) -> Int4Matrix:
+    codes, zeros, scales = (parts.slice(name) for name in ("qweight", "qzeros", "scales"))
+    packs_outputs = quantization.method == "awq"
+    first, second = codes.get_shape()
+    outputs, inputs = (PER_WORD * second, first) if packs_outputs else (second, PER_WORD * first)
+    group = quantization.group or inputs
+    group_of = parts.whole("g_idx").long() if parts.has("g_idx") else torch.arange(inputs, device="cpu") // group
+    groups = -(-inputs // group)
+    shapes = [tuple(part.get_shape()) for part in (zeros, scales)] + [tuple(group_of.shape)]
+    if shapes != [(groups, outputs // PER_WORD), (groups, outputs), (inputs,)] or outputs % PER_WORD:
+        raise ConfigError(
+            f"{parts.stem} is {[outputs, inputs]} in groups of {group}, which qzeros, scales and g_idx of "
+            f"{', '.join(str(list(shape)) for shape in shapes)} do not fit"
+        )
+    if not 0 <= int(group_of.min()) <= int(group_of.max()) < groups:
+        raise ConfigError(f"{parts.stem}.g_idx has groups beyond the {groups} that have scales")
+    order = _AWQ_ORDER if packs_outputs else _IN_ORDER
+    return Int4Matrix(
+        codes, zeros, scales, packs_outputs, order, quantization.zero_offset, group, group_of, (outputs, inputs)
+    )
 
 
 class _Parts:
@@ -249,90 +230,3 @@ class _Parts:
         """Read a tensor. Raise ConfigError if there is none."""
         self.slice(name)
         return self._read(f"{self.stem}.{name}")
-
-
-def read_quantization(config: Fields) -> Quantization | None:
-    """Read ``quantization_config`` of a config.json; None if there is none.
-
-    Raises:
-        ConfigError: a field makes no sense.
-        UnsupportedError: the format is not implemented.
-    """
-    said = config.get("quantization_config")
-    if not said:
-        return None
-    method = said.get("quant_method") if isinstance(said, Mapping) else said
-    if not isinstance(said, Mapping) or not isinstance(method, str) or method not in _READERS:
-        raise UnsupportedError(
-            f"the checkpoint is quantized (quantization_config: {shorten(method)}), which is not supported in this "
-            f"format; accepted: {', '.join(_READERS)}, weights that are not quantized, or a GGUF file"
-        )
-    return _READERS[method](said)
-
-
-def _fp8(said: Fields) -> Quantization:
-    _require(said, "fmt", "e4m3", None)
-    return Quantization("fp8", _block(said, "weight_block_size"))
-
-
-def _compressed_tensors(said: Fields) -> Quantization:
-    _require(said, "format", "float-quantized", None)
-    _require(said, "kv_cache_scheme", None)
-    groups = said.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise ConfigError("quantization_config of compressed-tensors has no config_groups")
-    blocks = set()
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            raise ConfigError("a group of quantization_config has no weights")
-        _require(weights, "type", "float")
-        _require(weights, "num_bits", 8)
-        _require(weights, "symmetric", True, None)
-        _require(weights, "strategy", "tensor", "channel", "block")
-        blocks.add(_block(weights, "block_structure"))
-    if len(blocks) > 1:
-        raise UnsupportedError("groups of quantization_config with different block_structure are not supported")
-    return Quantization("fp8", blocks.pop())
-
-
-def _awq(said: Fields) -> Quantization:
-    _require(said, "bits", 4)
-    _require(said, "version", "gemm", "GEMM", None)
-    return Quantization("awq", group=_group(said))
-
-
-def _gptq(said: Fields) -> Quantization:
-    _require(said, "bits", 4)
-    _require(said, "checkpoint_format", "gptq", "gptq_v2", None)
-    return Quantization("gptq", group=_group(said), zero_offset=said.get("checkpoint_format") != "gptq_v2")
-
-
-_READERS: dict[str, Callable[[Fields], Quantization]] = {
-    "fp8": _fp8,
-    "compressed-tensors": _compressed_tensors,
-    "awq": _awq,
-    "gptq": _gptq,
-}
-
-
-def _require(said: Fields, key: str, *accepted: object) -> None:
-    if said.get(key) not in accepted:
-        shown = ", ".join(str(value) for value in accepted if value is not None or len(accepted) == 1)
-        raise UnsupportedError(
-            f"{key} {shorten(said.get(key))} of quantization_config is not supported; accepted: {shown}"
-        )
-
-
-def _group(said: Fields) -> int | None:
-    return None if said.get("group_size", -1) == -1 else count(said, "group_size")
-
-
-def _block(said: Fields, key: str) -> tuple[int, int] | None:
-    sizes = said.get(key)
-    if sizes is None:
-        return None
-    if not isinstance(sizes, list) or len(sizes) != 2:
-        raise ConfigError(f"{key} of quantization_config must be two numbers, not {shorten(sizes)}")
-    rows, columns = (count({key: size}, key) for size in sizes)
-    return rows, columns

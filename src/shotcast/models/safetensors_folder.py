@@ -6,22 +6,25 @@ import contextlib
 import math
 import re
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import GroupedRows
 from shotcast.models.checkpoint import Checkpoint, read_json
 from shotcast.models.config import ModelConfig
 from shotcast.models.hf_config import family_of, read_hf_config
-from shotcast.models.quantized_matrix import QuantizedMatrix, read_quantization
+from shotcast.models.quantization_config import read_quantization
 from shotcast.units import about_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from shotcast.layers.float8 import Float8Rows
+    from shotcast.layers.grouped import GroupedRows
+    from shotcast.models.quantized_matrix import QuantizedMatrix
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class SafetensorsFolder(Checkpoint):
@@ -34,47 +37,60 @@ class SafetensorsFolder(Checkpoint):
     """
 
     def __init__(self, folder: Path):
-        from safetensors import SafetensorError, safe_open
-
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is not a checkpoint: it has no config.json")
         family_of(read_json(folder / "config.json"))  # whoever has an unsupported model needs no advice on its weights
-        self._slices: dict[str, Any] = {}
-        files: dict[str, Any] = {}
-        with contextlib.ExitStack() as stack:
-            for path, listed in weight_files(folder).items():
-                try:
-                    file = stack.enter_context(safe_open(path, framework="pt"))
-                except (OSError, SafetensorError) as error:
-                    size = about_size(path.stat().st_size) if path.is_file() else "no file"
-                    raise ConfigError(f"{path} ({size}) is truncated or no safetensors file: {error}") from error
+        self._paths: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        shapes, types, nbytes = {}, {}, 0
+        for path, listed in weight_files(folder).items():
+            with _opened(path, "numpy") as file:  # which lists tensors without PyTorch
                 names = set(file.keys())
                 if listed is not None and (absent := sorted(listed - names)):
                     raise ConfigError(f"{path} lacks {absent[0]!r}, which {INDEX} says is in it")
                 for name in names if listed is None else listed:
-                    self._slices[name], files[name] = file.get_slice(name), file
-            shapes = {name: tuple(part.get_shape()) for name, part in self._slices.items()}
-            nbytes = sum(_nbytes(part) for part in self._slices.values())
+                    part = file.get_slice(name)
+                    self._paths[name] = path
+                    shapes[name], types[name] = tuple(part.get_shape()), str(part.get_dtype())
+                    nbytes += _nbytes(part)
+        with contextlib.ExitStack() as stack:
+            self._files = stack
             self._quantized: dict[str, QuantizedMatrix] = {}
             if quantization := read_quantization(read_json(folder / "config.json")):
-                self._quantized, used = quantization.matrices(self._slices, lambda name: files[name].get_tensor(name))
+                from shotcast.models.quantized_matrix import quantized_matrices
+
+                slices = {name: self._slice(name) for name in self._paths}
+                self._quantized, used = quantized_matrices(quantization, slices, self._tensor)
                 shapes = {name: shape for name, shape in shapes.items() if name not in used}
-            types = {name: str(self._slices[name].get_dtype()) for name in shapes}
-            for name, kind in types.items():
-                if kind not in _DTYPES:
+            for name in shapes:
+                if types[name] not in _DTYPES:
                     raise UnsupportedError(
-                        f"tensor {name!r} in {folder} is of type {kind}, which is not supported; "
+                        f"tensor {name!r} in {folder} is of type {types[name]}, which is not supported; "
                         f"accepted: {', '.join(_DTYPES)}"
                     )
+            types = {name: types[name] for name in shapes}
             shapes |= {name: matrix.shape for name, matrix in self._quantized.items()}
             super().__init__(_config(folder, types), shapes, nbytes)
             self._files = stack.pop_all()
+
+    def _slice(self, name: str) -> Any:
+        """Return a tensor in its mapped file, of which parts can be read."""
+        path = self._paths[name]
+        if path not in self._open:
+            self._open[path] = self._files.enter_context(_opened(path, "pt"))
+        return self._open[path].get_slice(name)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        whole: torch.Tensor = self._open[self._paths[name]].get_tensor(name)
+        return whole
 
     def _read(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         if name in self._quantized:
             return self._quantized[name].read(rows, columns)
         # the result is a view of the mapped file
-        part: torch.Tensor = self._slices[name][(rows, columns)[: len(self._shapes[name])]]
+        part: torch.Tensor = self._slice(name)[(rows, columns)[: len(self._shapes[name])]]
+        import torch
+
         return part.clone(memory_format=torch.contiguous_format)
 
     def _read_stored(self, name: str, rows: slice, columns: slice) -> Float8Rows | GroupedRows | None:
@@ -82,9 +98,19 @@ class SafetensorsFolder(Checkpoint):
 
     def close(self) -> None:
         super().close()
-        self._slices.clear()
         self._quantized.clear()
+        self._open.clear()
         self._files.close()
+
+
+def _opened(path: Path, framework: str) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework=framework)
+    except (OSError, SafetensorError) as error:
+        size = about_size(path.stat().st_size) if path.is_file() else "no file"
+        raise ConfigError(f"{path} ({size}) is truncated or no safetensors file: {error}") from error
 
 
 def _nbytes(part: Any) -> int:
@@ -127,5 +153,5 @@ def _config(folder: Path, types: dict[str, str]) -> ModelConfig:
     generation = folder / "generation_config.json"
     if not config.get("dtype") and not config.get("torch_dtype"):
         first = min(types) if types else None
-        config["dtype"] = str(_DTYPES[types[first]]).removeprefix("torch.") if first else "float32"
+        config["dtype"] = _DTYPES[types[first]] if first else "float32"
     return read_hf_config(config, read_json(generation) if generation.is_file() else None)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from shotcast.errors import ConfigError
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.hub import is_hub_name, snapshot
 from shotcast.models.presets import preset
+
+if TYPE_CHECKING:
+    import torch
 
 RANDOM = "random:"
 PACKAGED = ("smollm2", "smollm2-135m-instruct")

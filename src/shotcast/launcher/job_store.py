@@ -1,0 +1,49 @@
+"""The store of a job's rendezvous, in a process of its own, as the process that starts ranks needs no PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+from multiprocessing.connection import Connection
+
+from shotcast.launcher.rank_process import Descriptor, RankProcess, die_with
+
+HOST = "127.0.0.1"
+_BACKLOG = 1024
+
+
+class JobStore:
+    """A TCPStore on this host, to which ranks can connect from now on. It ends with this process, if not closed before.
+
+    Attributes:
+        port: its port at ``HOST``, which the kernel picks.
+    """
+
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server((HOST, 0), backlog=_BACKLOG))
+            self.port: int = listener.getsockname()[1]
+            alive_r, self._alive = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+            stack.callback(alive_r.close)
+            self._process = RankProcess(target=_serve, args=(Descriptor(listener.fileno()), alive_r))
+            self._process.name = "shotcast store"
+            self._process.start()
+
+    def close(self) -> None:
+        """End the process, which frees the port."""
+        self._alive.close()
+        self._process.join()
+        self._process.close()
+
+
+def _serve(listener: Descriptor, alive: Connection) -> None:
+    import torch.distributed as dist
+
+    die_with(alive.fileno())
+    port = socket.socket(fileno=os.dup(listener.number)).getsockname()[1]
+    store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.number)
+    while store is not None:
+        signal.pause()
