@@ -110,6 +110,7 @@ def test_speculation_beside_steps_without_it(folder: Path, tmp_path: Path) -> No
 def test_a_planned_layout_is_for_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(GpuFacts(index, "NVIDIA H200", 150109880320, (9, 0), 132, None) for index in range(4))
     monkeypatch.setattr(detect, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(detect, "has_cuda_driver", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = engine_bench.EngineBenchConfig("random:llama-3.1-8b", (), (1, 32), ("auto",), 500, 100, 1, "auto")

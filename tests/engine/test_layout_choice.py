@@ -58,6 +58,7 @@ def see(monkeypatch: pytest.MonkeyPatch, *names: str, memory: int | None = None)
         for index, name in enumerate(names)
     )
     monkeypatch.setattr(detect, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(detect, "has_cuda_driver", lambda: bool(gpus))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
 

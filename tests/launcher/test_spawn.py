@@ -33,6 +33,11 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def children_of(*parents: int) -> list[int]:
+    listed = (Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents)
+    return [int(child) for children in listed for child in children]
+
+
 def wait_until_gone(pid: int, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -319,10 +324,12 @@ class TestParent:
     @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
     def test_ranks_die_with_a_killed_parent(self, running, signum: signal.Signals) -> None:
         parent, rank = running
-        assert not has_ended(rank)
+        forked = children_of(*children_of(parent.pid))
+        assert rank in forked
+        assert len(forked) >= 2, "the rank that hangs, and the store"
         parent.send_signal(signum)
         parent.wait(200)
-        assert wait_until_gone(rank, 200)
+        assert all(wait_until_gone(pid, 200) for pid in forked)
 
     @pytest.mark.full
     def test_interrupt_ends_the_ranks(self, running, tmp_path: Path) -> None:
@@ -334,7 +341,10 @@ class TestParent:
         assert stderr.count("KeyboardInterrupt") == 1, stderr
 
     @pytest.mark.parametrize("started", [False, True])
-    def test_interrupt_of_a_start(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: bool) -> None:
+    @pytest.mark.parametrize("number", [1, 2, 3], ids=["store", "rank 0", "rank 1"])
+    def test_interrupt_of_a_start(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: bool, number: int
+    ) -> None:
         """The process may already run while only this call knows of it."""
         before = set(multiprocessing.active_children())  # shared ranks of other tests
         begun: list[Any] = []
@@ -343,12 +353,12 @@ class TestParent:
         def launched(popen: Any, process: Any) -> None:
             launch(popen, process)
             begun.append(popen.pid)
-            if len(begun) == 2 and not started:
+            if len(begun) == number and not started:
                 raise KeyboardInterrupt
 
         def start_then_fail(process: Any) -> None:
             start(process)
-            if len(begun) == 2 and started:
+            if len(begun) == number and started:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(rank_process._Popen, "_launch", launched)
@@ -356,7 +366,7 @@ class TestParent:
         with pytest.raises(KeyboardInterrupt) as kept:  # as an interpreter keeps what ends it, and all it refers to
             shotcast.spawn(targets.one_hangs, 2, 1, True, str(tmp_path / "pid"))
         assert kept.traceback
-        assert len(begun) == 2
+        assert len(begun) == number
         assert all(wait_until_gone(pid, 200) for pid in begun)
         assert set(multiprocessing.active_children()) == before
 

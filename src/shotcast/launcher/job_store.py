@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -23,14 +22,18 @@ class JobStore:
     """
 
     def __init__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.create_server((HOST, 0), backlog=_BACKLOG))
+        with socket.create_server((HOST, 0), backlog=_BACKLOG) as listener:
             self.port: int = listener.getsockname()[1]
             alive_r, self._alive = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-            stack.callback(alive_r.close)
             self._process = RankProcess(target=_serve, args=(Descriptor(listener.fileno()), alive_r))
             self._process.name = "shotcast store"
-            self._process.start()
+            try:
+                self._process.start()
+            except BaseException:
+                self._alive.close()  # it may run already
+                raise
+            finally:
+                alive_r.close()
 
     def close(self) -> None:
         """End the process, which frees the port."""

@@ -46,7 +46,7 @@ def start_for_engine() -> None:
     started."""
     job = env.job()
     if job is None or job.rank == 0:
-        start("shotcast.engine.worker")
+        start("shotcast.engine.worker", "shotcast.engine.load", "shotcast.engine.rank_channels")
 
 
 def _new_server() -> None:

@@ -5,8 +5,8 @@
 - Ranks are forked from a server process (multiprocessing's "forkserver") that has imported torch, the communicator and
   the compiler that numba uses, so eight of them start in the time of one. The server starts no thread of its own, never
   touches CUDA and does not import Triton, which reads environment variables at import.
-- The parent hosts the store for the ranks' rendezvous, on a port that the kernel picks; ranks join it as torchrun's
-  workers do. No port is guessed, and the store outlives every rank.
+- A process of its own hosts the store for the ranks' rendezvous, on a port that the kernel picks; ranks join it as
+  torchrun's workers do. No port is guessed, the store outlives every rank, and the parent needs no PyTorch.
 - A rank gets the caller's environment, standard output and error, umask, cores and niceness as they are at the time of
   the call, before the caller's modules are imported.
 - The kernel kills a rank when the parent is gone, even if the rank is stuck in compiled code. (This needs Linux, as

@@ -97,12 +97,20 @@ class _Cursor:
         kind, count = self.number("I"), self.number("Q")
         if kind != _STRING:
             return list(self.numbers(_code(kind), count))
-        if self._with_strings:
-            return [self.text() for _ in range(count)]
-        for _ in range(count):
-            length = self.number("Q")
-            self.offset += length
-        return None
+        return self._strings(count)
+
+    def _strings(self, count: int) -> list[str] | None:
+        content, offset, size, unpack = self._content, self.offset, len(self._content), struct.Struct("<Q").unpack_from
+        texts: list[str] = []
+        for _ in range(count):  # a hundred thousand in a vocabulary and its merges
+            start = offset + 8
+            offset = start + unpack(content, offset)[0]
+            if offset > size:
+                raise ValueError("it ends within a string")
+            if self._with_strings:
+                texts.append(str(content[start:offset], "utf-8"))
+        self.offset = offset
+        return texts if self._with_strings else None
 
 
 def _code(kind: int) -> str:
