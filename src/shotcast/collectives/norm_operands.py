@@ -94,6 +94,14 @@ def norm_operands(
     return _norm(x.shape[-1], quantize, with_normed, _weight_dtype(x, weight), kind), tensors
 
 
+def in_place_norm(
+    residual: torch.Tensor, weight: torch.Tensor, eps: float, x: torch.Tensor
+) -> tuple[Norm, NormTensors]:
+    """Return the operands of an RMSNorm whose results replace the residual and ``x``, which are known to fit."""
+    norm = _norm(x.shape[-1], "", True, _weight_dtype(x, weight), wire.RMS)
+    return norm, NormTensors(residual, weight, float(eps), residual, x)
+
+
 def norm_results(
     x: torch.Tensor, rows: Sequence[int], shape: Sequence[int], quantize: str, with_normed: bool
 ) -> dict[str, tuple[Sequence[int], torch.dtype]]:

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
-"""The formats that products are made with: the values and the bytes of a block."""
+from shotcast.kernels.block_formats import BLOCKS
 
 
 class BlockRows(NamedTuple):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class Linear:
     def __init__(self, weight: Matrix, bias: torch.Tensor | None = None):
         self._scale: torch.Tensor | None = None
         self._grouped = weight if isinstance(weight, GroupedRows) else None
-        self._blocks = weight if isinstance(weight, BlockRows) else None
+        blocks = weight if isinstance(weight, BlockRows) else None
         if isinstance(weight, GroupedRows):
             weight = weight.values
         elif isinstance(weight, BlockRows):
@@ -63,6 +64,7 @@ class Linear:
         elif isinstance(weight, Float8Rows):
             weight, self._scale = weight
         self.weight, self.bias = weight, bias
+        self._on_cpu = _product_on_cpu(weight, blocks, bias) if weight.device.type == "cpu" else None
         self._counters: torch.Tensor | None = None
         if weight.device.type == "cuda":
             from shotcast.kernels.triton import skinny_gemm
@@ -84,7 +86,7 @@ class Linear:
 
     def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
         """Multiply [rows, inputs] to [rows, outputs]."""
-        if isinstance(x, torch.Tensor) and x.device.type == "cpu":
+        if self._on_cpu is not None and isinstance(x, torch.Tensor):
             return self._on_cpu(x)
         x = self._as_taken(x)
         out = self._by_own_kernel(x, gated=False)
@@ -150,15 +152,23 @@ class Linear:
             return own(x, weight.t())
         return F.linear(x, weight, self.bias)
 
-    def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        from shotcast.kernels.cpu import blocks, gemv
 
-        if self._blocks is not None:
-            return blocks.linear(x, *self._blocks, self.bias)
-        if gemv.serves(x, self.weight):
-            out = gemv.linear(x, self.weight)
-            return (out if self.bias is None else out + self.bias).to(x.dtype)
-        return F.linear(x, self.weight, self.bias)
+def _product_on_cpu(
+    weight: torch.Tensor, blocks: BlockRows | None, bias: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    from shotcast.kernels.cpu import blocks as of_blocks
+    from shotcast.kernels.cpu import gemv
+
+    if blocks is not None:
+        return partial(of_blocks.linear, stored=weight, kind=blocks.kind, bias=bias)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        if gemv.serves(x, weight):
+            out = gemv.linear(x, weight)
+            return (out if bias is None else out + bias).to(x.dtype)
+        return F.linear(x, weight, bias)
+
+    return multiply
 
 
 def column_parallel(weights: Weights, parts: Sequence[RowShard], bias: bool = False) -> Linear:

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from shotcast.collectives import separate_norm
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.norm_operands import Fp8Normed, norm_operands
+from shotcast.collectives.norm_operands import Fp8Normed, in_place_norm, norm_operands
 from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.step_timer import HostStepTimer, StepTimer
 
@@ -129,6 +129,9 @@ class Parallel:
         Returns:
             The norm, and the new residual.
         """
+        if self.size == 1 and x.device.type == "cpu" and not self.comm.topology.runs_grids:
+            self._separate_norm(x, residual, weight, eps, x)
+            return x, residual
         with self._timed():
             if sms is not None:
                 self._separate_norm(self.comm.all_reduce(x, out=x, sms=sms), residual, weight, eps, x)
@@ -169,8 +172,7 @@ class Parallel:
         self, total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
     ) -> None:
         """Add the sum to the residual, in place, and write its norm to ``out``."""
-        operands = total, residual, weight, eps, 1, False, (out, residual)
-        norm, tensors = norm_operands("reduce_norm", out.device, *operands)
+        norm, tensors = in_place_norm(residual, weight, eps, out)
         separate_norm.norm_sum(total, tensors, norm, self.comm.topology.runs_grids)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels.block_formats import BLOCKS
 from shotcast.layers.rope import Rope
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
@@ -142,7 +143,7 @@ class GgufFile(Checkpoint):
     def _read_stored(self, name: str, rows: slice, columns: slice) -> BlockRows | None:
         import torch
 
-        from shotcast.layers.blocks import BLOCKS, BlockRows
+        from shotcast.layers.blocks import BlockRows
 
         tensor = self._tensors[name]
         block, nbytes = BLOCKS.get(tensor.type.name, (0, 0))

@@ -37,7 +37,7 @@ def broadcast_lanes(builder: Any, value: Any, lanes: int) -> Any:
 
 def reduce_lanes(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """Combine all lanes into one: the upper half with the lower half, until one lane is left."""
-    width = LANES
+    width = lanes.type.count
     while width > 1:
         width //= 2
         halves = [

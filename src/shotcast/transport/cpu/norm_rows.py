@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from array import array
 
@@ -25,6 +26,7 @@ _RESIDUAL, _NEW_RESIDUAL, _WEIGHT, _BIAS, _NORMED, _QUANTIZED, _SCALE, _DYNAMIC,
     )
 )
 """Words of the context."""
+_NO_CONTEXT = array("q", [0] * layout.CONTEXT_WORDS)
 _FLOAT32, _INT32 = struct.Struct("=f"), struct.Struct("=i")
 
 
@@ -58,13 +60,20 @@ def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
 
     ``total`` is [rows, hidden], contiguous, float32, float16 or bfloat16; the tensors have as many rows.
     """
-    dtype = str(total.dtype).removeprefix("torch.")
-    context, record = array("q", [0] * layout.CONTEXT_WORDS), array("q", [0] * layout.PLAN_WORDS)
+    context = array("q", _NO_CONTEXT)
     put_tensors(context, tensors, norm)
-    record[NBYTES // 8] = total.numel() * total.element_size()
-    record[ITEMSIZE // 8] = wire.DTYPES[dtype]
+    record = _record(total.dtype, total.numel(), norm)
+    ROWS.get()(context.buffer_info()[0], record.buffer_info()[0], total.data_ptr(), 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _record(dtype: torch.dtype, count: int, norm: Norm) -> array[int]:
+    """Return the plan of rows, which the schedule only reads."""
+    name, record = str(dtype).removeprefix("torch."), array("q", [0] * layout.PLAN_WORDS)
+    record[NBYTES // 8] = count * dtype.itemsize
+    record[ITEMSIZE // 8] = wire.DTYPES[name]
     record[layout.HIDDEN // 8] = norm.hidden
-    add, norm_row = arithmetic_of(dtype, norm)
+    add, norm_row = arithmetic_of(name, norm)
     record[layout.ADD // 8] = add.address()
     record[layout.NORM // 8] = norm_row.address()
-    ROWS.get()(context.buffer_info()[0], record.buffer_info()[0], total.data_ptr(), 0)
+    return record
