@@ -61,7 +61,16 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         ("not contiguous", "[6, 4]", "[1, 6]", ".contiguous()"),
     ),
     "strided, broadcast": (lambda c: c.broadcast(x(6)[::2], 0), ConfigError, ("not contiguous",)),
-    "strided out": (lambda c: c.all_reduce(x(3), out=x(6)[::2]), ConfigError, ("out is not contiguous",)),
+    "strided out": (
+        lambda c: c.all_reduce(x(3), out=x(6)[::2]),
+        ConfigError,
+        ("out is not contiguous", "pass a contiguous tensor, or none"),
+    ),
+    "tensors without ranks": (
+        lambda c: c.batch_send_recv([x(3)]),
+        ConfigError,
+        ("each message is (tensor, rank), not Tensor",),
+    ),
     "other device": (lambda c: c.all_reduce(x(6).to("meta")), ConfigError, ("x lies on meta", "serves cpu")),
     "out on another device": (
         lambda c: c.all_reduce(x(6), out=x(6).to("meta")),

@@ -42,3 +42,8 @@ def test_gloo_takes_the_interface_that_was_chosen(
 def test_outside_a_job_a_communicator_has_one_rank(tasks: str | None) -> None:
     """Also in the step of one task in which Slurm runs an interactive shell."""
     shotcast.spawn(targets.outside_a_job, 1, env={"SLURM_STEP_NUM_TASKS": tasks} if tasks else None, timeout_s=300)
+
+
+def test_a_device_in_place_of_a_group() -> None:
+    with pytest.raises(shotcast.ConfigError, match='group is a .*ProcessGroup, not .cpu.; a device: device="cpu"'):
+        shotcast.Communicator("cpu")  # type: ignore[arg-type]

@@ -550,7 +550,10 @@ def assert_gone(pids: list[int]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
+        ({"model": "no-such-model"}, "there is no model 'no-such-model'; accepted"),
+        ({"model": "smolm2"}, r"there is no model 'smolm2' \(did you mean smollm2\?\)"),
+        ({"tensor_paralel": 2}, r"no option 'tensor_paralel'; did you mean tensor_parallel\?"),
+        ({"temperature": 0}, r"no option 'temperature'; accepted: .*, dtype, "),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, not 'float64'"),
         ({"dtype": "float16", "device": "cpu"}, "dtype on cpu must be one of float32"),
         ({"quantization": "int4"}, 'quantization must be "" .none. or fp8'),

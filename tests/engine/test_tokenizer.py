@@ -294,6 +294,9 @@ def test_the_chat_template_of_a_folder(tokenizers: dict[str, Tokenizer]) -> None
     ids = byte_level.apply_chat_template([{"role": "user", "content": "ab"}])
     assert byte_level.decode(ids, skip_special=False) == "<s>ab</s>"
     assert byte_level.eos == (2,)
+    for messages in ("ab", ["ab"]):
+        with pytest.raises(ConfigError, match=r"messages are a list such as .*; got .*ab"):
+            byte_level.apply_chat_template(messages)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no chat template"):
         sentencepiece.apply_chat_template([{"role": "user", "content": "ab"}])
 

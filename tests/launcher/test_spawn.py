@@ -431,6 +431,10 @@ class TestParent:
 
 
 class TestMisuse:
+    def test_no_function(self) -> None:
+        with pytest.raises(ConfigError, match="spawn takes a function, not 'work'"):
+            shotcast.spawn("work", 2)  # type: ignore[arg-type]
+
     def test_argument_that_cannot_be_pickled(self) -> None:
         with pytest.raises(ConfigError, match=r"^threads with its arguments cannot be pickled: .*lock"):
             shotcast.spawn(targets.threads, 2, threading.Lock())

@@ -102,6 +102,8 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="overlap needs a communicator"):
         shotcast.overlap.chain((), [lambda: torch.ones(1)])
+    with shotcast.Communicator() as comm, pytest.raises(ConfigError, match="called without arguments; 1 cannot be"):
+        shotcast.overlap.chain(comm, [1])  # type: ignore[list-item]
 
 
 def test_chains_that_run_otherwise_on_some_ranks_are_refused() -> None:

@@ -112,9 +112,8 @@ def numbers_in(text: str, option: str) -> list[int]:
 
 
 def new_console() -> Console:
-    console = Console()
-    # lines in a file or a pipe must not be wrapped
-    return console if console.is_terminal else Console(width=160)
+    """Return a console that cuts no table: a narrow terminal wraps its lines, and a file or a pipe must not."""
+    return Console(width=max(Console().width, 160))
 
 
 def ready_to_write(*files: Path | None) -> None:

@@ -31,7 +31,9 @@ def valid(x: torch.Tensor, name: str, device: torch.device, call: str) -> None:
             f"shape {list(x.shape)}, strides {list(x.stride())}" if x.layout == torch.strided else str(x.layout)
         )
         method = "contiguous" if x.layout == torch.strided else "to_dense"
-        raise ConfigError(f"{call}: {name} is not contiguous ({description}); pass {name}.{method}()")
+        # a copy would get the results, and be lost
+        instead = "a contiguous tensor, or none" if name.endswith("out") else f"{name}.{method}()"
+        raise ConfigError(f"{call}: {name} is not contiguous ({description}); pass {instead}")
     if is_traced():  # a traced call is checked again when it is made
         return
     if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -51,7 +51,9 @@ def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> d
     """
     if not dist.is_initialized():
         if group is not None:
-            raise ConfigError("a process group was given, and torch.distributed is not initialised")
+            if not isinstance(group, dist.ProcessGroup):
+                raise ConfigError(f'group is a torch.distributed.ProcessGroup, not {group!r}; a device: device="cpu"')
+            raise ConfigError("a process group was given, and torch.distributed is not initialized")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         use_interface()

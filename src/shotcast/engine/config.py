@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
@@ -258,6 +259,10 @@ class EngineConfig:
             ConfigError: an option cannot be used, or ``layout`` is given with ``tensor_parallel`` or
                 ``pipeline_parallel``.
         """
+        for name in options.keys() - (known := {field.name for field in fields(cls)} - {"model"}):
+            similar = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {similar[0]}?" if similar else f"accepted: {', '.join(sorted(known))}"
+            raise ConfigError(f"the engine has no option {name!r}; {hint}")
         if options.get("layout") and any(name in options for name in _DIVISION):
             raise _two_layouts(options["layout"], *(options.get(name, 1) for name in _DIVISION))
         return cls(fspath(model) if isinstance(model, PathLike) else model, **options)

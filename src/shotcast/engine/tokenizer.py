@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shotcast.engine.gguf_vocabulary import GgufVocabulary, is_smollm
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, shorten
 from shotcast.models.gguf_header import GgufHeader
 from shotcast.models.source import RANDOM, find_model, open_checkpoint
 
@@ -157,6 +157,11 @@ class Tokenizer:
         """
         if not self._tokenizer.chat_template:
             raise ConfigError("the model has no chat template; give a prompt instead of messages")
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise ConfigError(
+                'messages are a list such as [{"role": "user", "content": "Hello"}]'
+                f"; got {shorten(messages if isinstance(messages, str) else list(messages))}"
+            )
         variables = variables or {}
         self.check_template_variables(variables)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from shotcast import extras
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.integrations.signatures import Expected, refusal
 
@@ -49,7 +50,8 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
         raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
     if why := obstacle():
-        raise UnsupportedError(why)
+        install = f": {extras.install_line('ray')}" if extras.missing("ray") else ""
+        raise UnsupportedError(f"{why}{install}")
     from ray.util.collective import backend_registry
 
     from shotcast.integrations.ray_group import group_class

@@ -45,15 +45,17 @@ def integrations() -> tuple[Integration, ...]:
             _state("torch.backends", _torch_obstacle),
         ),
         Integration("Ray", f'{ray.__name__}.register(), then backend="{ray.BACKEND}"', _state("", ray.obstacle)),
-        Integration("vLLM", "tensor-parallel sums on CUDA", _state("vllm.platform_plugins", vllm.obstacle)),
-        Integration("SGLang", "tensor-parallel sums on CUDA", _state("sglang.srt.plugins", sglang.obstacle)),
+        Integration("vLLM", "tensor-parallel sums on CUDA", _state("vllm.platform_plugins", vllm.obstacle, "vLLM")),
+        Integration("SGLang", "tensor-parallel sums on CUDA", _state("sglang.srt.plugins", sglang.obstacle, "SGLang")),
     )
 
 
-def _state(group: str, obstacle: Callable[[], str]) -> str:
-    """Return why an integration is not active: its entry point in ``group`` if it needs one, then what it says."""
+def _state(group: str, obstacle: Callable[[], str], program: str = "") -> str:
+    """Return why an integration is not active: its entry point in ``group``, its program, then what it says."""
     if group and BACKEND not in {point.name for point in importlib.metadata.entry_points(group=group)}:
         return f"this installation has no entry point in {group}: install shotcast again"
+    if program and importlib.util.find_spec(program.lower()) is None:
+        return f"{program} is not installed"
     return obstacle()
 
 

@@ -139,7 +139,7 @@ class RankHandle:
             return
         after = " after it had returned" if self.reported else ""
         if code is not None and code < 0:
-            hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
+            hint = "; if nobody sent it, memory ran out" if -code == signal.SIGKILL else ""
             name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
             self.failure = Failure(f"the process was killed by {name}{after}{hint}", killed=True)
         elif self.reported:

@@ -104,6 +104,8 @@ def spawn(
             several ranks failed, it names the one that caused it, and ``__cause__`` is that rank's exception.
         ConfigError: ``fn`` or its arguments cannot be pickled, or another argument is wrong.
     """
+    if not callable(fn):
+        raise ConfigError(f"spawn takes a function, not {fn!r}")
     _check_timeout(timeout_s)
     return RankGroup.start(fn, world_size, *args, env=env).results(timeout_s, return_exceptions=return_exceptions)
 

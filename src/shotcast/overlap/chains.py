@@ -53,6 +53,9 @@ class Chain:
         self._lanes[LIBRARY] = self._lanes[PLAIN]
         self._known(way)
         self._computations, self._communicate = tuple(computations), communicate
+        for computation in self._computations:
+            if not callable(computation):
+                raise ConfigError(f"a computation of a chain is called without arguments; {computation!r} cannot be")
         self._plan = schedule.chain(len(self._computations))
         self._way, self._agreed = way, False
         self.decision: Decision | None = None

@@ -85,6 +85,9 @@ class MessageCalls(Caller):
             The tensors of ``recvs``, which have been written.
         """
         size, device, name = self.world_size, self.device, "batch_send_recv"
+        for each in (*sends, *recvs):
+            if not (isinstance(each, tuple) and len(each) == 2):
+                raise ConfigError(f"{name}: each message is (tensor, rank), not {type(each).__name__}")
         messages = [(Op.SEND, dense(x, "x", device, name), rank_in(dst, size, "dst", name)) for x, dst in sends]
         for x, src in recvs:
             valid(x, "x", device, name)
