@@ -197,7 +197,7 @@ def test_bounds_are_kept_and_named() -> None:
 def test_the_reason_names_what_the_step_is() -> None:
     text = report.reason(planned(target="latency"))
     assert re.match(r"TP8 x PP1 with 1 sequence: [\d.]+ ms a token, [\d.,]+ tokens/s\. With other loads, 16 ", text)
-    assert ". A step that decodes is products " in text
+    assert ". A step that decodes is matmuls " in text
     assert "sums between ranks (one-shot) " in text
     assert "Next is " in text
     assert "slowest stage takes " in report.reason(planned())
@@ -267,8 +267,8 @@ def test_the_reason_leaves_no_part_out() -> None:
 def test_each_kind_of_refusal_is_said_once() -> None:
     lines = report.refusals(planned(quantization="", gpus=128), 3)
     assert lines == [
-        "Refused: 1x1 x 128, 1x2 x 64, 1x4 x 32 and 3 more. 1x1 x 128: weights take 756 GiB of 126 GiB on a rank, "
-        "steps about 3.74 GiB, so a sequence of 2176 tokens has no room.",
+        "Refused: 1x1 x 128, 1x2 x 64, 1x4 x 32 and 3 more. 1x1 x 128: the weights of a rank take 756 GiB, "
+        "steps about 3.74 GiB, and it may use 126 GiB, so a sequence of 2176 tokens has no room.",
         "Refused: 1x128: 126 layers cannot be divided between 128 stages.",
         "Refused: 32x1 x 4, 32x2 x 2, 32x4 and 3 more. 32x1 x 4: sums of 32 GPUs: own kernels serve up to 16 of them "
         "on several nodes.",
@@ -306,10 +306,10 @@ def test_what_is_wrong_is_said(options: dict[str, object], message: str) -> None
 def test_a_model_that_does_not_fit() -> None:
     found = planned(gpus=1)
     assert found.best is None
-    assert "weights take 382 GiB of 126 GiB on a rank" in report.reason(found)
+    assert "the weights of a rank take 382 GiB" in report.reason(found)
     # the reason that is given is of the layout that is named, the one that divides the model most
     found = planned(gpus=2, quantization="")
-    assert "whatever the layout; 2x1: weights take 378 GiB of" in report.reason(found)
+    assert "whatever the layout; 2x1: the weights of a rank take 378 GiB" in report.reason(found)
     assert "tokens/s" not in run("plan", "llama-3.1-405b", "-g", "1", code=1), "no empty table"
     assert memory_of(found.job, Layout(1, 1)).cache(1) < 0
 

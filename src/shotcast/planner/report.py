@@ -12,7 +12,7 @@ from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Job, Plan, Point
 from shotcast.units import about, about_size, counted
 
 KINDS = {
-    "products": ("qkv", "output", "gate_up", "down", "head"),
+    "matmuls": ("qkv", "output", "gate_up", "down", "head"),
     "attention": ("attention", "rotation"),
     "sums between ranks": ("all_reduce",),
     "transfers between stages": ("transfer",),
