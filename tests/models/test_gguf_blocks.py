@@ -170,16 +170,40 @@ def test_parts_of_blocks_are_values(tmp_path: Path) -> None:
     assert checkpoint.read_stored(NAMES["output_norm.weight"]) is None
 
 
-def test_matrices_in_different_blocks_are_joined_as_values(tmp_path: Path) -> None:
+def test_matrices_in_different_blocks_are_joined(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "Q4_1")
     checkpoint, kept = loaded(tmp_path / "m.gguf", True)
     query, key = (NAMES[f"blk.0.attn_{name}.weight"] for name in "qk")
     checkpoint._tensors[key] = GgufFile(other(tmp_path))._tensors[key]
+    joined = column_parallel(kept, [RowShard(name.removesuffix(".weight"), range(64)) for name in (query, key, query)])
+    values = torch.cat([checkpoint.read(name, slice(0, 64)) for name in (query, key, query)])
+    for x in torch.randn(1, HIDDEN), torch.randn(blocks.MAX_ROWS + 1, HIDDEN):
+        assert_close(joined(x), F.linear(x, values))
+        assert_close(Linear(joined_parts(kept, query, key), torch.ones(128))(x), F.linear(x, values[:128]) + 1)
+
+
+def joined_parts(weights: Weights, *names: str) -> list[BlockRows]:
+    return [part for name in names if isinstance(part := weights.load_matrix(name, slice(0, 64)), BlockRows)]
+
+
+def test_matrices_of_which_some_are_not_in_blocks_are_joined_as_values(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "Q4_1")
+    checkpoint, kept = loaded(tmp_path / "m.gguf", True)
+    query, key = (NAMES[f"blk.0.attn_{name}.weight"] for name in "qk")
+    checkpoint._tensors[key] = GgufFile(other(tmp_path, "F16"))._tensors[key]
     joined = column_parallel(kept, [RowShard(name.removesuffix(".weight"), range(64)) for name in (query, key)])
-    wanted = torch.cat([checkpoint.read(name, slice(0, 64)) for name in (query, key)])
-    assert torch.equal(joined.weight, wanted)
+    assert torch.equal(joined.weight, torch.cat([checkpoint.read(name, slice(0, 64)) for name in (query, key)]).float())
 
 
-def other(folder: Path) -> Path:
-    write(folder / "other.gguf", "Q8_0")
+@pytest.mark.parametrize(("kind", "nbytes"), [("Q4_1", 20 / 32), ("Q6_K", 210 / 256), ("F16", None), ("Q5_0", None)])
+def test_memory_is_estimated_as_blocks_where_all_matrices_stay_so(
+    kind: str, nbytes: float | None, tmp_path: Path
+) -> None:
+    write(tmp_path / "m.gguf", kind)
+    config = GgufFile(tmp_path / "m.gguf").config
+    assert (config.stored_bytes, config.stored_on) == (nbytes, "cpu")
+
+
+def other(folder: Path, kind: str = "Q8_0") -> Path:
+    write(folder / "other.gguf", kind)
     return folder / "other.gguf"

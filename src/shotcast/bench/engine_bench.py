@@ -389,7 +389,7 @@ def _row(
     quantization = "" if algorithm == TRANSFORMERS else config.quantization
     # only the embeddings of the batch's tokens are read, unless the matrix is also the output head
     not_read = 0 if model.tied else model.vocab * model.hidden * item
-    keeps = config.device == "cuda" and model.stored_bytes is not None and algorithm != TRANSFORMERS
+    keeps = config.device == model.stored_on and model.stored_bytes is not None and algorithm != TRANSFORMERS
     kept = "stored" if keeps else ""
     weights = weight_bytes(model, item, quantization=quantization or kept) - not_read
     a_token = kv_bytes_per_token(model, cache_item, model.kv_heads, model.layers)

@@ -228,10 +228,11 @@ def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype)
     on_gpu = config.device == "cuda"
     sharers = ranks_of_a_gpu() if on_gpu else env.local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
-    stores = on_gpu and bool(stored_formats(config, dtype))
+    stores = bool(stored_formats(config, dtype))
 
     def bytes_of(one: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> int:
-        kept = config.quantization or ("stored" if one.stored_bytes is not None and stores else "")
+        keeps = one.stored_bytes is not None and one.stored_on == config.device and stores
+        kept = config.quantization or ("stored" if keeps else "")
         return weight_bytes(one, dtype.itemsize, tensor_parallel, pipeline_parallel, kept)
 
     weights = bytes_of(model, *layout)

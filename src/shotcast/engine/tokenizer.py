@@ -157,11 +157,9 @@ class Tokenizer:
         """
         if not self._tokenizer.chat_template:
             raise ConfigError("the model has no chat template; give a prompt instead of messages")
-        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
-            raise ConfigError(
-                'messages are a list such as [{"role": "user", "content": "Hello"}]'
-                f"; got {shorten(messages if isinstance(messages, str) else list(messages))}"
-            )
+        if not all(hasattr(message, "keys") for message in messages):
+            example = '[{"role": "user", "content": "Hello"}]'
+            raise ConfigError(f"messages are a list such as {example}; got {shorten(messages)}")
         variables = variables or {}
         self.check_template_variables(variables)
         try:

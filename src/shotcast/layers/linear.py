@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -49,22 +50,22 @@ class Linear:
     With FP8 weights (on CUDA), x is multiplied as it is while it has few rows, and in FP8 otherwise.
 
     Args:
-        weight: [outputs, inputs], in FP8 (on CUDA), or as a checkpoint stores it.
+        weight: [outputs, inputs], in FP8 (on CUDA), or as a checkpoint stores it; on CPUs, rows in several formats too.
         bias: [outputs].
     """
 
-    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None):
+    def __init__(self, weight: Matrix | list[BlockRows], bias: torch.Tensor | None = None):
         self._scale: torch.Tensor | None = None
         self._grouped = weight if isinstance(weight, GroupedRows) else None
-        blocks = weight if isinstance(weight, BlockRows) else None
+        parts = [weight] if isinstance(weight, BlockRows) else weight if isinstance(weight, list) else []
         if isinstance(weight, GroupedRows):
             weight = weight.values
-        elif isinstance(weight, BlockRows):
-            weight = weight.stored
+        elif isinstance(weight, BlockRows | list):
+            weight = parts[0].stored
         elif isinstance(weight, Float8Rows):
             weight, self._scale = weight
         self.weight, self.bias = weight, bias
-        self._on_cpu = _product_on_cpu(weight, blocks, bias) if weight.device.type == "cpu" else None
+        self._on_cpu = _product_on_cpu(weight, parts, bias) if weight.device.type == "cpu" else None
         self._counters: torch.Tensor | None = None
         if weight.device.type == "cuda":
             from shotcast.kernels.triton import skinny_gemm
@@ -154,13 +155,19 @@ class Linear:
 
 
 def _product_on_cpu(
-    weight: torch.Tensor, blocks: BlockRows | None, bias: torch.Tensor | None
+    weight: torch.Tensor, parts: list[BlockRows], bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    from shotcast.kernels.cpu import blocks as of_blocks
-    from shotcast.kernels.cpu import gemv
+    from shotcast.kernels.cpu import blocks, gemv
 
-    if blocks is not None:
-        return partial(of_blocks.linear, stored=weight, kind=blocks.kind, bias=bias)
+    if len(parts) == 1:
+        return partial(blocks.linear, stored=weight, kind=parts[0].kind, bias=bias)
+    if parts:
+
+        def multiply_parts(x: torch.Tensor) -> torch.Tensor:
+            out = torch.cat([blocks.linear(x, *part) for part in parts], dim=1)
+            return out if bias is None else out + bias
+
+        return multiply_parts
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
         if gemv.serves(x, weight):
@@ -188,15 +195,16 @@ def row_parallel(
     return Linear(matrix, weights.load(f"{name}.bias") if bias and rank == 0 else None)
 
 
-def _joined(matrices: list[Matrix], dtype: torch.dtype) -> Matrix:
-    """Concatenate the rows of several matrices; those in different blocks as values of type ``dtype``.
+def _joined(matrices: list[Matrix], dtype: torch.dtype) -> Matrix | list[BlockRows]:
+    """Concatenate the rows of several matrices; where some are in blocks and others are not, as values of ``dtype``.
 
     Raises:
         ConfigError: they are stored in different formats.
     """
-    kinds = {matrix.kind if isinstance(matrix, BlockRows) else "" for matrix in matrices}
-    if len(kinds) == 1 and "" not in kinds:
-        return BlockRows(torch.cat([each.stored for each in matrices if isinstance(each, BlockRows)]), kinds.pop())
+    blocks = [matrix for matrix in matrices if isinstance(matrix, BlockRows)]
+    if len(blocks) == len(matrices):
+        kinds = itertools.groupby(blocks, lambda each: each.kind)
+        return [BlockRows(torch.cat([each.stored for each in group]), kind) for kind, group in kinds]
     matrices = [matrix.values(dtype) if isinstance(matrix, BlockRows) else matrix for matrix in matrices]
     if len({type(matrix) for matrix in matrices}) > 1:
         raise ConfigError("some matrices of a layer are quantized and others are not, which is not supported on GPUs")

@@ -41,8 +41,9 @@ class ModelConfig:
         norms_less_one: weights of norms are stored less one.
         family: the name of the model family, as it is registered in :mod:`shotcast.models.registry`.
         dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is a quantized GGUF file.
-        stored_bytes: the bytes of a weight of the layers' matrices in the checkpoint, if GPUs can keep it as it is
+        stored_bytes: the bytes of a weight of the layers' matrices in the checkpoint, if a device can keep it as it is
             quantized there; None otherwise.
+        stored_on: the type of that device.
         bos: the token that begins a text, None if there is none.
         eos: the tokens that end a text.
         names: the names of the weights.
@@ -75,6 +76,7 @@ class ModelConfig:
     family: str = "llama"
     dtype: str = "bfloat16"
     stored_bytes: float | None = None
+    stored_on: str = "cuda"
     bos: int | None = None
     eos: tuple[int, ...] = ()
     names: WeightNames = HF_LLAMA

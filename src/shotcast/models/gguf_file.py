@@ -21,6 +21,7 @@ from shotcast.models.config import ModelConfig
 from shotcast.models.family import ModelFamily
 from shotcast.models.gguf_header import GgufHeader, TensorLocation
 from shotcast.models.registry import by_gguf_architecture, gguf_architectures
+from shotcast.models.weight_names import WeightNames
 from shotcast.units import about_size
 
 if TYPE_CHECKING:
@@ -296,10 +297,21 @@ def _config(metadata: _Metadata, tensors: Mapping[str, _StoredTensor], divisors:
         sliding_window=metadata.count("attention.sliding_window", 0) or None,
         family=metadata.family.name,
         dtype={"F16": "float16", "BF16": "bfloat16"}.get(typical.type.name, "float32"),
+        stored_bytes=_bytes_in_blocks(tensors, names),
+        stored_on="cpu",
         bos=metadata.token_id("bos"),
         eos=tuple(dict.fromkeys(token for token in eos if token is not None)),
         names=names,
     )
+
+
+def _bytes_in_blocks(tensors: Mapping[str, _StoredTensor], names: WeightNames) -> float | None:
+    """Return the bytes of a weight of the layers' matrices; None if one of them is not in blocks that CPUs keep."""
+    tables = f"{names.embeddings}.weight", f"{names.head}.weight"
+    matrices = [each for name, each in tensors.items() if len(each.shape) == 2 and name not in tables]
+    if not matrices or any(each.type.name not in BLOCKS for each in matrices):
+        return None
+    return sum(each.rows.nbytes for each in matrices) / sum(math.prod(each.shape) for each in matrices)
 
 
 def _rope(metadata: _Metadata, divisors: _StoredTensor | None) -> Rope:

@@ -450,8 +450,8 @@ def points_of(
     if not most:
         tokens = job.prompt + job.output
         raise ConfigError(
-            f"the weights of a rank take {about_size(memory.weights)}, steps about {about_size(memory.steps(1))}, and it "
-            f"may use {about_size(memory.usable)}, so a sequence of {tokens} tokens has no room"
+            f"the weights of a rank take {about_size(memory.weights)}, steps about {about_size(memory.steps(1))}, and "
+            f"it may use {about_size(memory.usable)}, so a sequence of {tokens} tokens has no room"
         )
     prompt = _prompt_time(job, model)
     sequences = 1
