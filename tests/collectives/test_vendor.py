@@ -11,9 +11,9 @@ import communicator_targets as targets
 import pytest
 import torch
 import torch.distributed as dist
+from expected_results import reduced
 
 import shotcast
-from shotcast.collectives.reference import reduced
 from shotcast.collectives.vendor import nccl
 from shotcast.wire import CallPlan, Op
 
