@@ -9,7 +9,6 @@ import torch
 from shotcast import wire
 from shotcast.hardware.nodes import NodeLayout, folded
 
-E4M3_MAX = 448.0
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -177,5 +176,5 @@ def quantize(normed: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[t
     if scale is None:
         largest = torch.where(value.isnan(), 0.0, value.abs()).amax(-1, keepdim=True)
         # by a tensor: on a GPU, PyTorch divides by a number by multiplying with its inverse
-        scale = (largest / torch.full_like(largest, E4M3_MAX)).clamp_min(SMALLEST_SCALE)
-    return (value * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+        scale = (largest / torch.full_like(largest, wire.FP8_LARGEST)).clamp_min(SMALLEST_SCALE)
+    return (value * (1.0 / scale)).clamp(-wire.FP8_LARGEST, wire.FP8_LARGEST).to(torch.float8_e4m3fn), scale

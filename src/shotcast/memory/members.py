@@ -7,6 +7,12 @@ from typing import NamedTuple
 
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout
 
+# The texts by which Gloo and NCCL report that a call failed after it had begun; Gloo has no error classes for that.
+_CAUSES = {
+    "connection": ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Socket closed"),
+    "deadline": ("Timed out", "timed out", "imeout"),
+}
+
 
 class Members(NamedTuple):
     """The ranks of a group as errors and the log name them.
@@ -50,6 +56,11 @@ class Members(NamedTuple):
         named = {self.known(rank): call for rank, call in calls.items()}
         guilty = sorted(map(self.known, differing))
         return CollectiveMismatch(self.own, named, guilty, fields, epoch, self.group, self.advice)
+
+
+def cause_of(error: Exception) -> str:
+    """Return what ended a call of a library, "connection" or "deadline"; empty for an error of another kind."""
+    return next((cause for cause, texts in _CAUSES.items() if any(text in str(error) for text in texts)), "")
 
 
 def departed(gone: Sequence[int], left: Collection[int]) -> tuple[list[int], str]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shotcast import wire
 from shotcast.collectives.vendor.interface import CallError, RefusedError
+from shotcast.memory.members import cause_of
 from shotcast.wire import CallPlan, HeaderWords, Op
 
 _REDUCTIONS = {
@@ -31,9 +32,6 @@ _SLICE_ENDED = "Operation timed out!"
 """The text of a wait that ended before the call."""
 _OVERTIME_S = 0.3
 """Time from the deadline, which Gloo keeps by itself, until the call is given up."""
-# The texts by which Gloo reports that a call failed after it had begun; it has no error classes for that.
-_LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe")
-_LATE = ("Timed out", "timeout")
 
 
 class _PatientStore(dist.Store):
@@ -273,7 +271,5 @@ def _outlive(group: Any, work: Any) -> None:
 
 def _meaning(error: Exception) -> CallError | RefusedError:
     """Return what an error of the library means."""
-    for cause, texts in (("connection", _LOST), ("deadline", _LATE)):
-        if any(text in str(error) for text in texts):
-            return CallError(str(error), cause)
-    return RefusedError(str(error))
+    cause = cause_of(error)
+    return CallError(str(error), cause) if cause else RefusedError(str(error))

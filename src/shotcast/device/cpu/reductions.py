@@ -29,7 +29,7 @@ from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.floats import F32, FORMATS, WORD, form_of, splat, vector
 from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, store_at
-from shotcast.wire import INTEGERS, REDUCED, REDUCIBLE, SIXTEEN_BITS
+from shotcast.wire import INTEGERS, OF_BOOL, REDUCED, REDUCIBLE, SIXTEEN_BITS
 
 F64 = ir.DoubleType()
 _QUIET_NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float64": 0x7FF8000000000000}
@@ -212,13 +212,10 @@ def arithmetic(form: str, reduction: str, result: str = "") -> Arithmetic:
     return Arithmetic(function)
 
 
-_OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
-
-
 def _same(dtype: str, reduction: str) -> tuple[str, str]:
     """Return the form and the reduction of which the machine code is the same, so that it is compiled once."""
     if dtype == "bool":
-        return "bool", _OF_BOOL.get(reduction, reduction)
+        return "bool", OF_BOOL.get(reduction, reduction)
     if dtype in INTEGERS and reduction not in ("max", "min"):
         return f"u{dtype.removeprefix('u')}", reduction
     return (dtype if reduction in ("max", "min") else form_of(dtype)), reduction

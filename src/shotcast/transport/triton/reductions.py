@@ -12,7 +12,6 @@ from shotcast.transport.triton.binding import KernelContext
 from shotcast.wire import CallPlan
 
 _OF_PARTS = {"complex64": "float32", "complex128": "float64", "bool": "int1"}
-_OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
 
 
 def dtype_of(dtype: str) -> tl.dtype:
@@ -23,7 +22,7 @@ def dtype_of(dtype: str) -> tl.dtype:
 
 def reduction_of(dtype: str, reduction: str) -> int:
     """Return the code of the reduction that kernels make of these numbers."""
-    return wire.REDUCTIONS.index(_OF_BOOL.get(reduction, reduction) if dtype == "bool" else reduction)
+    return wire.REDUCTIONS.index(wire.OF_BOOL.get(reduction, reduction) if dtype == "bool" else reduction)
 
 
 def reduction_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
