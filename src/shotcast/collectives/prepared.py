@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled  # names of this module: looked up in one step
@@ -19,15 +19,16 @@ from torch.compiler import is_dynamo_compiling
 
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Executor
-from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.norm_operands import ALIGN, Fp8Normed
 from shotcast.collectives.reductions import divide
 from shotcast.collectives.stream_order import StreamChain
-from shotcast.collectives.torch_ops.versions import Unseen, increment_version
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import Unseen, increment_version, is_traced
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.memory.operands import NormTensors
 
+T = TypeVar("T")
+KEPT_CALLS = 4096
+"""The most calls that are remembered."""
 Operands = tuple[Tensor | None, ...]
 """The tensors that a method is given: x and out, or of a fused call x, residual, weight, bias, scale, normed,
 new_residual, quantized and the scales of rows. None stands for one that is not given."""
@@ -48,6 +49,37 @@ _MOST_PATTERNS = 256
 
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 _new: Callable[..., Any] = tuple.__new__
+
+
+class KeptCalls(dict[Any, T], Generic[T]):
+    """Calls by their arguments, resolved or prepared. To look one up leaves no trace, as that would cost every call.
+
+    Half of them are young. When more would be, these become the old ones, and the old ones are forgotten. An old call
+    that is made is young again, so a call that is made once between any 2,048 new ones is never forgotten.
+    """
+
+    __slots__ = ("_old",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._old: dict[Any, T] = {}
+
+    def recall(self, key: Any) -> T | None:
+        """Return an old call, which is young from here on; None if there is none."""
+        call = self._old.pop(key, None)
+        return None if call is None else self.keep(key, call)
+
+    def keep(self, key: Any, call: T) -> T:
+        """Remember a call, and return it."""
+        if len(self) >= KEPT_CALLS // 2:
+            self._old = dict(self)
+            super().clear()
+        self[key] = call
+        return call
+
+    def clear(self) -> None:
+        super().clear()
+        self._old.clear()
 
 
 class PreparedCall:

@@ -24,7 +24,7 @@ import torch
 from shotcast.collectives.arguments import sm_budget, without_gradient
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.hardware import catalog
 from shotcast.overlap import schedule, torch_ops

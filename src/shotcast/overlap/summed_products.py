@@ -22,8 +22,7 @@ import torch
 from shotcast import wire
 from shotcast.collectives.arguments import operation, writable
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.torch_ops.versions import increment_version
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import increment_version, is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.overlap import schedule, torch_ops
 from shotcast.overlap.adaptive import AUTO, Adaptive, bucket, remember

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shotcast import wire
-from shotcast.collectives.torch_ops.versions import Unseen
+from shotcast.collectives.torch_private import Unseen
 
 
 class Operands:

@@ -14,7 +14,7 @@ from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, is
 from shotcast.collectives.ops import OPS, OpSpec
 from shotcast.collectives.prepared import Given
 from shotcast.collectives.torch_ops import autograd, operators
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import LAYER, RMS, Norm, Op
 

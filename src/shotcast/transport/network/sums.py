@@ -36,7 +36,7 @@ from shotcast.transport.cpu.layout import (
     WORLD,
 )
 from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, add_and_norm, begin_rows
-from shotcast.transport.cpu.slices import slice_size
+from shotcast.transport.cpu.staging import slice_size
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.network import exchanges
 from shotcast.transport.network.hosts_call import HostsCall, node_reductions, partial_sums

@@ -30,8 +30,8 @@ from shotcast.memory.symmetric import raise_failures, shortage
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
+from shotcast.transport.triton.barrier import gate_of
 from shotcast.transport.triton.binding import TENSORS, Enqueue, KernelContext, KernelLaunch
-from shotcast.transport.triton.gates import gate_of
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.units import align_up
