@@ -56,38 +56,24 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A part of this process's memory of a block, reserved or leased.
+    """A part of this process's memory of a block, reserved or leased."""
 
-    Attributes:
-        start, nbytes: where it lies in the block.
-        ranks: of the communicator; 0 until it is known.
-        open: this rank has not closed it.
-    """
-
-    start: int
+    start: int  # where it lies in the block
     nbytes: int
-    ranks: int = 0
-    open: bool = True
+    ranks: int = 0  # of the communicator; 0 until it is known
+    open: bool = True  # this rank has not closed it
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Memory that is mapped among its members.
+    """Memory that is mapped among its members."""
 
-    Attributes:
-        name: the same on all members.
-        members: the processes, in the order of the buffer's ranks.
-        own: this process's place among the members.
-        multicast: the memory of every member has a multicast address.
-        parts: in the order in which they lie.
-    """
-
-    name: str
-    members: tuple[str, ...]
-    own: int
+    name: str  # the same on all members
+    members: tuple[str, ...]  # the processes, in the order of the buffer's ranks
+    own: int  # this process's place among the members
     buffer: SymmetricBuffer
-    multicast: bool
-    parts: list[_Part] = field(default_factory=list)
+    multicast: bool  # the memory of every member has a multicast address
+    parts: list[_Part] = field(default_factory=list)  # in the order in which they lie
 
     def reserve(self, nbytes: int) -> _Part | None:
         """Take the first free part of ``nbytes``; return None if there is none."""

@@ -15,19 +15,12 @@ _CAUSES = {
 
 
 class Members(NamedTuple):
-    """The ranks of a group as errors and the log name them.
+    """The ranks of a group as errors and the log name them."""
 
-    Attributes:
-        rank: of this process, in the group.
-        ranks: the rank in the job of each; empty where they are known by their ranks in the group.
-        group: what people call the group; empty for all ranks of the job.
-        advice: what to do once a call has stopped the group; empty for a communicator, which can be reset.
-    """
-
-    rank: int
-    ranks: tuple[int, ...] = ()
-    group: str = ""
-    advice: str = ""
+    rank: int  # of this process, in the group
+    ranks: tuple[int, ...] = ()  # the rank in the job of each; empty where they are known by their ranks in the group
+    group: str = ""  # what people call the group; empty for all ranks of the job
+    advice: str = ""  # what to do once a call has stopped the group; empty for a communicator, which can be reset
 
     @property
     def own(self) -> int:

@@ -37,17 +37,11 @@ class SymmetricBuffer(Protocol):
 
 
 class Target(NamedTuple):
-    """A rank's part of symmetric memory, as another rank sees it.
+    """A rank's part of symmetric memory, as another rank sees it."""
 
-    Attributes:
-        pe: the rank's number in NVSHMEM.
-        address: for puts: where the part would be in this process's memory.
-        mapped: where this GPU has it; 0 where only puts reach it.
-    """
-
-    pe: int
-    address: int
-    mapped: int
+    pe: int  # the rank's number in NVSHMEM
+    address: int  # for puts: where the part would be in this process's memory
+    mapped: int  # where this GPU has it; 0 where only puts reach it
 
 
 def shortage(device: torch.device, what: str, error: RuntimeError) -> str:

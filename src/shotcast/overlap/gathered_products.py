@@ -205,15 +205,10 @@ def _plain(
 
 @dataclass(slots=True)
 class _Kept:
-    """The state of gathered products that a communicator keeps.
+    """The state of gathered products that a communicator keeps."""
 
-    Attributes:
-        adaptive: decides, by rows (up to a power of two), the rest of the shape, and dtype.
-        known: what was found out of the last exact shapes.
-    """
-
-    adaptive: Adaptive
-    known: dict[Any, Any] = field(default_factory=dict)
+    adaptive: Adaptive  # decides, by rows (up to a power of two), the rest of the shape, and dtype
+    known: dict[Any, Any] = field(default_factory=dict)  # what was found out of the last exact shapes
 
 
 def _kept(comm: Communicator) -> _Kept:

@@ -39,17 +39,11 @@ SEQUENTIAL, PLAIN = "sequential", "plain"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to do the same thing; all give the same results.
+    """A way to do the same thing; all give the same results."""
 
-    Attributes:
-        name: a name, the same on all ranks.
-        run: does it once. Every rank calls it.
-        predicted_us: what the models say that it takes; None where they say nothing.
-    """
-
-    name: str
-    run: Callable[[], Any]
-    predicted_us: float | None = None
+    name: str  # the same on all ranks
+    run: Callable[[], Any]  # does it once. Every rank calls it
+    predicted_us: float | None = None  # what the models say that it takes; None where they say nothing
 
 
 @dataclass(frozen=True, slots=True)

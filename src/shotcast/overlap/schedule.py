@@ -59,19 +59,13 @@ class Wait(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The lanes of the steps, and where lanes wait for each other.
+    """The lanes of the steps, and where lanes wait for each other."""
 
-    Attributes:
-        lanes: the lane of each step.
-        waits: the steps of other lanes that each step waits for, if any.
-        first: the steps that begin their lane and wait for nothing in the schedule: what came before it comes first.
-        last: the steps of communication that nothing has waited for by the end.
-    """
-
-    lanes: Mapping[str, int]
-    waits: Mapping[str, tuple[str, ...]]
+    lanes: Mapping[str, int]  # the lane of each step
+    waits: Mapping[str, tuple[str, ...]]  # the steps of other lanes that each step waits for, if any
+    # the steps that begin their lane and wait for nothing in the schedule: what came before it comes first
     first: frozenset[str]
-    last: tuple[str, ...]
+    last: tuple[str, ...]  # the steps of communication that nothing has waited for by the end
 
     @property
     def edges(self) -> tuple[Wait, ...]:

@@ -48,17 +48,11 @@ _COLLECTIVES = {ProductOp.MATMUL_REDUCE_SCATTER: "reduce_scatter", ProductOp.MAT
 
 @dataclass(slots=True)
 class _Kept:
-    """The state of summed products that a communicator keeps.
+    """The state of summed products that a communicator keeps."""
 
-    Attributes:
-        calls: those of kernels, by operation, form and configuration.
-        adaptive: decides, by operation, shape and dtype.
-        controller: of the lanes of CPU ranks, once there is one.
-    """
-
-    adaptive: Adaptive
-    calls: dict[Any, KernelCall] = field(default_factory=dict)
-    controller: Controller | None = None
+    adaptive: Adaptive  # decides, by operation, shape and dtype
+    calls: dict[Any, KernelCall] = field(default_factory=dict)  # those of kernels, by operation, form and configuration
+    controller: Controller | None = None  # of the lanes of CPU ranks, once there is one
 
 
 @torch_ops.run_eagerly

@@ -43,18 +43,13 @@ class SilentStoreError(Exception):
 
 
 class Verdict(NamedTuple):
-    """The ranks' common knowledge of a failed call.
+    """The ranks' common knowledge of a failed call."""
 
-    Attributes:
-        reason: ``late``, ``dead`` or ``interrupted``; ``mismatch`` if the calls differ; ``library`` if all ranks are in
-            the same call, so that nobody is at fault.
-        ranks: the ranks at fault.
-        headers: those of the calls that failed, by rank.
-    """
-
+    # `late`, `dead` or `interrupted`; `mismatch` if the calls differ; `library` if all ranks are in the same call, so
+    # that nobody is at fault
     reason: str
-    ranks: tuple[int, ...]
-    headers: dict[int, HeaderWords]
+    ranks: tuple[int, ...]  # the ranks at fault
+    headers: dict[int, HeaderWords]  # those of the calls that failed, by rank
 
 
 class Blame:

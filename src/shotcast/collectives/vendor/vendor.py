@@ -53,27 +53,18 @@ class _Begun(NamedTuple):
 
 @dataclasses.dataclass
 class _Connected:
-    """Connected ranks, and what is known of their calls.
-
-    Attributes:
-        generation: of the connections.
-        calls: how many this rank has made.
-        recent: the last of them.
-        captured: some call was captured in a graph, so the device may begin more calls than this rank has made.
-        waiting: the number of the call that the device waited in at the last look; -1 for none.
-        since: the time of the first look at that.
-        log: what the log says of that.
-    """
+    """Connected ranks, and what is known of their calls."""
 
     group: VendorGroup
     members: tuple[int, ...]
-    generation: int
-    calls: int = 0
-    recent: deque[_Begun] = dataclasses.field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    generation: int  # of the connections
+    calls: int = 0  # how many this rank has made
+    recent: deque[_Begun] = dataclasses.field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # the last of them
+    # some call was captured in a graph, so the device may begin more calls than this rank has made
     captured: bool = False
-    waiting: int = -1
-    since: float = 0.0
-    log: WaitLog = dataclasses.field(default_factory=WaitLog)
+    waiting: int = -1  # the number of the call that the device waited in at the last look; -1 for none
+    since: float = 0.0  # the time of the first look at that
+    log: WaitLog = dataclasses.field(default_factory=WaitLog)  # what the log says of that
 
     def begun(self, number: int, timeout_s: float) -> _Begun:
         """Return the call that the device has begun as its ``number``-th; ``timeout_s`` is the deadline of others."""

@@ -39,28 +39,17 @@ _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float64": 64}
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """A reduction of one dtype in LLVM code; ``lanes`` is 1 for a scalar.
+    """A reduction of one dtype in LLVM code; ``lanes`` is 1 for a scalar."""
 
-    Attributes:
-        stored: the type of an element in memory.
-        nbytes: bytes of an element.
-        wide: the type in which it is reduced.
-        start: the neutral element of ``combine``.
-        widen, narrow: ``(builder, value, lanes)``: from ``stored`` to ``wide`` and back.
-        combine: ``(builder, total, value, lanes)``.
-        divided: the total is divided by the number of ranks.
-        numbers: elements in one of the dtype: 2 where it is complex.
-    """
-
-    stored: Any
-    nbytes: int
-    wide: Any
-    start: float
-    widen: Callable[[Any, Any, int], Any]
-    narrow: Callable[[Any, Any, int], Any]
-    combine: Callable[[Any, Any, Any, int], Any]
-    divided: bool = False
-    numbers: int = 1
+    stored: Any  # the type of an element in memory
+    nbytes: int  # bytes of an element
+    wide: Any  # the type in which it is reduced
+    start: float  # the neutral element of `combine`
+    widen: Callable[[Any, Any, int], Any]  # `(builder, value, lanes)`: from `stored` to `wide`
+    narrow: Callable[[Any, Any, int], Any]  # and back
+    combine: Callable[[Any, Any, Any, int], Any]  # `(builder, total, value, lanes)`
+    divided: bool = False  # the total is divided by the number of ranks
+    numbers: int = 1  # elements in one of the dtype: 2 where it is complex
 
 
 def _unchanged(_builder: Any, value: Any, _lanes: int) -> Any:

@@ -40,18 +40,12 @@ _ADVICE = (
 
 
 class Connections(NamedTuple):
-    """The connections of a rank.
+    """The connections of a rank."""
 
-    Attributes:
-        data, control: a socket to the peer on each other node.
-        listener: where other ranks connect.
-        hellos: makes and verifies hellos.
-    """
-
-    data: dict[int, socket.socket]
-    control: dict[int, socket.socket]
-    listener: socket.socket
-    hellos: Hellos
+    data: dict[int, socket.socket]  # a socket to the peer on each other node
+    control: dict[int, socket.socket]  # and one more
+    listener: socket.socket  # where other ranks connect
+    hellos: Hellos  # makes and verifies hellos
 
     def close(self) -> None:
         for one in (*self.data.values(), *self.control.values(), self.listener):

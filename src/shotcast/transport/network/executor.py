@@ -53,19 +53,12 @@ _PROBE_BYTES, _MOST_PROBE_BYTES = 4 << 20, 12 << 20
 
 
 class NetworkSpeed(NamedTuple):
-    """The network between the nodes, as measured when they connected.
+    """The network between the nodes, as measured when they connected."""
 
-    Attributes:
-        step_us: the time of a step in which each node swaps frames without data with one other.
-        gbps: the rate at which each rank sends to one other node while all do, in 1e9 bytes a second.
-        spread_us: the time of a step in which all nodes exchange frames with all others.
-        spread_gbps: the rate at which each rank sends to all other nodes at once.
-    """
-
-    step_us: float
-    gbps: float
-    spread_us: float
-    spread_gbps: float
+    step_us: float  # the time of a step in which each node swaps frames without data with one other
+    gbps: float  # the rate at which each rank sends to one other node while all do, in 1e9 bytes a second
+    spread_us: float  # the time of a step in which all nodes exchange frames with all others
+    spread_gbps: float  # the rate at which each rank sends to all other nodes at once
 
 
 class HostsExecutor(CpuExecutor):

@@ -182,17 +182,11 @@ def block_words(world_size: int, config: GemmConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The rows of a product that each rank owns, and how many of them pass at a time.
+    """The rows of a product that each rank owns, and how many of them pass at a time."""
 
-    Attributes:
-        rows: of a block.
-        piece: rows of each block in a call; the last may have fewer.
-        slot_nbytes: bytes of slots that a call takes on each rank.
-    """
-
-    rows: int
-    piece: int
-    slot_nbytes: int
+    rows: int  # of a block
+    piece: int  # rows of each block in a call; the last may have fewer
+    slot_nbytes: int  # bytes of slots that a call takes on each rank
 
     @property
     def pieces(self) -> list[tuple[int, int]]:

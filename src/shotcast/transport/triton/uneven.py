@@ -58,25 +58,17 @@ HEAD_QUADS_BEFORE = tl.constexpr(2)
 
 
 class Spans(NamedTuple):
-    """The parts of a call, in bytes, which its sizes decide; all but ``chunks_sent`` take 64 bits.
+    """The parts of a call, in bytes, which its sizes decide; all but ``chunks_sent`` take 64 bits."""
 
-    Attributes:
-        firsts, sizes: of the part of x for the i-th peer, rank + 1 + i: where it begins, and how long it is.
-        own_first, own_start, own_nbytes: of the part that the rank keeps: where it begins in x and in out.
-        starts: part r of out is the bytes from ``starts[r]`` to ``starts[r + 1]``.
-        longest_sent, longest_received: of the parts that pass to and from other ranks.
-        chunks_sent: the chunks of the longest part that is sent, beyond its head.
-    """
-
-    firsts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    own_first: int
-    own_start: int
+    firsts: tuple[int, ...]  # of the part of x for the i-th peer, rank + 1 + i: where it begins
+    sizes: tuple[int, ...]  # and how long it is
+    own_first: int  # of the part that the rank keeps: where it begins in x
+    own_start: int  # and in out
     own_nbytes: int
-    starts: tuple[int, ...]
-    longest_sent: int
-    longest_received: int
-    chunks_sent: int
+    starts: tuple[int, ...]  # part r of out is the bytes from `starts[r]` to `starts[r + 1]`
+    longest_sent: int  # bytes of the longest part for another rank
+    longest_received: int  # and from one
+    chunks_sent: int  # the chunks of the longest part that is sent, beyond its head
 
 
 _OPEN = Spans((Wide(),) * 7, (Wide(),) * 7, Wide(), Wide(), Wide(), (Wide(),) * 9, Wide(), Wide(), 0)
