@@ -60,10 +60,7 @@ _LOOK_S = 0.001
 class Growths:
     """The decisions of the ranks of a communicator whether to grow now.
 
-    Args:
-        store: of these ranks alone.
-        world_size: their number.
-        patience_s: how long ranks wait for each other.
+    The store is for these ranks alone, which wait ``patience_s`` for each other.
 
     Attributes:
         asked: calls that would have grown the workspace, the same number on all ranks.

@@ -44,10 +44,7 @@ class Nodes(NamedTuple):
 def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) -> Nodes:
     """Find the nodes of all ranks, and whether those that are undecided have GPUs of their own. Collective.
 
-    Args:
-        host: the ranks.
-        device: of this rank.
-        undecided: it is the CPU unless each rank has its own GPU.
+    An ``undecided`` device is the CPU unless each rank has its own GPU.
     """
     declared, ranks_here = env.ranks_per_node(), env.local_world_size()
     trouble = ""

@@ -86,12 +86,8 @@ class PreparedCall:
     """A call that has been made, for operands of the kind that it had.
 
     Args:
-        shared: what the calls of its communicator share.
-        call: the call.
-        operands: those that it was made on.
         outputs: the tensors that it wrote; None for those of the last operands that it did not.
         reads: whether it reads the first operand.
-        norm: the tensors of a fused call.
         sizes: the sizes of the parts that two ranks know.
         divisor: the result is divided by this number; 0 for none.
     """
@@ -214,9 +210,9 @@ class PreparedCall:
 class PreparedCalls:
     """The prepared calls of one communicator, and what they need of it.
 
+    There is no ``executor`` where no call is to be prepared.
+
     Args:
-        executor: of the communicator; None where no call is to be prepared.
-        vendor: the calls of the vendor library.
         chain: of calls on a GPU; None for calls that block.
         lock: held during a call.
         check: returns what raises the fault that has stopped calls that block. It does not keep the communicator alive.

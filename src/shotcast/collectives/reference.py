@@ -127,10 +127,8 @@ def fp8_error_bound(xs: Iterable[torch.Tensor]) -> torch.Tensor:
 def rounded_nodes_error_bound(xs: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return how far off a sum of NVRAR in 16 bits may be, beyond the rounding of the dtype, for float64 ``xs``.
 
-    It is the bound of ``docs/reference/numerics.md`` for any number of nodes.
-
-    Args:
-        dtype: float16 or bfloat16; None for a bound that holds for both, that of bfloat16.
+    It is the bound of ``docs/reference/numerics.md`` for any number of nodes. Without ``dtype`` it holds for float16
+    and bfloat16: it is that of bfloat16.
     """
     unit = torch.finfo(torch.bfloat16 if dtype is None else dtype).eps / 2
     magnitude, ranks = torch.zeros((), device="cpu"), 0

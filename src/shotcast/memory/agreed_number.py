@@ -45,8 +45,6 @@ def agreed_number(
 
     Args:
         store: what these ranks, and nobody else, use for this.
-        members: the ranks.
-        what: for the error.
         ended: returns the ranks that are known to come no more, for which nobody waits.
         left: returns those of them whose processes live on.
 
@@ -78,10 +76,7 @@ def agreed_number(
 class _Deadline:
     """The time until which ranks wait for each other, unless the process of one has ended.
 
-    Args:
-        until: by ``time.monotonic``.
-        ended: as of :func:`agreed_number`.
-        text: says what is awaited, after this many seconds.
+    ``text`` says what is awaited, after a number of seconds. ``until`` is by ``time.monotonic``.
 
     Attributes:
         dead: the ranks whose end has ended the wait.

@@ -160,9 +160,7 @@ class Arena:
     """The blocks of one device of this process.
 
     Args:
-        process: a member of its blocks.
         granularity: blocks have multiples of this many bytes.
-        name: of the device.
         wait: waits for all work of the device, before a block may be released; None where that needs no wait.
     """
 

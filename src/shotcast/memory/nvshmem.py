@@ -164,9 +164,8 @@ class HeapLease:
 class Heap:
     """The symmetric heap of this process.
 
-    Args:
-        library: NVSHMEM; raises ConfigError where there is none.
-        memory_at: ``memory_at(address, nbytes, device)``, the bytes at an address of a device as a tensor.
+    ``library`` raises ConfigError where there is no NVSHMEM; ``memory_at(address, nbytes, device)`` gives the bytes at
+    an address as a tensor.
     """
 
     def __init__(
@@ -186,13 +185,9 @@ class Heap:
     def lease(self, group: StoreGroup, nbytes: int, device: torch.device, mates: Collection[int]) -> HeapLease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
 
-        Args:
-            mates: the ranks of this rank's node, itself included, which store to each other's bytes.
-
-        Raises:
-            ConfigError: on all ranks; NVSHMEM is missing, cannot be initialized, has too little memory or does not map
-                that of mates.
-            CollectiveTimeout: naming ranks that did not come.
+        ``mates`` are the ranks of this rank's node, itself included, which store to each other's bytes. Raises
+        ConfigError on all ranks if NVSHMEM is missing, cannot be initialized, has too little memory or does not map
+        that of mates, and CollectiveTimeout for ranks that did not come.
         """
         library, pes = self._join(group, device)
         nbytes = align_up(nbytes, PAGE)

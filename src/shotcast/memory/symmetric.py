@@ -59,10 +59,8 @@ def shortage(device: torch.device, what: str, error: RuntimeError) -> str:
 def raise_failures(group: StoreGroup, failure: str) -> None:
     """Raise ConfigError on every rank if a rank reports a failure; it names all that failed. Collective.
 
-    A rank that fails during construction must not be the only one to raise: the others would wait for it.
-
-    Args:
-        failure: what failed on this rank; empty if nothing did.
+    A rank that fails during construction must not be the only one to raise: the others would wait for it. ``failure``
+    is empty if nothing failed on this rank.
     """
     failures = group.all_gather(failure)
     if message := "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text):

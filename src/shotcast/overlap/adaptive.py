@@ -33,13 +33,10 @@ def remember(known: MutableMapping[K, T], key: K, value: T) -> T:
 class Adaptive:
     """Does work by one of several ways that give the same results.
 
-    Args:
-        comm: the ranks, which do the same work in the same order.
-        way: ``auto`` to measure the ways when a shape is first met; else the name of one, which is taken where it
-            exists, and the sequential one where it does not.
+    With ``auto`` the ways are measured when a shape is first met; else ``way`` is the name of one, which is taken where
+    it exists, and the sequential one where it does not.
 
     Attributes:
-        way: the one that was given.
         decisions: what was decided for each of the last shapes.
     """
 

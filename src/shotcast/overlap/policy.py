@@ -83,12 +83,8 @@ def agreed(comm: Communicator, values: Sequence[float]) -> list[float]:
 def agree_on(comm: Communicator, plan: Schedule, *settings: object) -> None:
     """Raise ConfigError on all ranks unless all have this schedule and these settings. Collective.
 
-    Ranks with different ones would make their calls in different orders.
-
-    Args:
-        comm: the ranks.
-        plan: the schedule.
-        settings: what else decides which calls are made; compared as text.
+    Ranks with different ones would make their calls in different orders. ``settings`` are what else decides which calls
+    are made; they are compared as text.
     """
     digest = hashlib.sha256(repr((plan.digest, *settings)).encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:8]) >> 1], dtype=torch.int64, device=comm.device)

@@ -118,8 +118,7 @@ class LibraryProduct:
     def scope(self, device: torch.device) -> Iterator[None]:
         """Let every product of the library leave the SMs alone, until the scope ends.
 
-        Raises:
-            ConfigError: the GPU does not have so many SMs.
+        Raises ConfigError if the GPU does not have so many SMs.
         """
         if not self.left_sms or device.type != "cuda":
             yield

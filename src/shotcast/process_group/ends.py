@@ -17,12 +17,7 @@ _SETTLE_S = 0.5
 
 
 class ProcessEnds:
-    """Knows which processes of a group have ended, and which ranks have left it.
-
-    Args:
-        store: for this alone.
-        rank, world_size: of this rank.
-    """
+    """Knows which processes of a group have ended, and which ranks have left it. The store is for this alone."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
         self._store = store

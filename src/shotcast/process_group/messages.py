@@ -43,11 +43,7 @@ def begin_together(inner: Any, messages: Sequence[Message]) -> Any:
 
 
 class HeldWork(DoneWork):
-    """A message in a block of calls that PyTorch coalesces, which begins where the block ends.
-
-    Args:
-        message: this one.
-    """
+    """A message in a block of calls that PyTorch coalesces, which begins where the block ends."""
 
     def __init__(self, message: Message):
         super().__init__([message.x])

@@ -160,12 +160,8 @@ def inner_gloo(
 ) -> Any:
     """Make a group of Gloo. Collective.
 
-    Args:
-        store: of this group alone.
-        rank, world_size: of this rank.
-        timeout: the deadline of calls.
-        told: is told of the timeouts that PyTorch sets for the group.
-        allocate: makes the tensors that PyTorch asks the group for, as FSDP2 does.
+    ``told`` is told of the timeouts that PyTorch sets for the group; ``allocate`` makes the tensors that PyTorch asks
+    it for, as FSDP2 does.
     """
     made = _InnerGloo(store, rank, world_size, timeout)
     made.told, made.allocate = told, allocate

@@ -68,14 +68,9 @@ class _PatientStore(dist.Store):
 class GlooGroup:
     """Ranks connected by Gloo. Construction is collective. Satisfies ``VendorGroup``.
 
-    Tensors of GPUs pass through the host's memory: ranks that share one GPU cannot use NCCL.
-
-    Args:
-        store: a part of the job's store for this group alone.
-        rank, world_size: in this group.
-        timeout_s: the deadline of calls.
-        connect_s: the limit for the construction.
-        interrupted: raises CallError if a call must not wait any longer.
+    Tensors of GPUs pass through the host's memory: ranks that share one GPU cannot use NCCL. The store is for this
+    group alone. The construction may take ``connect_s``; ``interrupted`` raises CallError if a call must not wait any
+    longer.
     """
 
     library = "gloo"

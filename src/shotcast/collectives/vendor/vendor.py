@@ -80,11 +80,6 @@ class Vendor:
     communicator holds its lock during all methods but :meth:`check` and :meth:`look`.
 
     Args:
-        host: the ranks.
-        device: of the tensors.
-        algorithms: of the communicator.
-        timeout_s: the deadline of a call.
-        library: ``nccl`` or ``gloo``.
         compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
         stopped: returns whether native kernels have stopped the communicator.
         peers: hears of calls of other ranks that failed, and tells them of those of this rank.
@@ -432,8 +427,7 @@ class Vendor:
     def reset(self, generation: int) -> None:
         """Forget all connections and the fault, with no call under way; later calls connect anew.
 
-        Args:
-            generation: the same number on all ranks, higher than before.
+        The ``generation`` is the same on all ranks, and higher than before.
         """
         with self._halting:
             self.generation = generation  # a fault of the connections so far comes too late from here on

@@ -248,11 +248,7 @@ class _Loaded:
 
 
 class _Function:
-    """A function of four int64 that is compiled, or loaded from disk, on first use.
-
-    Args:
-        function: what is compiled.
-    """
+    """A function of four int64 that is compiled, or loaded from disk, on first use."""
 
     _kind = ""
 

@@ -433,9 +433,7 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
     """Return the launch of an all_reduce, a reduce_scatter, an all_gather, an all_to_all or a broadcast.
 
     An all_gather that ``announces`` lets the next kernel of the stream begin, and tells it which chunks are there.
-
-    Raises:
-        ConfigError: the launch needs more of the window than there is.
+    Raises ConfigError if the launch needs more of the window than there is.
     """
     item, world_size, shape = wire.DTYPES[plan.dtype], context.world_size, plan.launch
     if plan.op is Op.ALL_REDUCE:

@@ -202,12 +202,8 @@ class Blocks:
 def blocks_of(gather: bool, m: int, n: int, world_size: int, config: GemmConfig, max_bytes: int) -> Blocks:
     """Divide the rows of a product among the ranks, and into calls that a workspace has room for.
 
-    Args:
-        gather: the sums go to all ranks, so blocks may differ in size; each is a number of whole tiles.
-        max_bytes: the longest message of the largest workspace.
-
-    Raises:
-        ConfigError: not even a row of tiles has room.
+    With ``gather`` the sums go to all ranks, so blocks may differ in size; each is a number of whole tiles. Raises
+    ConfigError if not even a row of tiles has room in a workspace for messages of ``max_bytes``.
     """
     tile_rows = -(-m // config.tile_m)
     rows = -(-tile_rows // world_size) * config.tile_m if gather else m // world_size
@@ -229,15 +225,8 @@ def call_of(
 ) -> KernelCall:
     """Return the call that sums products of a form over the ranks.
 
-    Args:
-        op: MATMUL_REDUCE_SCATTER, for m that is a multiple of ``world_size``, or MATMUL_ALL_REDUCE.
-        form: of the product; rows of ``out`` follow each other.
-        config: the shape of tiles, the same on all ranks.
-        world_size, max_bytes: of the communicator.
-        name: the name of the dtype.
-
-    Raises:
-        ConfigError: the workspace may not grow so large.
+    A MATMUL_REDUCE_SCATTER has an m that is a multiple of ``world_size``; rows of ``out`` follow each other; ``config``
+    is the same on all ranks; ``name`` is that of the dtype. Raises ConfigError if the workspace may not grow so large.
     """
     gather = op is ProductOp.MATMUL_ALL_REDUCE
     blocks = blocks_of(gather, form.m, form.n, world_size, config, max_bytes)

@@ -28,10 +28,8 @@ def reduction_of(dtype: str, reduction: str) -> int:
 def reduction_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
     """Return the arguments DTYPE, REDUCTION and CELLS of a kernel, and its slots, which are flag cells with CELLS.
 
-    Floats of up to 32 bits go through sentinel slots; other data have words of any bits, and go as flag cells.
-
-    Raises:
-        UnsupportedError: own kernels have no such reduction.
+    Floats of up to 32 bits go through sentinel slots; other data have words of any bits, and go as flag cells. Raises
+    UnsupportedError for a reduction that native kernels do not have.
     """
     if plan.reduction not in wire.REDUCED.get(plan.dtype, ()):
         raise UnsupportedError(f"kernels have no {plan.reduction} of {plan.dtype}")

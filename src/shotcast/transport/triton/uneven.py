@@ -295,8 +295,7 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
 def sized_arguments(plan: CallPlan, context: KernelContext, sizes: tuple[int, ...]) -> Sequence[int]:
     """Return the elements of :class:`Spans` for the elements that this rank sends to each rank, and then receives.
 
-    Raises:
-        ConfigError: a part takes more steps through the window than are counted.
+    Raises ConfigError if a part takes more steps through the window than are counted.
     """
     item, world_size, rank, shape = wire.DTYPES[plan.dtype], context.world_size, context.rank, plan.launch
     nbytes = [item * size for size in sizes]
