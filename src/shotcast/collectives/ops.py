@@ -130,7 +130,6 @@ def _reduce_scatter(
 
 
 def _broadcast(comm: Any, x: torch.Tensor, root: int, algorithm: str, sms: int | None = None, **_: Any) -> Any:
-    """Broadcast to a new tensor on every rank."""
     out = x.new_empty(x.shape)
     if comm.rank == root:
         out.copy_(x.detach())
@@ -138,7 +137,6 @@ def _broadcast(comm: Any, x: torch.Tensor, root: int, algorithm: str, sms: int |
 
 
 def _recv(comm: Any, x: torch.Tensor, src: int, **_: Any) -> Any:
-    """Receive into a new tensor like ``x``."""
     return comm.recv(x.new_empty(x.shape), src)
 
 
@@ -423,7 +421,6 @@ BARRIER = OpSpec("barrier(str comm) -> ()", Op.BARRIER)
 
 
 def _norm(sum_of: str, kind: str, fp8: bool) -> OpSpec:
-    """Return the operation of a sum whose rows are normed."""
     layer, scatter = kind == "layer", sum_of == "reduce_scatter"
     operands = ["Tensor x", "Tensor residual", "Tensor weight"]
     operands += ["Tensor? bias"] * layer + ["Tensor? scale"] * fp8 + ["str comm", "float eps"]

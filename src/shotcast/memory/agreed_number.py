@@ -88,7 +88,6 @@ class _Deadline:
         self.dead: list[int] = []
 
     def passed(self) -> bool:
-        """Return whether to wait no longer."""
         now = time.monotonic()
         if now - self._looked > _LOOK_S:
             self._looked = now

@@ -359,7 +359,6 @@ class _Product:
     # -- GPUs ---------------------------------------------------------------------------------------------------------
 
     def _fused(self) -> None:
-        """Multiply and sum in one kernel."""
         from shotcast.kernels.triton import gemm
         from shotcast.transport.triton import matmul_reduce
 

@@ -105,7 +105,6 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         self._on_cpu = self._calls_on(torch.device("cpu"))
 
     def _part(self, name: str) -> dist.Store:
-        """Return a part of the store."""
         return dist.PrefixStore(f"shotcast {name}", self._store)
 
     def _members(self) -> Members:

@@ -30,7 +30,6 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, op: Op) -> _Form:
-        """Return the form of an operation."""
         kind = LAYER if op in wire.LAYER_NORMS else RMS
         name = op.label.removesuffix("_all_gather")
         scatter, gather = op not in wire.ALL_REDUCE_NORMS, op in wire.GATHERED_NORMS

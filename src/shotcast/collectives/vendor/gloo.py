@@ -211,7 +211,6 @@ class GlooGroup:
                 part.copy_(row[: part.numel()])
 
     def _wait(self, begin: Callable[[], Any]) -> None:
-        """Begin a call of the library, and wait for its end."""
         try:
             work = begin()
         except (RuntimeError, ValueError, TypeError) as error:
@@ -265,6 +264,5 @@ def _outlive(group: Any, work: Any) -> None:
 
 
 def _meaning(error: Exception) -> CallError | RefusedError:
-    """Return what an error of the library means."""
     cause = cause_of(error)
     return CallError(str(error), cause) if cause else RefusedError(str(error))

@@ -257,7 +257,6 @@ class _Function:
         self._loaded: _Loaded | None = None
 
     def ready(self) -> bool:
-        """Return whether this process has compiled or loaded the function."""
         return self._loaded is not None
 
     def _load(self) -> int:

@@ -72,7 +72,6 @@ def _fill_with_nan(tensor: torch.Tensor | None) -> None:
 
 
 def _words_at(address: int) -> list[int]:
-    """Return the two words at ``address``."""
     return list((ctypes.c_uint64 * 2).from_address(address))
 
 
