@@ -36,22 +36,10 @@ from shotcast.errors import ConfigError
 from shotcast.kernels.triton import gemm
 from shotcast.kernels.triton.gemm import GemmConfig, GemmForm, ProductShape, Sizes, matrix_at, place_of, sums_of_tile
 from shotcast.transport.kernel_call import KernelCall
+from shotcast.transport.triton import sync
 from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.layout import rooms
-from shotcast.transport.triton.sync import (
-    Entry,
-    await_words,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    region_address,
-    slots_offset,
-    store_to,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import LaunchShape, ProductOp, product_plan
 
 
@@ -64,10 +52,10 @@ def send_tile(call, address, quads, sums, rows, DTYPE: tl.constexpr):
     TILE_M: tl.constexpr = sums.shape[0]
     ROW_WORDS: tl.constexpr = sums.shape[1] // 2
     low, high = tl.split(tl.reshape(sums, (TILE_M, ROW_WORDS, 2)))
-    words = escape_sentinel(round_pair(low, high, DTYPE))
+    words = sync.escape_sentinel(round_pair(low, high, DTYPE))
     i = tl.arange(0, TILE_M)[:, None]
     j = tl.arange(0, ROW_WORDS)[None, :]
-    store_to(call, address, quads, i * ROW_WORDS + j, words, (i < rows) & (j >= 0), False)
+    sync.store_to(call, address, quads, i * ROW_WORDS + j, words, (i < rows) & (j >= 0), False)
 
 
 @triton.jit
@@ -120,12 +108,12 @@ def matmul_reduce(
     tile_rows = tl.cdiv(rows, TILE_M)
     tile_columns = tl.cdiv(sizes.n, TILE_N)
     tiles = tile_rows * tile_columns
-    call = enter(entry, SHAPE.WARPS, False)
+    call = sync.enter(entry, SHAPE.WARPS, False)
     if tl.program_id(0) == 0:
-        exchange_headers(call, rank * 0, True, WORLD, SHAPE.WARPS, False)
+        sync.exchange_headers(call, rank * 0, True, WORLD, SHAPE.WARPS, False)
     else:
-        dirty = leave_epoch(call, rank * 0, True)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, SHAPE.BLOCK)
+        dirty = sync.leave_epoch(call, rank * 0, True)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, SHAPE.BLOCK)
         turn = worker // tiles
         tile = worker % tiles
         tile_row, tile_column = place_of(tile, tile_rows, tile_columns, SHAPE.GROUP)
@@ -136,13 +124,15 @@ def matmul_reduce(
             tl.minimum(rows - tile_row * TILE_M, TILE_M), tl.minimum((owner + 1) * block_rows, sizes.m) - row
         )
         target = row if SHAPE.GATHER else first + tile_row * TILE_M
-        slots = slots_offset(call.generation, slots_at, slots_quads) + tile * TILE_QUADS
+        slots = sync.slots_offset(call.generation, slots_at, slots_quads) + tile * TILE_QUADS
         sums_slots = slots + WORLD * tiles * TILE_QUADS
         if (turn < WORLD) & (height > 0):
             sums = sums_of_tile(a, b, row, column, sizes, SHAPE)
-            send_tile(call, region_address(entry.peers, owner), slots + rank * tiles * TILE_QUADS, sums, height, DTYPE)
+            send_tile(
+                call, sync.region_address(entry.peers, owner), slots + rank * tiles * TILE_QUADS, sums, height, DTYPE
+            )
             if turn == WORLD - 1:
-                addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+                addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
                 for at in range(0, TILE_WORDS, SHAPE.BLOCK):
                     offs = at + tl.arange(0, SHAPE.BLOCK)
                     mask = offs < height * (TILE_N // 2)
@@ -150,24 +140,24 @@ def matmul_reduce(
                     for _r in tl.static_range(WORLD):
                         masks = masks + (mask,)
                     stride = tiles * TILE_QUADS
-                    parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
-                    words = escape_sentinel(sum_words(parts, WORLD, DTYPE))
+                    parts, call = sync.await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
+                    words = sync.escape_sentinel(sum_words(parts, WORLD, DTYPE))
                     if SHAPE.GATHER:
                         for i in tl.static_range(WORLD - 1):
-                            store_to(call, addresses[i], sums_slots + rank * stride, offs, words, mask, False)
+                            sync.store_to(call, addresses[i], sums_slots + rank * stride, offs, words, mask, False)
                     words = nan_unless(call.live, words, DTYPE)
                     store_rows(out, target, column, offs, words, height, sizes.n, SHAPE.OUT_UNIT, TILE_N)
-                    clear_parts(call, slots, stride, offs, masks, WORLD)
+                    sync.clear_parts(call, slots, stride, offs, masks, WORLD)
         if SHAPE.GATHER:  # noqa: SIM102, as the compiler knows it
             if (turn >= WORLD) & (height > 0):
                 for at in range(0, TILE_WORDS, SHAPE.BLOCK):
                     offs = at + tl.arange(0, SHAPE.BLOCK)
                     masks = (offs < height * (TILE_N // 2),)
                     quads = sums_slots + owner * tiles * TILE_QUADS
-                    parts, call = await_words(call, quads, 0, offs, masks, owner, False, 1, WORLD, True)
+                    parts, call = sync.await_words(call, quads, 0, offs, masks, owner, False, 1, WORLD, True)
                     words = nan_unless(call.live, parts[0], DTYPE)
                     store_rows(out, target, column, offs, words, height, sizes.n, SHAPE.OUT_UNIT, TILE_N)
-                    clear_parts(call, quads, 0, offs, masks, 1)
+                    sync.clear_parts(call, quads, 0, offs, masks, 1)
 
 
 _WORDS_OF_A_THREAD = 64
