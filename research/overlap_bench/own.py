@@ -16,9 +16,10 @@ from shotcast.overlap.chains import Chain
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.gathered_products import all_gather_matmul
 from shotcast.overlap.lanes import HIGH, LOW, StreamLanes, lanes_of
+from shotcast.overlap.policy import FUSED
 from shotcast.overlap.products import LibraryProduct, Product
 from shotcast.overlap.schedule import Communicate, Compute, Schedule
-from shotcast.overlap.summed_products import FUSED, matmul_all_reduce, matmul_reduce_scatter
+from shotcast.overlap.summed_products import matmul_all_reduce, matmul_reduce_scatter
 
 Message = Callable[[Communicator, int], Any]
 

@@ -8,11 +8,10 @@ from typing import TypeVar
 import torch
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.overlap.policy import SEQUENTIAL, Decision, Way, decide
+from shotcast.overlap.policy import AUTO, SEQUENTIAL, Decision, Way, decide
 
 K = TypeVar("K")
 T = TypeVar("T")
-AUTO = "auto"
 MOST_KEPT = 1024
 """The decisions, or calls, that are remembered at once: shapes may change without end."""
 
