@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory import driver, nvshmem_library
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import Target, raise_failures
+from shotcast.memory.symmetric import Part, Target, raise_failures, take_first
 from shotcast.units import about_size, align_up
 
 T = TypeVar("T")
@@ -43,14 +43,10 @@ _QUIET_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    """A part of this process's memory of a block, reserved or leased; ``closings`` counts the ranks that closed it."""
+class _Part(Part):
+    """A part whose ``closings`` count the ranks that closed it."""
 
-    start: int
-    nbytes: int
-    open: bool = True
     closings: Callable[[], int] | None = None
-    ranks: int = 0
 
     @property
     def free(self) -> bool:
@@ -73,14 +69,7 @@ class _Block:
     def reserve(self, nbytes: int) -> _Part | None:
         """Take the first free part of ``nbytes``; return None if there is none."""
         self.parts = [part for part in self.parts if not part.free]
-        end = 0
-        for position, part in enumerate((*self.parts, _Part(self.memory.numel(), 0))):
-            if part.start - end >= nbytes:
-                taken = _Part(end, nbytes)
-                self.parts.insert(position, taken)
-                return taken
-            end = part.start + part.nbytes
-        return None
+        return take_first(self.parts, _Part, self.memory.numel(), nbytes)
 
 
 class HeapLease:

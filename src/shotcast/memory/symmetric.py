@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +35,31 @@ class SymmetricBuffer(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A part of this process's memory of a block, reserved or leased."""
+
+    start: int  # where it lies in the block
+    nbytes: int
+    ranks: int = 0  # of the communicator; 0 until it is known
+    open: bool = True  # this rank has not closed it
+
+
+P = TypeVar("P", bound=Part)
+
+
+def take_first(parts: list[P], new: Callable[[int, int], P], size: int, nbytes: int) -> P | None:
+    """Add the first part of ``nbytes`` that ``parts`` leave free of ``size`` bytes; return None if there is none."""
+    end = 0
+    for position, part in enumerate((*parts, new(size, 0))):
+        if part.start - end >= nbytes:
+            taken = new(end, nbytes)
+            parts.insert(position, taken)
+            return taken
+        end = part.start + part.nbytes
+    return None
 
 
 class Target(NamedTuple):
