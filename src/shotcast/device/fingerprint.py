@@ -42,8 +42,7 @@ class Meaning(NamedTuple):
 class Source:
     """A module by its syntax tree.
 
-    Attributes:
-        definitions: by name, the statements at the top level that define or fill it.
+    ``definitions`` are by name the statements at the top level that define or fill it.
     """
 
     def __init__(self, name: str, text: str, is_package: bool = False):

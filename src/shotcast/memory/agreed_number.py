@@ -76,10 +76,8 @@ def agreed_number(
 class _Deadline:
     """The time until which ranks wait for each other, unless the process of one has ended.
 
-    ``text`` says what is awaited, after a number of seconds. ``until`` is by ``time.monotonic``.
-
-    Attributes:
-        dead: the ranks whose end has ended the wait.
+    ``text`` says what is awaited, after a number of seconds. ``until`` is by ``time.monotonic``. ``dead`` are the ranks
+    whose end has ended the wait.
     """
 
     def __init__(self, until: float, ended: Callable[[], Sequence[int]], text: Callable[[float], str]):

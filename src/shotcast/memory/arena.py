@@ -85,11 +85,7 @@ class _Block:
 class Lease:
     """A communicator's part of a block; a :class:`~shotcast.memory.symmetric.SymmetricBuffer` with any content.
 
-    Attributes:
-        nbytes: bytes on each rank.
-        addresses: of each rank's bytes.
-        multicast_address: the address of all ranks' bytes; 0 on all ranks if a rank has none.
-        targets: empty: nothing is put to memory that is mapped.
+    ``multicast_address`` is 0 on all ranks if a rank has none; nothing is put to memory that is mapped.
     """
 
     targets: tuple[Target, ...] = ()

@@ -76,13 +76,8 @@ class HeapLease:
     """A communicator's part of the heap, with any content.
 
     It is the :class:`~shotcast.memory.symmetric.SymmetricBuffer` of the ranks of a node, to which those of other nodes
-    can put.
-
-    Attributes:
-        nbytes: bytes on each rank.
-        addresses: of the bytes of each rank that shares this one's node; 0 for other ranks.
-        targets: of all ranks, this one included.
-        multicast_address: 0; NVSHMEM's own is of teams.
+    can put. ``addresses`` are 0 for ranks that do not share this one's node; ``targets`` are of all ranks, this one
+    included. NVSHMEM's own multicast addresses are of teams.
     """
 
     multicast_address = 0

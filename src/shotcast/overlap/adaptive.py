@@ -33,10 +33,7 @@ class Adaptive:
     """Does work by one of several ways that give the same results.
 
     With ``auto`` the ways are measured when a shape is first met; else ``way`` is the name of one, which is taken where
-    it exists, and the sequential one where it does not.
-
-    Attributes:
-        decisions: what was decided for each of the last shapes.
+    it exists, and the sequential one where it does not. ``decisions`` has those of the last shapes.
     """
 
     def __init__(self, comm: Communicator, way: str = AUTO):

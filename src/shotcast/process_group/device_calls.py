@@ -25,11 +25,7 @@ class DeviceCalls:
     """Makes calls on one device in the order in which threads issue them, some while their caller goes on.
 
     The communicator is built by the first call, on all ranks at once. ``meeting`` returns the ranks, once the group has
-    its name, and ``dead`` those whose processes have ended.
-
-    Attributes:
-        lock: held while a call is issued.
-        comm: the communicator, None before the first call.
+    its name, and ``dead`` those whose processes have ended. The ``lock`` is held while a call is issued.
     """
 
     def __init__(

@@ -294,9 +294,6 @@ class OwnConnection:
 
     A store serves one call at a time, and PyTorch's own calls wait in the one that it gives for ranks that are late.
     To connect takes a reverse look-up of the host's name on both sides, 5 s where no name server answers.
-
-    Attributes:
-        store: the connection.
     """
 
     def __init__(self, base: dist.Store):

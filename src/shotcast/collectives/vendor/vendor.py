@@ -89,7 +89,6 @@ class Vendor:
     Attributes:
         failed: a call has failed since the last reset.
         failed_first: it failed by itself, not for a fault of native kernels, which may have ended after it.
-        served: how many calls have been made.
     """
 
     def __init__(

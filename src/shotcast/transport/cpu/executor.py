@@ -158,13 +158,9 @@ class CpuExecutor:
     what :class:`ShmBuffer` raises.
 
     A call does not raise when its peers are late or call something else: it ends with :meth:`fault` set on all ranks
-    and NaN in a floating-point ``out``, until :meth:`clear`. One executor runs one call at a time.
-
-    Attributes:
-        room: no message needs a larger workspace.
-        held_bytes: bytes of shared memory on each rank.
-        context, context_address: what every compiled function is given.
-        stopped_word: of the fault that has stopped the communicator, 0 for none; :meth:`close` gives its memory back.
+    and NaN in a floating-point ``out``, until :meth:`clear`. One executor runs one call at a time. No message needs a
+    larger workspace, whatever its size. The value of ``stopped_word`` is the fault that has stopped the communicator, 0
+    for none; :meth:`close` gives its memory back.
     """
 
     batches = True

@@ -31,9 +31,6 @@ class Workspace:
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
         targets: what puts to each rank take, where ranks of other nodes are reached by puts; else none.
         blocks_address: of the table of all ranks' blocks of tensors; 0 where there are none.
-
-    Attributes:
-        context: what kernels are bound with.
     """
 
     def __init__(
