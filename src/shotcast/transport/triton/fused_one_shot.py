@@ -19,16 +19,9 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
 from shotcast.kernels.triton.norm import NormAddresses
-from shotcast.transport.triton import layout, sync
+from shotcast.transport.triton import fused_tiles, layout, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
-from shotcast.transport.triton.fused_tiles import (
-    RowCells,
-    RowTileShape,
-    finish_tiles,
-    load_operands,
-    tile_arguments,
-    tile_bounds,
-)
+from shotcast.transport.triton.fused_tiles import RowCells, RowTileShape
 from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
@@ -66,9 +59,9 @@ def one_shot_norm(
     await_prior_kernel(SHAPE.PDL)
     words = ()
     for i in tl.static_range(EACH):
-        _, _, tile_start, tile_nbytes = tile_bounds(worker + i * workers, tiles, SHAPE)
+        _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(worker + i * workers, tiles, SHAPE)
         words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    operands = load_operands(norm, worker, workers, tiles, EACH, SHAPE)
+    operands = fused_tiles.load_operands(norm, worker, workers, tiles, EACH, SHAPE)
     call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     if tl.program_id(0) == 0:
         sync.exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, False)
@@ -76,7 +69,7 @@ def one_shot_norm(
         slots = sync.slots_offset(call.generation, slots_at, slots_quads)
         for i in tl.static_range(EACH):
             tile = worker + i * workers
-            _, _, _, tile_nbytes = tile_bounds(tile, tiles, SHAPE)
+            _, _, _, tile_nbytes = fused_tiles.tile_bounds(tile, tiles, SHAPE)
             slot = slots + (rank * tiles + tile) * TILE
             sent = offs < tile_nbytes // 16 * 4
             sync.store_to_all(
@@ -87,12 +80,12 @@ def one_shot_norm(
         totals = ()
         for i in tl.static_range(EACH):
             tile = worker + i * workers
-            _, _, _, tile_nbytes = tile_bounds(tile, tiles, SHAPE)
+            _, _, _, tile_nbytes = fused_tiles.tile_bounds(tile, tiles, SHAPE)
             span = tile_nbytes // 16 * 4
             masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)
             parts, call = sync.await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
             totals = totals + (sum_words(insert_own(parts, words[i], rank, WORLD), WORLD, SHAPE.DTYPE),)
-        finish_tiles(call, cells, worker, workers, tiles, totals, operands, norm, EACH, SHAPE)
+        fused_tiles.finish_tiles(call, cells, worker, workers, tiles, totals, operands, norm, EACH, SHAPE)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
@@ -106,6 +99,6 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         plan,
         programs=1 + max(1, -(-rows * row_tiles // each)),
         tensors="x and norm",
-        **tile_arguments(plan, context, layout.row_cell_stride(rows, row_tiles)),
+        **fused_tiles.tile_arguments(plan, context, layout.row_cell_stride(rows, row_tiles)),
         EACH=each,
     )

@@ -18,16 +18,9 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
 from shotcast.kernels.triton.norm import NormAddresses
-from shotcast.transport.triton import sync
+from shotcast.transport.triton import fused_tiles, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
-from shotcast.transport.triton.fused_tiles import (
-    RowCells,
-    RowTileShape,
-    finish_tiles,
-    load_operands,
-    tile_arguments,
-    tile_bounds,
-)
+from shotcast.transport.triton.fused_tiles import RowCells, RowTileShape
 from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
@@ -59,7 +52,7 @@ def two_shot_norm(
     words = ()
     for i in tl.static_range(WORLD - 1):
         peer_tile = sync.rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker
-        _, _, tile_start, tile_nbytes = tile_bounds(peer_tile, tiles, SHAPE)
+        _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(peer_tile, tiles, SHAPE)
         words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
     call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     extent = 0 if SHAPE.CLEAR_AFTER_READ else slice_tiles * (2 * WORLD * TILE)
@@ -75,9 +68,9 @@ def two_shot_norm(
             slots = first_shot + (rank * slice_tiles + worker) * TILE
             sync.store_to(call, addresses[i], slots, offs, sync.escape_sentinel(words[i]), sent, False)
         own_tile = rank * slice_tiles + worker
-        _, _, tile_start, tile_nbytes = tile_bounds(own_tile, tiles, SHAPE)
+        _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(own_tile, tiles, SHAPE)
         own_words = load_words(x, tile_start, offs, tile_nbytes, 16)
-        operands = load_operands(norm, worker, slice_tiles, tiles, WORLD, SHAPE)
+        operands = fused_tiles.load_operands(norm, worker, slice_tiles, tiles, WORLD, SHAPE)
         dirty = sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
         sync.clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
@@ -98,10 +91,10 @@ def two_shot_norm(
         if SHAPE.CLEAR_AFTER_READ:
             sync.clear_parts(call, slots, stride, offs, masks, WORLD)
         sums = insert_own(parts, own_sum, rank, WORLD)
-        finish_tiles(call, cells, worker, slice_tiles, tiles, sums, operands, norm, WORLD, SHAPE)
+        fused_tiles.finish_tiles(call, cells, worker, slice_tiles, tiles, sums, operands, norm, WORLD, SHAPE)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all-reduce whose rows are normed."""
     # cells of rows need not stand apart here: with four rows a program nothing is gained by it
-    return context.launch(two_shot_norm, plan, tensors="x and norm", **tile_arguments(plan, context))
+    return context.launch(two_shot_norm, plan, tensors="x and norm", **fused_tiles.tile_arguments(plan, context))
