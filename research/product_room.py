@@ -7,6 +7,7 @@ library is that of the kernel which it is seen to launch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import math
@@ -20,9 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from occupancy import Kernel, Multiprocessor, Room, multiprocessor, resident_blocks
 
+from shotcast.device.triton.launch import Launch
 from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels.triton.gemm import Gemm
+from shotcast.memory import driver
 from shotcast.overlap.products import LibraryProduct, ShapedProduct, sms_of
 
+_STATIC_SHARED_BYTES, _REGISTERS = 1, 4
+"""Attributes of functions, by the driver's numbers."""
 _GREEN_UNIT = 8
 """SMs of a green context come in multiples of this many from compute capability 9 on (CUDA Driver API)."""
 _SIZE_OF_ROOM = operator.attrgetter("free_sms", "beside.registers", "beside.shared_bytes")
@@ -119,12 +125,40 @@ def room_beside_product(product: Any, a: torch.Tensor, b: torch.Tensor) -> Room:
     return min(rooms, key=_SIZE_OF_ROOM, default=Room(sm, 0, sms, None))
 
 
-def kernel_of(bound: Any) -> Kernel:
+def kernel_of(bound: Gemm) -> Kernel:
     """Return the needs of a launch of our product. Raises UnsupportedError if the kernel is interpreted."""
-    found = bound.resources()
-    if found is None:
+    with bound._lock, bound._on_device():
+        return needs_of(bound._run)
+
+
+def needs_of(launch: Launch) -> Kernel:
+    """Return what a block takes of an SM. Raises UnsupportedError if the kernel is interpreted."""
+    config, function = _loaded(launch)
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int(0)
+        driver.check(driver.library().cuFuncGetAttribute(ctypes.byref(value), number, function), "asking a function")
+        return value.value
+
+    return Kernel(attribute(_REGISTERS), config.block[0], attribute(_STATIC_SHARED_BYTES) + config.shared_bytes)
+
+
+def blocks_per_sm(launch: Launch) -> int:
+    """Return how many blocks an SM holds at once, as the driver says."""
+    (config, function), blocks = _loaded(launch), ctypes.c_int(0)
+    error = driver.library().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(blocks), function, ctypes.c_int(config.block[0]), ctypes.c_size_t(config.shared_bytes)
+    )
+    driver.check(error, "asking how many blocks fit")
+    return blocks.value
+
+
+def _loaded(launch: Launch) -> tuple[Any, ctypes.c_void_p]:
+    """Return the configuration of a launch on the current device, and its function."""
+    launch.load()
+    if launch._prepared is None:
         raise UnsupportedError("an interpreted kernel takes nothing of a GPU")
-    return Kernel(*found)
+    return launch._prepared.config, launch._prepared.arguments[1]
 
 
 def _room_of(kernel: Kernel, blocks: int, sms: int, sm: Multiprocessor) -> Room:

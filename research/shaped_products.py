@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from gpu_timing import write
 from occupancy import resident_blocks
-from product_room import GreenProduct, kernel_of, multiprocessor_of, room_beside_product, seen_kernels
+from product_room import GreenProduct, blocks_per_sm, kernel_of, multiprocessor_of, room_beside_product, seen_kernels
 from rich.console import Console
 from rich.table import Table
 
@@ -182,10 +182,14 @@ def measure(shape: str, chosen: str, seconds: float) -> Iterator[dict[str, Any]]
 def resources(product: ShapedProduct, a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
     """Return what a block takes, and how many fit on an SM by the model and by the driver."""
     bound = product.bound(a, b)
-    found = bound.resources()
-    assert found is not None
-    blocks = resident_blocks(kernel_of(bound), multiprocessor_of(a.device))
-    return found._asdict() | {"blocks_per_sm": blocks, "blocks_per_sm_by_driver": bound.blocks_per_sm()}
+    needs = kernel_of(bound)
+    return {
+        "registers": needs.registers,
+        "threads": needs.threads,
+        "shared_bytes": needs.shared_bytes,
+        "blocks_per_sm": resident_blocks(needs, multiprocessor_of(a.device)),
+        "blocks_per_sm_by_driver": blocks_per_sm(bound._run),
+    }
 
 
 def compile_one(config: GemmConfig) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import expected_results
 import torch
 
 import shotcast
@@ -251,11 +252,13 @@ class Stress:
         if case.algorithm == "two_shot_fp8":
             key = case.dtype, case.count
             if key not in self._fp8_sums:
-                self._fp8_sums[key] = reference.all_reduce(xs, case.algorithm)
+                self._fp8_sums[key] = expected_results.all_reduce(xs, case.algorithm)
                 self._synchronize()  # calls on other streams compare with it too
             return differing(got, self._fp8_sums[key])
         # "auto" may take what the contract of numerics allows alone: the ring where it has the same bits
-        return differing(got, reference.all_reduce(xs, "one_shot" if case.algorithm == "auto" else case.algorithm))
+        return differing(
+            got, expected_results.all_reduce(xs, "one_shot" if case.algorithm == "auto" else case.algorithm)
+        )
 
     def _vendor_reduce(self, case: Case) -> torch.Tensor:
         xs = self._windows(case)
@@ -275,7 +278,7 @@ class Stress:
         x, out = self._placed(case._replace(place="given"), xs[self._rank], (xs[0].numel() // self._size,))
         got = self._communicator(case).reduce_scatter(x, out=out, algorithm=case.algorithm)
         name = "one_shot" if case.algorithm == "auto" else case.algorithm
-        return differing(got, reference.reduce_scatter(xs, self._rank, name))
+        return differing(got, expected_results.reduce_scatter(xs, self._rank, name))
 
     def _all_gather(self, case: Case) -> torch.Tensor:
         xs = self._windows(case._replace(count=case.count // self._size))
@@ -422,7 +425,7 @@ class Stress:
         x.copy_(xs[self._rank])
         graph.replay()
         name = "one_shot" if captured.algorithm == "auto" else captured.algorithm
-        wrong = differing(out, reference.all_reduce(xs, name)) + differing(gathered, joined(xs))
+        wrong = differing(out, expected_results.all_reduce(xs, name)) + differing(gathered, joined(xs))
         for stream in self._streams[1:]:
             stream.wait_stream(current)
         return wrong

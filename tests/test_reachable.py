@@ -1,17 +1,18 @@
-"""Every module of the package is reached from a public name, a command or an entry point."""
+"""Every module of the package is reached from a public name, a command or an entry point; its definitions are used."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import shotcast
-from shotcast import overlap
-from test_imports import ENTRY_POINTS, SOURCE, imported
+from shotcast import functional, overlap
+from test_imports import ENTRY_POINTS, PROJECT, SOURCE, imported
 
 REFERENCE = re.compile(r"shotcast(?:\.\w+)+(?=:\w+$|$)")
 """A module by name, and in descriptions of algorithms a name of it: ``shotcast.transport.cpu.ring:ALL_REDUCE``."""
@@ -19,6 +20,12 @@ SHOWN = ("shotcast.integrations.ray",)
 """Modules that no public name leads to, and that guides tell users to import."""
 FOUND = {"shotcast.collectives.registry": "shotcast.collectives.algorithms"}
 """Modules that import every module of a package, whatever its name."""
+
+
+USED_OUTSIDE = ("of_modules", "of_collectives")
+"""Definitions that nothing in the package uses: research and tests write fingerprints of kernels into their results."""
+REGISTERING = re.compile(r"atexit\.register|operator\(|app\.\w+\(")
+"""Decorators that hand a function to those who call it."""
 
 
 def roots() -> set[str]:
@@ -85,6 +92,73 @@ def unreachable(root: Path, begin: set[str], found: dict[str, str]) -> set[str]:
 @pytest.mark.full
 def test_every_module_is_reached() -> None:
     assert unreachable(SOURCE, roots(), FOUND) == set()
+
+
+def unused(root: Path, public: set[str]) -> set[str]:
+    """Return the functions and classes of modules whose names no other code of the package has, and ``public`` neither.
+
+    Names are compared alone: what shares its name with something used counts as used.
+    """
+    names: Counter[str] = Counter(public)
+    definitions: list[tuple[str, Counter[str]]] = []
+    for file in root.rglob("*.py"):
+        tree = _WhatRuns().visit(ast.parse(file.read_text()))
+        names += _names(tree)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not (
+                node.name.startswith("__") or any(REGISTERING.match(ast.unparse(one)) for one in node.decorator_list)
+            ):
+                definitions.append((node.name, _names(node)))
+    return {name for name, own in definitions if names[name] == own[name]}
+
+
+def _names(tree: ast.AST) -> Counter[str]:
+    """Count the names that code reads, by themselves or of something, and those in descriptions of algorithms."""
+    found: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                found[name] += 1
+            case ast.Constant(value=str(text)) if REFERENCE.match(text):
+                found[text.rpartition(":")[2]] += 1
+    return found
+
+
+def test_every_definition_is_used() -> None:
+    points = {point.split(":")[1] for points in PROJECT["entry-points"].values() for point in points.values()}
+    assert unused(SOURCE, {*shotcast.__all__, *functional.__all__, *overlap.__all__, *points}) == set(USED_OUTSIDE)
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        ("def f():\n    return f()", ""),
+        ("class f:\n    pass", "from shotcast.near import f"),
+        ("def f():\n    pass", "text = 'f'"),
+        ("@cache\ndef f():\n    pass", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    x: f"),
+    ],
+)
+def test_what_nobody_uses_is_found(tmp_path: Path, near: str, far: str) -> None:
+    (tmp_path / "near.py").write_text(near)
+    (tmp_path / "far.py").write_text(far)
+    assert unused(tmp_path, set()) == {"f"}
+
+
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        ("def f():\n    pass", "from shotcast.near import f\nf()"),
+        ("class f:\n    pass", "def __getattr__(x: near.f):\n    pass"),
+        ("def f():\n    pass\nf()", ""),
+        ("def f():\n    pass", "FORM = 'shotcast.near:f'"),
+        ("@app.command('f')\ndef f():\n    pass", ""),
+        ("def public():\n    pass", ""),
+    ],
+)
+def test_what_somebody_uses_is_not_found(tmp_path: Path, near: str, far: str) -> None:
+    (tmp_path / "near.py").write_text(near)
+    (tmp_path / "far.py").write_text(far)
+    assert unused(tmp_path, {"public"}) == set()
 
 
 def test_guides_show_what_they_tell_users_to_import() -> None:

@@ -16,8 +16,10 @@ from shotcast.overlap.chains import Chain
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.gathered_products import all_gather_matmul
 from shotcast.overlap.lanes import HIGH, LOW, StreamLanes, lanes_of
+from shotcast.overlap.policy import FUSED
 from shotcast.overlap.products import LibraryProduct, Product
-from shotcast.overlap.summed_products import FUSED, matmul_all_reduce, matmul_reduce_scatter
+from shotcast.overlap.schedule import Communicate, Compute, Schedule
+from shotcast.overlap.summed_products import matmul_all_reduce, matmul_reduce_scatter
 
 Message = Callable[[Communicator, int], Any]
 
@@ -83,6 +85,12 @@ def by_sms(steps: Steps, sms: int) -> Message:
     return lambda comm, number: steps.communicate(comm, number, sms)
 
 
+def prefetch(count: int) -> Schedule:
+    """Communicate each input under the computation with the one before."""
+    pairs = ((Communicate(f"communicate {i}"), Compute(f"compute {i}", (f"communicate {i}",))) for i in range(count))
+    return Schedule(tuple(step for pair in pairs for step in pair))
+
+
 def on_streams(
     name: str,
     steps: Steps,
@@ -97,7 +105,7 @@ def on_streams(
         cuda = steps.config.device == "cuda"
         controller = Controller(StreamLanes(steps.comm, priority) if cuda else lanes_of(steps.comm))
         numbers = range(steps.config.steps)
-        plan = (schedule.prefetch if steps.config.gathers_first else schedule.chain)(len(numbers))
+        plan = (prefetch if steps.config.gathers_first else schedule.chain)(len(numbers))
         if in_turn:
             plan = schedule.sequential(plan)
         computations = {f"compute {number}": lambda n=number: steps.multiply(n, product) for number in numbers}

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from occupancy import Kernel, resident_blocks
-from product_room import GreenProduct, multiprocessor_of, room_beside_product, seen_kernels
+from product_room import GreenProduct, blocks_per_sm, kernel_of, multiprocessor_of, room_beside_product, seen_kernels
 
 from shotcast.errors import UnsupportedError
 from shotcast.kernels.triton import gemm
@@ -47,9 +47,8 @@ def test_the_driver_says_the_same_of_occupancy(tile: tuple[int, int, int], warps
         if gemm.shared_bytes(config) > sm.max_block_shared_bytes - 512:  # a compiled kernel needs a little more
             continue
         bound = ShapedProduct(config).bound(a, b)
-        found = bound.resources()
-        assert found is not None
-        assert resident_blocks(Kernel(*found), sm) == bound.blocks_per_sm(), (stage, padding, found)
+        needs = kernel_of(bound)
+        assert resident_blocks(needs, sm) == blocks_per_sm(bound._run), (stage, padding, needs)
         checked += 1
     assert checked > len(stages)
 
@@ -100,9 +99,8 @@ def test_the_library_is_seen() -> None:
     ours = ShapedProduct()
     ours(a, b)
     (seen,) = seen_kernels(lambda: ours(a, b))
-    found = ours.bound(a, b).resources()
-    assert found is not None
-    assert tuple(seen[2:]) == (found.threads, found.registers, found.shared_bytes)
+    needs = kernel_of(ours.bound(a, b))
+    assert tuple(seen[2:]) == (needs.threads, needs.registers, needs.shared_bytes)
     assert seen.blocks == ours.bound(a, b).programs
 
 

@@ -126,7 +126,7 @@ def test_rounds_are_the_work_that_is_described(name: str, nbytes: int, nodes: in
 
 @pytest.mark.parametrize("nodes", range(2, 17))
 def test_partners_are_those_of_the_kernels(nodes: int) -> None:
-    from shotcast.transport.network.tree import leaf_of, leaves, node_of
+    from shotcast.transport.network.exchanges import leaf_of, leaves, node_of
 
     pairs = folded(nodes)
     distance = 1

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import REDUCTIONS
 

@@ -139,6 +139,8 @@ REDUCED = (
     | dict.fromkeys(("complex64", "complex128"), ("sum", "avg"))
 )
 """The reductions that native kernels have, by dtype. No others are defined but those of complex numbers and of FP8."""
+OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
+"""Reductions of bool that are others by name."""
 
 SIXTEEN_BITS = ("float16", "bfloat16")
 """Dtypes in which sums of nodes may pass between nodes, rounded."""

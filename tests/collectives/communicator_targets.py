@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+import expected_results
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,7 +83,7 @@ def reductions_by_gloo() -> None:
             elif dtype.is_complex:
                 xs = [x * (1 + 2j) for x in xs]
             for name in wire.REDUCED[str(dtype).removeprefix("torch.")]:
-                wanted = reference.reduced(xs, name)
+                wanted = expected_results.reduced(xs, name)
                 got = comm.all_reduce(xs[rank], reduction=name, algorithm="vendor")
                 same_bits(got, wanted, (dtype, name, "all_reduce"))
                 got = comm.reduce_scatter(xs[rank], reduction=name, algorithm="vendor")
@@ -101,7 +102,7 @@ def every_reduction(part: int, parts: int, device: str = "cpu") -> None:
             kind = getattr(torch, dtype)
             count = (1, 3, 67, 1025)[seed % 4]
             xs = [patterns(count * size, kind, 11 * seed + r) for r in range(size)]
-            x, wanted = xs[rank].to(comm.device), reference.reduced(xs, name)
+            x, wanted = xs[rank].to(comm.device), expected_results.reduced(xs, name)
             for reduction in (name, TORCH_NAMES[name], dist.ReduceOp(TORCH_NAMES[name])):
                 got = comm.all_reduce(x, reduction=reduction)
                 assert not differing_reals(got.cpu(), wanted), (dtype, name, "all_reduce", got, wanted)
@@ -133,7 +134,7 @@ def reductions_in_graphs(part: int, parts: int) -> None:
                 xs = [patterns(count, x.dtype, 100 * seed + 10 * turn + r) for r in range(size)]
                 x.copy_(xs[rank])
                 graph.replay()
-                wanted = reference.reduced(xs, name)
+                wanted = expected_results.reduced(xs, name)
                 assert not differing_reals(out.cpu(), wanted), (dtype, name, count, "replayed")
                 got = comm.all_reduce(x, out=out, reduction=name)
                 assert not differing_reals(got.cpu(), wanted), (dtype, name, count, "eager")
@@ -147,7 +148,7 @@ def integers_in_pieces() -> None:
         for seed, count in enumerate((128, 129, 700, 3)):
             xs = [patterns(count * 8, torch.uint8, 11 * seed + r).view(torch.int64) for r in range(size)]
             got = comm.all_reduce(xs[rank], algorithm="two_shot")
-            assert torch.equal(got, reference.reduced(xs, "sum")), count
+            assert torch.equal(got, expected_results.reduced(xs, "sum")), count
             problem = comm._resolver.problem(wire.Op.ALL_REDUCE, torch.int64, count, "sum", 0, (), None)
             plan = comm._resolver.resolve(problem, "two_shot", False).plan
             assert comm._executor is not None
@@ -295,7 +296,7 @@ def sums_with_chunks(algorithms: list[str]) -> tuple[bytes, str]:
     with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         xs = inputs(20_003, torch.bfloat16, comm.world_size, 4, "cpu")
         for algorithm in algorithms:
-            check(comm.all_reduce(xs[comm.rank]), reference.all_reduce(xs, algorithm), algorithm)
+            check(comm.all_reduce(xs[comm.rank]), expected_results.all_reduce(xs, algorithm), algorithm)
         got = comm.all_reduce(xs[comm.rank])
         return bytes(got.view(torch.uint8).numpy()), str(comm.explain(xs[comm.rank]))
 
@@ -312,7 +313,7 @@ def sums_with_small_workspaces() -> list[bytes]:
                 for name, dtype in FLOATS.items():
                     xs = inputs(50_001, dtype, comm.world_size, 6, "cpu")
                     got = comm.all_reduce(xs[comm.rank], algorithm=algorithm)
-                    check(got, reference.all_reduce(xs, algorithm), (max_bytes, algorithm, name))
+                    check(got, expected_results.all_reduce(xs, algorithm), (max_bytes, algorithm, name))
                     found.append(bytes(torch.nan_to_num(got.float()).numpy()))
     return found
 

@@ -107,7 +107,7 @@ def cases(
 
 def pausing(rng: random.Random) -> None:
     """Let the interpreted kernel pause at random before the parts of its steps, so that ranks get steps apart."""
-    from shotcast.transport.triton import few_sms
+    from shotcast.transport.triton import few_sms, sync
 
     def later(part: Any) -> Any:
         def paused(*args: Any) -> Any:
@@ -117,8 +117,8 @@ def pausing(rng: random.Random) -> None:
 
         return paused
 
-    for name in ("sum_words", "raise_progress", "await_progress"):
-        setattr(few_sms, name, later(getattr(few_sms, name)))
+    for owner, name in ((few_sms, "sum_words"), (sync, "raise_progress"), (sync, "await_progress")):
+        setattr(owner, name, later(getattr(owner, name)))
 
 
 def many_chunks(device: str, count: int, launch: tuple[int, int, int, int], calls: int) -> int:

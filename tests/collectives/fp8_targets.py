@@ -8,6 +8,7 @@ import os
 import random
 from typing import Any
 
+import expected_results
 import pytest
 import torch
 from workers import FLOATS, check, inputs, launched, launches, shifted, straggle, tame
@@ -36,7 +37,7 @@ def matrix(counts: list[int], dtypes: list[str], clears: bool) -> int:
                 for shift in (0, 1):
                     xs = inputs(count, FLOATS[name], comm.world_size, count, comm.device)
                     xs = xs if shift else tame(xs)
-                    wanted = reference.all_reduce(xs, FP8)
+                    wanted = expected_results.all_reduce(xs, FP8)
                     straggle(comm, rng)
                     x = shifted(xs[comm.rank], shift)
                     check(comm.all_reduce(x, algorithm=FP8), wanted, (name, count, shift))
@@ -60,7 +61,11 @@ def shorter_and_longer(calls: int) -> int:
             name = shared.choice([FP8, FP8, "one_shot", "two_shot"])
             xs = [x[:count] for x in pool]
             straggle(comm, own)
-            check(comm.all_reduce(xs[comm.rank].clone(), algorithm=name), reference.all_reduce(xs, name), (name, count))
+            check(
+                comm.all_reduce(xs[comm.rank].clone(), algorithm=name),
+                expected_results.all_reduce(xs, name),
+                (name, count),
+            )
             total += count
         comm.check()
     return total
@@ -73,7 +78,7 @@ def longest_messages(dtype: str) -> list[int]:
         count = max(n for n in range(1, 1 << 13) if FP8 in comm.candidates(torch.empty(n, dtype=kind)))
         for seed in range(4):
             xs = tame(inputs(count, kind, comm.world_size, seed, comm.device))
-            check(comm.all_reduce(xs[comm.rank], algorithm=FP8), reference.all_reduce(xs, FP8), (dtype, count))
+            check(comm.all_reduce(xs[comm.rank], algorithm=FP8), expected_results.all_reduce(xs, FP8), (dtype, count))
             few = [x[:40] for x in xs]
             check(comm.all_reduce(few[comm.rank], algorithm="two_shot"), reference.ordered_sum(few), "short")
         comm.check()
@@ -119,7 +124,7 @@ def bits_of_launches() -> bool:
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         for dtype in (torch.float32, torch.bfloat16):
             xs = tame(inputs(3001, dtype, comm.world_size, 11, comm.device))
-            wanted = reference.all_reduce(xs, FP8)
+            wanted = expected_results.all_reduce(xs, FP8)
             for launch in launches(comm):
                 check(launched(comm, xs[comm.rank], FP8, launch), wanted, (dtype, launch))
         comm.check()
@@ -142,7 +147,7 @@ def choices(allow_fp8: bool | None, variable: str) -> Outcome:
             inherited = child.explain(x).algorithm
         few = inputs(500, torch.float32, comm.world_size, 3, comm.device)
         named = comm.all_reduce(few[comm.rank], algorithm=FP8)
-        check(named, reference.all_reduce(few, FP8), "named")
+        check(named, expected_results.all_reduce(few, FP8), "named")
         return {
             "algorithm": explanation.algorithm,
             "reason": explanation.reason,

@@ -10,12 +10,12 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import expected_results
 import pytest
 import torch
 from workers import check, inputs, straggle
 
 import shotcast
-from shotcast.collectives import reference
 from shotcast.collectives.growth import Growths
 from shotcast.device.triton.launch import Launch
 from shotcast.memory.arena import arena_of
@@ -102,7 +102,7 @@ def calls_with_stragglers(calls: int) -> int:
             else:
                 out = torch.empty(count)
                 comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm=kind, launch=launch)
-                check(out, reference.all_reduce(xs, kind), number)
+                check(out, expected_results.all_reduce(xs, kind), number)
         comm.check()
         assert comm._executor is not None
         return comm._executor.epoch
@@ -201,6 +201,6 @@ def growth_with_late_ranks() -> list[tuple[int, int]]:
             if comm.rank == 1 and late:
                 store.wait(["decision/1"], timedelta(seconds=100))
             xs = inputs(count, torch.float32, comm.world_size, count, "cpu")
-            check(comm.all_reduce(xs[comm.rank]), reference.all_reduce(xs, "two_shot"), late)
+            check(comm.all_reduce(xs[comm.rank]), expected_results.all_reduce(xs, "two_shot"), late)
             seen.append((len(comm._executor.workspaces), growths.asked))
     return seen

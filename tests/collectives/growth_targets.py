@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import expected_results
 import pytest
 import torch
 from workers import check, inputs
 
 import shotcast
 from shotcast import wire
-from shotcast.collectives import reference
 from shotcast.launcher.process_watch import WATCH
 from shotcast.memory import arena
 from shotcast.memory.holdings import Held
@@ -46,7 +46,7 @@ def one_call(comm: Any, kind: str, count: int, seed: int) -> None:
     rank, world_size = comm.rank, comm.world_size
     xs = inputs(count, torch.float32, world_size, seed, "cpu")
     if kind in ("one_shot", "two_shot"):
-        check(comm.all_reduce(xs[rank], algorithm=kind), reference.all_reduce(xs, kind), (kind, count))
+        check(comm.all_reduce(xs[rank], algorithm=kind), expected_results.all_reduce(xs, kind), (kind, count))
     elif kind == "gather":
         check(comm.all_gather(xs[rank]), torch.cat(xs), (kind, count))
     elif kind == "integers":

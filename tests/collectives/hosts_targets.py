@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import expected_results
 import torch
 from communicator_targets import DTYPES, patterns
 from workers import check, inputs, shifted
@@ -87,7 +88,9 @@ def reductions() -> dict[str, str]:
             for reduction in wire.REDUCED.get(name, ()):
                 what = (name, count, reduction, root)
                 sums = reduction == "sum" and name in wire.REDUCIBLE
-                wanted = reference.tree_all_reduce(xs, rank, layout) if sums else reference.reduced(xs, reduction)
+                wanted = (
+                    reference.tree_all_reduce(xs, rank, layout) if sums else expected_results.reduced(xs, reduction)
+                )
                 x = shifted(xs[rank], number % 2)
                 explained = comm.explain(x, "reduce", reduction=reduction)
                 found[f"{reduction} of {name}"] = str(explained)
@@ -102,7 +105,7 @@ def reductions() -> dict[str, str]:
                     assert out is None or out.numel() == 0 or same(out, xs[rank]), (*what, "left alone")
                 check(comm.all_reduce(x, reduction=reduction, algorithm="nvrar_pairs"), wanted, what)
         whole = torch.arange(200_003, dtype=torch.int64) * 2**rank
-        wanted = reference.reduced([torch.arange(200_003, dtype=torch.int64) * 2**r for r in range(size)], "bor")
+        wanted = expected_results.reduced([torch.arange(200_003, dtype=torch.int64) * 2**r for r in range(size)], "bor")
         got = comm.reduce(whole, 1, reduction="bor")
         assert torch.equal(got, wanted if rank == 1 else wanted[:0]), "a slice in several pieces"
         comm.check()
@@ -191,7 +194,7 @@ def by_peer_stores(counts: list[int]) -> dict[str, str]:
             x = xs[comm.rank]
             names = [name for name in comm.candidates(x) if name not in ("vendor", "two_shot_fp8")]
             for name in names:
-                check(comm.all_reduce(x, algorithm=name), reference.all_reduce(xs, name, layout), (name, count))
+                check(comm.all_reduce(x, algorithm=name), expected_results.all_reduce(xs, name, layout), (name, count))
             check(comm.all_reduce(x), reference.tree_all_reduce(xs, comm.rank, layout), ("auto", count))
             check(comm.all_gather(x), torch.cat(xs), ("all_gather", count))
         xs = inputs(64, torch.bfloat16, comm.world_size, 5, "cpu")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import expected_results
 import torch
 import triton.language as tl
 from workers import changing_sizes, check, failing_call, inputs, settle, shifted, straggle, warm
@@ -186,18 +187,20 @@ Outcome = tuple[torch.Tensor, torch.Tensor]
 
 
 def all_reduce(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
-    return comm.all_reduce(shifted(xs[comm.rank], shift), algorithm=algorithm), reference.all_reduce(xs, algorithm)
+    return comm.all_reduce(shifted(xs[comm.rank], shift), algorithm=algorithm), expected_results.all_reduce(
+        xs, algorithm
+    )
 
 
 def in_place(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
     x = shifted(xs[comm.rank], shift)
-    return comm.all_reduce(x, out=x, algorithm=algorithm), reference.all_reduce(xs, algorithm)
+    return comm.all_reduce(x, out=x, algorithm=algorithm), expected_results.all_reduce(xs, algorithm)
 
 
 def reduce_scatter(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:
     wide = [torch.cat([torch.roll(x, r) for r in range(comm.world_size)]) for x in xs]
     got = comm.reduce_scatter(shifted(wide[comm.rank], shift), algorithm=algorithm)
-    return got, reference.reduce_scatter(wide, comm.rank, algorithm)
+    return got, expected_results.reduce_scatter(wide, comm.rank, algorithm)
 
 
 def all_gather(comm: shotcast.Communicator, xs: list[torch.Tensor], shift: int, algorithm: str) -> Outcome:

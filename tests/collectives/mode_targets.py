@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import expected_results
 import pytest
 import torch
 from fake_streams import FakeStreams
 from workers import check, inputs
 
 import shotcast
-from shotcast.collectives import reference
 from shotcast.collectives.choice import agreement
 from shotcast.collectives.choice.table import Row, parse, render
 from shotcast.collectives.registry import registered
@@ -101,7 +101,7 @@ def each_mode_has_its_own_choice() -> list[str]:
         for graph in (False, True, False, True):
             modes.graph = graph
             got = comm.all_reduce(xs[comm.rank])
-            check(got, reference.all_reduce(xs, "one_shot"), graph)
+            check(got, expected_results.all_reduce(xs, "one_shot"), graph)
         assert modes.entered == 6  # in a capture twice: the prepared call finds that it is none
         assert len(comm._calls) == 2
         assert {plan.launch.chunk_bytes for plan in plans} == {4096}
@@ -165,7 +165,7 @@ def explicit_launches() -> None:
             call = comm._run(Op.ALL_REDUCE, xs[comm.rank], out, algorithm="two_shot", launch=launch)
             assert call.needs == (), "all is compiled"
             bound.append(modes.bound)
-            check(out, reference.all_reduce(xs, "two_shot"), chunk)
+            check(out, expected_results.all_reduce(xs, "two_shot"), chunk)
         assert bound == [1, 2, 2], "what is measured has no twin, and is bound once"
         comm.all_reduce(xs[comm.rank], out=out, algorithm="two_shot")
         assert [plan.launch.chunk_bytes for plan in plans] == [64, 704, 64, 0]

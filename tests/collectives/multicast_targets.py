@@ -11,6 +11,7 @@ import random
 import time
 from typing import Any
 
+import expected_results
 import fused_targets
 import torch
 from workers import FLOATS, check, differing, failing_call, inputs, shifted, straggle, warm
@@ -118,7 +119,7 @@ def changing_sizes_by_multicast(calls: int, largest: int, seed: int) -> int:
                 got = comm.all_reduce(xs[rank], algorithm=kind)
                 # The switch may round differently, so multimem has no reference. The emulated switch adds in rank
                 # order.
-                wanted = reference.ordered_sum(xs) if kind == "multimem" else reference.all_reduce(xs, kind)
+                wanted = reference.ordered_sum(xs) if kind == "multimem" else expected_results.all_reduce(xs, kind)
             assert int(differing(got, wanted)) == 0, (number, name, count, kind)
         comm.check()
         return calls
@@ -167,7 +168,7 @@ def silent_after_its_header(victim: int, timeout_s: float) -> dict[str, Any]:
 
 def summed(xs: list[torch.Tensor], algorithm: str) -> torch.Tensor:
     """Return the sum by an algorithm; multimem, which has no reference, adds in rank order where it is emulated."""
-    return reference.ordered_sum(xs) if algorithm == "multimem" else reference.all_reduce(xs, algorithm)
+    return reference.ordered_sum(xs) if algorithm == "multimem" else expected_results.all_reduce(xs, algorithm)
 
 
 def reset_by_multicast(late: int, timeout_s: float) -> dict[str, Any]:

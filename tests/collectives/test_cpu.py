@@ -82,7 +82,7 @@ class TestValues:
 
     @pytest.mark.full
     def test_more_calls_than_a_communicator_remembers(self) -> None:
-        from shotcast.collectives.kept_calls import KEPT_CALLS
+        from shotcast.collectives.prepared import KEPT_CALLS
 
         kept = shotcast.spawn(targets.many_different_calls, 2, KEPT_CALLS + 100, timeout_s=300)
         assert all(KEPT_CALLS // 2 < remembered <= KEPT_CALLS and hot for remembered, hot in kept)

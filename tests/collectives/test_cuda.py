@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import expected_results
 import pytest
 import torch
 from resource_targets import many_splits, one_full_gpu, replays_across_growth
@@ -124,10 +125,10 @@ def graphs(replays: int) -> None:
             if own.random() < 0.3:
                 torch.cuda._sleep(own.randrange(300_000))
             graph.replay()
-            wrong += differing(out, reference.all_reduce(xs, name))
+            wrong += differing(out, expected_results.all_reduce(xs, name))
             wrong += differing(gathered, torch.cat(xs).view(torch.int16))
             if shared.random() < 0.5:
-                check(comm.all_reduce(xs[comm.rank], algorithm=name), reference.all_reduce(xs, name), "between")
+                check(comm.all_reduce(xs[comm.rank], algorithm=name), expected_results.all_reduce(xs, name), "between")
         assert int(wrong) == 0
         comm.check()
 
@@ -154,7 +155,7 @@ def two_streams(calls: int) -> None:
                 results.append((count, name, comm.all_reduce(xs[comm.rank][:count].clone(), algorithm=name)))
         torch.cuda.synchronize()
         for count, name, got in results:
-            check(got, reference.all_reduce([x[:count] for x in xs], name), (count, name))
+            check(got, expected_results.all_reduce([x[:count] for x in xs], name), (count, name))
         first, second = torch.empty_like(xs[0]), torch.empty_like(xs[0])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

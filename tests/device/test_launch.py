@@ -13,6 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import torch
 import triton
+from occupancy import Kernel
+from product_room import blocks_per_sm, needs_of
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
@@ -20,7 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import cross
-from shotcast.device.triton.launch import KernelResources, Launch, Wide, descriptor, unspecialized
+from shotcast.device.triton.launch import Launch, Wide, descriptor, unspecialized
 from shotcast.memory import driver as cuda_driver
 from shotcast.memory import nvshmem_library
 
@@ -450,5 +452,5 @@ def test_padding_is_asked_for(
     launch(STREAM, (Tensor(1 << 41, torch.float16), Tensor(1 << 40, torch.bfloat16)))
     assert library.launches[0].shared == shared
     assert (library.attributes[8], library.attributes[9]) == (most, carveout)
-    assert launch.resources() == KernelResources(155, 128, shared + 96)
-    assert launch.blocks_per_sm() == 128_000_000 + shared
+    assert needs_of(launch) == Kernel(155, 128, shared + 96)
+    assert blocks_per_sm(launch) == 128_000_000 + shared

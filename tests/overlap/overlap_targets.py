@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import expected_results
 import torch
 
 import shotcast
-from shotcast.collectives import reference
 from shotcast.overlap import Chain, chain
 
 SIZES = (1000, 1, 40_000, 333)
@@ -81,7 +81,7 @@ def inputs(rank: int, number: int) -> torch.Tensor:
 
 
 def expected_sum(ranks: int, number: int) -> torch.Tensor:
-    return reference.all_reduce([inputs(rank, number) for rank in range(ranks)], "one_shot")
+    return expected_results.all_reduce([inputs(rank, number) for rank in range(ranks)], "one_shot")
 
 
 def late_ranks(seconds: float) -> list[float]:

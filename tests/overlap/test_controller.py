@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_streams import EmulatedStreams
+from overlap_bench.own import prefetch
 
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.overlap import schedule
@@ -20,7 +21,7 @@ from shotcast.overlap.schedule import Communicate, Compute, Schedule
 
 PLANS = {
     "chain": schedule.chain(3),
-    "prefetch": schedule.prefetch(3),
+    "prefetch": prefetch(3),
     "split": schedule.split(2),
     "buckets": Schedule((*schedule.chain(2).steps, *(Compute(f"update {i}", (f"communicate {i}",)) for i in range(2)))),
     "beside": schedule.beside(),

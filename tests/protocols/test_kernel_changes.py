@@ -98,26 +98,27 @@ CASES = {
     "slots are not cleared as they are read": without(
         "clearing reduce_scatter",
         "one_shot",
-        "            if SHAPE.CLEAR_AFTER_READ:\n                clear_parts(call, slots, quads, offs, masks, WORLD)\n",
+        "            if SHAPE.CLEAR_AFTER_READ:\n"
+        "                sync.clear_parts(call, slots, quads, offs, masks, WORLD)\n",
     ),
     "the second shot is not cleared": without(
         "clearing two_shot",
         "two_shot",
         "                if SHAPE.CLEAR_AFTER_READ:\n"
-        "                    clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)\n",
+        "                    sync.clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)\n",
     ),
     "the first shot is not cleared": without(
         "clearing two_shot",
         "two_shot",
         "                if SHAPE.CLEAR_AFTER_READ:\n"
-        "                    clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)\n",
+        "                    sync.clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)\n",
     ),
     "slots are cleared before they are read": Case(
         "clearing all_gather",
         "copies",
-        "            parts, call = await_words(call, buffer,",
-        "            clear_parts(call, buffer, stride, offs, masks, senders)\n"
-        "            parts, call = await_words(call, buffer,",
+        "            parts, call = sync.await_words(call, buffer,",
+        "            sync.clear_parts(call, buffer, stride, offs, masks, senders)\n"
+        "            parts, call = sync.await_words(call, buffer,",
     ),
     "scales are not cleared": Case(
         "clearing fp8",
@@ -128,7 +129,7 @@ CASES = {
     "fused sums are not cleared": Case(
         "clearing fused_two_shot",
         "fused_two_shot",
-        "            clear_parts(call, slots, stride, offs, masks, WORLD)\n        sums = insert_own(",
+        "            sync.clear_parts(call, slots, stride, offs, masks, WORLD)\n        sums = insert_own(",
         "            pass\n        sums = insert_own(",
     ),
     # words
@@ -169,11 +170,11 @@ CASES = {
     "sums are sent before all words have come": Case(
         "two_shot",
         "two_shot",
-        "                parts, call = await_words(call, first_shot,",
-        "                store_to_all(\n"
+        "                parts, call = sync.await_words(call, first_shot,",
+        "                sync.store_to_all(\n"
         "                    call, addresses, sums, offs, own_words, offs < own_span, False, False, WORLD - 1\n"
         "                )\n"
-        "                parts, call = await_words(call, first_shot,",
+        "                parts, call = sync.await_words(call, first_shot,",
     ),
     "a hop goes to the slot of the one before": Case(
         "ring", "ring", "slots + (hop + 1) * quads", "slots + hop * quads"
@@ -197,7 +198,7 @@ CASES = {
     "fused sums are not awaited": Case(
         "fused_two_shot",
         "fused_two_shot",
-        "        parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD, True)\n",
+        "        parts, call = sync.await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD, True)\n",
         "",
     ),
     "a normed row goes to the slot of another": Case(
@@ -243,7 +244,7 @@ CASES = {
     ),
     # sums in the switch, and multicast
     "flags are not awaited": Case(
-        "multimem", "multimem", "call = await_flags(call, flags, WORLD, SHAPE.WARPS)", "pass"
+        "multimem", "multimem", "call = sync.await_flags(call, flags, WORLD, SHAPE.WARPS)", "pass"
     ),
     "owners of nothing wait for flags": Case(
         "multimem", "multimem", "if worker * BLOCK < own_span:", "if worker * BLOCK < slice_words:"

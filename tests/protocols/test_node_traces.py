@@ -171,8 +171,8 @@ CASES = {
         PAIR,
         "doubling",
         "network",
-        "waiting = any_missing(tiles, call.epoch, False, PARTS * COUNT)\n        polls",
-        "waiting = any_missing(tiles, call.epoch, False, COUNT)\n        polls",
+        "waiting = sync.any_missing(tiles, call.epoch, False, PARTS * COUNT)\n        polls",
+        "waiting = sync.any_missing(tiles, call.epoch, False, COUNT)\n        polls",
     ),
     "the last word is not put": Case(
         PAIR, "pairs", "network", "    mask = lanes < count\n", "    mask = lanes < count - 1\n"
@@ -262,7 +262,7 @@ CASES = {
         "doubling",
         "nvrar",
         "                words, call = finish_exchange(call",
-        "                store_to_all(\n"
+        "                sync.store_to_all(\n"
         "                    call, mates, second_shot, offs, words, offs < own_span, False, False, LOCAL - 1\n"
         "                )\n"
         "                words, call = finish_exchange(call",

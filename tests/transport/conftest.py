@@ -21,23 +21,12 @@ from shotcast.transport.cpu import (
 )
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.network import copies as copies_between_nodes
-from shotcast.transport.network import fused as fused_between_nodes
-from shotcast.transport.network import meet, messages, nvrar, nvrar_16bit, nvrar_halving, nvrar_pairs, nvrar_two_shot
+from shotcast.transport.network import meet, messages, sums
 
 
 @pytest.fixture(scope="session")
 def compiled_before_forking():
-    network = (
-        copies_between_nodes,
-        fused_between_nodes,
-        meet,
-        messages,
-        nvrar,
-        nvrar_16bit,
-        nvrar_halving,
-        nvrar_pairs,
-        nvrar_two_shot,
-    )
+    network = (copies_between_nodes, meet, messages, sums)
     for module in (copies, fused, norm_rows, one_shot, ring, send_recv, two_shot, two_shot_fp8, *network):
         for value in vars(module).values():
             if isinstance(value, HostCall):

@@ -10,34 +10,24 @@ import torch
 from local_ranks import LocalGroup
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.transport.cpu import send_recv
-from shotcast.transport.network import (
-    copies,
-    fused,
-    meet,
-    messages,
-    nvrar,
-    nvrar_16bit,
-    nvrar_halving,
-    nvrar_pairs,
-    nvrar_two_shot,
-)
+from shotcast.transport.network import copies, meet, messages, sums
 from shotcast.transport.network.executor import HostsExecutor
 from shotcast.transport.transport import Ranks
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, encode_header
 
 SUMS = {
-    "nvrar": nvrar.ALL_REDUCE,
-    "nvrar_pairs": nvrar_pairs.ALL_REDUCE,
-    "nvrar_two_shot": nvrar_two_shot.ALL_REDUCE,
-    "nvrar_halving": nvrar_halving.ALL_REDUCE,
+    "nvrar": sums.DOUBLING,
+    "nvrar_pairs": sums.ALL_PAIRS,
+    "nvrar_two_shot": sums.TWO_SHOT,
+    "nvrar_halving": sums.HALVING,
 }
 FUSED = {
-    "nvrar": fused.NVRAR,
-    "nvrar_pairs": fused.PAIRS,
-    "nvrar_two_shot": fused.TWO_SHOT,
-    "nvrar_halving": fused.HALVING,
+    "nvrar": sums.NORMED_DOUBLING,
+    "nvrar_pairs": sums.NORMED_ALL_PAIRS,
+    "nvrar_two_shot": sums.NORMED_TWO_SHOT,
+    "nvrar_halving": sums.NORMED_HALVING,
 }
-CALLS = {**SUMS, "nvrar_16bit": nvrar_16bit.ALL_REDUCE, "vendor": meet.BARRIER}
+CALLS = {**SUMS, "nvrar_16bit": sums.IN_16_BITS, "vendor": meet.BARRIER}
 NAMES = (*CALLS, "message")
 
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
+from expected_results import reduced
 from test_cpu_collectives import assert_bits, misaligned
 
 from executor_calls import run_call
 from local_ranks import run_ranks
 from shotcast import wire
-from shotcast.collectives.reference import reduced
 from shotcast.collectives.registry import registered
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu.executor import CpuExecutor

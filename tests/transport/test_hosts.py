@@ -27,7 +27,7 @@ from shotcast.memory.operands import NormTensors
 from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu.norm_rows import norm_sum
 from shotcast.transport.network import executor as network
-from shotcast.transport.network import layout, nvrar_16bit
+from shotcast.transport.network import layout, sums
 from shotcast.transport.network.control import RankState
 from shotcast.wire import CallPlan, Fault, Header, LaunchShape, NodeShape, Norm, Op
 
@@ -157,7 +157,7 @@ def test_sums_in_16_bits_send_what_the_cost_model_says() -> None:
 def test_float32_is_not_rounded_to_16_bits() -> None:
     plan = CallPlan(Op.ALL_REDUCE, "nvrar_16bit", "float32", 4)
     with pytest.raises(UnsupportedError, match="nvrar_16bit adds up float16 and bfloat16, not float32"):
-        nvrar_16bit.ALL_REDUCE.arithmetic(plan)
+        sums.IN_16_BITS.arithmetic(plan)
 
 
 def _special_values(group: LocalGroup) -> list[str]:

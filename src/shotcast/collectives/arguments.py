@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.wire import MAX_SMS, Op
 

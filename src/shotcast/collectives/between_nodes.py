@@ -102,11 +102,8 @@ def forms_of(
 ) -> dict[Op, Form]:
     """Return the forms of an all-reduce whose sums are those of a tree of nodes, and of those with residual and norm.
 
-    Args:
-        work: of a rank.
-        hosts, triton: the kernels of sums.
-        normed_hosts, normed_triton: the kernels of sums with residual and norm.
-        others: further fields of the form of sums.
+    The kernels of the latter are ``normed_hosts`` and ``normed_triton``; ``others`` are further fields of the form of
+    sums.
     """
     rows: dict[str, Any] = {"launch": rows_launch, "workspace": rows_workspace} if normed_triton else {}
     tree = "shotcast.collectives.reference:tree_all_reduce"

@@ -29,9 +29,7 @@ class Watched(Protocol):
 class CallWatch:
     """Looks at all that were added, again and again; its thread runs while there are any.
 
-    Args:
-        name: of the thread.
-        period_s: the time between two looks.
+    It looks every ``period_s`` seconds.
     """
 
     def __init__(self, name: str, period_s: float) -> None:
@@ -83,12 +81,7 @@ WAITS = CallWatch("shotcast waits", 1.0)
 
 
 class CallWaits:
-    """The waits of the calls of one communicator, watched until it is closed or nobody refers to it.
-
-    Args:
-        executor: makes the calls.
-        host: the ranks.
-    """
+    """The waits of the calls of one communicator, watched until it is closed or nobody refers to it."""
 
     def __init__(self, executor: Executor, host: StoreGroup):
         self._executor, self._host = executor, host

@@ -42,18 +42,16 @@ from shotcast.collectives.interface import (
     KernelExecutor,
     MappingExecutor,
 )
-from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
-from shotcast.collectives.prepared import Given, PreparedCalls
+from shotcast.collectives.prepared import Given, KeptCalls, PreparedCalls
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
 from shotcast.collectives.reductions import Reduction, divide, is_divided
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, meeting_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd
 from shotcast.collectives.torch_ops.communicators import register
-from shotcast.collectives.torch_ops.versions import Unseen, increment_version
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import Unseen, increment_version, is_traced
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
 from shotcast.memory.host_group import Meeting, StoreGroup

@@ -57,12 +57,8 @@ def mismatch_of(
 ) -> CollectiveMismatch:
     """Return the error for calls that differ, as a rank sees it.
 
-    Args:
-        members: the ranks.
-        headers: of the calls, by rank, as far as they are known.
-        epoch: the number of the call.
-        algorithms: names, in the order of their codes in headers.
-        differing: the ranks at fault, for the case that no header is known.
+    ``headers`` are those that are known, by rank; ``algorithms`` the names by their codes in headers; ``differing`` the
+    ranks at fault, for the case that no header is known.
     """
     known = {r: Header.decode(words, algorithms) for r, words in sorted(headers.items())}
     fields = _differing(_FIELDS, known.values()) or _differing(_LAUNCH_FIELDS, known.values())

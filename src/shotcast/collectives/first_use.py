@@ -45,8 +45,6 @@ class FirstUse:
     call begins, and its header exchange names the mismatch. Nor will any come once a fault has stopped the calls.
 
     Args:
-        host: the ranks.
-        executor: compiles for them.
         patience_s: how long a rank is awaited that has not begun to compile; None for the deadline. Then the call
             begins, and waits for that rank on the GPU. Its host may wait for what this one does after the call.
 
@@ -64,12 +62,8 @@ class FirstUse:
     def __call__(self, form: Form, compile_it: Callable[[], object], what: str, timeout_s: float) -> None:
         """Run ``compile_it`` once for each ``form``, then wait as described above.
 
-        Args:
-            what: the name of the operation, for errors.
-            timeout_s: the deadline of the call.
-
-        Raises:
-            CollectiveTimeout: a rank is dead, or did not come within ``timeout_s``.
+        Raises CollectiveTimeout if a rank is dead, or did not come within ``timeout_s``. ``what`` names the operation
+        in errors.
         """
         if form in self.known:
             return

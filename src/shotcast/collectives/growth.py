@@ -60,13 +60,8 @@ _LOOK_S = 0.001
 class Growths:
     """The decisions of the ranks of a communicator whether to grow now.
 
-    Args:
-        store: of these ranks alone.
-        world_size: their number.
-        patience_s: how long ranks wait for each other.
-
-    Attributes:
-        asked: calls that would have grown the workspace, the same number on all ranks.
+    The store is for these ranks alone, which wait ``patience_s`` for each other. ``asked`` counts calls that would have
+    grown the workspace, the same number on all ranks.
     """
 
     def __init__(self, store: dist.Store, world_size: int, patience_s: float):

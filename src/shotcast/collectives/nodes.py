@@ -16,54 +16,35 @@ from shotcast.memory.host_group import StoreGroup
 
 
 class Place(NamedTuple):
-    """The place of a rank, as it tells all others.
+    """The place of a rank, as it tells all others."""
 
-    Attributes:
-        host: the name of its host.
-        boot: the id of the running kernel, which differs between hosts of one name but not between their containers.
-        shm: the number of the file system in which a CPU rank creates shared memory, as containers of one host may have
-            one each; -1 for GPUs, and where there is none.
-        launcher: the number of the launcher that started it, if the launcher says so.
-        local_rank: its number among the ranks of its launcher.
-        ranks_per_node: what SHOTCAST_RANKS_PER_NODE declares; 0 for nothing.
-        gpu: the UUID of the one GPU that a rank sees which would run on the CPU unless it has that for itself; empty
-            for ranks whose device is settled.
-    """
-
-    host: str
-    boot: str
+    host: str  # the name of its host
+    boot: str  # the id of the running kernel, which differs between hosts of one name but not between their containers
+    # the number of the file system in which a CPU rank creates shared memory, as containers of one host may have one
+    # each; -1 for GPUs, and where there is none
     shm: int
-    launcher: str
-    local_rank: int
-    ranks_per_node: int
+    launcher: str  # the number of the launcher that started it, if the launcher says so
+    local_rank: int  # its number among the ranks of its launcher
+    ranks_per_node: int  # what SHOTCAST_RANKS_PER_NODE declares; 0 for nothing
+    # the UUID of the one GPU that a rank sees which would run on the CPU unless it has that for itself; empty for ranks
+    # whose device is settled
     gpu: str = ""
 
 
 class Nodes(NamedTuple):
-    """The nodes of the ranks of a communicator, the same on all of them.
+    """The nodes of the ranks of a communicator, the same on all of them."""
 
-    Attributes:
-        layout: the nodes.
-        one_host: all ranks could map each other's memory, though they may be on several logical nodes.
-        ranks_per_node: what SHOTCAST_RANKS_PER_NODE declares on this rank.
-        trouble: what is wrong with that on this rank; empty if nothing is.
-        own_gpus: every rank sees one GPU, which is its own, and takes it.
-    """
-
-    layout: NodeLayout
-    one_host: bool
-    ranks_per_node: int = 0
-    trouble: str = ""
-    own_gpus: bool = False
+    layout: NodeLayout  # the nodes
+    one_host: bool  # all ranks could map each other's memory, though they may be on several logical nodes
+    ranks_per_node: int = 0  # what SHOTCAST_RANKS_PER_NODE declares on this rank
+    trouble: str = ""  # what is wrong with that on this rank; empty if nothing is
+    own_gpus: bool = False  # every rank sees one GPU, which is its own, and takes it
 
 
 def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) -> Nodes:
     """Find the nodes of all ranks, and whether those that are undecided have GPUs of their own. Collective.
 
-    Args:
-        host: the ranks.
-        device: of this rank.
-        undecided: it is the CPU unless each rank has its own GPU.
+    An ``undecided`` device is the CPU unless each rank has its own GPU.
     """
     declared, ranks_here = env.ranks_per_node(), env.local_world_size()
     trouble = ""

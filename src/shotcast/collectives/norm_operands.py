@@ -11,8 +11,7 @@ import torch
 
 from shotcast import wire
 from shotcast.collectives.arguments import valid, without_gradient, writable
-from shotcast.collectives.torch_ops.versions import increment_version
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import increment_version, is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import Norm

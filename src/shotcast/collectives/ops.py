@@ -36,33 +36,24 @@ _DEFAULTS = {"True": True, "None": None}
 
 @dataclass(frozen=True, eq=False)
 class OpSpec:
-    """An operation. All functions take its operands by their names, among others that they ignore.
+    """An operation. All functions take its operands by their names, among others that they ignore."""
 
-    Attributes:
-        schema: of the operator, as PyTorch has it; tensors come first. A communicator is a name, beside the numbers
-            that shapes depend on: ``world_size``; ``rank``, for uneven parts; ``parts``, 0 for no result on this rank.
-        op: its code; None for an operation that consists of others.
-        shape: returns the shape of the result. Raises ConfigError for operands that it has none for.
-        own_at: returns the byte of the larger of ``x`` and ``out`` at which the smaller may begin; None where ``x`` is
-            not read.
-        in_place: whether ``out`` may be ``x``.
-        call: makes it on a communicator; the method of its name, unless given.
-        results: returns new tensors for the results.
-        saves: returns what the derivative needs of the result and the operands.
-        derivative: returns the gradients of the tensors, in their order, from ``by`` and those of the results.
-        name, operands, tensors, defaults: of the schema.
-    """
-
+    # of the operator, as PyTorch has it; tensors come first. A communicator is a name, beside the numbers that shapes
+    # depend on: `world_size`; `rank`, for uneven parts; `parts`, 0 for no result on this rank
     schema: str
-    op: Op | None = None
+    op: Op | None = None  # its code; None for an operation that consists of others
+    # returns the shape of the result. Raises ConfigError for operands that it has none for
     shape: Callable[..., Shape] = lambda x, **_: x.shape
+    # returns the byte of the larger of `x` and `out` at which the smaller may begin; None where `x` is not read
     own_at: Callable[..., int | None] = lambda **_: 0
-    in_place: bool = True
-    call: Callable[..., Any] | None = None
-    results: Callable[..., Any] | None = None
+    in_place: bool = True  # whether `out` may be `x`
+    call: Callable[..., Any] | None = None  # makes it on a communicator; the method of its name, unless given
+    results: Callable[..., Any] | None = None  # returns new tensors for the results
+    # returns what the derivative needs of the result and the operands
     saves: Callable[..., dict[str, Any]] = lambda result, **_: {}
+    # returns the gradients of the tensors, in their order, from `by` and those of the results
     derivative: Callable[..., Any] | None = None
-    name: str = field(init=False)
+    name: str = field(init=False)  # this and those below: of the schema
     operands: tuple[str, ...] = field(init=False)
     tensors: tuple[str, ...] = field(init=False)
     defaults: dict[str, Any] = field(init=False)
@@ -139,7 +130,6 @@ def _reduce_scatter(
 
 
 def _broadcast(comm: Any, x: torch.Tensor, root: int, algorithm: str, sms: int | None = None, **_: Any) -> Any:
-    """Broadcast to a new tensor on every rank."""
     out = x.new_empty(x.shape)
     if comm.rank == root:
         out.copy_(x.detach())
@@ -147,7 +137,6 @@ def _broadcast(comm: Any, x: torch.Tensor, root: int, algorithm: str, sms: int |
 
 
 def _recv(comm: Any, x: torch.Tensor, src: int, **_: Any) -> Any:
-    """Receive into a new tensor like ``x``."""
     return comm.recv(x.new_empty(x.shape), src)
 
 
@@ -432,7 +421,6 @@ BARRIER = OpSpec("barrier(str comm) -> ()", Op.BARRIER)
 
 
 def _norm(sum_of: str, kind: str, fp8: bool) -> OpSpec:
-    """Return the operation of a sum whose rows are normed."""
     layer, scatter = kind == "layer", sum_of == "reduce_scatter"
     operands = ["Tensor x", "Tensor residual", "Tensor weight"]
     operands += ["Tensor? bias"] * layer + ["Tensor? scale"] * fp8 + ["str comm", "float eps"]

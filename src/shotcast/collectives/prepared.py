@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled  # names of this module: looked up in one step
@@ -19,15 +19,16 @@ from torch.compiler import is_dynamo_compiling
 
 from shotcast.collectives.choice.resolver import Call
 from shotcast.collectives.interface import Executor
-from shotcast.collectives.kept_calls import KeptCalls
 from shotcast.collectives.norm_operands import ALIGN, Fp8Normed
 from shotcast.collectives.reductions import divide
 from shotcast.collectives.stream_order import StreamChain
-from shotcast.collectives.torch_ops.versions import Unseen, increment_version
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import Unseen, increment_version, is_traced
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.memory.operands import NormTensors
 
+T = TypeVar("T")
+KEPT_CALLS = 4096
+"""The most calls that are remembered."""
 Operands = tuple[Tensor | None, ...]
 """The tensors that a method is given: x and out, or of a fused call x, residual, weight, bias, scale, normed,
 new_residual, quantized and the scales of rows. None stands for one that is not given."""
@@ -50,16 +51,43 @@ _address: Callable[[Tensor], int] = Tensor.data_ptr
 _new: Callable[..., Any] = tuple.__new__
 
 
+class KeptCalls(dict[Any, T], Generic[T]):
+    """Calls by their arguments, resolved or prepared. To look one up leaves no trace, as that would cost every call.
+
+    Half of them are young. When more would be, these become the old ones, and the old ones are forgotten. An old call
+    that is made is young again, so a call that is made once between any 2,048 new ones is never forgotten.
+    """
+
+    __slots__ = ("_old",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._old: dict[Any, T] = {}
+
+    def recall(self, key: Any) -> T | None:
+        """Return an old call, which is young from here on; None if there is none."""
+        call = self._old.pop(key, None)
+        return None if call is None else self.keep(key, call)
+
+    def keep(self, key: Any, call: T) -> T:
+        """Remember a call, and return it."""
+        if len(self) >= KEPT_CALLS // 2:
+            self._old = dict(self)
+            super().clear()
+        self[key] = call
+        return call
+
+    def clear(self) -> None:
+        super().clear()
+        self._old.clear()
+
+
 class PreparedCall:
     """A call that has been made, for operands of the kind that it had.
 
     Args:
-        shared: what the calls of its communicator share.
-        call: the call.
-        operands: those that it was made on.
         outputs: the tensors that it wrote; None for those of the last operands that it did not.
         reads: whether it reads the first operand.
-        norm: the tensors of a fused call.
         sizes: the sizes of the parts that two ranks know.
         divisor: the result is divided by this number; 0 for none.
     """
@@ -182,9 +210,9 @@ class PreparedCall:
 class PreparedCalls:
     """The prepared calls of one communicator, and what they need of it.
 
+    There is no ``executor`` where no call is to be prepared.
+
     Args:
-        executor: of the communicator; None where no call is to be prepared.
-        vendor: the calls of the vendor library.
         chain: of calls on a GPU; None for calls that block.
         lock: held during a call.
         check: returns what raises the fault that has stopped calls that block. It does not keep the communicator alive.

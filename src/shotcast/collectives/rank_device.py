@@ -13,8 +13,7 @@ from shotcast.errors import ConfigError
 def device_of(device: str | torch.device | None) -> torch.device:
     """Return the device asked for; for None a GPU if every rank of the machine can have one, else the CPU.
 
-    Raises:
-        ConfigError: there is no such device.
+    Raises ConfigError if there is no such device.
     """
     job = env.whole_job()
     if device is None:

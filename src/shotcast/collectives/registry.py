@@ -30,8 +30,10 @@ _added: list[Algorithm] = []
 
 def _find_built_in() -> tuple[Algorithm, ...]:
     """Return the built-in algorithms: those of fewest steps first, then those between nodes, the library last."""
-    names = (module.name for module in pkgutil.iter_modules(built_in_modules.__path__))
-    found = [importlib.import_module(f"{built_in_modules.__name__}.{name}").ALGORITHM for name in names]
+    found: list[Algorithm] = []
+    for file in pkgutil.iter_modules(built_in_modules.__path__):
+        module = importlib.import_module(f"{built_in_modules.__name__}.{file.name}")
+        found += getattr(module, "ALGORITHMS", None) or (module.ALGORITHM,)
 
     def steps(algorithm: Algorithm) -> int:
         form = algorithm.forms.get(Op.ALL_REDUCE) or next(iter(algorithm.forms.values()))

@@ -21,8 +21,7 @@ SETUP_TIMEOUT_S = 120.0
 def meeting_of(group: dist.ProcessGroup | None, device: torch.device) -> Meeting:
     """Return the ranks of ``group``, for None all ranks of the job; outside a job, this process as its only rank.
 
-    Raises:
-        ConfigError: as :func:`process_group_of` does.
+    Raises ConfigError as :func:`process_group_of` does.
     """
     if group is None and not dist.is_initialized() and env.job() is None:
         variable, size = env.size_by_other_launcher()
@@ -44,10 +43,8 @@ def _store_of_one() -> dist.Store:
 def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
     """Return ``group``, or for None the group of all ranks; initialize torch.distributed if that has not been done.
 
-    Gloo then uses the interface of SHOTCAST_SOCKET_IFNAME, unless its own variable names another.
-
-    Raises:
-        ConfigError: this rank is not a member of the group.
+    Gloo then uses the interface of SHOTCAST_SOCKET_IFNAME, unless its own variable names another. Raises ConfigError if
+    this rank is not a member of the group.
     """
     if not dist.is_initialized():
         if group is not None:

@@ -91,9 +91,6 @@ class StreamStarter:
     """Starts calls on a stream, one after the other; each waits for what the current stream had to do before.
 
     Calls of the communicator on other streams wait for those that were started before them.
-
-    Args:
-        device: of the communicator.
     """
 
     thread_id = None
@@ -234,13 +231,8 @@ _AT_EXIT_S = 1.0
 class ThreadStarter:
     """Starts calls on a thread, one after the other: calls of CPU ranks block, but let other threads run.
 
-    The thread ends with :meth:`close`, or when nothing refers to this any more.
-
-    Args:
-        begun, ended: called when calls begin to be outstanding, and when all are over; None for nothing.
-
-    Attributes:
-        thread_id: of the thread.
+    The thread ends with :meth:`close`, or when nothing refers to this any more. ``begun`` and ``ended`` are called when
+    calls begin to be outstanding, and when all are over.
     """
 
     def __init__(self, begun: Callable[[], None] | None = None, ended: Callable[[], None] | None = None):

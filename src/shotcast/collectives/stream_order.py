@@ -27,11 +27,6 @@ class StreamChain:
     cannot depend on work outside it. With ``replays``, replays of graphs are calls too, in the order in which the host
     launches them: from the first capture on, one event marks the last call, whether it is eager or in a replay.
     Without, whoever launches replays orders them.
-
-    Args:
-        device: the GPU of the calls.
-        replays: whether replays have a place among the calls.
-        streams: what the chain asks of CUDA.
     """
 
     def __init__(self, device: torch.device, replays: bool = False, streams: Streams = cuda_streams) -> None:

@@ -42,10 +42,7 @@ class Meaning(NamedTuple):
 class Source:
     """A module by its syntax tree.
 
-    Attributes:
-        name: of the module.
-        definitions: by name, the statements at the top level that define or fill it.
-        imports: by name, what the imports at the top level mean.
+    ``definitions`` are by name the statements at the top level that define or fill it.
     """
 
     def __init__(self, name: str, text: str, is_package: bool = False):
@@ -96,9 +93,7 @@ def _defined(statement: ast.stmt) -> set[str]:
 class Tree:
     """The sources of one version of the package.
 
-    Args:
-        folder: of the package's files.
-        others: paths of further modules that count as the package's own, by name: users' algorithms.
+    ``others`` are paths of further modules that count as the package's own, by name: users' algorithms.
     """
 
     def __init__(self, folder: Path, others: Mapping[str, Path] | None = None):
@@ -300,10 +295,7 @@ def of_launch(tree: Tree, reference: str, *common: str) -> str:
 
     It covers the first argument of each ``context.launch(kernel, ...)``, the values of constants that it is given as
     ``NAME.value``, and the ``options`` of the compilation, in this function and in those that it gives its context to.
-
-    Args:
-        reference: ``"module:bind"``.
-        common: ``"module:name"`` of constants that are part of every compilation.
+    ``reference`` is ``"module:bind"``, and ``common`` names constants that are part of every compilation.
     """
     source, bind = _statement(tree, reference)
     if not isinstance(bind, ast.FunctionDef) or len(bind.args.args) < 2:

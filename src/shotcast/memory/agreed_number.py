@@ -45,8 +45,6 @@ def agreed_number(
 
     Args:
         store: what these ranks, and nobody else, use for this.
-        members: the ranks.
-        what: for the error.
         ended: returns the ranks that are known to come no more, for which nobody waits.
         left: returns those of them whose processes live on.
 
@@ -78,13 +76,8 @@ def agreed_number(
 class _Deadline:
     """The time until which ranks wait for each other, unless the process of one has ended.
 
-    Args:
-        until: by ``time.monotonic``.
-        ended: as of :func:`agreed_number`.
-        text: says what is awaited, after this many seconds.
-
-    Attributes:
-        dead: the ranks whose end has ended the wait.
+    ``text`` says what is awaited, after a number of seconds. ``until`` is by ``time.monotonic``. ``dead`` are the ranks
+    whose end has ended the wait.
     """
 
     def __init__(self, until: float, ended: Callable[[], Sequence[int]], text: Callable[[float], str]):
@@ -93,7 +86,6 @@ class _Deadline:
         self.dead: list[int] = []
 
     def passed(self) -> bool:
-        """Return whether to wait no longer."""
         now = time.monotonic()
         if now - self._looked > _LOOK_S:
             self._looked = now

@@ -32,7 +32,7 @@ import torch
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.holdings import Held, Notice
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import SymmetricBuffer, Target, raise_failures
+from shotcast.memory.symmetric import Part, SymmetricBuffer, Target, raise_failures, take_first
 from shotcast.units import align_up
 
 PAGE = 4096
@@ -55,57 +55,26 @@ class Process:
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    """A part of this process's memory of a block, reserved or leased.
-
-    Attributes:
-        start, nbytes: where it lies in the block.
-        ranks: of the communicator; 0 until it is known.
-        open: this rank has not closed it.
-    """
-
-    start: int
-    nbytes: int
-    ranks: int = 0
-    open: bool = True
-
-
-@dataclass(slots=True, eq=False)
 class _Block:
-    """Memory that is mapped among its members.
+    """Memory that is mapped among its members."""
 
-    Attributes:
-        name: the same on all members.
-        members: the processes, in the order of the buffer's ranks.
-        own: this process's place among the members.
-        multicast: the memory of every member has a multicast address.
-        parts: in the order in which they lie.
-    """
-
-    name: str
-    members: tuple[str, ...]
-    own: int
+    name: str  # the same on all members
+    members: tuple[str, ...]  # the processes, in the order of the buffer's ranks
+    own: int  # this process's place among the members
     buffer: SymmetricBuffer
-    multicast: bool
-    parts: list[_Part] = field(default_factory=list)
+    multicast: bool  # the memory of every member has a multicast address
+    parts: list[Part] = field(default_factory=list)  # in the order in which they lie
 
-    def reserve(self, nbytes: int) -> _Part | None:
+    def reserve(self, nbytes: int) -> Part | None:
         """Take the first free part of ``nbytes``; return None if there is none."""
         self.parts = [part for part in self.parts if not self._is_free(part)]
-        end = 0
-        for position, part in enumerate((*self.parts, _Part(self.buffer.nbytes, 0))):
-            if part.start - end >= nbytes:
-                taken = _Part(end, nbytes)
-                self.parts.insert(position, taken)
-                return taken
-            end = part.start + part.nbytes
-        return None
+        return take_first(self.parts, Part, self.buffer.nbytes, nbytes)
 
     def marks(self, member: int, start: int, nbytes: int, ranks: int) -> torch.Tensor:
         """Return the words by which the ranks of a lease say that they have closed it, in the memory of a member."""
         return self.buffer.view(member, start + nbytes - PAGE, (ranks,), torch.int64)
 
-    def _is_free(self, part: _Part) -> bool:
+    def _is_free(self, part: Part) -> bool:
         return not part.open and all(self.marks(self.own, part.start, part.nbytes, part.ranks).tolist())
 
     @property
@@ -116,18 +85,12 @@ class _Block:
 class Lease:
     """A communicator's part of a block; a :class:`~shotcast.memory.symmetric.SymmetricBuffer` with any content.
 
-    Attributes:
-        nbytes: bytes on each rank.
-        addresses: of each rank's bytes.
-        multicast_address: the address of all ranks' bytes; 0 on all ranks if a rank has none.
-        targets: empty: nothing is put to memory that is mapped.
+    ``multicast_address`` is 0 on all ranks if a rank has none; nothing is put to memory that is mapped.
     """
 
     targets: tuple[Target, ...] = ()
 
-    def __init__(
-        self, arena: Arena, block: _Block, part: _Part, rank: int, places: Sequence[tuple[int, int]], mc: bool
-    ):
+    def __init__(self, arena: Arena, block: _Block, part: Part, rank: int, places: Sequence[tuple[int, int]], mc: bool):
         self._arena, self._block, self._part, self._rank = arena, block, part, rank
         self._places = tuple(places)
         self.nbytes = part.nbytes - PAGE
@@ -174,9 +137,7 @@ class Arena:
     """The blocks of one device of this process.
 
     Args:
-        process: a member of its blocks.
         granularity: blocks have multiples of this many bytes.
-        name: of the device.
         wait: waits for all work of the device, before a block may be released; None where that needs no wait.
     """
 
@@ -227,7 +188,7 @@ class Arena:
             reserved = {block.name: (block, part) for block in self._blocks if (part := block.reserve(nbytes))}
         offered = {name: part.start for name, (_, part) in reserved.items()}
         new_name = f"{self._process.name}/{next(self._process.numbers)}"
-        taken: tuple[_Block, _Part] | None = None
+        taken: tuple[_Block, Part] | None = None
         try:
             offers = group.all_gather((self._process.name, new_name, offered, multicast))
             members = tuple(offer[0] for offer in offers)
@@ -257,7 +218,7 @@ class Arena:
 
     def _new_block(
         self, group: StoreGroup, name: str, members: tuple[str, ...], nbytes: int, allocate: Allocate
-    ) -> tuple[_Block, _Part]:
+    ) -> tuple[_Block, Part]:
         buffer = self._allocated(group, align_up(nbytes, self._granularity), allocate)
         try:
             multicast = all(group.all_gather(bool(buffer.multicast_address)))
@@ -293,7 +254,7 @@ class Arena:
         with self._lock:
             return not all(block.in_use for block in self._blocks)
 
-    def give_back(self, part: _Part) -> None:
+    def give_back(self, part: Part) -> None:
         """Note that this rank has closed a lease, and release the blocks that are not worth keeping, unless that waits.
 
         A lease may be garbage-collected, and so returned, at any moment. If the arena is in use then, its next use

@@ -54,16 +54,8 @@ class Peers(Protocol):
 class HostBlock:
     """Memory that CPU ranks of this machine map, in a file without a name.
 
-    Args:
-        nbytes: its size.
-        descriptor: that of another rank's block; -1 to make one.
-
-    Attributes:
-        address: of its first byte in this process.
-        descriptor: by which other processes map it; -1 once it is closed.
-
-    Raises:
-        OSError: there is no memory for it.
+    ``descriptor`` is that of another rank's block, or -1 to make one; as an attribute, that by which other processes
+    map this one, and -1 once it is closed. Raises OSError if there is no memory for it.
     """
 
     def __init__(self, nbytes: int, descriptor: int = -1):
@@ -86,13 +78,8 @@ class HostBlock:
 class GpuBlock:
     """The same of a GPU's memory.
 
-    Args:
-        device: the GPU of this rank.
-        nbytes: its size, a multiple of what the driver maps.
-        descriptor: that of another rank's block, which may lie on another GPU; -1 to make one.
-
-    Raises:
-        RuntimeError: there is no memory for it, or it cannot be mapped.
+    ``nbytes`` is a multiple of what the driver maps; another rank's block may lie on another GPU. Raises RuntimeError
+    if there is no memory for it, or it cannot be mapped.
     """
 
     def __init__(self, device: torch.device, nbytes: int, descriptor: int = -1):
@@ -165,8 +152,6 @@ class BlockHeap:
     """Makes tensors in memory that all ranks map. Construction needs no other rank; calls follow once all have one.
 
     Args:
-        peers: the way to the other ranks.
-        rank, world_size: of this rank.
         most_blocks: the blocks that a rank may have.
         make: ``make(nbytes)`` makes a block and ``make(nbytes, descriptor)`` maps that of another rank.
         tell: ``tell(rank, number, address)`` is told where a block of a rank is mapped here, on any thread.

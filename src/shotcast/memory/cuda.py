@@ -32,8 +32,6 @@ class CudaBuffer:
 
     Args:
         group: the ranks; all their GPUs have peer access to each other.
-        nbytes: bytes on each rank.
-        device: this rank's GPU.
         repeated: several ranks share a GPU, or know different GPUs by one number, as where each sees its own alone.
             PyTorch then needs to be told, and there is no multicast.
 
@@ -128,10 +126,8 @@ class AlikeKeys(dist.Store):
     """A store for one exchange of PyTorch, with the same keys on all ranks.
 
     PyTorch numbers the exchanges of a process, ``CUDASymmetricMemory/<number>/<rank>``, and expects that all ranks of a
-    group have made as many, in whatever other groups. This store counts from the first number that it is asked for.
-
-    Args:
-        store: of these ranks, and this exchange alone.
+    group have made as many, in whatever other groups. This store counts from the first number that it is asked for. The
+    ``store`` is of these ranks, and this exchange alone.
     """
 
     def __init__(self, store: dist.Store):

@@ -106,19 +106,10 @@ _PINNED, _FILE_DESCRIPTOR, _DEVICE, _READ_AND_WRITE = 1, 1, 1, 3
 class SharedMemory:
     """Memory of a GPU that other processes map by a file descriptor, at an address of this process's GPU.
 
-    Nothing here waits for work of a GPU, but :meth:`release`.
-
-    Args:
-        device_index: this process's GPU, whose side stream has been made (:func:`side_stream`).
-        nbytes: a multiple of 2 MiB.
-        descriptor: that of memory of another process, on a GPU to which this one has access; -1 to make some.
-
-    Attributes:
-        address: where this GPU finds it.
-        descriptor: that of memory which was made, for the caller to close; else -1.
-
-    Raises:
-        RuntimeError: there is no memory for it, or it cannot be mapped.
+    Nothing here waits for work of a GPU, but :meth:`release`. The side stream of the GPU has been made
+    (:func:`side_stream`), and ``nbytes`` is a multiple of 2 MiB. A ``descriptor`` is that of memory of another process,
+    on a GPU to which this one has access; with -1, memory is made, whose descriptor the caller closes. Raises
+    RuntimeError if there is no memory for it, or it cannot be mapped.
     """
 
     def __init__(self, device_index: int, nbytes: int, descriptor: int = -1):

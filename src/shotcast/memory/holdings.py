@@ -15,17 +15,12 @@ _NAME = "shotcast holdings"
 
 
 class Held(NamedTuple):
-    """The symmetric memory of a device that a process holds, and who uses it.
+    """The symmetric memory of a device that a process holds, and who uses it."""
 
-    Attributes:
-        leased, blocks: bytes that are in use, and those of all blocks.
-        shared, exclusive: communicators of GPUs, by their kind.
-    """
-
-    leased: int
-    blocks: int
-    shared: int = 0
-    exclusive: int = 0
+    leased: int  # bytes that are in use
+    blocks: int  # bytes of all blocks
+    shared: int = 0  # communicators of GPUs that are not exclusive
+    exclusive: int = 0  # and those that are
 
 
 class Notice:

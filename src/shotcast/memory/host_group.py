@@ -29,28 +29,18 @@ def _job_store() -> dist.Store:
 
 
 class Meeting(NamedTuple):
-    """Ranks that meet in a key-value store, before anything else joins them.
+    """Ranks that meet in a key-value store, before anything else joins them."""
 
-    Attributes:
-        store: of which they may write every key that begins with ``shotcast/``.
-        rank, world_size: among them.
-        name: a name that no other ranks of the store have.
-        ended: returns the ranks that are known to come no more, before the ranks watch each other.
-        left: returns those of them that have left, though their processes live on.
-        ranks: the rank in the job of each of them; empty where they are known by their ranks here.
-        group: what people call them; empty for all ranks of the job.
-        advice: what errors say to do once a call has stopped them; empty for a communicator, which can be reset.
-    """
-
-    store: dist.Store
-    rank: int
+    store: dist.Store  # of which they may write every key that begins with `shotcast/`
+    rank: int  # among them
     world_size: int
-    name: str
+    name: str  # a name that no other ranks of the store have
+    # returns the ranks that are known to come no more, before the ranks watch each other
     ended: Callable[[], Sequence[int]] = tuple
-    left: Callable[[], Collection[int]] = tuple
-    ranks: tuple[int, ...] = ()
-    group: str = ""
-    advice: str = ""
+    left: Callable[[], Collection[int]] = tuple  # returns those of them that have left, though their processes live on
+    ranks: tuple[int, ...] = ()  # the rank in the job of each of them; empty where they are known by their ranks here
+    group: str = ""  # what people call them; empty for all ranks of the job
+    advice: str = ""  # what errors say to do once a call has stopped them; empty for a communicator, which can be reset
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Meeting:

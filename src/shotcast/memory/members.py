@@ -7,21 +7,20 @@ from typing import NamedTuple
 
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout
 
+# The texts by which Gloo and NCCL report that a call failed after it had begun; Gloo has no error classes for that.
+_CAUSES = {
+    "connection": ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Socket closed"),
+    "deadline": ("Timed out", "timed out", "imeout"),
+}
+
 
 class Members(NamedTuple):
-    """The ranks of a group as errors and the log name them.
+    """The ranks of a group as errors and the log name them."""
 
-    Attributes:
-        rank: of this process, in the group.
-        ranks: the rank in the job of each; empty where they are known by their ranks in the group.
-        group: what people call the group; empty for all ranks of the job.
-        advice: what to do once a call has stopped the group; empty for a communicator, which can be reset.
-    """
-
-    rank: int
-    ranks: tuple[int, ...] = ()
-    group: str = ""
-    advice: str = ""
+    rank: int  # of this process, in the group
+    ranks: tuple[int, ...] = ()  # the rank in the job of each; empty where they are known by their ranks in the group
+    group: str = ""  # what people call the group; empty for all ranks of the job
+    advice: str = ""  # what to do once a call has stopped the group; empty for a communicator, which can be reset
 
     @property
     def own(self) -> int:
@@ -50,6 +49,11 @@ class Members(NamedTuple):
         named = {self.known(rank): call for rank, call in calls.items()}
         guilty = sorted(map(self.known, differing))
         return CollectiveMismatch(self.own, named, guilty, fields, epoch, self.group, self.advice)
+
+
+def cause_of(error: Exception) -> str:
+    """Return what ended a call of a library, "connection" or "deadline"; empty for an error of another kind."""
+    return next((cause for cause, texts in _CAUSES.items() if any(text in str(error) for text in texts)), "")
 
 
 def departed(gone: Sequence[int], left: Collection[int]) -> tuple[list[int], str]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory import driver, nvshmem_library
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import Target, raise_failures
+from shotcast.memory.symmetric import Part, Target, raise_failures, take_first
 from shotcast.units import about_size, align_up
 
 T = TypeVar("T")
@@ -43,14 +43,10 @@ _QUIET_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    """A part of this process's memory of a block, reserved or leased; ``closings`` counts the ranks that closed it."""
+class _Part(Part):
+    """A part whose ``closings`` count the ranks that closed it."""
 
-    start: int
-    nbytes: int
-    open: bool = True
     closings: Callable[[], int] | None = None
-    ranks: int = 0
 
     @property
     def free(self) -> bool:
@@ -73,27 +69,15 @@ class _Block:
     def reserve(self, nbytes: int) -> _Part | None:
         """Take the first free part of ``nbytes``; return None if there is none."""
         self.parts = [part for part in self.parts if not part.free]
-        end = 0
-        for position, part in enumerate((*self.parts, _Part(self.memory.numel(), 0))):
-            if part.start - end >= nbytes:
-                taken = _Part(end, nbytes)
-                self.parts.insert(position, taken)
-                return taken
-            end = part.start + part.nbytes
-        return None
+        return take_first(self.parts, _Part, self.memory.numel(), nbytes)
 
 
 class HeapLease:
     """A communicator's part of the heap, with any content.
 
     It is the :class:`~shotcast.memory.symmetric.SymmetricBuffer` of the ranks of a node, to which those of other nodes
-    can put.
-
-    Attributes:
-        nbytes: bytes on each rank.
-        addresses: of the bytes of each rank that shares this one's node; 0 for other ranks.
-        targets: of all ranks, this one included.
-        multicast_address: 0; NVSHMEM's own is of teams.
+    can put. ``addresses`` are 0 for ranks that do not share this one's node; ``targets`` are of all ranks, this one
+    included. NVSHMEM's own multicast addresses are of teams.
     """
 
     multicast_address = 0
@@ -164,9 +148,8 @@ class HeapLease:
 class Heap:
     """The symmetric heap of this process.
 
-    Args:
-        library: NVSHMEM; raises ConfigError where there is none.
-        memory_at: ``memory_at(address, nbytes, device)``, the bytes at an address of a device as a tensor.
+    ``library`` raises ConfigError where there is no NVSHMEM; ``memory_at(address, nbytes, device)`` gives the bytes at
+    an address as a tensor.
     """
 
     def __init__(
@@ -186,13 +169,9 @@ class Heap:
     def lease(self, group: StoreGroup, nbytes: int, device: torch.device, mates: Collection[int]) -> HeapLease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
 
-        Args:
-            mates: the ranks of this rank's node, itself included, which store to each other's bytes.
-
-        Raises:
-            ConfigError: on all ranks; NVSHMEM is missing, cannot be initialized, has too little memory or does not map
-                that of mates.
-            CollectiveTimeout: naming ranks that did not come.
+        ``mates`` are the ranks of this rank's node, itself included, which store to each other's bytes. Raises
+        ConfigError on all ranks if NVSHMEM is missing, cannot be initialized, has too little memory or does not map
+        that of mates, and CollectiveTimeout for ranks that did not come.
         """
         library, pes = self._join(group, device)
         nbytes = align_up(nbytes, PAGE)

@@ -163,8 +163,6 @@ class ShmBuffer:
     The mappings end with :meth:`close` and with the last tensor that :meth:`view` or the heap returned.
 
     Args:
-        group: the ranks.
-        nbytes: those of the workspace.
         heap_nbytes: the address space behind it for a :class:`MappedHeap`, which has memory where tensors have.
 
     Attributes:
@@ -244,9 +242,8 @@ class ShmBuffer:
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return rank ``rank``'s bytes from ``offset`` on as a tensor of ``shape``, which keeps the memory mapped.
 
-        Raises:
-            ConfigError: this is not inside the memory, or ``offset`` is not a multiple of the item size.
-            ClosedError: after :meth:`close`.
+        Raises ConfigError for what is not inside the memory or not at a multiple of the item size, and ClosedError
+        after :meth:`close`.
         """
         if not self._maps:
             raise ClosedError("this shared memory was closed")

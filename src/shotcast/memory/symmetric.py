@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -36,18 +37,37 @@ class SymmetricBuffer(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class Part:
+    """A part of this process's memory of a block, reserved or leased."""
+
+    start: int  # where it lies in the block
+    nbytes: int
+    ranks: int = 0  # of the communicator; 0 until it is known
+    open: bool = True  # this rank has not closed it
+
+
+P = TypeVar("P", bound=Part)
+
+
+def take_first(parts: list[P], new: Callable[[int, int], P], size: int, nbytes: int) -> P | None:
+    """Add the first part of ``nbytes`` that ``parts`` leave free of ``size`` bytes; return None if there is none."""
+    end = 0
+    for position, part in enumerate((*parts, new(size, 0))):
+        if part.start - end >= nbytes:
+            taken = new(end, nbytes)
+            parts.insert(position, taken)
+            return taken
+        end = part.start + part.nbytes
+    return None
+
+
 class Target(NamedTuple):
-    """A rank's part of symmetric memory, as another rank sees it.
+    """A rank's part of symmetric memory, as another rank sees it."""
 
-    Attributes:
-        pe: the rank's number in NVSHMEM.
-        address: for puts: where the part would be in this process's memory.
-        mapped: where this GPU has it; 0 where only puts reach it.
-    """
-
-    pe: int
-    address: int
-    mapped: int
+    pe: int  # the rank's number in NVSHMEM
+    address: int  # for puts: where the part would be in this process's memory
+    mapped: int  # where this GPU has it; 0 where only puts reach it
 
 
 def shortage(device: torch.device, what: str, error: RuntimeError) -> str:
@@ -65,10 +85,8 @@ def shortage(device: torch.device, what: str, error: RuntimeError) -> str:
 def raise_failures(group: StoreGroup, failure: str) -> None:
     """Raise ConfigError on every rank if a rank reports a failure; it names all that failed. Collective.
 
-    A rank that fails during construction must not be the only one to raise: the others would wait for it.
-
-    Args:
-        failure: what failed on this rank; empty if nothing did.
+    A rank that fails during construction must not be the only one to raise: the others would wait for it. ``failure``
+    is empty if nothing failed on this rank.
     """
     failures = group.all_gather(failure)
     if message := "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text):

@@ -33,13 +33,7 @@ def wait_text(
 ) -> str:
     """Return that a call waits, in words.
 
-    Args:
-        members: the ranks of the group.
-        ranks: those that the call waits for, as far as they are known.
-        op, epoch: of the call.
-        waited_s: how long it has waited.
-        timeout_s: its deadline.
-        by: the library that makes the call, which does not tell whom it waits for.
+    ``by`` is the library that makes the call, which does not tell whom it waits for.
     """
     whom = f"rank{'s' if len(ranks) > 1 else ''} {members.text(ranks)}" if ranks else f"other ranks{by and f' in {by}'}"
     call = call_text(op, epoch, members.group)

@@ -8,11 +8,10 @@ from typing import TypeVar
 import torch
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.overlap.policy import SEQUENTIAL, Decision, Way, decide
+from shotcast.overlap.policy import AUTO, SEQUENTIAL, Decision, Way, decide
 
 K = TypeVar("K")
 T = TypeVar("T")
-AUTO = "auto"
 MOST_KEPT = 1024
 """The decisions, or calls, that are remembered at once: shapes may change without end."""
 
@@ -33,14 +32,8 @@ def remember(known: MutableMapping[K, T], key: K, value: T) -> T:
 class Adaptive:
     """Does work by one of several ways that give the same results.
 
-    Args:
-        comm: the ranks, which do the same work in the same order.
-        way: ``auto`` to measure the ways when a shape is first met; else the name of one, which is taken where it
-            exists, and the sequential one where it does not.
-
-    Attributes:
-        way: the one that was given.
-        decisions: what was decided for each of the last shapes.
+    With ``auto`` the ways are measured when a shape is first met; else ``way`` is the name of one, which is taken where
+    it exists, and the sequential one where it does not. ``decisions`` has those of the last shapes.
     """
 
     def __init__(self, comm: Communicator, way: str = AUTO):

@@ -12,12 +12,12 @@ from shotcast.errors import ConfigError
 from shotcast.overlap import schedule
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import HIGH, LOW, Lanes, StreamLanes, lanes_of
-from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agree_on, agreed, decide
+from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Decision, Way, agree_on, agreed, decide
 from shotcast.overlap.products import LibraryProduct
 from shotcast.overlap.schedule import Schedule, makespan_us
 from shotcast.overlap.timeline import Timeline
 
-AUTO, PRIORITY, LIBRARY = "auto", "priority", "library"
+PRIORITY, LIBRARY = "priority", "library"
 
 
 def in_place_sum(comm: Communicator, x: torch.Tensor, sms: int | None = None, algorithm: str = "auto") -> torch.Tensor:

@@ -24,14 +24,14 @@ import torch
 from shotcast.collectives.arguments import sm_budget, without_gradient
 from shotcast.collectives.choice.select import predicted_us
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.hardware import catalog
 from shotcast.overlap import schedule, torch_ops
 from shotcast.overlap.adaptive import Adaptive, bucket, remember
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import Lanes
-from shotcast.overlap.policy import WORTH, model_us
+from shotcast.overlap.policy import AUTO, FUSED, PLAIN, SEQUENTIAL, WORTH, check_way, model_us
 from shotcast.overlap.products import ShapedProduct, interprets_kernels, own_gemm, sms_of
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.wire import Op
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from shotcast.kernels.triton.gemm import GemmConfig, GemmForm
 
 T = TypeVar("T")
-AUTO, FUSED, PLAIN, SEQUENTIAL = "auto", "fused", "plain", "sequential"
 _ALGORITHM = "few_sms"
 """The algorithm whose programs bring rows."""
 GROUP = 8
@@ -98,8 +97,7 @@ def all_gather_matmul(
     _check(comm, a_shard, weights)
     for weight in weights:
         without_gradient("all_gather_matmul", a_shard=a_shard, b=weight)
-    if way not in (AUTO, FUSED, PLAIN, SEQUENTIAL):
-        raise ConfigError(f"way is {way!r}; it takes {AUTO}, {SEQUENTIAL}, {FUSED} or {PLAIN}")
+    check_way(way)
     if is_traced():
         return GatheredProducts(*torch_ops.gathered(comm, a_shard, weights, return_gathered, way, config, sms))
     rows, depth = a_shard.shape
@@ -205,15 +203,10 @@ def _plain(
 
 @dataclass(slots=True)
 class _Kept:
-    """The state of gathered products that a communicator keeps.
+    """The state of gathered products that a communicator keeps."""
 
-    Attributes:
-        adaptive: decides, by rows (up to a power of two), the rest of the shape, and dtype.
-        known: what was found out of the last exact shapes.
-    """
-
-    adaptive: Adaptive
-    known: dict[Any, Any] = field(default_factory=dict)
+    adaptive: Adaptive  # decides, by rows (up to a power of two), the rest of the shape, and dtype
+    known: dict[Any, Any] = field(default_factory=dict)  # what was found out of the last exact shapes
 
 
 def _kept(comm: Communicator) -> _Kept:

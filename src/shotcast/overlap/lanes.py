@@ -136,12 +136,8 @@ def one_hardware_queue() -> str:
 class StreamLanes(Lanes):
     """Lanes on the current stream and one stream of communication. They work inside a graph capture too.
 
-    Steps are enqueued in the order of the schedule, and nothing waits on the host.
-
-    Args:
-        comm: a communicator on GPUs.
-        priority: of the stream of communication, ``HIGH`` or ``LOW``.
-        streams: the functions of CUDA.
+    Steps are enqueued in the order of the schedule, and nothing waits on the host. The stream of communication has the
+    priority ``HIGH`` or ``LOW``.
     """
 
     ahead = False

@@ -25,11 +25,12 @@ from torch import nn
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
 from shotcast.overlap import gathered_products, schedule
-from shotcast.overlap.adaptive import AUTO, Adaptive, bucket
+from shotcast.overlap.adaptive import Adaptive, bucket
+from shotcast.overlap.chains import in_place_sum
 from shotcast.overlap.controller import Controller
-from shotcast.overlap.gathered_products import FUSED, all_gather_matmul
+from shotcast.overlap.gathered_products import all_gather_matmul
 from shotcast.overlap.lanes import Lanes, lanes_of
-from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Way, measure, model_us
+from shotcast.overlap.policy import AUTO, FUSED, PLAIN, SEQUENTIAL, Way, measure, model_us
 from shotcast.overlap.schedule import makespan_us
 from shotcast.overlap.summed_products import scattered_sums
 
@@ -177,7 +178,7 @@ class ColumnParallelLinear(_Divided):
 
         def sequential() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             dx = of_input()
-            _sum(self._comm, dx, self._sms)
+            in_place_sum(self._comm, dx, self._sms)
             return (dx, *of_parameters())
 
         def plain() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -190,7 +191,7 @@ class ColumnParallelLinear(_Divided):
             done = self._controller.run(
                 schedule.beside(),
                 {"compute 0": first, "compute 1": of_parameters},
-                {"communicate 0": lambda comm: _sum(comm, found["dx"], self._sms)},
+                {"communicate 0": lambda comm: in_place_sum(comm, found["dx"], self._sms)},
             )
             return (found["dx"], *done["compute 1"])
 
@@ -327,13 +328,13 @@ class RowParallelLinear(_Divided):
             out = x.new_empty(x.shape[0], weight.shape[1])
             parts = list(zip(x.chunk(count), out.chunk(count), strict=True))
             if count == 1:
-                _sum(self._comm, torch.mm(x, weight, out=out), self._sms)
+                in_place_sum(self._comm, torch.mm(x, weight, out=out), self._sms)
                 return out
             numbers = range(len(parts))
             self._controller.run(
                 schedule.chain(len(parts)),
                 {f"compute {i}": lambda i=i: torch.mm(parts[i][0], weight, out=parts[i][1]) for i in numbers},  # type: ignore[misc]
-                {f"communicate {i}": lambda comm, i=i: _sum(comm, parts[i][1], self._sms) for i in numbers},  # type: ignore[misc]
+                {f"communicate {i}": lambda comm, i=i: in_place_sum(comm, parts[i][1], self._sms) for i in numbers},  # type: ignore[misc]
             )
             return out
 
@@ -347,7 +348,7 @@ class RowParallelLinear(_Divided):
             out = x.new_empty(x.shape[0], weight.shape[1])
             alone = (
                 Way("product", lambda: torch.mm(x, weight, out=out)),
-                Way("sum", lambda: _sum(self._comm, out, self._sms)),
+                Way("sum", lambda: in_place_sum(self._comm, out, self._sms)),
             )
             product_us, sum_us = measure(self._comm, alone, 3).values()
             whole_us = model_us(self._comm, out)
@@ -362,10 +363,6 @@ class RowParallelLinear(_Divided):
             return found
 
         return self.adaptive.run((bucket(x.shape[0]), x.dtype), ways, predict)
-
-
-def _sum(comm: Communicator, x: torch.Tensor, sms: int | None) -> None:
-    comm.all_reduce(x, out=x, sms=sms)
 
 
 class _Row(torch.autograd.Function):

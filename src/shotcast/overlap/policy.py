@@ -34,22 +34,23 @@ WORTH = 1.01
 MOST_MEASURED = 4
 """The ways that are measured besides the sequential one and plain overlap."""
 
-SEQUENTIAL, PLAIN = "sequential", "plain"
+AUTO, SEQUENTIAL, PLAIN, FUSED = "auto", "sequential", "plain", "fused"
+"""The names of ways: to measure them; a product, and then a collective; both at once; and both in one kernel."""
+
+
+def check_way(way: str) -> None:
+    """Raise ConfigError unless ``way`` names a way of a product with a collective."""
+    if way not in (AUTO, SEQUENTIAL, FUSED, PLAIN):
+        raise ConfigError(f"way is {way!r}; it takes {AUTO}, {SEQUENTIAL}, {FUSED} or {PLAIN}")
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to do the same thing; all give the same results.
+    """A way to do the same thing; all give the same results."""
 
-    Attributes:
-        name: a name, the same on all ranks.
-        run: does it once. Every rank calls it.
-        predicted_us: what the models say that it takes; None where they say nothing.
-    """
-
-    name: str
-    run: Callable[[], Any]
-    predicted_us: float | None = None
+    name: str  # the same on all ranks
+    run: Callable[[], Any]  # does it once. Every rank calls it
+    predicted_us: float | None = None  # what the models say that it takes; None where they say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,8 @@ def agreed(comm: Communicator, values: Sequence[float]) -> list[float]:
 def agree_on(comm: Communicator, plan: Schedule, *settings: object) -> None:
     """Raise ConfigError on all ranks unless all have this schedule and these settings. Collective.
 
-    Ranks with different ones would make their calls in different orders.
-
-    Args:
-        comm: the ranks.
-        plan: the schedule.
-        settings: what else decides which calls are made; compared as text.
+    Ranks with different ones would make their calls in different orders. ``settings`` are what else decides which calls
+    are made; they are compared as text.
     """
     digest = hashlib.sha256(repr((plan.digest, *settings)).encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:8]) >> 1], dtype=torch.int64, device=comm.device)

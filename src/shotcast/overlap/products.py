@@ -63,15 +63,10 @@ def _bind(form: GemmForm, config: GemmConfig, sms: int) -> Gemm:
 
 @dataclass(frozen=True, slots=True)
 class ShapedProduct:
-    """Products by our own kernel.
+    """Products by our own kernel."""
 
-    Attributes:
-        config: the shape of its blocks; None for one that is fast on all SMs that it has.
-        sms: the number of SMs that it uses, one block each; None for all.
-    """
-
-    config: GemmConfig | None = None
-    sms: int | None = None
+    config: GemmConfig | None = None  # the shape of its blocks; None for one that is fast on all SMs that it has
+    sms: int | None = None  # the number of SMs that it uses, one block each; None for all
 
     def __post_init__(self) -> None:
         if self.sms is not None and self.sms < 1:
@@ -106,13 +101,9 @@ class ShapedProduct:
 
 @dataclass(frozen=True, slots=True)
 class LibraryProduct:
-    """Products of the vendor's library (``torch.matmul``) that leave SMs alone.
+    """Products of the vendor's library (``torch.matmul``) that leave SMs alone."""
 
-    Attributes:
-        left_sms: the number of SMs that the library is asked to leave; 0 for none.
-    """
-
-    left_sms: int = 0
+    left_sms: int = 0  # the number of SMs that the library is asked to leave; 0 for none
 
     def __post_init__(self) -> None:
         if self.left_sms < 0:
@@ -127,8 +118,7 @@ class LibraryProduct:
     def scope(self, device: torch.device) -> Iterator[None]:
         """Let every product of the library leave the SMs alone, until the scope ends.
 
-        Raises:
-            ConfigError: the GPU does not have so many SMs.
+        Raises ConfigError if the GPU does not have so many SMs.
         """
         if not self.left_sms or device.type != "cuda":
             yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -59,19 +59,13 @@ class Wait(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The lanes of the steps, and where lanes wait for each other.
+    """The lanes of the steps, and where lanes wait for each other."""
 
-    Attributes:
-        lanes: the lane of each step.
-        waits: the steps of other lanes that each step waits for, if any.
-        first: the steps that begin their lane and wait for nothing in the schedule: what came before it comes first.
-        last: the steps of communication that nothing has waited for by the end.
-    """
-
-    lanes: Mapping[str, int]
-    waits: Mapping[str, tuple[str, ...]]
+    lanes: Mapping[str, int]  # the lane of each step
+    waits: Mapping[str, tuple[str, ...]]  # the steps of other lanes that each step waits for, if any
+    # the steps that begin their lane and wait for nothing in the schedule: what came before it comes first
     first: frozenset[str]
-    last: tuple[str, ...]
+    last: tuple[str, ...]  # the steps of communication that nothing has waited for by the end
 
     @property
     def edges(self) -> tuple[Wait, ...]:
@@ -178,12 +172,8 @@ def makespan_us(schedule: Schedule, durations_us: Mapping[str, float], lanes: in
 
 def chain(count: int, sms: int | None = None) -> Schedule:
     """Communicate each result under the computation of the next: products in a row, or the chunks of one product."""
-    return Schedule(_flat((_compute(i), _communicate(i, (f"compute {i}",), sms)) for i in _counted(count)))
-
-
-def prefetch(count: int, sms: int | None = None) -> Schedule:
-    """Communicate each input under the computation with the one before, as where weights or rows are gathered."""
-    return Schedule(_flat((_communicate(i, (), sms), _compute(i, (f"communicate {i}",))) for i in _counted(count)))
+    pairs = ((_compute(i), _communicate(i, (f"compute {i}",), sms)) for i in _counted(count))
+    return Schedule(tuple(step for pair in pairs for step in pair))
 
 
 def split(layers: int, parts: int = 2, sms: int | None = None) -> Schedule:
@@ -235,7 +225,3 @@ def _counted(count: int, what: str = "steps") -> Sequence[int]:
     if count < 1:
         raise ConfigError(f"a schedule has 1 or more {what}, not {count}")
     return range(count)
-
-
-def _flat(groups: Iterable[tuple[Step, ...]]) -> tuple[Step, ...]:
-    return tuple(step for group in groups for step in group)

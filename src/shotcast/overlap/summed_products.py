@@ -22,14 +22,13 @@ import torch
 from shotcast import wire
 from shotcast.collectives.arguments import operation, writable
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.torch_ops.versions import increment_version
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import increment_version, is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.overlap import schedule, torch_ops
-from shotcast.overlap.adaptive import AUTO, Adaptive, bucket, remember
+from shotcast.overlap.adaptive import Adaptive, bucket, remember
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import lanes_of
-from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, measure, model_us
+from shotcast.overlap.policy import AUTO, FUSED, PLAIN, SEQUENTIAL, Decision, Way, check_way, measure, model_us
 from shotcast.overlap.schedule import makespan_us
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.units import align_up
@@ -38,8 +37,6 @@ from shotcast.wire import ProductOp
 if TYPE_CHECKING:
     from shotcast.kernels.triton.gemm import GemmConfig
 
-FUSED = "fused"
-"""The way in which one kernel multiplies and sums."""
 CHUNKS = 4
 """The most chunks of rows on CPU ranks."""
 _LEAST_ROWS = 64
@@ -49,17 +46,11 @@ _COLLECTIVES = {ProductOp.MATMUL_REDUCE_SCATTER: "reduce_scatter", ProductOp.MAT
 
 @dataclass(slots=True)
 class _Kept:
-    """The state of summed products that a communicator keeps.
+    """The state of summed products that a communicator keeps."""
 
-    Attributes:
-        calls: those of kernels, by operation, form and configuration.
-        adaptive: decides, by operation, shape and dtype.
-        controller: of the lanes of CPU ranks, once there is one.
-    """
-
-    adaptive: Adaptive
-    calls: dict[Any, KernelCall] = field(default_factory=dict)
-    controller: Controller | None = None
+    adaptive: Adaptive  # decides, by operation, shape and dtype
+    calls: dict[Any, KernelCall] = field(default_factory=dict)  # those of kernels, by operation, form and configuration
+    controller: Controller | None = None  # of the lanes of CPU ranks, once there is one
 
 
 @torch_ops.run_eagerly
@@ -149,10 +140,10 @@ def _run(
 ) -> torch.Tensor:
     if is_traced():
         _check(comm, op, a, b)
-        _check_way(way)
+        check_way(way)
         return torch_ops.summed(comm, op is ProductOp.MATMUL_REDUCE_SCATTER, a, b, out, way, config)
     call = _Product(comm, op, a, b, out, config)
-    _check_way(way)
+    check_way(way)
     if way == FUSED and (why := call.obstacle):
         raise UnsupportedError(f"{op.label} of {call} has no fused form: {why}")
     if call.needs_gradients:
@@ -180,7 +171,7 @@ def scattered_sums(
     Where the way that it was given does not exist, the sequential one is taken. A collective after or beside a product
     occupies at most ``sms`` SMs; in the fused form the product's own programs send its tiles.
     """
-    _check_way(adaptive.way)
+    check_way(adaptive.way)
     call = _Product(comm, ProductOp.MATMUL_REDUCE_SCATTER, a, b, None, None, sms)
     with torch.no_grad():
         return call.decide(adaptive, ("forward", bucket(call.m), a.dtype), call.ways(adaptive.way))
@@ -366,7 +357,6 @@ class _Product:
     # -- GPUs ---------------------------------------------------------------------------------------------------------
 
     def _fused(self) -> None:
-        """Multiply and sum in one kernel."""
         from shotcast.kernels.triton import gemm
         from shotcast.transport.triton import matmul_reduce
 
@@ -480,11 +470,6 @@ class _Product:
             {f"compute {i}": lambda one=one: compute(*one) for i, one in enumerate(chunks)},  # type: ignore[misc]
             {f"communicate {i}": lambda comm, i=i: communicate(comm, i) for i in range(len(chunks))},  # type: ignore[misc]
         )
-
-
-def _check_way(way: str) -> None:
-    if way not in (AUTO, SEQUENTIAL, FUSED, PLAIN):
-        raise ConfigError(f"way is {way!r}; it takes {AUTO}, {SEQUENTIAL}, {FUSED} or {PLAIN}")
 
 
 def _check(comm: Communicator, op: ProductOp, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.reductions import OF_TORCH, reduction_name
-from shotcast.collectives.torch_ops.versions import Unseen
+from shotcast.collectives.torch_private import Unseen
 from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
 from shotcast.process_group.modes import visible

@@ -24,18 +24,8 @@ Make = Callable[[Communicator], None]
 class DeviceCalls:
     """Makes calls on one device in the order in which threads issue them, some while their caller goes on.
 
-    The communicator is built by the first call, on all ranks at once.
-
-    Args:
-        meeting: returns the ranks, once the group has its name.
-        dead: returns those whose processes have ended.
-        device: of the tensors.
-        timeout_s: the deadline of calls.
-
-    Attributes:
-        timeout_s: the same, of later calls.
-        lock: held while a call is issued.
-        comm: the communicator, None before the first call.
+    The communicator is built by the first call, on all ranks at once. ``meeting`` returns the ranks, once the group has
+    its name, and ``dead`` those whose processes have ended. The ``lock`` is held while a call is issued.
     """
 
     def __init__(
@@ -73,11 +63,8 @@ class DeviceCalls:
     def again(self, op: str, key: tuple[Any, ...], operands: Operands, asynchronous: bool) -> DoneWork | None:
         """Make or start a call that the communicator has prepared; return None, with nothing done, if it has not.
 
-        Args:
-            op: the name of the operation.
-            key: the arguments of the communicator's method that are not tensors.
-            operands: those that are, the last of which it writes.
-            asynchronous: the caller goes on meanwhile.
+        ``key`` are the arguments of the communicator's method that are not tensors, and ``operands`` those that are,
+        the last of which it writes. With ``asynchronous`` the caller goes on meanwhile.
         """
         comm, starter = self.comm, self._starter
         if comm is None or (starter is not None and starter.thread_id == threading.get_ident()):
@@ -104,13 +91,8 @@ class DeviceCalls:
     ) -> DoneWork:
         """Make a call, or start it.
 
-        Args:
-            op: the name of the operation.
-            make: makes it on the communicator.
-            result: the tensors that it writes.
-            operands: all of its tensors.
-            asynchronous: the caller goes on meanwhile.
-            timeout_s: the deadline of this call; None for that of the group.
+        ``result`` are the tensors that it writes, ``operands`` all of its tensors. Without ``timeout_s`` the deadline
+        is that of the group.
         """
         if timeout_s is not None and timeout_s != self.timeout_s:
             make = functools.partial(_within, timeout_s, self, make)

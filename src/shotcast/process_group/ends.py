@@ -10,21 +10,14 @@ import time
 import torch.distributed as dist
 
 from shotcast.launcher.process_watch import ProcessId
-from shotcast.memory.members import Members, departed
+from shotcast.memory.members import Members, cause_of, departed
 
-_LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "Socket closed")
-_LATE = ("Timed out", "timed out", "imeout")
 _SETTLE_S = 0.5
 """Time from the end of a process's connections to the end of the process."""
 
 
 class ProcessEnds:
-    """Knows which processes of a group have ended, and which ranks have left it.
-
-    Args:
-        store: for this alone.
-        rank, world_size: of this rank.
-    """
+    """Knows which processes of a group have ended, and which ranks have left it. The store is for this alone."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
         self._store = store
@@ -61,10 +54,10 @@ class ProcessEnds:
 
         That is a CollectiveTimeout where ranks did not answer, and ``error`` itself otherwise.
         """
-        text = str(error)
-        lost = any(part in text for part in _LOST)
-        if not lost and not any(part in text for part in _LATE):
+        cause = cause_of(error)
+        if not cause:
             return error
+        lost = cause == "connection"
         until, gone = time.monotonic() + _SETTLE_S, self.gone()
         while lost and not gone and time.monotonic() < until:
             time.sleep(0.01)

@@ -18,7 +18,7 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.rank_device import gpus_are_shared
 from shotcast.collectives.reductions import Reduction, reduction_name
 from shotcast.collectives.rendezvous import use_interface
-from shotcast.collectives.torch_ops.versions import Unseen
+from shotcast.collectives.torch_private import Unseen
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.agreed_number import agreed_number
 from shotcast.memory.host_group import Meeting, title_of
@@ -105,7 +105,6 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         self._on_cpu = self._calls_on(torch.device("cpu"))
 
     def _part(self, name: str) -> dist.Store:
-        """Return a part of the store."""
         return dist.PrefixStore(f"shotcast {name}", self._store)
 
     def _members(self) -> Members:

@@ -15,18 +15,11 @@ from shotcast.process_group.works import DoneWork
 
 
 class Message(NamedTuple):
-    """A message of this rank.
+    """A message of this rank."""
 
-    Attributes:
-        op: ``send``, ``recv`` or ``recv_anysource``.
-        x: the tensor.
-        peer: the other rank; of no use where the source is any.
-        tag: of the message.
-    """
-
-    op: str
+    op: str  # `send`, `recv` or `recv_anysource`
     x: torch.Tensor
-    peer: int
+    peer: int  # the other rank; of no use where the source is any
     tag: int
 
     def begin(self, inner: Any) -> Any:
@@ -50,11 +43,7 @@ def begin_together(inner: Any, messages: Sequence[Message]) -> Any:
 
 
 class HeldWork(DoneWork):
-    """A message in a block of calls that PyTorch coalesces, which begins where the block ends.
-
-    Args:
-        message: this one.
-    """
+    """A message in a block of calls that PyTorch coalesces, which begins where the block ends."""
 
     def __init__(self, message: Message):
         super().__init__([message.x])
@@ -85,26 +74,15 @@ class HeldWork(DoneWork):
 
 
 class Batch(NamedTuple):
-    """A call of ``batch_isend_irecv`` that has begun all its messages.
+    """A call of ``batch_isend_irecv`` that has begun all its messages."""
 
-    Attributes:
-        caller: its frame.
-        work: of all the messages.
-        left: how many of them PyTorch has yet to ask for.
-    """
-
-    caller: Any
-    work: DoneWork
-    left: int
+    caller: Any  # its frame
+    work: DoneWork  # of all the messages
+    left: int  # how many of them PyTorch has yet to ask for
 
 
 class OfThread(threading.local):
-    """The calls that a thread has in hand.
+    """The calls that a thread has in hand."""
 
-    Attributes:
-        works: of a block of calls that PyTorch coalesces; None outside.
-        batch: the messages that one call of ``batch_isend_irecv`` issues.
-    """
-
-    works: list[DoneWork] | None = None
-    batch: Batch | None = None
+    works: list[DoneWork] | None = None  # of a block of calls that PyTorch coalesces; None outside
+    batch: Batch | None = None  # the messages that one call of `batch_isend_irecv` issues

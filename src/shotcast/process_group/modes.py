@@ -48,11 +48,7 @@ def _dispatched(name: str, method: Callable[..., Any], group: Any, /, *args: Any
 
 
 class _Begin(torch_private.DispatchMode):
-    """The mode before all others, which gives the operator the group of Python.
-
-    Args:
-        end: is told of the operands.
-    """
+    """The mode before all others, which gives the operator the group of Python."""
 
     def __init__(self, end: _End):
         super().__init__()
@@ -66,16 +62,7 @@ class _Begin(torch_private.DispatchMode):
 
 
 class _End(torch_private.DispatchMode):
-    """The mode behind all others, which makes the call. Where a mode has replaced operands, PyTorch's kernel makes it.
-
-    Args:
-        group: of the call.
-        make: makes it.
-
-    Attributes:
-        operands: the tensors of the call.
-        work: of the call, once it is made.
-    """
+    """The mode behind all others, which makes the call. PyTorch's kernel does where a mode has replaced operands."""
 
     def __init__(self, group: Any, make: Callable[[], Any]):
         super().__init__()

@@ -7,17 +7,14 @@ from typing import Any
 import torch
 
 from shotcast import wire
-from shotcast.collectives.torch_ops.versions import Unseen
+from shotcast.collectives.torch_private import Unseen
 
 
 class Operands:
     """Contiguous tensors that stand for those of a call, which may have other strides.
 
-    Args:
-        inputs: what the call reads.
-        outputs: what it writes.
-        factor: of the inputs; None for none.
-        keeps: an output is read, too.
+    The call reads ``inputs``, times ``factor`` if there is one, and writes ``outputs``; with ``keeps`` it reads these,
+    too.
     """
 
     def __init__(

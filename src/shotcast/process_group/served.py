@@ -27,17 +27,11 @@ def is_scaled(dtype: torch.dtype) -> bool:
 
 
 class Way(NamedTuple):
-    """The way of a call.
+    """The way of a call."""
 
-    Attributes:
-        name: ``own``, ``library`` or ``inner``.
-        reason: why that is so; empty for ``own`` before the communicator exists.
-        algorithm: of the communicator, once it exists.
-    """
-
-    name: str
-    reason: str = ""
-    algorithm: str = ""
+    name: str  # `own`, `library` or `inner`
+    reason: str = ""  # why that is so; empty for `own` before the communicator exists
+    algorithm: str = ""  # of the communicator, once it exists
 
     @property
     def is_own(self) -> bool:

@@ -160,12 +160,8 @@ def inner_gloo(
 ) -> Any:
     """Make a group of Gloo. Collective.
 
-    Args:
-        store: of this group alone.
-        rank, world_size: of this rank.
-        timeout: the deadline of calls.
-        told: is told of the timeouts that PyTorch sets for the group.
-        allocate: makes the tensors that PyTorch asks the group for, as FSDP2 does.
+    ``told`` is told of the timeouts that PyTorch sets for the group; ``allocate`` makes the tensors that PyTorch asks
+    it for, as FSDP2 does.
     """
     made = _InnerGloo(store, rank, world_size, timeout)
     made.told, made.allocate = told, allocate
@@ -298,9 +294,6 @@ class OwnConnection:
 
     A store serves one call at a time, and PyTorch's own calls wait in the one that it gives for ranks that are late.
     To connect takes a reverse look-up of the host's name on both sides, 5 s where no name server answers.
-
-    Attributes:
-        store: the connection.
     """
 
     def __init__(self, base: dist.Store):

@@ -27,11 +27,7 @@ def seconds(timeout: timedelta | None) -> float | None:
 
 
 class DoneWork(torch_private.Work):
-    """A call that is over, with a result. The base of others.
-
-    Args:
-        result: the tensors that the call has written.
-    """
+    """A call that is over, with a result. The base of others. ``result`` are the tensors that the call has written."""
 
     def __init__(self, result: Any = ()):
         super().__init__()
@@ -87,14 +83,7 @@ class Place(Protocol):
 
 
 class ThreadWork(DoneWork):
-    """A call that a thread makes.
-
-    Args:
-        op: the name of the operation.
-        outcome: of the call.
-        result: the tensors that it writes.
-        place: of the call.
-    """
+    """A call that a thread makes."""
 
     def __init__(self, op: str, outcome: Outcome, result: Any, place: Place):
         torch_private.Work.__init__(self)  # without a frame in between
@@ -162,9 +151,6 @@ class StreamWork(DoneWork):
     """A call on a stream of a GPU.
 
     Args:
-        handle: of the call.
-        stream: the one it is on.
-        result: the tensors that it writes.
         check: raises the fault that has stopped the communicator, as far as it is known.
         pending: returns the error of a wait that ended before the call, by its limit in seconds.
     """
@@ -218,8 +204,6 @@ class InnerWork(DoneWork):
     """A call that the inner group makes.
 
     Args:
-        work: of the inner group.
-        result: the tensors that it writes.
         meaning: returns the error to raise for one of the library.
         finish: makes what is left to do with what has arrived; None for nothing.
     """
@@ -311,11 +295,7 @@ def inner_work(
 
 
 class SeveralWorks(DoneWork):
-    """Calls that are waited for together.
-
-    Args:
-        works: of the calls.
-    """
+    """Calls that are waited for together."""
 
     def __init__(self, works: Sequence[DoneWork]):
         super().__init__([tensor for work in works for tensor in work.result()])

@@ -15,19 +15,13 @@ from shotcast.wire import CallPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelCall:
-    """A call that brings its launches. It is made again and again with other operands; each object is looked up once.
+    """A call that brings its launches, made again and again with other operands; each object is looked up once."""
 
-    Attributes:
-        plan: the header of the call, and the room that it needs of the workspace.
-        form: a name for all that the compiler is told. Ranks meet once for each name. Those whose operands lie in
-            memory in other ways have other names: the call then begins without a meeting.
-        launches: ``launches(context)``, from the :class:`~shotcast.transport.triton.binding.KernelContext` of a
-            workspace: the :class:`~shotcast.device.triton.launch.Launch` of each kernel. Each has an epoch of its own,
-            and takes all operands.
-        given: returns the operands of a call as the launches take them.
-    """
-
-    plan: CallPlan
+    plan: CallPlan  # the header of the call, and the room that it needs of the workspace
+    # a name for all that the compiler is told. Ranks meet once for each name. Those whose operands lie in memory in
+    # other ways have other names: the call then begins without a meeting
     form: str
+    # `launches(context)`, from the `shotcast.transport.triton.binding.KernelContext` of a workspace: the
+    # `shotcast.device.triton.launch.Launch` of each kernel. Each has an epoch of its own, and takes all operands
     launches: Callable[[Any], Sequence[Any]]
-    given: Callable[..., Sequence[Any]]
+    given: Callable[..., Sequence[Any]]  # returns the operands of a call as the launches take them

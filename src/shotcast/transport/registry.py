@@ -49,9 +49,7 @@ def build_executor(transport: Transport, ranks: Ranks) -> tuple[Transport, Built
     """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
 
     Where native kernels cannot run, the transport is the vendor library, and rank 0 logs why, once for each reason.
-
-    Raises:
-        ConfigError: on all ranks, if one of them has too little memory, or cannot be reached by a peer.
+    Raises ConfigError on all ranks if one of them has too little memory, or cannot be reached by a peer.
     """
     why = _too_many_or_uneven(ranks.layout)
     built = Built(None, why) if why else pkgutil.resolve_name(transport.build)(ranks)

@@ -22,16 +22,11 @@ if TYPE_CHECKING:
 
 
 class Network(NamedTuple):
-    """The network between the nodes of ranks.
+    """The network between the nodes of ranks."""
 
-    Attributes:
-        name: as people read it; empty on one node, and where there are no native kernels.
-        cost: its constants, the same on all ranks.
-        puts: memory of other nodes is not mapped: kernels reach it by puts, those of algorithms between nodes alone.
-    """
-
-    name: str = ""
-    cost: collective.NetworkCost = collective.NO_NETWORK
+    name: str = ""  # as people read it; empty on one node, and where there are no native kernels
+    cost: collective.NetworkCost = collective.NO_NETWORK  # its constants, the same on all ranks
+    # memory of other nodes is not mapped: kernels reach it by puts, those of algorithms between nodes alone
     puts: bool = False
 
 
@@ -39,33 +34,21 @@ NO_NETWORK = Network()
 
 
 class Ranks(NamedTuple):
-    """The ranks of a communicator that is being constructed.
-
-    Attributes:
-        host: the ranks.
-        layout: their nodes.
-        one_host: all ranks could map each other's memory.
-        device: where the kernels of this rank run.
-        max_bytes: the longest message of the largest workspace.
-        timeout_s: deadline of a call, from its first unsuccessful look.
-        exclusive: calls may fill a GPU while they wait for other ranks; without, a gate waits in front of them.
-        peers: brings files from rank to rank; None where ranks make no tensors that all of them map.
-        algorithms: those that plans name.
-        ended: ``ended(rank)`` is told of ranks of other nodes whose processes have ended, on any thread.
-        left: ``left(rank)`` is told of those that have left.
-    """
+    """The ranks of a communicator that is being constructed."""
 
     host: StoreGroup
     layout: NodeLayout
-    one_host: bool
-    device: torch.device
-    max_bytes: int
-    timeout_s: float
-    algorithms: Any
+    one_host: bool  # all ranks could map each other's memory
+    device: torch.device  # where the kernels of this rank run
+    max_bytes: int  # the longest message of the largest workspace
+    timeout_s: float  # deadline of a call, from its first unsuccessful look
+    algorithms: Any  # those that plans name
+    # `ended(rank)` is told of ranks of other nodes whose processes have ended, on any thread
     ended: Callable[[int], None] = lambda rank: None
-    left: Callable[[int], None] = lambda rank: None
+    left: Callable[[int], None] = lambda rank: None  # `left(rank)` is told of those that have left
+    # calls may fill a GPU while they wait for other ranks; without, a gate waits in front of them
     exclusive: bool = True
-    peers: Peers | None = None
+    peers: Peers | None = None  # brings files from rank to rank; None where ranks make no tensors that all of them map
 
     def beyond(self, most: int) -> str:
         """Return why a transport for up to ``most`` ranks does not serve; empty if it does."""
@@ -86,40 +69,25 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """One way to carry calls.
+    """One way to carry calls."""
 
-    Attributes:
-        name: as people read and write it.
-        device: ``"cuda"`` or ``"cpu"``: the device of its ranks.
-        field: the field of a :class:`~shotcast.collectives.algorithm.Form` that has its kernels.
-        missing: why an algorithm (``{name}``) without such a kernel cannot serve.
-        build: ``build(ranks)``, which returns :class:`Built`, by its name. Collective; raises ConfigError on all ranks.
-        fingerprint: ``fingerprint(tree, reference)`` of a kernel; ValueError for what it cannot read.
-        least_nodes: it serves ranks on this many nodes and more.
-        grids: kernels are grids of programs, as GPUs run them, and may be brought by calls; launches give their shape,
-            and the workspace bounds a message. Without, messages pass in chunks, and launches have nothing else.
-        serial: the programs of a grid run one after the other, each by one thread.
-        most_words: the most words of a tile.
-        cells: values that kernels do not add up travel as flag cells, twice their bytes.
-        consecutive: kernels between nodes take nodes of consecutive ranks.
-        only_sums: kernels between nodes have only sums of :data:`shotcast.wire.REDUCIBLE`.
-        writes_everywhere: a reduce writes its output on all ranks.
-    """
-
-    name: str
-    device: str
-    field: str
-    missing: str
-    build: str
+    name: str  # as people read and write it
+    device: str  # `"cuda"` or `"cpu"`: the device of its ranks
+    field: str  # the field of a `shotcast.collectives.algorithm.Form` that has its kernels
+    missing: str  # why an algorithm (`{name}`) without such a kernel cannot serve
+    build: str  # `build(ranks)`, which returns `Built`, by its name. Collective; raises ConfigError on all ranks
+    # `fingerprint(tree, reference)` of a kernel; ValueError for what it cannot read
     fingerprint: Callable[[Tree, str], str] = lambda tree, reference: ""
-    least_nodes: int = 1
+    least_nodes: int = 1  # it serves ranks on this many nodes and more
+    # kernels are grids of programs, as GPUs run them, and may be brought by calls; launches give their shape, and the
+    # workspace bounds a message. Without, messages pass in chunks, and launches have nothing else
     grids: bool = False
-    serial: bool = False
-    most_words: int = 0
-    cells: bool = False
-    consecutive: bool = False
-    only_sums: bool = False
-    writes_everywhere: bool = False
+    serial: bool = False  # the programs of a grid run one after the other, each by one thread
+    most_words: int = 0  # the most words of a tile
+    cells: bool = False  # values that kernels do not add up travel as flag cells, twice their bytes
+    consecutive: bool = False  # kernels between nodes take nodes of consecutive ranks
+    only_sums: bool = False  # kernels between nodes have only sums of `shotcast.wire.REDUCIBLE`
+    writes_everywhere: bool = False  # a reduce writes its output on all ranks
 
 
 NO_TRANSPORT = Transport(name="vendor", device="", field="", missing="", build="")

@@ -63,7 +63,6 @@ def _copy(cpu: str, triton: str = "shotcast.transport.triton.copies:bind", **fie
 
 
 def _message(cpu: str, hosts: str) -> Form:
-    """Return the form of one end of a message."""
     return Form(work=part_work, triton="shotcast.transport.triton.send_recv:bind", cpu=cpu, hosts=hosts)
 
 

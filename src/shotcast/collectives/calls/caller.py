@@ -17,7 +17,7 @@ from shotcast.collectives.interface import Collectives, Executor
 from shotcast.collectives.ops import OpSpec
 from shotcast.collectives.prepared import Given, PreparedCalls
 from shotcast.collectives.torch_ops import autograd, operators
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from shotcast.collectives.calls.copies import CopyCalls
 from shotcast.collectives.calls.sums import SumCalls
 from shotcast.collectives.choice.select import LOSSLESS
 from shotcast.collectives.reductions import Reduction
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError
 
 

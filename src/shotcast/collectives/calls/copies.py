@@ -12,7 +12,7 @@ from shotcast.collectives import ops
 from shotcast.collectives.arguments import dense, rank_in, rows_per_rank, valid, writable
 from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.torch_ops import autograd
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 

@@ -12,8 +12,7 @@ from shotcast.collectives.arguments import dense, rank_in, valid, writable
 from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.interface import BatchExecutor
 from shotcast.collectives.torch_ops import autograd
-from shotcast.collectives.torch_ops.versions import increment_version
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import increment_version, is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 

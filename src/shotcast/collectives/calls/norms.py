@@ -14,7 +14,7 @@ from shotcast.collectives.norm_operands import Fp8Normed, aligned, copy_back, is
 from shotcast.collectives.ops import OPS, OpSpec
 from shotcast.collectives.prepared import Given
 from shotcast.collectives.torch_ops import autograd, operators
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.memory.operands import NormTensors
 from shotcast.wire import LAYER, RMS, Norm, Op
 
@@ -30,7 +30,6 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(cls, op: Op) -> _Form:
-        """Return the form of an operation."""
         kind = LAYER if op in wire.LAYER_NORMS else RMS
         name = op.label.removesuffix("_all_gather")
         scatter, gather = op not in wire.ALL_REDUCE_NORMS, op in wire.GATHERED_NORMS

@@ -10,7 +10,7 @@ from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.ops import OpSpec
 from shotcast.collectives.prepared import Given
 from shotcast.collectives.reductions import Reduction, reduction_name
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError
 from shotcast.wire import Op
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shotcast.collectives.calls.caller import Caller
 from shotcast.collectives.started import Handle, StreamStarter, ThreadStarter
-from shotcast.collectives.tracing import is_traced
+from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ClosedError, ConfigError
 
 STARTABLE = (

@@ -25,16 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """The tables that a rank has found.
+    """The tables that a rank has found."""
 
-    Attributes:
-        tables: in the order in which they are looked up.
-        trouble: what is wrong with the user's tables; empty if nothing is, or there are none.
-        passed: why other tables are not used: the user's for other ranks, and a packaged one that is out of date.
-    """
-
-    tables: Tables
-    trouble: str
+    tables: Tables  # in the order in which they are looked up
+    trouble: str  # what is wrong with the user's tables; empty if nothing is, or there are none
+    # why other tables are not used: the user's for other ranks, and a packaged one that is out of date
     passed: tuple[str, ...]
 
     @property

@@ -73,29 +73,20 @@ class Needed(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """A resolved call with its kernels. The communicator keeps it, so that the same call again costs one look-up.
-
-    Attributes:
-        plan: the plan that executors run.
-        by_library: the vendor library makes the call.
-        bound: the plan, bound to its kernels; None where no executor takes part.
-        needs: the forms that must have been compiled: the call's own, and that of the same call captured in a graph,
-            where nothing can be compiled and tables may choose another form. Empty once that is done.
-        room: the longest message, in bytes, that the workspace must be laid out for before the call, its captured form
-            included; 0 where any workspace will do.
-        label: a name for profilers and errors.
-        kernel: of a call that brings its launches, in place of ``bound``.
-        is_makeshift: it is made once, as the workspace has no room for the call that would be made.
-    """
+    """A resolved call with its kernels. The communicator keeps it, so that the same call again costs one look-up."""
 
     plan: CallPlan
-    by_library: bool
-    bound: BoundCall | None
+    by_library: bool  # the vendor library makes the call
+    bound: BoundCall | None  # the plan, bound to its kernels; None where no executor takes part
+    # the forms that must have been compiled: the call's own, and that of the same call captured in a graph, where
+    # nothing can be compiled and tables may choose another form. Empty once that is done
     needs: tuple[Needed, ...]
+    # the longest message, in bytes, that the workspace must be laid out for before the call, its captured form
+    # included; 0 where any workspace will do
     room: int
-    label: str
-    kernel: BoundKernel | None = None
-    is_makeshift: bool = False
+    label: str  # a name for profilers and errors
+    kernel: BoundKernel | None = None  # of a call that brings its launches, in place of `bound`
+    is_makeshift: bool = False  # it is made once, as the workspace has no room for the call that would be made
 
 
 @dataclasses.dataclass(slots=True)

@@ -75,24 +75,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as read.
+    """A table as read."""
 
-    Attributes:
-        name: of its file.
-        part: the GPU or processor that it is for.
-        shape: the nodes and ranks that it is for.
-        kernels: by entry, the fingerprints of the kernels that were measured, by algorithm.
-        earlier_kernels: why the table is kept although earlier kernels made it; empty if it does not say.
-        text: the content, which ranks compare.
-    """
-
-    name: str
-    part: str
-    shape: NodeShape
+    name: str  # of its file
+    part: str  # the GPU or processor that it is for
+    shape: NodeShape  # the nodes and ranks that it is for
     rows: dict[Key, tuple[Row, ...]]
-    kernels: dict[Key, dict[str, str]]
-    earlier_kernels: str
-    text: str
+    kernels: dict[Key, dict[str, str]]  # by entry, the fingerprints of the kernels that were measured, by algorithm
+    earlier_kernels: str  # why the table is kept although earlier kernels made it; empty if it does not say
+    text: str  # the content, which ranks compare
 
     @property
     def made_for(self) -> str:

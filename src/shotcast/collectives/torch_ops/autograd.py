@@ -80,7 +80,6 @@ def _keep(ctx: Any, spec: OpSpec, operands: dict[str, Any], result: Any) -> None
 
 
 def _gradients(ctx: Any, spec: OpSpec, grads: tuple[torch.Tensor, ...]) -> Gradients:
-    """Return the gradients of an operation's tensors."""
     assert spec.derivative is not None
     saved = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
     by = functools.partial(ctx.by, ctx.operands)

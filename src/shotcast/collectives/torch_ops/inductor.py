@@ -22,10 +22,8 @@ _LOWERING = "torch._inductor.lowering"
 def order(operators: Sequence[str]) -> None:
     """Keep the order of ``operators`` in code generated from now on; costs nothing if Inductor is not used.
 
-    It is called while a graph is traced. Inductor has then been imported if it is to compile the graph.
-
-    Raises:
-        UnsupportedError: Inductor does not have the expected interfaces.
+    It is called while a graph is traced. Inductor has then been imported if it is to compile the graph. Raises
+    UnsupportedError if Inductor does not have the expected interfaces.
     """
     lowering: Any = sys.modules.get(_LOWERING)
     if lowering is None or "lowerings" not in vars(lowering):  # not used, or about to be imported

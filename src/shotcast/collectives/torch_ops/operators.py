@@ -58,7 +58,6 @@ def operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[...,
 
 
 def _register(spec: OpSpec) -> None:
-    """Define the operator of an operation."""
 
     def run(*args: Any) -> Any:
         operands = dict(zip(spec.operands, args, strict=False))  # without defaults

@@ -43,27 +43,20 @@ class SilentStoreError(Exception):
 
 
 class Verdict(NamedTuple):
-    """The ranks' common knowledge of a failed call.
+    """The ranks' common knowledge of a failed call."""
 
-    Attributes:
-        reason: ``late``, ``dead`` or ``interrupted``; ``mismatch`` if the calls differ; ``library`` if all ranks are in
-            the same call, so that nobody is at fault.
-        ranks: the ranks at fault.
-        headers: those of the calls that failed, by rank.
-    """
-
+    # `late`, `dead` or `interrupted`; `mismatch` if the calls differ; `library` if all ranks are in the same call, so
+    # that nobody is at fault
     reason: str
-    ranks: tuple[int, ...]
-    headers: dict[int, HeaderWords]
+    ranks: tuple[int, ...]  # the ranks at fault
+    headers: dict[int, HeaderWords]  # those of the calls that failed, by rank
 
 
 class Blame:
     """The agreement on one fault at most.
 
-    Args:
-        store: a part of the job's store for this agreement alone.
-        rank: of this process.
-        gone: ranks whose processes have ended, or that have left.
+    The ``store`` is a part of the job's for this alone; ``gone`` are ranks whose processes have ended, or that have
+    left.
     """
 
     def __init__(self, store: dist.Store, rank: int, gone: Collection[int]):
@@ -87,10 +80,8 @@ class Blame:
         """Return what ``questions()`` returns, on a thread.
 
         An earlier question that is still open counts as asked by then, so that a silent store is known sooner; but this
-        process may have been stopped meanwhile, so each question has some time of its own.
-
-        Raises:
-            SilentStoreError: no answer came for ``limit_s``.
+        process may have been stopped meanwhile, so each question has some time of its own. Raises SilentStoreError if
+        no answer came for ``limit_s``.
         """
         answers: list[Any] = []
 
@@ -142,16 +133,9 @@ class Blame:
     ) -> Verdict:
         """Report that this rank's call failed, and return the verdict.
 
-        Args:
-            members: the ranks that make the call.
-            header: of the call, if it is known.
-            waited_s: the time since the call began.
-            cause: that of the :class:`CallError` which ended it.
-            interrupted: a signal ended it.
-            settled: returns whether the cause has become known otherwise, so that no verdict is needed.
-
-        Raises:
-            SilentStoreError: the store does not answer.
+        ``cause`` is that of the :class:`CallError` which ended the call, after ``waited_s``. ``settled`` returns
+        whether it has become known otherwise, so that no verdict is needed. Raises SilentStoreError if the store does
+        not answer.
         """
         arguments = members, header, waited_s, cause, interrupted, settled
         found: Verdict = self._asked(lambda: self._agree(*arguments), _ANSWER_S)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shotcast import wire
 from shotcast.collectives.vendor.interface import CallError, RefusedError
+from shotcast.memory.members import cause_of
 from shotcast.wire import CallPlan, HeaderWords, Op
 
 _REDUCTIONS = {
@@ -31,9 +32,6 @@ _SLICE_ENDED = "Operation timed out!"
 """The text of a wait that ended before the call."""
 _OVERTIME_S = 0.3
 """Time from the deadline, which Gloo keeps by itself, until the call is given up."""
-# The texts by which Gloo reports that a call failed after it had begun; it has no error classes for that.
-_LOST = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe")
-_LATE = ("Timed out", "timeout")
 
 
 class _PatientStore(dist.Store):
@@ -70,14 +68,9 @@ class _PatientStore(dist.Store):
 class GlooGroup:
     """Ranks connected by Gloo. Construction is collective. Satisfies ``VendorGroup``.
 
-    Tensors of GPUs pass through the host's memory: ranks that share one GPU cannot use NCCL.
-
-    Args:
-        store: a part of the job's store for this group alone.
-        rank, world_size: in this group.
-        timeout_s: the deadline of calls.
-        connect_s: the limit for the construction.
-        interrupted: raises CallError if a call must not wait any longer.
+    Tensors of GPUs pass through the host's memory: ranks that share one GPU cannot use NCCL. The store is for this
+    group alone. The construction may take ``connect_s``; ``interrupted`` raises CallError if a call must not wait any
+    longer.
     """
 
     library = "gloo"
@@ -218,7 +211,6 @@ class GlooGroup:
                 part.copy_(row[: part.numel()])
 
     def _wait(self, begin: Callable[[], Any]) -> None:
-        """Begin a call of the library, and wait for its end."""
         try:
             work = begin()
         except (RuntimeError, ValueError, TypeError) as error:
@@ -272,8 +264,5 @@ def _outlive(group: Any, work: Any) -> None:
 
 
 def _meaning(error: Exception) -> CallError | RefusedError:
-    """Return what an error of the library means."""
-    for cause, texts in (("connection", _LOST), ("deadline", _LATE)):
-        if any(text in str(error) for text in texts):
-            return CallError(str(error), cause)
-    return RefusedError(str(error))
+    cause = cause_of(error)
+    return CallError(str(error), cause) if cause else RefusedError(str(error))

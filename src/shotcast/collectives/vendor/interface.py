@@ -27,11 +27,7 @@ class RefusedError(Exception):
 
 
 class VendorGroup(Protocol):
-    """Ranks that are connected by the vendor library: all ranks of a communicator, or the two ends of its messages.
-
-    Attributes:
-        library: the name of the library.
-    """
+    """Ranks that are connected by the vendor library: all ranks of a communicator, or the two ends of its messages."""
 
     library: str
 

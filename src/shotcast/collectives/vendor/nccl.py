@@ -44,18 +44,10 @@ def _side_stream(device_index: int) -> torch.cuda.ExternalStream:
 class NcclGroup:
     """Ranks connected by NCCL. Construction is collective. Satisfies ``VendorGroup``.
 
-    Calls are enqueued on the current stream. Before and after each the device writes a count into the host's memory,
-    so :meth:`progress` shows what waits, in eager calls and in replays of graphs.
-
-    Args:
-        store: a part of the job's store for this group alone.
-        rank, world_size: in this group.
-        device: of this rank.
-        connect_s: the limit for the construction.
-        interrupted: raises CallError if the construction must not wait any longer.
-
-    Raises:
-        CallError: the ranks were not connected.
+    Calls are enqueued on the current stream. Before and after each the device writes a count into the host's memory, so
+    :meth:`progress` shows what waits, in eager calls and in replays of graphs. The store is for this group alone. The
+    construction may take ``connect_s``, and raises CallError if the ranks were not connected; ``interrupted`` raises it
+    if it must not wait any longer.
     """
 
     library = "nccl"

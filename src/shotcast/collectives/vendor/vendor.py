@@ -53,27 +53,18 @@ class _Begun(NamedTuple):
 
 @dataclasses.dataclass
 class _Connected:
-    """Connected ranks, and what is known of their calls.
-
-    Attributes:
-        generation: of the connections.
-        calls: how many this rank has made.
-        recent: the last of them.
-        captured: some call was captured in a graph, so the device may begin more calls than this rank has made.
-        waiting: the number of the call that the device waited in at the last look; -1 for none.
-        since: the time of the first look at that.
-        log: what the log says of that.
-    """
+    """Connected ranks, and what is known of their calls."""
 
     group: VendorGroup
     members: tuple[int, ...]
-    generation: int
-    calls: int = 0
-    recent: deque[_Begun] = dataclasses.field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    generation: int  # of the connections
+    calls: int = 0  # how many this rank has made
+    recent: deque[_Begun] = dataclasses.field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # the last of them
+    # some call was captured in a graph, so the device may begin more calls than this rank has made
     captured: bool = False
-    waiting: int = -1
-    since: float = 0.0
-    log: WaitLog = dataclasses.field(default_factory=WaitLog)
+    waiting: int = -1  # the number of the call that the device waited in at the last look; -1 for none
+    since: float = 0.0  # the time of the first look at that
+    log: WaitLog = dataclasses.field(default_factory=WaitLog)  # what the log says of that
 
     def begun(self, number: int, timeout_s: float) -> _Begun:
         """Return the call that the device has begun as its ``number``-th; ``timeout_s`` is the deadline of others."""
@@ -89,11 +80,6 @@ class Vendor:
     communicator holds its lock during all methods but :meth:`check` and :meth:`look`.
 
     Args:
-        host: the ranks.
-        device: of the tensors.
-        algorithms: of the communicator.
-        timeout_s: the deadline of a call.
-        library: ``nccl`` or ``gloo``.
         compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
         stopped: returns whether native kernels have stopped the communicator.
         peers: hears of calls of other ranks that failed, and tells them of those of this rank.
@@ -103,7 +89,6 @@ class Vendor:
     Attributes:
         failed: a call has failed since the last reset.
         failed_first: it failed by itself, not for a fault of native kernels, which may have ended after it.
-        served: how many calls have been made.
     """
 
     def __init__(
@@ -441,8 +426,7 @@ class Vendor:
     def reset(self, generation: int) -> None:
         """Forget all connections and the fault, with no call under way; later calls connect anew.
 
-        Args:
-            generation: the same number on all ranks, higher than before.
+        The ``generation`` is the same on all ranks, and higher than before.
         """
         with self._halting:
             self.generation = generation  # a fault of the connections so far comes too late from here on

@@ -248,11 +248,7 @@ class _Loaded:
 
 
 class _Function:
-    """A function of four int64 that is compiled, or loaded from disk, on first use.
-
-    Args:
-        function: what is compiled.
-    """
+    """A function of four int64 that is compiled, or loaded from disk, on first use."""
 
     _kind = ""
 
@@ -261,7 +257,6 @@ class _Function:
         self._loaded: _Loaded | None = None
 
     def ready(self) -> bool:
-        """Return whether this process has compiled or loaded the function."""
         return self._loaded is not None
 
     def _load(self) -> int:

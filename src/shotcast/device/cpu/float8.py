@@ -12,7 +12,6 @@ from llvmlite import ir
 from shotcast.device.cpu.floats import F32, I32, splat, vector
 
 BYTE = ir.IntType(8)
-E4M3_MAX = 448.0
 
 _SMALLEST_NORMAL = 0x3C800000  # 2^-6 as float32
 _LARGEST = 0x43E00000  # 448 as float32

@@ -15,6 +15,8 @@ from llvmlite import ir
 WORD = ir.IntType(64)
 I16, I32 = ir.IntType(16), ir.IntType(32)
 F16, F32 = ir.HalfType(), ir.FloatType()
+INFINITY = 0x7F800000
+"""The bits of a float32."""
 
 LANES = 32
 """Elements processed at once: 2 registers of AVX-512, 4 of AVX, 8 of NEON."""

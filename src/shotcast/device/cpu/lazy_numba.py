@@ -33,9 +33,7 @@ def signature(*kinds: Any) -> Any:
 class HostFunction:
     """A function that compiled host code calls. In Python it is called as it is written.
 
-    Args:
-        function: the function.
-        decorate: numba's decorator of it, which is applied when the first caller of it is compiled.
+    ``decorate`` is numba's decorator of it, which is applied when the first caller of it is compiled.
     """
 
     def __init__(self, function: Callable[..., Any], decorate: Callable[[Callable[..., Any]], Any]):

@@ -29,7 +29,7 @@ from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.floats import F32, FORMATS, WORD, form_of, splat, vector
 from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, store_at
-from shotcast.wire import INTEGERS, REDUCED, REDUCIBLE, SIXTEEN_BITS
+from shotcast.wire import INTEGERS, OF_BOOL, REDUCED, REDUCIBLE, SIXTEEN_BITS
 
 F64 = ir.DoubleType()
 _QUIET_NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float64": 0x7FF8000000000000}
@@ -39,28 +39,17 @@ _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float64": 64}
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """A reduction of one dtype in LLVM code; ``lanes`` is 1 for a scalar.
+    """A reduction of one dtype in LLVM code; ``lanes`` is 1 for a scalar."""
 
-    Attributes:
-        stored: the type of an element in memory.
-        nbytes: bytes of an element.
-        wide: the type in which it is reduced.
-        start: the neutral element of ``combine``.
-        widen, narrow: ``(builder, value, lanes)``: from ``stored`` to ``wide`` and back.
-        combine: ``(builder, total, value, lanes)``.
-        divided: the total is divided by the number of ranks.
-        numbers: elements in one of the dtype: 2 where it is complex.
-    """
-
-    stored: Any
-    nbytes: int
-    wide: Any
-    start: float
-    widen: Callable[[Any, Any, int], Any]
-    narrow: Callable[[Any, Any, int], Any]
-    combine: Callable[[Any, Any, Any, int], Any]
-    divided: bool = False
-    numbers: int = 1
+    stored: Any  # the type of an element in memory
+    nbytes: int  # bytes of an element
+    wide: Any  # the type in which it is reduced
+    start: float  # the neutral element of `combine`
+    widen: Callable[[Any, Any, int], Any]  # `(builder, value, lanes)`: from `stored` to `wide`
+    narrow: Callable[[Any, Any, int], Any]  # and back
+    combine: Callable[[Any, Any, Any, int], Any]  # `(builder, total, value, lanes)`
+    divided: bool = False  # the total is divided by the number of ranks
+    numbers: int = 1  # elements in one of the dtype: 2 where it is complex
 
 
 def _unchanged(_builder: Any, value: Any, _lanes: int) -> Any:
@@ -212,13 +201,10 @@ def arithmetic(form: str, reduction: str, result: str = "") -> Arithmetic:
     return Arithmetic(function)
 
 
-_OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
-
-
 def _same(dtype: str, reduction: str) -> tuple[str, str]:
     """Return the form and the reduction of which the machine code is the same, so that it is compiled once."""
     if dtype == "bool":
-        return "bool", _OF_BOOL.get(reduction, reduction)
+        return "bool", OF_BOOL.get(reduction, reduction)
     if dtype in INTEGERS and reduction not in ("max", "min"):
         return f"u{dtype.removeprefix('u')}", reduction
     return (dtype if reduction in ("max", "min") else form_of(dtype)), reduction

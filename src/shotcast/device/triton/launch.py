@@ -32,7 +32,7 @@ _TYPES: dict[str, Any] = {
 _SCRATCH = 2
 """The number of arguments that Triton adds to every kernel, for scratch memory that these kernels do not use."""
 _PROGRAMMATIC_STREAM_SERIALIZATION, _COOPERATIVE = 6, 2
-_STATIC_SHARED_BYTES, _REGISTERS, _MOST_DYNAMIC_SHARED_BYTES, _SHARED_MEMORY_CARVEOUT = 1, 4, 8, 9
+_MOST_DYNAMIC_SHARED_BYTES, _SHARED_MEMORY_CARVEOUT = 8, 9
 """Attributes of functions, by the driver's numbers."""
 _ALL_SHARED_MEMORY = 100
 """The percentage of an SM's cache and shared memory that is to be shared memory."""
@@ -72,18 +72,6 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("attributes_count", ctypes.c_uint),
     )
-
-
-class KernelResources(NamedTuple):
-    """The needs of one block of a kernel on an SM.
-
-    ``registers`` are those of a thread. ``shared_bytes`` are static and dynamic shared memory, without what the driver
-    reserves for itself.
-    """
-
-    registers: int
-    threads: int
-    shared_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,27 +237,6 @@ class Launch:
         open_cells = tuple(cell for name in self._open_names for cell in opened[name])
         self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
 
-    def resources(self) -> KernelResources | None:
-        """Return what a block takes of an SM, on the current device; None in the interpreter."""
-        self.load()
-        if self._prepared is None:
-            return None
-        config, function = self._prepared.config, self._prepared.arguments[1]
-        static = _attribute(function, _STATIC_SHARED_BYTES)
-        return KernelResources(_attribute(function, _REGISTERS), config.block[0], static + config.shared_bytes)
-
-    def blocks_per_sm(self) -> int | None:
-        """Return how many blocks an SM holds at once, as the driver says; None in the interpreter."""
-        self.load()
-        if self._prepared is None:
-            return None
-        config, function, blocks = self._prepared.config, self._prepared.arguments[1], ctypes.c_int(0)
-        error = driver.library().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            ctypes.byref(blocks), function, ctypes.c_int(config.block[0]), ctypes.c_size_t(config.shared_bytes)
-        )
-        driver.check(error, "asking how many blocks fit")
-        return blocks.value
-
     @property
     def programs(self) -> int:
         """The number of programs of the grid."""
@@ -349,16 +316,12 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(*elements) if hasattr(value, "_fields") else tuple(elements)
 
 
-def _attribute(function: ctypes.c_void_p, attribute: int) -> int:
-    value = ctypes.c_int(0)
-    driver.check(driver.library().cuFuncGetAttribute(ctypes.byref(value), attribute, function), "asking a function")
-    return value.value
-
-
 def _allow_shared_memory(function: int, nbytes: int) -> None:
     """Let a function have ``nbytes`` of dynamic shared memory, unless it may already have as much."""
-    handle = ctypes.c_void_p(function)
-    if _attribute(handle, _MOST_DYNAMIC_SHARED_BYTES) < nbytes:
+    handle, most = ctypes.c_void_p(function), ctypes.c_int(0)
+    error = driver.library().cuFuncGetAttribute(ctypes.byref(most), _MOST_DYNAMIC_SHARED_BYTES, handle)
+    driver.check(error, "asking a function")
+    if most.value < nbytes:
         error = driver.library().cuFuncSetAttribute(handle, _MOST_DYNAMIC_SHARED_BYTES, ctypes.c_int(nbytes))
         driver.check(error, f"asking for {nbytes} bytes of shared memory")
     error = driver.library().cuFuncSetAttribute(handle, _SHARED_MEMORY_CARVEOUT, ctypes.c_int(_ALL_SHARED_MEMORY))

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.intrinsics import INTERPRETED, add_dot, kernel, shared_memory_per_sm
-from shotcast.device.triton.launch import KernelResources, Launch, descriptor
+from shotcast.device.triton.launch import Launch, descriptor
 from shotcast.device.triton.words import round_float
 from shotcast.errors import ConfigError, UnsupportedError
 
@@ -418,16 +418,6 @@ class Gemm:
         shape = GemmShape(**constants_of(self.form, self.config), PERSISTENT=self.config.persistent)
         arguments = arguments_of(self.form, self.config) | {"SHAPE": shape}
         return Launch(gemm_kernel, programs, arguments, ("a", "b", "out"), options, self.config.padding_bytes)
-
-    def resources(self) -> KernelResources | None:
-        """Return the part of an SM that a block takes; None in the interpreter."""
-        with self._lock, self._on_device():
-            return self._run.resources()
-
-    def blocks_per_sm(self) -> int | None:
-        """Return how many blocks an SM holds at once, as the driver says; None in the interpreter."""
-        with self._lock, self._on_device():
-            return self._run.blocks_per_sm()
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         """Compute ``out = a @ b`` on the current stream, for tensors of this form."""

@@ -24,6 +24,7 @@ from shotcast.transport.cpu.layout import (
     ABORT,
     GONE,
     HEARTBEAT,
+    INTERRUPT_NS,
     LINE,
     MESSAGE_PEER,
     OUTBOX_CHUNK,
@@ -34,6 +35,7 @@ from shotcast.transport.cpu.layout import (
     SENT,
     SPINS,
     TIMEOUT,
+    YIELD_NS,
 )
 from shotcast.transport.cpu.send_recv import outbox_offset
 from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT, region
@@ -46,8 +48,6 @@ its address and bytes, its header, the bytes that have passed (-1 at its end), a
 before it, or -1."""
 
 _WAITING, _MOVED, _DIFFERS = 0, 1, 2
-_YIELD_NS = 1_000_000
-_INTERRUPT_NS = 20_000_000
 
 
 @njit(error_model="numpy")
@@ -145,11 +145,11 @@ def exchange(context: int, plan: int, x: int, out: int) -> int:
         store_release(own + HEARTBEAT, now)
         if now - begun > load(context + TIMEOUT):
             return TIMED_OUT
-        if now - looked > _INTERRUPT_NS:
+        if now - looked > INTERRUPT_NS:
             looked = now
             if interrupted():
                 return INTERRUPTED
-        sleep_ns(0 if now - begun < _YIELD_NS else min(now - begun >> 5, 1_000_000))
+        sleep_ns(0 if now - begun < YIELD_NS else min(now - begun >> 5, 1_000_000))
 
 
 EXCHANGE = Schedule(exchange)

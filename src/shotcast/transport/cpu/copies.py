@@ -11,8 +11,7 @@ from shotcast.device.cpu.compilation import Schedule
 from shotcast.transport.cpu.host_call import HostCall, for_all_ranks
 from shotcast.transport.cpu.layout import CHUNK, EXTENTS, NBYTES, OFFSETS, ROOT
 from shotcast.transport.cpu.mapped import X, is_mapped, place, tell_places
-from shotcast.transport.cpu.slices import wrap_rank
-from shotcast.transport.cpu.staging import generation
+from shotcast.transport.cpu.staging import generation, wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer, begin, finish, meet, publish, region
 
 

@@ -72,7 +72,6 @@ def _fill_with_nan(tensor: torch.Tensor | None) -> None:
 
 
 def _words_at(address: int) -> list[int]:
-    """Return the two words at ``address``."""
     return list((ctypes.c_uint64 * 2).from_address(address))
 
 
@@ -159,17 +158,9 @@ class CpuExecutor:
     what :class:`ShmBuffer` raises.
 
     A call does not raise when its peers are late or call something else: it ends with :meth:`fault` set on all ranks
-    and NaN in a floating-point ``out``, until :meth:`clear`. One executor runs one call at a time.
-
-    Args:
-        algorithms: those that plans name.
-
-    Attributes:
-        room: no message needs a larger workspace.
-        held_bytes: bytes of shared memory on each rank.
-        closed: after :meth:`close`.
-        context, context_address: what every compiled function is given.
-        stopped_word: of the fault that has stopped the communicator, 0 for none; :meth:`close` gives its memory back.
+    and NaN in a floating-point ``out``, until :meth:`clear`. One executor runs one call at a time. No message needs a
+    larger workspace, whatever its size. The value of ``stopped_word`` is the fault that has stopped the communicator, 0
+    for none; :meth:`close` gives its memory back.
     """
 
     batches = True
@@ -236,9 +227,8 @@ class CpuExecutor:
     def bind(self, plan: CallPlan) -> BoundCall:
         """Return a call that can be made again and again.
 
-        Raises:
-            ConfigError: there is no such algorithm, peer or row.
-            UnsupportedError: the dtype is not served.
+        Raises ConfigError if there is no such algorithm, peer or row, and UnsupportedError for a dtype that is not
+        served.
         """
         call: HostCall = self._algorithms.kernel(plan, self.kind)
         if self._world_size == 1 and call.alone is not None:

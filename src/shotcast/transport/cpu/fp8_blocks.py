@@ -20,14 +20,13 @@ from llvmlite import ir
 
 from shotcast.device.cpu.compilation import Arithmetic
 from shotcast.device.cpu.float8 import BYTE, from_e4m3, to_e4m3
-from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, form_of, splat, vector
+from shotcast.device.cpu.floats import F32, FORMATS, I32, INFINITY, LANES, WORD, form_of, splat, vector
 from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
 from shotcast.wire import FP8_BLOCK, FP8_FLOOR, FP8_LARGEST, REDUCIBLE
 
 SCALE_BYTES = 4
 BLOCK_BYTES = SCALE_BYTES + FP8_BLOCK
-_INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 
 
@@ -63,7 +62,7 @@ def _store_block(builder: Any, address: Any, length: Any, value_at: Callable[[An
     for_each_vector(builder, length, scan_magnitudes)
     # Magnitudes compare as integers, infinity above all numbers, and NaN above infinity.
     bits = larger(reduce_lanes(builder, builder.load(maxima[LANES]), larger), builder.load(maxima[1]))
-    finite = builder.icmp_unsigned("<", bits, ir.Constant(I32, _INFINITY))
+    finite = builder.icmp_unsigned("<", bits, ir.Constant(I32, INFINITY))
     amax, fp8_max = builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST)
     scale = builder.select(finite, builder.fdiv(amax, fp8_max), builder.bitcast(ir.Constant(I32, _NAN), F32))
     store_at(builder, scale, address)

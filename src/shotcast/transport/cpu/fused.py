@@ -29,8 +29,7 @@ from shotcast.transport.cpu.layout import (
 )
 from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, START_AT_ZERO, add_and_norm, begin_rows
 from shotcast.transport.cpu.one_shot import read_all, read_blocks
-from shotcast.transport.cpu.slices import slice_size, wrap_rank
-from shotcast.transport.cpu.staging import generation
+from shotcast.transport.cpu.staging import generation, slice_size, wrap_rank
 from shotcast.transport.cpu.two_shot import NOWHERE, by_slices
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 

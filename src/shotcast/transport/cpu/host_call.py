@@ -76,20 +76,13 @@ def sums_and_norms(plan: CallPlan) -> dict[int, Arithmetic]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCall:
-    """The way in which compiled host code serves an operation.
+    """The way in which compiled host code serves an operation."""
 
-    Attributes:
-        schedule: the compiled function.
-        chunk: ``chunk(plan, world_size, room)``, the limits of a pipeline step.
-        arithmetic: ``arithmetic(plan)``, the functions that the schedule calls, by word of the plan record.
-        norms: rows are normed after the sum, so that calls bring the tensors of the norm.
-        alone: the call that serves one rank, where the schedule needs two.
-        header_only: no data is moved, only the header.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # the compiled function
+    # `chunk(plan, world_size, room)`, the limits of a pipeline step
     chunk: Callable[[CallPlan, int, int], ChunkLimits] = one_generation
+    # `arithmetic(plan)`, the functions that the schedule calls, by word of the plan record
     arithmetic: Callable[[CallPlan], dict[int, Arithmetic]] = no_arithmetic
-    norms: bool = False
-    alone: HostCall | None = None
-    header_only: bool = False
+    norms: bool = False  # rows are normed after the sum, so that calls bring the tensors of the norm
+    alone: HostCall | None = None  # the call that serves one rank, where the schedule needs two
+    header_only: bool = False  # no data is moved, only the header

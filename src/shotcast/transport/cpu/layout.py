@@ -34,6 +34,11 @@ CONTROL_BYTES = 4096
 OUTBOX_SLOTS = 4
 OUTBOX_HEADER_BYTES = 64
 
+YIELD_NS = 1_000_000
+"""The time for which a wait yields its core before it sleeps."""
+INTERRUPT_NS = 20_000_000
+"""Time between two looks for Ctrl-C, each of which takes the interpreter lock."""
+
 # Context words.
 RANK = 0
 WORLD = 8

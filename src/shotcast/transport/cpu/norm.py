@@ -29,8 +29,8 @@ from llvmlite import ir
 
 from shotcast.device.cpu.atomics import call_arithmetic, load, store
 from shotcast.device.cpu.compilation import Arithmetic
-from shotcast.device.cpu.float8 import E4M3_MAX, to_e4m3
-from shotcast.device.cpu.floats import F32, FORMATS, I32, LANES, WORD, form_of, splat, vector
+from shotcast.device.cpu.float8 import to_e4m3
+from shotcast.device.cpu.floats import F32, FORMATS, I32, INFINITY, LANES, WORD, form_of, splat, vector
 from shotcast.device.cpu.lazy_numba import cgutils, intrinsic, njit, signature, types
 from shotcast.device.cpu.vectors import broadcast_lanes, for_each_vector, load_at, number, reduce_lanes, store_at
 from shotcast.transport.cpu.layout import (
@@ -54,10 +54,9 @@ from shotcast.transport.cpu.layout import (
     START,
     WEIGHT,
 )
-from shotcast.wire import LAYER, LAYER_WITH_BIAS, RMS, Norm
+from shotcast.wire import FP8_LARGEST, LAYER, LAYER_WITH_BIAS, RMS, Norm
 
 assert SQUARES_LANES == LANES
-_INFINITY = 0x7F800000
 _SMALLEST_SCALE = 2.0**-126
 
 START_AT_ZERO = 0
@@ -239,13 +238,13 @@ def _norm(_context: Any, dtype: Any, weight_dtype: Any, kind: Any, row: Any, val
                         store_at(builder, result, fields.item(normed, index))
                     bits = builder.bitcast(form.widen(builder, result, lanes), vector(I32, lanes))
                     bits = builder.and_(bits, splat(I32, lanes, 0x7FFFFFFF))
-                    is_number = builder.icmp_unsigned("<=", bits, splat(I32, lanes, _INFINITY))
+                    is_number = builder.icmp_unsigned("<=", bits, splat(I32, lanes, INFINITY))
                     bits = builder.select(is_number, bits, splat(I32, lanes, 0))
                     builder.store(larger(builder.load(maxima[lanes]), bits), maxima[lanes])
 
                 for_each_vector(builder, hidden, scan_magnitudes)
                 bits = larger(reduce_lanes(builder, builder.load(maxima[LANES]), larger), builder.load(maxima[1]))
-                scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, E4M3_MAX))
+                scale = builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, FP8_LARGEST))
                 smallest = ir.Constant(F32, _SMALLEST_SCALE)
                 scale = builder.select(builder.fcmp_ordered("<", scale, smallest), smallest, scale)
                 store_at(builder, scale, fields.word(SCALE))

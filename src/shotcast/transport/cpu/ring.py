@@ -15,8 +15,7 @@ from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import copies, one_shot
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, sums
 from shotcast.transport.cpu.layout import ARITHMETIC, CHUNK, EXTENTS, ITEMSIZE, NBYTES, OFFSETS, RANK, SOURCES, WORLD
-from shotcast.transport.cpu.slices import slice_size, wrap_rank
-from shotcast.transport.cpu.staging import generation
+from shotcast.transport.cpu.staging import generation, slice_size, wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, await_peer, begin, finish, publish, region
 from shotcast.wire import SLICE_ALIGN, CallPlan
 

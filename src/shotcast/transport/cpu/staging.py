@@ -1,4 +1,4 @@
-"""The place where a step stages, and what the sums of a step read."""
+"""The place where a step stages, what the sums of a step read, and the slices of a chunk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from shotcast.device.cpu.atomics import load, store
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import CHUNK, CONTROL_BYTES, GENERATION, ITEMSIZE, NBYTES, RANK, SOURCES, WORLD
 from shotcast.transport.cpu.waiting import region
+from shotcast.wire import SLICE_ALIGN
 
 
 @njit(error_model="numpy")
@@ -26,3 +27,20 @@ def set_sources(context: int, offset: int, own: int) -> None:
     for peer in range(load(context + WORLD)):
         store(context + SOURCES + 8 * peer, region(context, peer) + offset)
     store(context + SOURCES + 8 * load(context + RANK), own)
+
+
+@njit(error_model="numpy")
+def slice_size(nbytes: int, world_size: int) -> int:
+    """Return what :func:`shotcast.wire.slice_bytes` returns."""
+    part = (nbytes + world_size - 1) // world_size
+    return (part + SLICE_ALIGN - 1) // SLICE_ALIGN * SLICE_ALIGN
+
+
+@njit(error_model="numpy")
+def wrap_rank(rank: int, world_size: int) -> int:
+    """Return ``rank`` modulo ``world_size``, for ranks from -world_size to 2 * world_size - 1."""
+    if rank < 0:
+        return rank + world_size
+    if rank >= world_size:
+        return rank - world_size
+    return rank

@@ -18,8 +18,7 @@ from shotcast.device.cpu.lazy_numba import HostFunction, njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, reductions
 from shotcast.transport.cpu.layout import ARITHMETIC, RANK, SOURCES, WORLD
 from shotcast.transport.cpu.mapped import OUT, PIECE_BYTES, X, is_mapped, mapped_ranks, place, tell_places
-from shotcast.transport.cpu.slices import slice_size, wrap_rank
-from shotcast.transport.cpu.staging import generation, set_sources, sizes
+from shotcast.transport.cpu.staging import generation, set_sources, sizes, slice_size, wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, is_stopped, meet, publish, region
 from shotcast.wire import CallPlan
 

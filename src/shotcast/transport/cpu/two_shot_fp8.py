@@ -19,8 +19,7 @@ from shotcast.transport.cpu import fp8_blocks
 from shotcast.transport.cpu.fp8_blocks import encoded_bytes
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, check_sum
 from shotcast.transport.cpu.layout import ARITHMETIC, DECODE, ENCODE, SOURCES
-from shotcast.transport.cpu.slices import slice_size
-from shotcast.transport.cpu.staging import generation, sizes
+from shotcast.transport.cpu.staging import generation, sizes, slice_size
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.wire import CallPlan
 

@@ -11,8 +11,7 @@ from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall
 from shotcast.transport.cpu.layout import CHUNK, EXTENTS, LINE, OFFSETS, PARTS, PARTS_PEER, PARTS_SENT, RANK, WORLD
-from shotcast.transport.cpu.slices import wrap_rank
-from shotcast.transport.cpu.staging import generation
+from shotcast.transport.cpu.staging import generation, wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, PARTS_DIFFER, await_all, begin, finish, publish, region
 from shotcast.wire import CallPlan
 

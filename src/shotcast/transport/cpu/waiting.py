@@ -31,6 +31,7 @@ from shotcast.transport.cpu.layout import (
     HEADER_WORD,
     HEADERS,
     HEARTBEAT,
+    INTERRUPT_NS,
     PROGRESS,
     RANK,
     REGIONS,
@@ -39,16 +40,13 @@ from shotcast.transport.cpu.layout import (
     TIMEOUT,
     WAITS_FOR,
     WORLD,
+    YIELD_NS,
 )
 
 DONE, TIMED_OUT, MISMATCHED, ABORTED, PEER_GONE, INTERRUPTED = 0, 1, 2, 3, 4, 5
 """The statuses that a schedule returns."""
 PARTS_DIFFER = 6
 """One more, of an uneven all_to_all: a rank sends a part of another size than this one expects."""
-
-_YIELD_NS = 1_000_000
-_INTERRUPT_NS = 20_000_000
-"""Time between two looks for Ctrl-C, each of which takes the interpreter lock."""
 
 
 @njit(error_model="numpy")
@@ -101,13 +99,13 @@ def _wait_long(context: int, peer: int, collective: bool, address: int, target: 
         store_release(own + HEARTBEAT, now)
         if now > deadline:
             return TIMED_OUT
-        if now - looked > _INTERRUPT_NS:
+        if now - looked > INTERRUPT_NS:
             looked = now
             if interrupted():
                 return INTERRUPTED
         waited = now - begun
         # Let other threads run. After a while sleep for about 3% of the time waited so far.
-        sleep_ns(0 if waited < _YIELD_NS else min(waited >> 5, 1_000_000))
+        sleep_ns(0 if waited < YIELD_NS else min(waited >> 5, 1_000_000))
 
 
 @njit(error_model="numpy")

@@ -40,18 +40,12 @@ _ADVICE = (
 
 
 class Connections(NamedTuple):
-    """The connections of a rank.
+    """The connections of a rank."""
 
-    Attributes:
-        data, control: a socket to the peer on each other node.
-        listener: where other ranks connect.
-        hellos: makes and verifies hellos.
-    """
-
-    data: dict[int, socket.socket]
-    control: dict[int, socket.socket]
-    listener: socket.socket
-    hellos: Hellos
+    data: dict[int, socket.socket]  # a socket to the peer on each other node
+    control: dict[int, socket.socket]  # and one more
+    listener: socket.socket  # where other ranks connect
+    hellos: Hellos  # makes and verifies hellos
 
     def close(self) -> None:
         for one in (*self.data.values(), *self.control.values(), self.listener):
@@ -141,10 +135,7 @@ def _dial(hellos: Hellos, rank: int, purpose: str, deadline: float, layout: Node
 class Hellos:
     """The beginnings of connections: both ends prove that they know the key, and the caller says who it is.
 
-    Args:
-        rank: of this process.
-        key: as :func:`shotcast.transport.network.handshake.connection_key` returns it.
-        places: the address and the port of each rank, by rank.
+    ``places`` has the address and the port of each rank.
     """
 
     def __init__(self, rank: int, key: bytes, places: list[tuple[str, int]]):
@@ -172,8 +163,7 @@ class Hellos:
     def accept(self, one: socket.socket, expected: Callable[[int, str], bool]) -> tuple[int, str] | None:
         """Return which rank has connected, and the purpose; None, and close it, if it is a stranger.
 
-        Args:
-            expected: ``expected(rank, purpose)``: whether such a connection is wanted.
+        ``expected(rank, purpose)`` says whether such a connection is wanted.
         """
         try:
             handshake(one, self._key, listens=True, timeout_s=_STRANGER_S)

@@ -29,19 +29,12 @@ _LONGEST_MESSAGE = 1 << 20
 
 
 class RankState(NamedTuple):
-    """One rank's state as another rank of its node sees it.
+    """One rank's state as another rank of its node sees it."""
 
-    Attributes:
-        header: of the call that was asked for; None if the rank has not begun it.
-        silent_s: the time since the rank was last seen waiting in a call.
-        progress: the steps that the rank has completed.
-        gone: its process has ended.
-    """
-
-    header: HeaderWords | None
-    silent_s: float
-    progress: int
-    gone: bool
+    header: HeaderWords | None  # of the call that was asked for; None if the rank has not begun it
+    silent_s: float  # the time since the rank was last seen waiting in a call
+    progress: int  # the steps that the rank has completed
+    gone: bool  # its process has ended
 
 
 class ControlPlane:

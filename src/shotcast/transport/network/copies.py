@@ -11,8 +11,7 @@ from shotcast.device.cpu.atomics import copy, load
 from shotcast.device.cpu.compilation import Schedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import CHUNK, NBYTES, NETWORK, PARTS, RANK, ROOT, ROOT_NODE, STEP, WORLD
-from shotcast.transport.cpu.slices import wrap_rank
-from shotcast.transport.cpu.staging import generation
+from shotcast.transport.cpu.staging import generation, wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, meet, publish, region
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
 from shotcast.transport.network.hosts_call import HostsCall, whole_generation

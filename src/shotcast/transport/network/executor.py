@@ -30,10 +30,9 @@ from shotcast.transport.network.connect import connect
 from shotcast.transport.network.control import ControlPlane, RankState
 from shotcast.transport.network.hosts_call import HostsCall, partial_bytes
 from shotcast.transport.network.layout import FRAME_HEADER_BYTES
-from shotcast.transport.network.meet import BARRIER
+from shotcast.transport.network.meet import BARRIER, SWAP
 from shotcast.transport.network.messages import Message, MessageConnections
-from shotcast.transport.network.nvrar_pairs import ALL_REDUCE
-from shotcast.transport.network.swap import SWAP
+from shotcast.transport.network.sums import ALL_PAIRS
 from shotcast.transport.transport import Built, Network, Ranks
 from shotcast.units import align_up
 from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, Wait
@@ -54,19 +53,12 @@ _PROBE_BYTES, _MOST_PROBE_BYTES = 4 << 20, 12 << 20
 
 
 class NetworkSpeed(NamedTuple):
-    """The network between the nodes, as measured when they connected.
+    """The network between the nodes, as measured when they connected."""
 
-    Attributes:
-        step_us: the time of a step in which each node swaps frames without data with one other.
-        gbps: the rate at which each rank sends to one other node while all do, in 1e9 bytes a second.
-        spread_us: the time of a step in which all nodes exchange frames with all others.
-        spread_gbps: the rate at which each rank sends to all other nodes at once.
-    """
-
-    step_us: float
-    gbps: float
-    spread_us: float
-    spread_gbps: float
+    step_us: float  # the time of a step in which each node swaps frames without data with one other
+    gbps: float  # the rate at which each rank sends to one other node while all do, in 1e9 bytes a second
+    spread_us: float  # the time of a step in which all nodes exchange frames with all others
+    spread_gbps: float  # the rate at which each rank sends to all other nodes at once
 
 
 class HostsExecutor(CpuExecutor):
@@ -139,7 +131,7 @@ class HostsExecutor(CpuExecutor):
             op = Op.BARRIER if call.header_only else Op.ALL_REDUCE
             return BoundCall(self, CallPlan(op, "vendor", "float32", nbytes, launch=LaunchShape(0, 0, 0)), call)
 
-        probes = (probe(SWAP, 0), probe(SWAP, _PROBE_BYTES), probe(BARRIER, 0), probe(ALL_REDUCE, slice_bytes * ranks))
+        probes = (probe(SWAP, 0), probe(SWAP, _PROBE_BYTES), probe(BARRIER, 0), probe(ALL_PAIRS, slice_bytes * ranks))
         deadline_s = self.timeout_s
         self.set_timeout(max(deadline_s, _CONNECT_S))  # ranks come as late as they please to a construction
         x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4, dtype=torch.float32, device="cpu")

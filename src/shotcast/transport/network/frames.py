@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from shotcast.device.cpu.atomics import interrupted, load, load_acquire, monotonic_ns, store, store_release
 from shotcast.device.cpu.lazy_numba import njit
-from shotcast.transport.cpu.layout import ABORT, DEADLINE, EPOCH, HEADER_WORD, HEARTBEAT, RANK, TIMEOUT
+from shotcast.transport.cpu.layout import ABORT, DEADLINE, EPOCH, HEADER_WORD, HEARTBEAT, INTERRUPT_NS, RANK, TIMEOUT
 from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT, region
 from shotcast.transport.network.layout import (
     BYTES,
@@ -39,7 +39,6 @@ from shotcast.transport.network.layout import (
 )
 from shotcast.transport.network.libc import EAGAIN, EINTR, ENOBUFS, POLLIN, POLLOUT, poll, receive_message, send_message
 
-_INTERRUPT_NS = 20_000_000
 _ENDED = -1_000_000
 _POLL_MS = 5
 """Time between two looks for faults, at most."""
@@ -144,7 +143,7 @@ def _wait(context: int, network: int) -> int:
         return ABORTED
     if now > load(context + DEADLINE):
         return TIMED_OUT
-    if now - load(network + LOOKED) > _INTERRUPT_NS:
+    if now - load(network + LOOKED) > INTERRUPT_NS:
         store(network + LOOKED, now)
         if interrupted():
             return INTERRUPTED

@@ -35,16 +35,8 @@ def connection_key(job_key: bytes) -> bytes:
 def handshake(connection: socket.socket, key: bytes, listens: bool, timeout_s: float) -> None:
     """Prove the knowledge of ``key`` on a new connection, and have the other end prove it.
 
-    The connection is blocking afterwards.
-
-    Args:
-        connection: a connected stream socket.
-        key: as :func:`connection_key` returns it.
-        listens: this end accepted the connection; the other end connected.
-        timeout_s: how long the other end may take for each part of it.
-
-    Raises:
-        HandshakeError: the other end does not know the key, ended the connection, or was too slow.
+    The connection is blocking afterwards. ``listens`` is the end that accepted it; ``timeout_s`` is for each part.
+    Raises HandshakeError if the other end does not know the key, ended the connection, or was too slow.
     """
     connection.settimeout(timeout_s)
     try:

@@ -54,11 +54,8 @@ def no_slots(nodes: int, slice_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsCall(HostCall):
-    """The way in which compiled code serves an operation of CPU ranks on several nodes.
+    """The way in which compiled code serves an operation of CPU ranks on several nodes."""
 
-    Attributes:
-        slots: ``slots(nodes, slice_bytes)``: how many slices in float32 there is to be room for, beside the sum of this
-            node: those that arrive at once, of ``slice_bytes`` in the dtype of the call.
-    """
-
+    # `slots(nodes, slice_bytes)`: how many slices in float32 there is to be room for, beside the sum of this node:
+    # those that arrive at once, of `slice_bytes` in the dtype of the call
     slots: Callable[[int, int], int] = no_slots

@@ -1,10 +1,10 @@
-"""A call without data between nodes: a barrier, and the exchange of headers before a call of the vendor's library."""
+"""Calls without a result: a barrier, also the exchange of headers before a call of the vendor's library, and a swap."""
 
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import load
 from shotcast.device.cpu.compilation import Schedule
-from shotcast.transport.cpu.layout import NETWORK
+from shotcast.transport.cpu.layout import NBYTES, NETWORK
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.cpu.waiting import meet as meet_in_node
 from shotcast.transport.network.frames import add_receipt, add_send, begin_transfer, transfer
@@ -31,4 +31,23 @@ def meet(context: int, plan: int, x: int, out: int) -> int:
     return transfer(context, network)
 
 
+def swap(context: int, plan: int, x: int, out: int) -> int:
+    """Send nbytes at x to the peer on the neighboring node, node xor 1, and receive as many from there into out.
+
+    That is what a step of recursive doubling costs. If there is no such node, nothing is sent.
+    """
+    word, _, _, step = begin(context, plan)
+    status = meet_in_node(context, step, word) if word != 0 else ABORTED
+    if status != DONE:
+        return status
+    network, nbytes = load(context + NETWORK), load(plan + NBYTES)
+    other = load(network + NODE) ^ 1
+    begin_transfer(network)
+    if other < load(network + NODES):
+        add_send(context, network, word, other, x, nbytes, 0)
+        add_receipt(context, network, word, other, out, nbytes, 0)
+    return transfer(context, network)
+
+
 BARRIER = HostsCall(schedule=Schedule(meet), header_only=True)
+SWAP = HostsCall(schedule=Schedule(swap))

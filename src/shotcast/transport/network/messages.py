@@ -94,9 +94,7 @@ RECV_HEADER = HostCall(schedule=_RECEIVING, header_only=True)
 class MessageConnections:
     """The connections of one rank for messages, made when they are first needed.
 
-    Args:
-        listener: the socket at which this rank accepts connections; closed with this object.
-        hellos: proves who connects.
+    The listener is closed with this object.
     """
 
     def __init__(self, listener: socket.socket, hellos: Hellos):

@@ -25,8 +25,7 @@ from shotcast.transport.cpu.layout import (
     STEP,
     WORLD,
 )
-from shotcast.transport.cpu.slices import slice_size, wrap_rank
-from shotcast.transport.cpu.staging import generation, set_sources, sizes
+from shotcast.transport.cpu.staging import generation, set_sources, sizes, slice_size, wrap_rank
 from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, finish, publish, region
 from shotcast.transport.network.layout import ACCUMULATOR, OPERANDS
 

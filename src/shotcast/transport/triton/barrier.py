@@ -1,7 +1,10 @@
 """The header exchange that every call performs, and nothing else: as a barrier, and as the gate of another call.
 
 A *gate* is one program of one warp that waits, in place of a call's whole grid, until every rank has come to the call.
-The grid is launched behind it, so a rank that is late costs this GPU a warp.
+The grid is launched behind it. A grid that waits holds SMs that others need: a product on another stream, a call of
+another communicator, a message of NCCL, and maybe what the late rank waits for. The calls of a communicator that is not
+*exclusive* are therefore launched behind a gate, so a rank that is late costs this GPU a warp, and the grid waits for
+no longer than other ranks take to launch the same kernel.
 """
 
 from __future__ import annotations
@@ -53,8 +56,10 @@ Fewer would not help: the largest blocks of cuBLAS for Hopper start beside no wa
 """
 
 
-def gate_before(launch: Launch) -> Launch:
-    """Return the gate of a call, whose kernel ``launch`` follows on the same stream."""
+def gate_of(launch: Launch) -> Launch | None:
+    """Return the gate to launch before a kernel; None where its grid is one program, as that of a barrier is."""
+    if launch.programs <= 1:
+        return None
     entry, shape = launch.arguments["entry"], launch.arguments["SHAPE"]
     arguments = {
         "entry": EntryWithPuts(**{"puts": entry.own} | entry._asdict()),

@@ -60,24 +60,15 @@ class TileShape(CallShape):
 
 
 class KernelLaunch(NamedTuple):
-    """A kernel on a grid.
+    """A kernel on a grid."""
 
-    Attributes:
-        kernel: made by :func:`shotcast.device.triton.intrinsics.kernel`.
-        programs: of the grid; program 0 exchanges headers.
-        num_warps: of a program.
-        arguments: every argument by name; addresses of the call's tensors stand for any.
-        tensors: a key of :data:`TENSORS`.
-        options: of the compilation, such as ``maxnreg``.
-        of_sizes: returns the elements of ``spans`` of a call whose parts have these sizes; None where they have none.
-    """
-
-    kernel: Any
-    programs: int
-    num_warps: int
-    arguments: dict[str, Any]
-    tensors: str
-    options: dict[str, Any]
+    kernel: Any  # made by `shotcast.device.triton.intrinsics.kernel`
+    programs: int  # of the grid; program 0 exchanges headers
+    num_warps: int  # of a program
+    arguments: dict[str, Any]  # every argument by name; addresses of the call's tensors stand for any
+    tensors: str  # a key of `TENSORS`
+    options: dict[str, Any]  # of the compilation, such as `maxnreg`
+    # returns the elements of `spans` of a call whose parts have these sizes; None where they have none
     of_sizes: Callable[[tuple[int, ...]], Sequence[int]] | None = None
 
 
@@ -90,46 +81,27 @@ class Enqueue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KernelContext:
-    """The facts of a rank that its kernels are bound with.
-
-    Attributes:
-        rank, world_size: of the communicator.
-        layout: of a rank's region of symmetric memory; offsets count quads of 16 bytes.
-        own_address: the address of this rank's region.
-        addresses: the addresses of all regions, by rank; 0 for those that are not mapped.
-        peers_address: the address of the table of all regions' addresses, in device memory.
-        cells_address: the address of this GPU's own cells, by which programs of fused kernels add up rows.
-        cells_nbytes: bytes of these cells.
-        blocks_address: the address of the table of all ranks' blocks of tensors, in device memory.
-        arrivals_address: the address of this GPU's own words, by which a call tells the kernel beside it what has come.
-        multicast: the table ends with a multicast address that kernels may use.
-        pdl: kernels begin before the kernel before them has ended (programmatic dependent launch).
-        native_fp8: the GPU converts FP8 by an instruction.
-        clear_after_read_bytes: calls with larger slots, in bytes, clear them as they read.
-        header_of: ``header_of(plan)``, the words of the header of a plan.
-        aligned: all addresses of the call are multiples of 16.
-        nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
-        puts_address: the address of the table of what puts to each rank take, in device memory; 0 where all regions
-            are mapped.
-    """
+    """The facts of a rank that its kernels are bound with."""
 
     rank: int
     world_size: int
-    layout: Layout
-    own_address: int
-    addresses: tuple[int, ...]
-    peers_address: int
-    cells_address: int
-    cells_nbytes: int
-    blocks_address: int
+    layout: Layout  # of a rank's region of symmetric memory; offsets count quads of 16 bytes
+    own_address: int  # the address of this rank's region
+    addresses: tuple[int, ...]  # the addresses of all regions, by rank; 0 for those that are not mapped
+    peers_address: int  # the address of the table of all regions' addresses, in device memory
+    cells_address: int  # the address of this GPU's own cells, by which programs of fused kernels add up rows
+    cells_nbytes: int  # bytes of these cells
+    blocks_address: int  # the address of the table of all ranks' blocks of tensors, in device memory
+    # the address of this GPU's own words, by which a call tells the kernel beside it what has come
     arrivals_address: int
-    multicast: bool
-    pdl: bool
-    native_fp8: bool
-    clear_after_read_bytes: int
-    header_of: Callable[[CallPlan], HeaderWords]
-    aligned: bool = field(default=True)
-    nodes: int = field(default=1)
+    multicast: bool  # the table ends with a multicast address that kernels may use
+    pdl: bool  # kernels begin before the kernel before them has ended (programmatic dependent launch)
+    native_fp8: bool  # the GPU converts FP8 by an instruction
+    clear_after_read_bytes: int  # calls with larger slots, in bytes, clear them as they read
+    header_of: Callable[[CallPlan], HeaderWords]  # `header_of(plan)`, the words of the header of a plan
+    aligned: bool = field(default=True)  # all addresses of the call are multiples of 16
+    nodes: int = field(default=1)  # the nodes that the ranks are divided into, each of as many consecutive ranks
+    # the address of the table of what puts to each rank take, in device memory; 0 where all regions are mapped
     puts_address: int = field(default=0)
 
     def launch(

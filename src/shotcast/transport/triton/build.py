@@ -106,8 +106,7 @@ def _refuse_shared(gpus: Sequence[str]) -> None:
 def peer_obstacle(device: torch.device, gpus: Mapping[int, str]) -> str:
     """Return why native kernels cannot run between these GPUs of one host; empty if they can.
 
-    Args:
-        gpus: the UUID of the GPU of each rank that stores to the others. This process need not see them.
+    ``gpus`` has the UUID of the GPU of each rank that stores to the others; this process need not see them.
     """
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:

@@ -17,23 +17,10 @@ import triton.language as tl
 from shotcast import wire
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words
+from shotcast.transport.triton import sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.one_shot import tiles_to_send
-from shotcast.transport.triton.sync import (
-    Entry,
-    await_words,
-    cells_offset,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    slots_offset,
-    store_to,
-    store_to_all,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op
 
 GATHER = tl.constexpr(0)
@@ -74,7 +61,7 @@ def copy(
     UNIT: tl.constexpr = SHAPE.UNIT
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     own_nbytes = part_nbytes  # bytes that this rank sends
     own_start = part_nbytes * 0  # where they lie in out
     slot_index = rank
@@ -89,17 +76,17 @@ def copy(
     await_prior_kernel(SHAPE.PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, own_nbytes, offs, KIND == EXCHANGE, UNIT, WORLD)
-    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     quads = (part_nbytes + 15) // 16  # quads of a slot
     extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         if CELLS:
-            buffer = cells_offset(call.epoch, cells_at, cells_quads)
+            buffer = sync.cells_offset(call.epoch, cells_at, cells_quads)
             stride = quads * 2
         else:
-            buffer = slots_offset(call.generation, slots_at, slots_quads)
+            buffer = sync.slots_offset(call.generation, slots_at, slots_quads)
             stride = quads
         own_span = (own_nbytes + 15) // 16 * 4
         own_slot = buffer + slot_index * stride
@@ -107,17 +94,19 @@ def copy(
             offs = start + tl.arange(0, BLOCK)
             if KIND == EXCHANGE:
                 for i in tl.static_range(WORLD - 1):
-                    words = tiles[i] if CELLS else escape_sentinel(tiles[i])
-                    store_to(call, addresses[i], own_slot, offs, words, offs < own_span, CELLS)
+                    words = tiles[i] if CELLS else sync.escape_sentinel(tiles[i])
+                    sync.store_to(call, addresses[i], own_slot, offs, words, offs < own_span, CELLS)
             else:
-                words = tiles[0] if CELLS else escape_sentinel(tiles[0])
-                store_to_all(call, addresses, own_slot, offs, words, offs < own_span, CELLS, SHAPE.MULTICAST, WORLD - 1)
+                words = tiles[0] if CELLS else sync.escape_sentinel(tiles[0])
+                sync.store_to_all(
+                    call, addresses, own_slot, offs, words, offs < own_span, CELLS, SHAPE.MULTICAST, WORLD - 1
+                )
                 store_words(out, own_start, offs, tiles[0], own_nbytes, UNIT)
             tiles = tiles_to_send(x, rank, worker, own_nbytes, offs + workers * BLOCK, KIND == EXCHANGE, UNIT, WORLD)
-        dirty = leave_epoch(call, extent, not CELLS)
+        dirty = sync.leave_epoch(call, extent, not CELLS)
         release_next_kernel(SHAPE.PDL)
         if not CELLS:
-            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             if KIND == EXCHANGE:
@@ -131,13 +120,13 @@ def copy(
                 sizes = sizes + (size,)
                 masks = masks + (offs < (size + 15) // 16 * 4,)
             first = root if KIND == BROADCAST else rank * 0
-            parts, call = await_words(call, buffer, stride, offs, masks, first, CELLS, senders, WORLD)
+            parts, call = sync.await_words(call, buffer, stride, offs, masks, first, CELLS, senders, WORLD)
             for r in tl.static_range(senders):
                 store_words(out, starts[r], offs, nan_unless(call.live, parts[r], SHAPE.DTYPE), sizes[r], UNIT)
             if KIND == EXCHANGE:
                 store_words(out, rank.to(tl.int64) * part_nbytes, offs, own_words, part_nbytes, UNIT)
             if SHAPE.CLEAR_AFTER_READ:
-                clear_parts(call, buffer, stride, offs, masks, senders)
+                sync.clear_parts(call, buffer, stride, offs, masks, senders)
 
 
 _KINDS = {Op.ALL_GATHER: GATHER, Op.ALL_TO_ALL: EXCHANGE, Op.BROADCAST: BROADCAST}

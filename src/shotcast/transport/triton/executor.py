@@ -30,8 +30,8 @@ from shotcast.memory.symmetric import raise_failures, shortage
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
+from shotcast.transport.triton.barrier import gate_of
 from shotcast.transport.triton.binding import TENSORS, Enqueue, KernelContext, KernelLaunch
-from shotcast.transport.triton.gates import gate_of
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.units import align_up
@@ -138,10 +138,7 @@ class BoundCall:
 class BoundKernel:
     """A :class:`KernelCall` in the workspace that calls use now.
 
-    Args:
-        call: the call.
-        context: returns the facts of the workspace, which has room for it, once it is launched or loaded.
-        device: where it runs.
+    ``context`` returns the facts of the workspace, which has room for it, once it is launched or loaded.
     """
 
     __slots__ = ("_call", "_context", "_device", "_launches")
@@ -238,21 +235,17 @@ class TritonExecutor:
     It begins with a workspace for messages up to :data:`.layout.FIRST_ROOM`, and gets larger ones when calls need them
     (:meth:`grow`). All collective calls use the last one, so calls of different sizes meet there, and are found to
     differ. The first one stays for send and recv, whose messages may lie in its mailboxes. Those between stay if
-    kernels in captured graphs use them.
+    kernels in captured graphs use them. Ranks on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import). The
+    ``nodes`` each have as many consecutive ranks. Raises ConfigError on all ranks if one has too little memory.
 
     Args:
-        ranks: those on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import).
         lease: ``lease(nbytes)`` gives symmetric memory. Collective; it raises on all ranks or on none.
-        nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
 
     Attributes:
         workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
         room: the longest message, in bytes, that the last of these is laid out for.
         own_address: of this rank's region of the first workspace.
         stopped_word: of the fault that a finished kernel has seen, 0 for none.
-
-    Raises:
-        ConfigError: on all ranks; a rank has too little memory.
     """
 
     batches = False
@@ -429,13 +422,10 @@ class TritonExecutor:
     def grow(self, room: int) -> None:
         """Let later calls use a new workspace, for messages of ``room`` bytes or more. Collective.
 
-        It waits for the other ranks and the current stream, not for others, whose calls may wait for what this rank
-        has yet to do. So the memory of the workspace before is given back but not released
-        (:mod:`shotcast.memory.arena`). Calls that were bound before go on using that workspace.
-
-        Raises:
-            ConfigError: on all ranks; a rank has too little memory.
-            CollectiveTimeout: naming ranks that did not come.
+        It waits for the other ranks and the current stream, not for others, whose calls may wait for what this rank has
+        yet to do. So the memory of the workspace before is given back but not released (:mod:`shotcast.memory.arena`).
+        Calls that were bound before go on using that workspace. Raises ConfigError on all ranks if one has too little
+        memory, and CollectiveTimeout for ranks that did not come.
         """
         where = self._layout(room)
         memory = self._lease(where.nbytes)

@@ -46,30 +46,9 @@ from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.launch import Wide
 from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
 from shotcast.errors import ConfigError
-from shotcast.transport.triton import layout
+from shotcast.transport.triton import layout, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
-from shotcast.transport.triton.sync import (
-    Blocks,
-    Entry,
-    Places,
-    announce,
-    await_progress,
-    await_progress_by_warp,
-    enter,
-    exchange_headers,
-    join_warps,
-    leave_epoch,
-    peer_addresses,
-    place_of,
-    raise_progress,
-    read_abort_word,
-    rotated_peer,
-    store_to,
-    tell_places,
-    tensor_at,
-    with_status,
-    words_at,
-)
+from shotcast.transport.triton.sync import Blocks, Entry, Places
 from shotcast.wire import CallPlan, Op
 
 ALL_REDUCE = tl.constexpr(0)
@@ -113,7 +92,7 @@ def words_in(nbytes):
 @triton.jit
 def load_window(call, quads, offs, mask):
     """Load words of this rank's own window, past the first cache, which may hold what lay there before."""
-    return tl.load(words_at(call.own.to(tl.int64), quads) + offs, mask=mask, other=0, cache_modifier=".cg")
+    return tl.load(sync.words_at(call.own.to(tl.int64), quads) + offs, mask=mask, other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -172,9 +151,9 @@ def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.cons
     begins = ()
     sizes = ()
     for i in tl.static_range(PEERS):
-        xs = xs + (tensor_at(call, addresses, row, other_rank(call, i), False),)
+        xs = xs + (sync.tensor_at(call, addresses, row, other_rank(call, i), False),)
         if KIND == ALL_REDUCE:
-            outs = outs + (tensor_at(call, addresses, row, other_rank(call, i), True),)
+            outs = outs + (sync.tensor_at(call, addresses, row, other_rank(call, i), True),)
         begin = parts.starts[1]
         end = parts.starts[2]
         for r in tl.static_range(WORLD):
@@ -210,8 +189,8 @@ def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.cons
                 size = bytes_in_chunk(sizes[i], start, TILE)
                 store_words(out, begins[i] + start, offs, others[i], size, UNIT)
         start, own_words, others = following, next_own, next_others
-    raise_progress(call, progress, 1, WORLD, SHAPE.WARPS)
-    call = await_progress(call, progress, 1, WORLD, SHAPE.WARPS)
+    sync.raise_progress(call, progress, 1, WORLD, SHAPE.WARPS)
+    call = sync.await_progress(call, progress, 1, WORLD, SHAPE.WARPS)
     if KIND == ALL_REDUCE:
         for i in tl.static_range(PEERS):
             missing = ((sizes[i] + TILE - 1) // TILE).to(tl.int32)
@@ -248,7 +227,7 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
         running = call.live
         late_ranks = rank * 0
         if step >= LAG:
-            call, late_ranks = await_progress_by_warp(call, progress, step - LAG + 1, WORLD)
+            call, late_ranks = sync.await_progress_by_warp(call, progress, step - LAG + 1, WORLD)
         # a chunk that begins at the end of a part is empty, as are those after the last
         start = ((call.epoch * 0 + step) * workers + worker) * chunk_nbytes
         before = tl.where(turn >= LAG, start - LAG * workers * chunk_nbytes, part_nbytes)
@@ -275,7 +254,7 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
             taken_from = first
             longest = tl.maximum(longest, bytes_in_chunk(part_nbytes, first, chunk_nbytes))
         for i in tl.static_range(PEERS):
-            part = rotated_peer(rank, worker, i, WORLD) * part_nbytes
+            part = sync.rotated_peer(rank, worker, i, WORLD) * part_nbytes
             sent_from = sent_from + (part + start,)
             sent_sizes = sent_sizes + (bytes_in_chunk(tl.minimum(part_nbytes, message - part), start, chunk_nbytes),)
             begin = parts.starts[1]
@@ -304,14 +283,14 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
                     taken = taken + (load_of(call, came, i, offs, taken_sizes[i], stride),)
             for i in tl.static_range(PEERS):
                 if KIND == ALL_GATHER:
-                    store_to(call, addresses[i], mine, offs, own_words, offs < words_in(own_size), False)
+                    sync.store_to(call, addresses[i], mine, offs, own_words, offs < words_in(own_size), False)
                 else:
-                    store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(sent_sizes[i]), False)
+                    sync.store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(sent_sizes[i]), False)
             if ADDS:
                 words = sum_words(by_rank(came_words, own_words, rank, WORLD), WORLD, SHAPE.DTYPE)
                 if KIND == ALL_REDUCE:
                     for i in tl.static_range(PEERS):
-                        store_to(call, addresses[i], sums_mine, offs, words, offs < words_in(own_size), False)
+                        sync.store_to(call, addresses[i], sums_mine, offs, words, offs < words_in(own_size), False)
                 own_words = nan_unless(call.live, words, SHAPE.DTYPE)
             own_to = own_from
             if KIND == REDUCE_SCATTER:
@@ -324,11 +303,11 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
                     store_words(
                         out, taken_to[i], offs, nan_unless(call.live, taken[i], SHAPE.DTYPE), taken_sizes[i], SHAPE.UNIT
                     )
-        call = join_warps(call, late_ranks, running, WORLD, WARPS)
+        call = sync.join_warps(call, late_ranks, running, WORLD, WARPS)
         if SHAPE.ANNOUNCES:
-            announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
+            sync.announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
         if step + 1 < steps:
-            raise_progress(call, progress, step + 1, WORLD, WARPS)
+            sync.raise_progress(call, progress, step + 1, WORLD, WARPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +343,8 @@ def few_sms(
     KIND: tl.constexpr = SHAPE.KIND
     WARPS: tl.constexpr = SHAPE.WARPS
     worker = tl.program_id(0)
-    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
-    call = enter(entry, WARPS, SHAPE.PDL)
+    addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
+    call = sync.enter(entry, WARPS, SHAPE.PDL)
     part_nbytes = part_nbytes + call.epoch * 0  # the interpreter takes a small number for one of 32 bits
     nbytes = starts[8] + call.epoch * 0
     own_start = nbytes * 0
@@ -378,26 +357,28 @@ def few_sms(
         copied_nbytes = tl.where(x.to(tl.int64) == out.to(tl.int64) + own_start, 0, own_nbytes)
     # A program of its own for the headers would take an SM. Nothing is sent before all ranks have come anyway.
     if worker == 0:
-        exchange_headers(call, rank * 0, False, WORLD, WARPS, False)
-        call = with_status(call, (read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
+        sync.exchange_headers(call, rank * 0, False, WORLD, WARPS, False)
+        call = sync.with_status(call, (sync.read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
     else:
-        leave_epoch(call, rank * 0, False)
+        sync.leave_epoch(call, rank * 0, False)
     parts = Parts(part_nbytes, starts, own_start, own_nbytes, copied_nbytes)
     progress = progress_at + worker * FLAG_ROW_QUADS
     row = blocks.rows + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
     if not SHAPE.ANNOUNCES:
-        tell_places(call, row, places, WORLD, WARPS)
-    raise_progress(call, progress, 0, WORLD, WARPS)
-    call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call before left there
+        sync.tell_places(call, row, places, WORLD, WARPS)
+    sync.raise_progress(call, progress, 0, WORLD, WARPS)
+    call = sync.await_progress(
+        call, progress, 0, WORLD, WARPS
+    )  # the peers no longer read what a call before left there
     if SHAPE.ANNOUNCES:
         release_next_kernel(SHAPE.PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
         through_window(call, x, out, addresses, arrivals, progress, window_at, chunk_nbytes, parts, SHAPE)
     else:
         mapped = call.live != 0
         for r in tl.static_range(WORLD):
-            mapped = mapped & (place_of(call, row, r, False) != 0)
+            mapped = mapped & (sync.place_of(call, row, r, False) != 0)
             if KIND == ALL_REDUCE:
-                mapped = mapped & (place_of(call, row, r, True) != 0)
+                mapped = mapped & (sync.place_of(call, row, r, True) != 0)
         if mapped:
             where_they_lie(call, x, out, blocks.addresses, row, progress, parts, SHAPE)
         else:
@@ -433,9 +414,7 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
     """Return the launch of an all_reduce, a reduce_scatter, an all_gather, an all_to_all or a broadcast.
 
     An all_gather that ``announces`` lets the next kernel of the stream begin, and tells it which chunks are there.
-
-    Raises:
-        ConfigError: the launch needs more of the window than there is.
+    Raises ConfigError if the launch needs more of the window than there is.
     """
     item, world_size, shape = wire.DTYPES[plan.dtype], context.world_size, plan.launch
     if plan.op is Op.ALL_REDUCE:

@@ -18,42 +18,13 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words
 from shotcast.kernels.triton.norm import NormAddresses
+from shotcast.transport.triton import exchanges, fused_tiles, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
-from shotcast.transport.triton.exchanges import (
-    DOUBLING,
-    HALVING,
-    PAIRS,
-    NodesShape,
-    Tile,
-    exchange_quads,
-    place_of,
-    targets_of,
-)
-from shotcast.transport.triton.fused_tiles import (
-    RowCells,
-    RowTileShape,
-    finish_tiles,
-    load_operands,
-    tile_arguments,
-    tile_bounds,
-)
+from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, NodesShape, Tile
+from shotcast.transport.triton.fused_tiles import RowCells, RowTileShape
 from shotcast.transport.triton.network import enter_network
 from shotcast.transport.triton.nvrar import begin_exchange, finish_exchange, nodes_arguments, partial_sum
-from shotcast.transport.triton.sync import (
-    EntryWithPuts,
-    await_words,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    rotated_peer,
-    slots_offset,
-    store_to,
-    store_to_all,
-)
+from shotcast.transport.triton.sync import EntryWithPuts
 from shotcast.wire import CallPlan
 
 
@@ -85,7 +56,7 @@ def nvrar_norm(
     ROW: tl.constexpr = SHAPE.HIDDEN * DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
     worker = tl.program_id(0) - 1
-    place = place_of(rank, SHAPE)
+    place = exchanges.place_of(rank, SHAPE)
     local = place.local
     first_rank = rank - local
     tiles = nbytes // ROW * SHAPE.ROW_TILES
@@ -93,28 +64,28 @@ def nvrar_norm(
     offs = tl.arange(0, BLOCK)
     mates = ()
     if LOCAL > 1:
-        mates = peer_addresses(entry.peers + first_rank * 8, local, worker, LOCAL)
-    targets = targets_of(entry, place, SHAPE)
+        mates = sync.peer_addresses(entry.peers + first_rank * 8, local, worker, LOCAL)
+    targets = exchanges.targets_of(entry, place, SHAPE)
     await_prior_kernel(SHAPE.PDL)
     own_tile = local * slice_tiles + worker
-    _, _, own_start, own_nbytes = tile_bounds(own_tile, tiles, SHAPE)
+    _, _, own_start, own_nbytes = fused_tiles.tile_bounds(own_tile, tiles, SHAPE)
     words = ()
     if LOCAL == 1:
         words = (load_words(x, own_start, offs, own_nbytes, 16),)
     else:
         for i in tl.static_range(LOCAL - 1):
-            peer_tile = rotated_peer(local, worker, i, LOCAL) * slice_tiles + worker
-            _, _, tile_start, tile_nbytes = tile_bounds(peer_tile, tiles, SHAPE)
+            peer_tile = sync.rotated_peer(local, worker, i, LOCAL) * slice_tiles + worker
+            _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(peer_tile, tiles, SHAPE)
             words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     inner_quads = slice_tiles * (2 * LOCAL * TILE if LOCAL > 1 else 0)
-    extent = inner_quads + exchange_quads(slice_tiles * TILE, SHAPE)
+    extent = inner_quads + exchanges.exchange_quads(slice_tiles * TILE, SHAPE)
     if SHAPE.CLEAR_AFTER_READ:
         extent = extent * 0
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)
+        sync.exchange_headers(call, extent, True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)
     else:
-        first_shot = slots_offset(call.generation, slots_at, slots_quads)
+        first_shot = sync.slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_tiles * (LOCAL * TILE)
         network = enter_network(
             call, first_shot + inner_quads, staging_at, staging_quads, SHAPE.PUTS, SHAPE.CLEAR_AFTER_READ
@@ -128,57 +99,59 @@ def nvrar_norm(
             begin_exchange(call, network, targets, place, at, value, SHAPE)
         else:
             for i in tl.static_range(LOCAL - 1):
-                sent = (offs >= 0) & (rotated_peer(local, worker, i, LOCAL) * slice_tiles + worker < tiles)
+                sent = (offs >= 0) & (sync.rotated_peer(local, worker, i, LOCAL) * slice_tiles + worker < tiles)
                 slots = first_shot + (local * slice_tiles + worker) * TILE
-                store_to(call, mates[i], slots, offs, escape_sentinel(words[i]), sent, False)
-        operands = load_operands(norm, worker, slice_tiles, tiles, LOCAL, SHAPE)
+                sync.store_to(call, mates[i], slots, offs, sync.escape_sentinel(words[i]), sent, False)
+        operands = fused_tiles.load_operands(norm, worker, slice_tiles, tiles, LOCAL, SHAPE)
         if LOCAL > 1:
             own_words = load_words(x, own_start, offs, own_nbytes, 16)
-        dirty = leave_epoch(call, extent, True)
+        dirty = sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         if LOCAL > 1:
             slots = first_shot + worker * TILE
             masks = ()
             for r in tl.static_range(LOCAL):
                 masks = masks + ((offs < span) & (local != r),)
-            parts, call = await_words(call, slots, stride, offs, masks, first_rank, False, LOCAL, SHAPE.WORLD)
+            parts, call = sync.await_words(call, slots, stride, offs, masks, first_rank, False, LOCAL, SHAPE.WORLD)
             value = partial_sum(insert_own(parts, own_words, local, LOCAL), DTYPE, LOCAL)
             if SHAPE.CLEAR_AFTER_READ:
-                clear_parts(call, slots, stride, offs, masks, LOCAL)
+                sync.clear_parts(call, slots, stride, offs, masks, LOCAL)
             at = Tile(worker, worker * BLOCK, slice_tiles * BLOCK, offs, span)
             begin_exchange(call, network, targets, place, at, value, SHAPE)
         at = Tile(worker, worker * BLOCK, slice_tiles * BLOCK, offs, span)
         own_sum, call = finish_exchange(call, network, targets, place, at, value, SHAPE)
         sums = (own_sum,)
         if LOCAL > 1:
-            store_to_all(
+            sync.store_to_all(
                 call, mates, second_shot + own_tile * TILE, offs, own_sum, offs < span, False, False, LOCAL - 1
             )
             slots = second_shot + worker * TILE
             masks = ()
             for r in tl.static_range(LOCAL):
                 masks = masks + ((offs >= 0) & (r * slice_tiles + worker < tiles) & (local != r),)
-            parts, call = await_words(call, slots, stride, offs, masks, first_rank, False, LOCAL, SHAPE.WORLD, True)
+            parts, call = sync.await_words(
+                call, slots, stride, offs, masks, first_rank, False, LOCAL, SHAPE.WORLD, True
+            )
             if SHAPE.CLEAR_AFTER_READ:
-                clear_parts(call, slots, stride, offs, masks, LOCAL)
+                sync.clear_parts(call, slots, stride, offs, masks, LOCAL)
             sums = insert_own(parts, own_sum, local, LOCAL)
-        finish_tiles(call, cells, worker, slice_tiles, tiles, sums, operands, norm, LOCAL, SHAPE)
+        fused_tiles.finish_tiles(call, cells, worker, slice_tiles, tiles, sums, operands, norm, LOCAL, SHAPE)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all-reduce and norm whose exchange between nodes is by doubling."""
-    arguments = tile_arguments(plan, context) | nodes_arguments(plan, context)
+    arguments = fused_tiles.tile_arguments(plan, context) | nodes_arguments(plan, context)
     return context.launch(nvrar_norm, plan, tensors="x and norm", EXCHANGE=DOUBLING.value, **arguments)
 
 
 def bind_pairs(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all-reduce and norm whose exchange between nodes is between all pairs at once."""
-    arguments = tile_arguments(plan, context) | nodes_arguments(plan, context)
+    arguments = fused_tiles.tile_arguments(plan, context) | nodes_arguments(plan, context)
     return context.launch(nvrar_norm, plan, tensors="x and norm", EXCHANGE=PAIRS.value, **arguments)
 
 
 def bind_halving(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all-reduce and norm whose exchange between nodes is by halving and doubling."""
-    arguments = tile_arguments(plan, context) | nodes_arguments(plan, context)
+    arguments = fused_tiles.tile_arguments(plan, context) | nodes_arguments(plan, context)
     return context.launch(nvrar_norm, plan, tensors="x and norm", EXCHANGE=HALVING.value, **arguments)

@@ -19,29 +19,10 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
 from shotcast.kernels.triton.norm import NormAddresses
-from shotcast.transport.triton import layout
+from shotcast.transport.triton import fused_tiles, layout, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
-from shotcast.transport.triton.fused_tiles import (
-    RowCells,
-    RowTileShape,
-    finish_tiles,
-    load_operands,
-    tile_arguments,
-    tile_bounds,
-)
-from shotcast.transport.triton.sync import (
-    Entry,
-    arrival_masks,
-    await_words,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    slots_offset,
-    store_to_all,
-)
+from shotcast.transport.triton.fused_tiles import RowCells, RowTileShape
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
 
@@ -74,35 +55,37 @@ def one_shot_norm(
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1  # a program has every so many-th tile
     offs = tl.arange(0, BLOCK)
-    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     await_prior_kernel(SHAPE.PDL)
     words = ()
     for i in tl.static_range(EACH):
-        _, _, tile_start, tile_nbytes = tile_bounds(worker + i * workers, tiles, SHAPE)
+        _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(worker + i * workers, tiles, SHAPE)
         words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    operands = load_operands(norm, worker, workers, tiles, EACH, SHAPE)
-    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    operands = fused_tiles.load_operands(norm, worker, workers, tiles, EACH, SHAPE)
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, False)
+        sync.exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, False)
     else:
-        slots = slots_offset(call.generation, slots_at, slots_quads)
+        slots = sync.slots_offset(call.generation, slots_at, slots_quads)
         for i in tl.static_range(EACH):
             tile = worker + i * workers
-            _, _, _, tile_nbytes = tile_bounds(tile, tiles, SHAPE)
+            _, _, _, tile_nbytes = fused_tiles.tile_bounds(tile, tiles, SHAPE)
             slot = slots + (rank * tiles + tile) * TILE
             sent = offs < tile_nbytes // 16 * 4
-            store_to_all(call, addresses, slot, offs, escape_sentinel(words[i]), sent, False, False, WORLD - 1)
-        dirty = leave_epoch(call, extent, True)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.store_to_all(
+                call, addresses, slot, offs, sync.escape_sentinel(words[i]), sent, False, False, WORLD - 1
+            )
+        dirty = sync.leave_epoch(call, extent, True)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         totals = ()
         for i in tl.static_range(EACH):
             tile = worker + i * workers
-            _, _, _, tile_nbytes = tile_bounds(tile, tiles, SHAPE)
+            _, _, _, tile_nbytes = fused_tiles.tile_bounds(tile, tiles, SHAPE)
             span = tile_nbytes // 16 * 4
-            masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
-            parts, call = await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
+            masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)
+            parts, call = sync.await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
             totals = totals + (sum_words(insert_own(parts, words[i], rank, WORLD), WORLD, SHAPE.DTYPE),)
-        finish_tiles(call, cells, worker, workers, tiles, totals, operands, norm, EACH, SHAPE)
+        fused_tiles.finish_tiles(call, cells, worker, workers, tiles, totals, operands, norm, EACH, SHAPE)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
@@ -116,6 +99,6 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         plan,
         programs=1 + max(1, -(-rows * row_tiles // each)),
         tensors="x and norm",
-        **tile_arguments(plan, context, layout.row_cell_stride(rows, row_tiles)),
+        **fused_tiles.tile_arguments(plan, context, layout.row_cell_stride(rows, row_tiles)),
         EACH=each,
     )

@@ -29,23 +29,9 @@ from shotcast.kernels.triton.norm import (
     load_weight_and_bias,
     norm_arguments,
 )
-from shotcast.transport.triton import layout
+from shotcast.transport.triton import layout, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
-from shotcast.transport.triton.sync import (
-    Entry,
-    arrival_masks,
-    await_words,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    rotated_peer,
-    slots_offset,
-    store_to,
-    store_to_all,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
 
@@ -78,8 +64,8 @@ def sum_of_slots(
     high = tl.zeros([BLOCK], tl.float32)
     for first in tl.static_range(0, WORLD, GROUP):
         group_slots = slots + first * stride
-        masks = arrival_masks(call, offs, SPAN, 0, SPAN, smaller(GROUP, WORLD - first), OWN)
-        parts, call = await_words(
+        masks = sync.arrival_masks(call, offs, SPAN, 0, SPAN, smaller(GROUP, WORLD - first), OWN)
+        parts, call = sync.await_words(
             call, group_slots, stride, offs, masks, first, False, smaller(GROUP, WORLD - first), WORLD
         )
         if OWN:
@@ -115,16 +101,16 @@ def take_rows(
     stride = rows * SENT_QUADS
     if SHAPE.KEEPS_NORMED:
         span = ROW // 4
-        masks = arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
-        parts, call = await_words(call, slots, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
+        masks = sync.arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
+        parts, call = sync.await_words(call, slots, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
             out_row = (FIRST + r) * rows + row
             row_nbytes = tl.where(call.rank == FIRST + r, 0, ROW)
             store_words(norm.normed, out_row * ROW, offs, nan_unless(call.live, parts[r], SHAPE.DTYPE), row_nbytes, 16)
     if QUANTIZE != NONE:
         span = (FP8_QUADS + SCALE_QUADS) * 4
-        masks = arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
-        parts, call = await_words(call, slots + NORM_QUADS, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
+        masks = sync.arrival_masks(call, offs, span, 0, span, COUNT, SKIP_SELF)
+        parts, call = sync.await_words(call, slots + NORM_QUADS, stride, offs, masks, FIRST, False, COUNT, WORLD, True)
         for r in tl.static_range(COUNT):
             out_row = (FIRST + r) * rows + row
             row_nbytes = tl.where(call.rank == FIRST + r, 0, HIDDEN)
@@ -186,7 +172,7 @@ def scatter_norm(
     # arrived before their slots are cleared; so this rank waits for them as for those of others.
     SKIP_SELF: tl.constexpr = GROUP == WORLD and not SHAPE.MULTICAST
     PEERS: tl.constexpr = WORLD - SKIP_SELF
-    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
     quads = nbytes // 16  # quads of one slot
     rows = nbytes // ROW
     extent = quads * WORLD
@@ -195,32 +181,34 @@ def scatter_norm(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     pushers = programs - 1 - row_programs
-    slots = slots_offset(call.generation, slots_at, slots_quads)
+    slots = sync.slots_offset(call.generation, slots_at, slots_quads)
     if program == 0:
-        exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     elif program <= pushers:
         worker = program - 1
-        addresses = peer_addresses(entry.peers, rank, worker, WORLD, OWN)
+        addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD, OWN)
         span = quads * 4
         for start in range(worker * SHAPE.BLOCK, span, pushers * SHAPE.BLOCK):
             offs = start + tl.arange(0, SHAPE.BLOCK)
             parts = ()
             for i in tl.static_range(WORLD - OWN):
-                parts = parts + (load_words(x, rotated_peer(rank, worker, i, WORLD, OWN) * nbytes, offs, nbytes, 16),)
+                parts = parts + (
+                    load_words(x, sync.rotated_peer(rank, worker, i, WORLD, OWN) * nbytes, offs, nbytes, 16),
+                )
             for i in tl.static_range(WORLD - OWN):
-                words = escape_sentinel(parts[i])
-                store_to(call, addresses[i], slots + rank * quads, offs, words, offs < span, False)
-        dirty = leave_epoch(call, extent, True)
+                words = sync.escape_sentinel(parts[i])
+                sync.store_to(call, addresses[i], slots + rank * quads, offs, words, offs < span, False)
+        dirty = sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, programs - 1, SHAPE.BLOCK)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, programs - 1, SHAPE.BLOCK)
     else:
         worker = program - 1 - pushers
         offs = tl.arange(0, ROW_BLOCK)
         weights, biases = load_weight_and_bias(norm, offs, SHAPE)
-        dirty = leave_epoch(call, extent, True)
+        dirty = sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, SHAPE.BLOCK)
-        gather_addresses = peer_addresses(entry.peers, rank, worker, WORLD, SKIP_SELF)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, SHAPE.BLOCK)
+        gather_addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD, SKIP_SELF)
         second_shot = slots + quads * WORLD
         first_row = 0
         if SHAPE.GATHER:
@@ -244,21 +232,25 @@ def scatter_norm(
             if SHAPE.GATHER:
                 row_slot = second_shot + (first_row + row) * SENT_QUADS
                 if SHAPE.KEEPS_NORMED:
-                    words = escape_sentinel(normed)
-                    store_to_all(
+                    words = sync.escape_sentinel(normed)
+                    sync.store_to_all(
                         call, gather_addresses, row_slot, offs, words, offs < ROW // 4, False, SHAPE.MULTICAST, PEERS
                     )
                 if QUANTIZE != NONE:
                     fp8_offs = tl.arange(0, FP8_BLOCK)
                     slot = row_slot + NORM_QUADS
                     sent = fp8_offs < FP8_WORDS
-                    store_to_all(call, gather_addresses, slot, fp8_offs, packed, sent, False, SHAPE.MULTICAST, PEERS)
+                    sync.store_to_all(
+                        call, gather_addresses, slot, fp8_offs, packed, sent, False, SHAPE.MULTICAST, PEERS
+                    )
                 if QUANTIZE == DYNAMIC:
                     # a store to each peer: with a tile this small, every thread would multicast all of it
                     scale_offs = tl.arange(0, 4)
                     words = tl.zeros([4], tl.int32) + factor.to(tl.int32, bitcast=True)
                     slot = row_slot + NORM_QUADS + FP8_QUADS
-                    store_to_all(call, gather_addresses, slot, scale_offs, words, scale_offs < 4, False, False, PEERS)
+                    sync.store_to_all(
+                        call, gather_addresses, slot, scale_offs, words, scale_offs < 4, False, False, PEERS
+                    )
         if SHAPE.GATHER:
             for row in range(worker, rows, row_programs):
                 for first in tl.static_range(0, WORLD, GROUP):

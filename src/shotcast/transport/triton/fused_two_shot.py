@@ -18,31 +18,10 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import insert_own, load_words, sum_words
 from shotcast.kernels.triton.norm import NormAddresses
+from shotcast.transport.triton import fused_tiles, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch
-from shotcast.transport.triton.fused_tiles import (
-    RowCells,
-    RowTileShape,
-    finish_tiles,
-    load_operands,
-    tile_arguments,
-    tile_bounds,
-)
-from shotcast.transport.triton.sync import (
-    Entry,
-    arrival_masks,
-    await_words,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    rotated_peer,
-    slots_offset,
-    store_to,
-    store_to_all,
-)
+from shotcast.transport.triton.fused_tiles import RowCells, RowTileShape
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
 
@@ -68,54 +47,54 @@ def two_shot_norm(
     tiles = nbytes // ROW * SHAPE.ROW_TILES
     slice_tiles = (tiles + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     offs = tl.arange(0, BLOCK)
-    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     await_prior_kernel(SHAPE.PDL)
     words = ()
     for i in tl.static_range(WORLD - 1):
-        peer_tile = rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker
-        _, _, tile_start, tile_nbytes = tile_bounds(peer_tile, tiles, SHAPE)
+        peer_tile = sync.rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker
+        _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(peer_tile, tiles, SHAPE)
         words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     extent = 0 if SHAPE.CLEAR_AFTER_READ else slice_tiles * (2 * WORLD * TILE)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
-        first_shot = slots_offset(call.generation, slots_at, slots_quads)
+        first_shot = sync.slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_tiles * (WORLD * TILE)
         stride = slice_tiles * TILE
         for i in tl.static_range(WORLD - 1):
             # send whole tiles, with zeros beyond the end of a row, so that the wait is the same for all tiles
-            sent = (offs >= 0) & (rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker < tiles)
+            sent = (offs >= 0) & (sync.rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker < tiles)
             slots = first_shot + (rank * slice_tiles + worker) * TILE
-            store_to(call, addresses[i], slots, offs, escape_sentinel(words[i]), sent, False)
+            sync.store_to(call, addresses[i], slots, offs, sync.escape_sentinel(words[i]), sent, False)
         own_tile = rank * slice_tiles + worker
-        _, _, tile_start, tile_nbytes = tile_bounds(own_tile, tiles, SHAPE)
+        _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(own_tile, tiles, SHAPE)
         own_words = load_words(x, tile_start, offs, tile_nbytes, 16)
-        operands = load_operands(norm, worker, slice_tiles, tiles, WORLD, SHAPE)
-        dirty = leave_epoch(call, extent, True)
+        operands = fused_tiles.load_operands(norm, worker, slice_tiles, tiles, WORLD, SHAPE)
+        dirty = sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         span = tl.where(own_tile < tiles, BLOCK, 0)
         slots = first_shot + worker * TILE
-        masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
-        parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
-        own_sum = escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE))
+        masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)
+        parts, call = sync.await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
+        own_sum = sync.escape_sentinel(sum_words(insert_own(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE))
         sums = second_shot + own_tile * TILE
-        store_to_all(call, addresses, sums, offs, own_sum, offs < span, False, SHAPE.MULTICAST, WORLD - 1)
+        sync.store_to_all(call, addresses, sums, offs, own_sum, offs < span, False, SHAPE.MULTICAST, WORLD - 1)
         if SHAPE.CLEAR_AFTER_READ:
-            clear_parts(call, slots, stride, offs, masks, WORLD)
+            sync.clear_parts(call, slots, stride, offs, masks, WORLD)
         slots = second_shot + worker * TILE
-        masks = arrival_masks(
+        masks = sync.arrival_masks(
             call, offs, BLOCK, slice_tiles * BLOCK, (tiles - worker) * BLOCK, WORLD, not SHAPE.MULTICAST
         )
-        parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD, True)
+        parts, call = sync.await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD, True)
         if SHAPE.CLEAR_AFTER_READ:
-            clear_parts(call, slots, stride, offs, masks, WORLD)
+            sync.clear_parts(call, slots, stride, offs, masks, WORLD)
         sums = insert_own(parts, own_sum, rank, WORLD)
-        finish_tiles(call, cells, worker, slice_tiles, tiles, sums, operands, norm, WORLD, SHAPE)
+        fused_tiles.finish_tiles(call, cells, worker, slice_tiles, tiles, sums, operands, norm, WORLD, SHAPE)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all-reduce whose rows are normed."""
     # cells of rows need not stand apart here: with four rows a program nothing is gained by it
-    return context.launch(two_shot_norm, plan, tensors="x and norm", **tile_arguments(plan, context))
+    return context.launch(two_shot_norm, plan, tensors="x and norm", **fused_tiles.tile_arguments(plan, context))

@@ -35,10 +35,7 @@ from shotcast.wire import CallPlan, LaunchShape, Op, ProductOp
 class GatherThenMultiply:
     """The two kernels of a call on this rank.
 
-    Args:
-        gather: the all-gather.
-        product: the product of what it brings.
-        arrivals: the address of the words by which the first tells the second what is there.
+    ``arrivals`` is the address of the words by which the first tells the second what is there.
     """
 
     def __init__(self, gather: Launch, product: ArrivingGemm, arrivals: int):
@@ -71,11 +68,8 @@ class GatherThenMultiply:
 def call_of(form: GemmForm, config: GemmConfig, world_size: int, shape: LaunchShape) -> KernelCall:
     """Return the call for products of one form.
 
-    Args:
-        form: of the product of all rows, which lie one after the other, in memory at a multiple of 16 bytes.
-        config: the shape of its blocks.
-        world_size: the number of ranks, each of which has equally many rows.
-        shape: the launch of the all-gather.
+    ``form`` is that of the product of all rows, which lie one after the other, in memory at a multiple of 16 bytes;
+    each rank has equally many. ``shape`` is the launch of the all-gather.
     """
     dtype, nbytes = str(form.dtype).removeprefix("torch."), form.m * form.k * form.dtype.itemsize
     plan = wire.product_plan(ProductOp.ALL_GATHER_MATMUL, dtype, nbytes, shape, 0)

@@ -30,13 +30,11 @@ _CONNECT_S = 60.0
 class HostsTritonExecutor(TritonExecutor):
     """This rank's side of a communicator whose ranks are on several nodes, equally many on each.
 
-    Args:
-        ranks: those of all nodes, each of which has consecutive ones.
-        lease: ``lease(nbytes)`` gives memory of NVSHMEM. Collective; it raises on all ranks or on none.
+    Each node has consecutive ranks. Raises ConfigError on all ranks if NVSHMEM is missing or has too little memory or
+    peers cannot connect, and CollectiveTimeout for ranks that did not come.
 
-    Raises:
-        ConfigError: on all ranks; NVSHMEM is missing or has too little memory, or peers cannot connect.
-        CollectiveTimeout: naming ranks that did not come.
+    Args:
+        lease: ``lease(nbytes)`` gives memory of NVSHMEM. Collective; it raises on all ranks or on none.
     """
 
     _puts = True

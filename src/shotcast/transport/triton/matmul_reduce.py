@@ -36,22 +36,10 @@ from shotcast.errors import ConfigError
 from shotcast.kernels.triton import gemm
 from shotcast.kernels.triton.gemm import GemmConfig, GemmForm, ProductShape, Sizes, matrix_at, place_of, sums_of_tile
 from shotcast.transport.kernel_call import KernelCall
+from shotcast.transport.triton import sync
 from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.layout import rooms
-from shotcast.transport.triton.sync import (
-    Entry,
-    await_words,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    region_address,
-    slots_offset,
-    store_to,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import LaunchShape, ProductOp, product_plan
 
 
@@ -64,10 +52,10 @@ def send_tile(call, address, quads, sums, rows, DTYPE: tl.constexpr):
     TILE_M: tl.constexpr = sums.shape[0]
     ROW_WORDS: tl.constexpr = sums.shape[1] // 2
     low, high = tl.split(tl.reshape(sums, (TILE_M, ROW_WORDS, 2)))
-    words = escape_sentinel(round_pair(low, high, DTYPE))
+    words = sync.escape_sentinel(round_pair(low, high, DTYPE))
     i = tl.arange(0, TILE_M)[:, None]
     j = tl.arange(0, ROW_WORDS)[None, :]
-    store_to(call, address, quads, i * ROW_WORDS + j, words, (i < rows) & (j >= 0), False)
+    sync.store_to(call, address, quads, i * ROW_WORDS + j, words, (i < rows) & (j >= 0), False)
 
 
 @triton.jit
@@ -120,12 +108,12 @@ def matmul_reduce(
     tile_rows = tl.cdiv(rows, TILE_M)
     tile_columns = tl.cdiv(sizes.n, TILE_N)
     tiles = tile_rows * tile_columns
-    call = enter(entry, SHAPE.WARPS, False)
+    call = sync.enter(entry, SHAPE.WARPS, False)
     if tl.program_id(0) == 0:
-        exchange_headers(call, rank * 0, True, WORLD, SHAPE.WARPS, False)
+        sync.exchange_headers(call, rank * 0, True, WORLD, SHAPE.WARPS, False)
     else:
-        dirty = leave_epoch(call, rank * 0, True)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, SHAPE.BLOCK)
+        dirty = sync.leave_epoch(call, rank * 0, True)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, SHAPE.BLOCK)
         turn = worker // tiles
         tile = worker % tiles
         tile_row, tile_column = place_of(tile, tile_rows, tile_columns, SHAPE.GROUP)
@@ -136,13 +124,15 @@ def matmul_reduce(
             tl.minimum(rows - tile_row * TILE_M, TILE_M), tl.minimum((owner + 1) * block_rows, sizes.m) - row
         )
         target = row if SHAPE.GATHER else first + tile_row * TILE_M
-        slots = slots_offset(call.generation, slots_at, slots_quads) + tile * TILE_QUADS
+        slots = sync.slots_offset(call.generation, slots_at, slots_quads) + tile * TILE_QUADS
         sums_slots = slots + WORLD * tiles * TILE_QUADS
         if (turn < WORLD) & (height > 0):
             sums = sums_of_tile(a, b, row, column, sizes, SHAPE)
-            send_tile(call, region_address(entry.peers, owner), slots + rank * tiles * TILE_QUADS, sums, height, DTYPE)
+            send_tile(
+                call, sync.region_address(entry.peers, owner), slots + rank * tiles * TILE_QUADS, sums, height, DTYPE
+            )
             if turn == WORLD - 1:
-                addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+                addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
                 for at in range(0, TILE_WORDS, SHAPE.BLOCK):
                     offs = at + tl.arange(0, SHAPE.BLOCK)
                     mask = offs < height * (TILE_N // 2)
@@ -150,24 +140,24 @@ def matmul_reduce(
                     for _r in tl.static_range(WORLD):
                         masks = masks + (mask,)
                     stride = tiles * TILE_QUADS
-                    parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
-                    words = escape_sentinel(sum_words(parts, WORLD, DTYPE))
+                    parts, call = sync.await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)
+                    words = sync.escape_sentinel(sum_words(parts, WORLD, DTYPE))
                     if SHAPE.GATHER:
                         for i in tl.static_range(WORLD - 1):
-                            store_to(call, addresses[i], sums_slots + rank * stride, offs, words, mask, False)
+                            sync.store_to(call, addresses[i], sums_slots + rank * stride, offs, words, mask, False)
                     words = nan_unless(call.live, words, DTYPE)
                     store_rows(out, target, column, offs, words, height, sizes.n, SHAPE.OUT_UNIT, TILE_N)
-                    clear_parts(call, slots, stride, offs, masks, WORLD)
+                    sync.clear_parts(call, slots, stride, offs, masks, WORLD)
         if SHAPE.GATHER:  # noqa: SIM102, as the compiler knows it
             if (turn >= WORLD) & (height > 0):
                 for at in range(0, TILE_WORDS, SHAPE.BLOCK):
                     offs = at + tl.arange(0, SHAPE.BLOCK)
                     masks = (offs < height * (TILE_N // 2),)
                     quads = sums_slots + owner * tiles * TILE_QUADS
-                    parts, call = await_words(call, quads, 0, offs, masks, owner, False, 1, WORLD, True)
+                    parts, call = sync.await_words(call, quads, 0, offs, masks, owner, False, 1, WORLD, True)
                     words = nan_unless(call.live, parts[0], DTYPE)
                     store_rows(out, target, column, offs, words, height, sizes.n, SHAPE.OUT_UNIT, TILE_N)
-                    clear_parts(call, quads, 0, offs, masks, 1)
+                    sync.clear_parts(call, quads, 0, offs, masks, 1)
 
 
 _WORDS_OF_A_THREAD = 64
@@ -182,17 +172,11 @@ def block_words(world_size: int, config: GemmConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The rows of a product that each rank owns, and how many of them pass at a time.
+    """The rows of a product that each rank owns, and how many of them pass at a time."""
 
-    Attributes:
-        rows: of a block.
-        piece: rows of each block in a call; the last may have fewer.
-        slot_nbytes: bytes of slots that a call takes on each rank.
-    """
-
-    rows: int
-    piece: int
-    slot_nbytes: int
+    rows: int  # of a block
+    piece: int  # rows of each block in a call; the last may have fewer
+    slot_nbytes: int  # bytes of slots that a call takes on each rank
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -208,12 +192,8 @@ class Blocks:
 def blocks_of(gather: bool, m: int, n: int, world_size: int, config: GemmConfig, max_bytes: int) -> Blocks:
     """Divide the rows of a product among the ranks, and into calls that a workspace has room for.
 
-    Args:
-        gather: the sums go to all ranks, so blocks may differ in size; each is a number of whole tiles.
-        max_bytes: the longest message of the largest workspace.
-
-    Raises:
-        ConfigError: not even a row of tiles has room.
+    With ``gather`` the sums go to all ranks, so blocks may differ in size; each is a number of whole tiles. Raises
+    ConfigError if not even a row of tiles has room in a workspace for messages of ``max_bytes``.
     """
     tile_rows = -(-m // config.tile_m)
     rows = -(-tile_rows // world_size) * config.tile_m if gather else m // world_size
@@ -235,15 +215,8 @@ def call_of(
 ) -> KernelCall:
     """Return the call that sums products of a form over the ranks.
 
-    Args:
-        op: MATMUL_REDUCE_SCATTER, for m that is a multiple of ``world_size``, or MATMUL_ALL_REDUCE.
-        form: of the product; rows of ``out`` follow each other.
-        config: the shape of tiles, the same on all ranks.
-        world_size, max_bytes: of the communicator.
-        name: the name of the dtype.
-
-    Raises:
-        ConfigError: the workspace may not grow so large.
+    A MATMUL_REDUCE_SCATTER has an m that is a multiple of ``world_size``; rows of ``out`` follow each other; ``config``
+    is the same on all ranks; ``name`` is that of the dtype. Raises ConfigError if the workspace may not grow so large.
     """
     gather = op is ProductOp.MATMUL_ALL_REDUCE
     blocks = blocks_of(gather, form.m, form.n, world_size, config, max_bytes)

@@ -21,24 +21,10 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import INTERPRETED, kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.errors import ConfigError
-from shotcast.transport.triton import layout
+from shotcast.transport.triton import layout, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.multicast import multicast_quads, multicast_sum
-from shotcast.transport.triton.sync import (
-    Entry,
-    arrival_masks,
-    await_flags,
-    await_words,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    multicast_address,
-    raise_flags,
-    slots_offset,
-    store_to,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
@@ -50,15 +36,15 @@ def multimem_all_reduce(x, out, entry: Entry, nbytes, flags_at, slots_at, slots_
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD
     BLOCK: tl.constexpr = SHAPE.BLOCK
-    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     if tl.program_id(0) == 0:
-        exchange_headers(call, slice_quads * (2 * WORLD), True, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, slice_quads * (2 * WORLD), True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
-        staging = slots_offset(call.generation, slots_at, slots_quads)
+        staging = sync.slots_offset(call.generation, slots_at, slots_quads)
         second_shot = staging + slice_quads * WORLD
         flags = flags_at + worker * FLAG_ROW_QUADS
         slice_words = slice_quads * 4
@@ -68,28 +54,28 @@ def multimem_all_reduce(x, out, entry: Entry, nbytes, flags_at, slots_at, slots_
             for r in tl.static_range(WORLD):
                 words = load_words(x, r * slice_quads * 16, offs, nbytes - r * slice_quads * 16, SHAPE.UNIT)
                 mask = (offs < slice_words) & (offs < total - r * slice_words)
-                store_to(call, call.own.to(tl.int64), staging + r * slice_quads, offs, words, mask, False)
-        raise_flags(call, flags, WORLD, SHAPE.WARPS)
-        dirty = leave_epoch(call, slice_quads * (2 * WORLD), True)
+                sync.store_to(call, call.own.to(tl.int64), staging + r * slice_quads, offs, words, mask, False)
+        sync.raise_flags(call, flags, WORLD, SHAPE.WARPS)
+        dirty = sync.leave_epoch(call, slice_quads * (2 * WORLD), True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         own_span = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
         if worker * BLOCK < own_span:  # then all ranks need the words that this program will send
-            call = await_flags(call, flags, WORLD, SHAPE.WARPS)
-        source = multicast_address(call, staging + rank * slice_quads)
-        target = multicast_address(call, second_shot + rank * slice_quads)
+            call = sync.await_flags(call, flags, WORLD, SHAPE.WARPS)
+        source = sync.multicast_address(call, staging + rank * slice_quads)
+        target = sync.multicast_address(call, second_shot + rank * slice_quads)
         for start in range(worker * BLOCK, own_span, workers * BLOCK):
             quad_offs = start // 4 + tl.arange(0, BLOCK // 4)
             mask = (quad_offs * 4 < own_span) & (call.live != 0)
             sums = multicast_sum(source, quad_offs, mask, SHAPE.DTYPE)
             words = ()
             for i in tl.static_range(4):
-                words = words + (escape_sentinel(sums[i]),)
+                words = words + (sync.escape_sentinel(sums[i]),)
             multicast_quads(target, quad_offs, words, mask)
         for start in range(worker * BLOCK, slice_words, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
-            masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD)
-            parts, call = await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
+            masks = sync.arrival_masks(call, offs, slice_words, slice_words, total, WORLD)
+            parts, call = sync.await_words(call, second_shot, slice_quads, offs, masks, 0, False, WORLD, WORLD)
             for r in tl.static_range(WORLD):
                 words = nan_unless(call.live, parts[r], SHAPE.DTYPE)
                 remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)

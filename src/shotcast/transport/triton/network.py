@@ -26,20 +26,8 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import yield_core
 from shotcast.device.triton.nvshmem import put_nbi_block
-from shotcast.transport.triton import layout
-from shotcast.transport.triton.sync import (
-    POLLS_PER_CHECK,
-    SENTINEL,
-    TIMEOUT,
-    any_missing,
-    cells_offset,
-    check_deadline,
-    missing_words,
-    region_address,
-    store_to,
-    with_status,
-    words_at,
-)
+from shotcast.transport.triton import layout, sync
+from shotcast.transport.triton.sync import POLLS_PER_CHECK, SENTINEL, TIMEOUT
 
 GRACE = tl.constexpr(layout.GRACE)
 
@@ -73,10 +61,10 @@ class Destination(NamedTuple):
 def destination(peers, puts, rank, PUTS: tl.constexpr):
     """Return the destination of what goes to a rank. It never changes: look it up as early as you like."""
     if PUTS:
-        address = region_address(puts, 2 * rank)
-        pe = region_address(puts, 2 * rank + 1).to(tl.int32)
+        address = sync.region_address(puts, 2 * rank)
+        pe = sync.region_address(puts, 2 * rank + 1).to(tl.int32)
     else:
-        address = region_address(peers, rank)
+        address = sync.region_address(peers, rank)
         pe = rank
     return Destination(address, pe)
 
@@ -84,7 +72,7 @@ def destination(peers, puts, rank, PUTS: tl.constexpr):
 @triton.jit
 def enter_network(call, quads, staging_at, staging_quads, PUTS: tl.constexpr, CLEARS: tl.constexpr):
     """Open the slots of the call, which begin at ``quads``. There are two generations of what is staged."""
-    return Network(quads, cells_offset(call.epoch, staging_at, staging_quads), PUTS, CLEARS)
+    return Network(quads, sync.cells_offset(call.epoch, staging_at, staging_quads), PUTS, CLEARS)
 
 
 @triton.jit
@@ -103,7 +91,7 @@ def put_tiles(call, network, target, word, lanes, parts, count, PARTS: tl.conste
         address = call.own.to(tl.int64)
         staged = network.staging + word // 4
         for part in tl.static_range(PARTS):
-            store_to(call, address, staged + part * (count // 4), lanes, parts[part], mask, False)
+            sync.store_to(call, address, staged + part * (count // 4), lanes, parts[part], mask, False)
         if (count > 0) & (call.live != 0):
             arrival = (network.quads + word // 4).to(tl.int64) * 16
             nbytes = count.to(tl.int64) * (4 * PARTS)
@@ -111,7 +99,7 @@ def put_tiles(call, network, target, word, lanes, parts, count, PARTS: tl.conste
     else:
         for part in tl.static_range(PARTS):
             quads = network.quads + (word + part * count) // 4
-            store_to(call, target[0], quads, lanes, parts[part], mask, False)
+            sync.store_to(call, target[0], quads, lanes, parts[part], mask, False)
 
 
 @triton.jit
@@ -124,7 +112,7 @@ def load_tiles(call, network, words, lanes, counts, PARTS: tl.constexpr, COUNT: 
     for i in tl.static_range(COUNT):
         for part in tl.static_range(PARTS):
             quads = network.quads + (words[i] + part * counts[i]) // 4
-            slot = words_at(call.own.to(tl.int64), quads) + lanes
+            slot = sync.words_at(call.own.to(tl.int64), quads) + lanes
             tiles = tiles + (tl.load(slot, mask=lanes < counts[i], other=0, volatile=True),)
     return tiles
 
@@ -136,7 +124,7 @@ def clear_tiles(call, network, words, lanes, counts, PARTS: tl.constexpr, COUNT:
     for i in tl.static_range(COUNT):
         for part in tl.static_range(PARTS):
             quads = network.quads + (words[i] + part * counts[i]) // 4
-            tl.store(words_at(call.own.to(tl.int64), quads) + lanes, clean, mask=lanes < counts[i])
+            tl.store(sync.words_at(call.own.to(tl.int64), quads) + lanes, clean, mask=lanes < counts[i])
 
 
 @triton.jit
@@ -164,26 +152,26 @@ def await_tiles(
     stopped names it before those that wait for the first name that.
     """
     tiles = load_tiles(call, network, words, lanes, counts, PARTS, COUNT)
-    waiting = any_missing(tiles, call.epoch, False, PARTS * COUNT) & call.live
+    waiting = sync.any_missing(tiles, call.epoch, False, PARTS * COUNT) & call.live
     started = call.started
     live = call.live
     polls = 0
     while waiting != 0:
         yield_core()
         tiles = load_tiles(call, network, words, lanes, counts, PARTS, COUNT)
-        waiting = any_missing(tiles, call.epoch, False, PARTS * COUNT)
+        waiting = sync.any_missing(tiles, call.epoch, False, PARTS * COUNT)
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
             late_ranks = call.rank * 0
             for i in tl.static_range(COUNT):
                 for part in tl.static_range(PARTS):
-                    missing = missing_words(tiles[i * PARTS + part], call.epoch, False)
+                    missing = sync.missing_words(tiles[i * PARTS + part], call.epoch, False)
                     late_ranks = late_ranks | (tl.max(missing.to(tl.int32), axis=0) << (first + i * step))
             grace = tl.atomic_add(call.own + TIMEOUT, 0, sem="relaxed", scope="sys") // GRACE * DEPTH
             later = tl.where(started == 0, started, started + grace)
-            checked, live = check_deadline(call, later, late_ranks, True, WORLD)
+            checked, live = sync.check_deadline(call, later, late_ranks, True, WORLD)
             started = tl.where(started == 0, checked, started)
             waiting = waiting & live
     if network.clears:
         clear_tiles(call, network, words, lanes, counts, PARTS, COUNT)
-    return tiles, with_status(call, live, started)
+    return tiles, sync.with_status(call, live, started)

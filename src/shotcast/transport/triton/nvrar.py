@@ -24,46 +24,11 @@ from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, releas
 from shotcast.device.triton.words import accumulate, insert_own, load_words, nan_unless, store_words, unpack
 from shotcast.errors import UnsupportedError
 from shotcast.hardware.nodes import folded
+from shotcast.transport.triton import exchanges, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
-from shotcast.transport.triton.exchanges import (
-    DOUBLING,
-    HALVING,
-    PAIRS,
-    PAIRS_16BIT,
-    TWO_SHOT_16BIT,
-    NodesShape,
-    Tile,
-    begin_doubling,
-    begin_halving,
-    begin_pairs,
-    begin_two_shot_16bit,
-    bits_of,
-    exchange_quads,
-    finish_doubling,
-    finish_halving,
-    finish_pairs,
-    finish_pairs_16bit,
-    finish_two_shot_16bit,
-    place_of,
-    rounded,
-    targets_of,
-)
+from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT, NodesShape, Tile
 from shotcast.transport.triton.network import enter_network
-from shotcast.transport.triton.sync import (
-    EntryWithPuts,
-    await_words,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    rotated_peer,
-    slots_offset,
-    store_to,
-    store_to_all,
-)
+from shotcast.transport.triton.sync import EntryWithPuts
 from shotcast.wire import SIXTEEN_BITS, CallPlan
 
 
@@ -92,7 +57,7 @@ def tiles_to_send(
     for i in tl.static_range(FIRST, END):
         mate = local
         if LOCAL > 1:
-            mate = rotated_peer(local, rotation, i, LOCAL)
+            mate = sync.rotated_peer(local, rotation, i, LOCAL)
         tiles = tiles + (load_slice(x, mate, slice_quads, nbytes, offs, UNIT),)
     return tiles
 
@@ -115,32 +80,42 @@ def begin_exchange(call, network, targets, place, tile, value, SHAPE: tl.constex
     """Send what a rank has of its partial sums without waiting for other nodes."""
     if SHAPE.NODES > 1:
         if SHAPE.EXCHANGE == PAIRS:
-            begin_pairs(call, network, targets, place, tile, bits_of(value, SHAPE.PARTS), SHAPE.PARTS, SHAPE)
+            exchanges.begin_pairs(
+                call, network, targets, place, tile, exchanges.bits_of(value, SHAPE.PARTS), SHAPE.PARTS, SHAPE
+            )
         elif SHAPE.EXCHANGE == PAIRS_16BIT:
-            begin_pairs(call, network, targets, place, tile, (rounded(value, SHAPE.DTYPE),), 1, SHAPE)
+            exchanges.begin_pairs(
+                call, network, targets, place, tile, (exchanges.rounded(value, SHAPE.DTYPE),), 1, SHAPE
+            )
         elif SHAPE.EXCHANGE == TWO_SHOT_16BIT:
-            begin_two_shot_16bit(call, network, targets, place, tile, rounded(value, SHAPE.DTYPE), SHAPE)
+            exchanges.begin_two_shot_16bit(
+                call, network, targets, place, tile, exchanges.rounded(value, SHAPE.DTYPE), SHAPE
+            )
         elif SHAPE.EXCHANGE == HALVING:
-            begin_halving(call, network, targets, place, tile, value, SHAPE)
+            exchanges.begin_halving(call, network, targets, place, tile, value, SHAPE)
         else:
-            begin_doubling(call, network, targets, place, tile, value, SHAPE)
+            exchanges.begin_doubling(call, network, targets, place, tile, value, SHAPE)
 
 
 @triton.jit
 def finish_exchange(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Add up the partial sums of all nodes. Returns (words of the result, call)."""
     if SHAPE.NODES == 1:
-        words = rounded(value, SHAPE.DTYPE)
+        words = exchanges.rounded(value, SHAPE.DTYPE)
     elif SHAPE.EXCHANGE == PAIRS:
-        words, call = finish_pairs(call, network, place, tile, value, SHAPE)
+        words, call = exchanges.finish_pairs(call, network, place, tile, value, SHAPE)
     elif SHAPE.EXCHANGE == PAIRS_16BIT:
-        words, call = finish_pairs_16bit(call, network, place, tile, rounded(value, SHAPE.DTYPE), SHAPE)
+        words, call = exchanges.finish_pairs_16bit(
+            call, network, place, tile, exchanges.rounded(value, SHAPE.DTYPE), SHAPE
+        )
     elif SHAPE.EXCHANGE == TWO_SHOT_16BIT:
-        words, call = finish_two_shot_16bit(call, network, targets, place, tile, rounded(value, SHAPE.DTYPE), SHAPE)
+        words, call = exchanges.finish_two_shot_16bit(
+            call, network, targets, place, tile, exchanges.rounded(value, SHAPE.DTYPE), SHAPE
+        )
     elif SHAPE.EXCHANGE == HALVING:
-        words, call = finish_halving(call, network, targets, place, tile, value, SHAPE)
+        words, call = exchanges.finish_halving(call, network, targets, place, tile, value, SHAPE)
     else:
-        words, call = finish_doubling(call, network, targets, place, tile, value, SHAPE)
+        words, call = exchanges.finish_doubling(call, network, targets, place, tile, value, SHAPE)
     return words, call
 
 
@@ -163,7 +138,7 @@ def nvrar_all_reduce(
     LOCAL: tl.constexpr = SHAPE.LOCAL
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    place = place_of(rank, SHAPE)
+    place = exchanges.place_of(rank, SHAPE)
     local = place.local
     first_rank = rank - local
     quads = (nbytes + 15) // 16
@@ -171,8 +146,8 @@ def nvrar_all_reduce(
     slice_words = slice_quads * 4
     mates = ()
     if LOCAL > 1:
-        mates = peer_addresses(entry.peers + first_rank * 8, local, worker, LOCAL)
-    targets = targets_of(entry, place, SHAPE)
+        mates = sync.peer_addresses(entry.peers + first_rank * 8, local, worker, LOCAL)
+    targets = exchanges.targets_of(entry, place, SHAPE)
     await_prior_kernel(SHAPE.PDL)
     lanes = tl.arange(0, BLOCK)
     offs = tl.maximum(worker, 0) * BLOCK + lanes
@@ -180,18 +155,18 @@ def nvrar_all_reduce(
     SENT: tl.constexpr = LOCAL - 1 if LOCAL > 1 else 1
     EARLY: tl.constexpr = SENT if SHAPE.WARPS == 1 else 1
     tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, LOCAL)
-    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     inner_quads = slice_quads * (2 * LOCAL if LOCAL > 1 else 0)
-    extent = inner_quads + exchange_quads(slice_quads, SHAPE)
+    extent = inner_quads + exchanges.exchange_quads(slice_quads, SHAPE)
     if SHAPE.CLEAR_AFTER_READ:
         extent = extent * 0
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)
+        sync.exchange_headers(call, extent, True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)
     else:
         total = quads * 4
         own_span = slice_span(local, slice_words, total)
-        first_shot = slots_offset(call.generation, slots_at, slots_quads)
+        first_shot = sync.slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + slice_quads * LOCAL
         network = enter_network(
             call, first_shot + inner_quads, staging_at, staging_quads, SHAPE.PUTS, SHAPE.CLEAR_AFTER_READ
@@ -206,18 +181,18 @@ def nvrar_all_reduce(
                 begin_exchange(call, network, targets, place, at, value, SHAPE)
             else:
                 for i in tl.static_range(SENT):
-                    span = slice_span(rotated_peer(local, worker, i, LOCAL), slice_words, total)
+                    span = slice_span(sync.rotated_peer(local, worker, i, LOCAL), slice_words, total)
                     if i < EARLY:
                         words = tiles[i]
                     else:
                         (words,) = tiles_to_send(x, local, worker, slice_quads, nbytes, offs, i, i + 1, UNIT, LOCAL)
-                    words = escape_sentinel(words)
-                    store_to(call, mates[i], first_shot + local * slice_quads, offs, words, offs < span, False)
+                    words = sync.escape_sentinel(words)
+                    sync.store_to(call, mates[i], first_shot + local * slice_quads, offs, words, offs < span, False)
             next_offs = offs + workers * BLOCK
             tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, LOCAL)
-        dirty = leave_epoch(call, extent, True)
+        dirty = sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for chunk in range(0, rounds + (LOCAL > 1)):
             if chunk < rounds:
                 tile = chunk * workers + worker
@@ -232,17 +207,19 @@ def nvrar_all_reduce(
                     masks = ()
                     for r in tl.static_range(LOCAL):
                         masks = masks + ((offs < own_span) & (local != r),)
-                    parts, call = await_words(
+                    parts, call = sync.await_words(
                         call, first_shot, slice_quads, offs, masks, first_rank, False, LOCAL, SHAPE.WORLD
                     )
                     value = partial_sum(insert_own(parts, words, local, LOCAL), DTYPE, LOCAL)
                     if SHAPE.CLEAR_AFTER_READ:
-                        clear_parts(call, first_shot, slice_quads, offs, masks, LOCAL)
+                        sync.clear_parts(call, first_shot, slice_quads, offs, masks, LOCAL)
                     begin_exchange(call, network, targets, place, at, value, SHAPE)
                 words, call = finish_exchange(call, network, targets, place, at, value, SHAPE)
                 quad = local * slice_quads
                 if LOCAL > 1:
-                    store_to_all(call, mates, second_shot + quad, offs, words, offs < own_span, False, False, LOCAL - 1)
+                    sync.store_to_all(
+                        call, mates, second_shot + quad, offs, words, offs < own_span, False, False, LOCAL - 1
+                    )
                 remaining = tl.minimum(slice_quads * 16, nbytes - quad * 16)
                 store_words(out, quad * 16, offs, nan_unless(call.live, words, DTYPE), remaining, UNIT)
             if LOCAL > 1 and chunk > 0:
@@ -250,7 +227,7 @@ def nvrar_all_reduce(
                 masks = ()
                 for r in tl.static_range(LOCAL):
                     masks = masks + ((offs < slice_span(r, slice_words, total)) & (local != r),)
-                parts, call = await_words(
+                parts, call = sync.await_words(
                     call, second_shot, slice_quads, offs, masks, first_rank, False, LOCAL, SHAPE.WORLD, SHAPE.NODES > 1
                 )
                 for r in tl.static_range(LOCAL):
@@ -259,7 +236,7 @@ def nvrar_all_reduce(
                     words = nan_unless(call.live, parts[r], DTYPE)
                     store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
                 if SHAPE.CLEAR_AFTER_READ:
-                    clear_parts(call, second_shot, slice_quads, offs, masks, LOCAL)
+                    sync.clear_parts(call, second_shot, slice_quads, offs, masks, LOCAL)
 
 
 def nodes_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:

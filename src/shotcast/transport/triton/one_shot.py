@@ -19,24 +19,10 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
 from shotcast.device.triton.words import insert_own, load_words, store_words
+from shotcast.transport.triton import sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.reductions import reduction_arguments
-from shotcast.transport.triton.sync import (
-    Entry,
-    arrival_masks,
-    await_words,
-    cells_offset,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    rotated_peer,
-    slots_offset,
-    store_to,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op
 
 
@@ -48,7 +34,7 @@ def tiles_to_send(x, rank, rotation, nbytes, offs, SCATTER: tl.constexpr, UNIT: 
     else:
         tiles = ()
         for i in tl.static_range(WORLD - 1):
-            peer = rotated_peer(rank, rotation, i, WORLD)
+            peer = sync.rotated_peer(rank, rotation, i, WORLD)
             tiles = tiles + (load_words(x, peer.to(tl.int64) * nbytes, offs, nbytes, UNIT),)
     return tiles
 
@@ -80,44 +66,44 @@ def one_shot_reduce(
     CELLS: tl.constexpr = SHAPE.CELLS
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     await_prior_kernel(SHAPE.PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, nbytes, offs, SHAPE.SCATTER, SHAPE.UNIT, WORLD)
-    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     quads = (nbytes + 15) // 16  # quads of one slot
     extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * WORLD
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         if CELLS:
-            slots = cells_offset(call.epoch, slots_at, slots_quads)
+            slots = sync.cells_offset(call.epoch, slots_at, slots_quads)
             stride = quads * 2
         else:
-            slots = slots_offset(call.generation, slots_at, slots_quads)
+            slots = sync.slots_offset(call.generation, slots_at, slots_quads)
             stride = quads
         span = quads * 4
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             for i in tl.static_range(WORLD - 1):
                 tile = tiles[i if SHAPE.SCATTER else 0]
-                words = tile if CELLS else escape_sentinel(tile)
-                store_to(call, addresses[i], slots + rank * stride, offs, words, offs < span, CELLS)
+                words = tile if CELLS else sync.escape_sentinel(tile)
+                sync.store_to(call, addresses[i], slots + rank * stride, offs, words, offs < span, CELLS)
             tiles = tiles_to_send(x, rank, worker, nbytes, offs + workers * BLOCK, SHAPE.SCATTER, SHAPE.UNIT, WORLD)
-        dirty = leave_epoch(call, extent, not CELLS)
+        dirty = sync.leave_epoch(call, extent, not CELLS)
         release_next_kernel(SHAPE.PDL)
         if not CELLS:
-            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             own_words = load_words(x, rank.to(tl.int64) * nbytes if SHAPE.SCATTER else 0, offs, nbytes, SHAPE.UNIT)
-            masks = arrival_masks(call, offs, span, 0, span, WORLD, True)
-            parts, call = await_words(call, slots, stride, offs, masks, 0, CELLS, WORLD, WORLD)
+            masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)
+            parts, call = sync.await_words(call, slots, stride, offs, masks, 0, CELLS, WORLD, WORLD)
             words = reduce_words(insert_own(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE, SHAPE.REDUCTION)
             words = reduced_unless_stopped(call.live, words, SHAPE.DTYPE)
             store_words(out, 0, offs, words, nbytes, SHAPE.UNIT)
             if SHAPE.CLEAR_AFTER_READ:
-                clear_parts(call, slots, quads, offs, masks, WORLD)
+                sync.clear_parts(call, slots, quads, offs, masks, WORLD)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:

@@ -12,7 +12,6 @@ from shotcast.transport.triton.binding import KernelContext
 from shotcast.wire import CallPlan
 
 _OF_PARTS = {"complex64": "float32", "complex128": "float64", "bool": "int1"}
-_OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
 
 
 def dtype_of(dtype: str) -> tl.dtype:
@@ -23,16 +22,14 @@ def dtype_of(dtype: str) -> tl.dtype:
 
 def reduction_of(dtype: str, reduction: str) -> int:
     """Return the code of the reduction that kernels make of these numbers."""
-    return wire.REDUCTIONS.index(_OF_BOOL.get(reduction, reduction) if dtype == "bool" else reduction)
+    return wire.REDUCTIONS.index(wire.OF_BOOL.get(reduction, reduction) if dtype == "bool" else reduction)
 
 
 def reduction_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
     """Return the arguments DTYPE, REDUCTION and CELLS of a kernel, and its slots, which are flag cells with CELLS.
 
-    Floats of up to 32 bits go through sentinel slots; other data have words of any bits, and go as flag cells.
-
-    Raises:
-        UnsupportedError: own kernels have no such reduction.
+    Floats of up to 32 bits go through sentinel slots; other data have words of any bits, and go as flag cells. Raises
+    UnsupportedError for a reduction that native kernels do not have.
     """
     if plan.reduction not in wire.REDUCED.get(plan.dtype, ()):
         raise UnsupportedError(f"kernels have no {plan.reduction} of {plan.dtype}")

@@ -16,19 +16,9 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
+from shotcast.transport.triton import sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
-from shotcast.transport.triton.sync import (
-    Entry,
-    await_words,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    region_address,
-    slots_offset,
-    store_to,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op, slice_bytes
 
 
@@ -60,16 +50,16 @@ def ring(
     WORLD: tl.constexpr = SHAPE.WORLD
     BLOCK: tl.constexpr = SHAPE.BLOCK
     UNIT: tl.constexpr = SHAPE.UNIT
-    next_region = region_address(entry.peers, (rank + 1) % WORLD)
-    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    next_region = sync.region_address(entry.peers, (rank + 1) % WORLD)
+    call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
     quads = (slice_nbytes + 15) // 16
     HOPS: tl.constexpr = (WORLD - 1) * (SHAPE.REDUCE + SHAPE.GATHER)
     if tl.program_id(0) == 0:
-        exchange_headers(call, quads * HOPS, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, quads * HOPS, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         worker = tl.program_id(0) - 1
         workers = tl.num_programs(0) - 1
-        slots = slots_offset(call.generation, slots_at, slots_quads)
+        slots = sync.slots_offset(call.generation, slots_at, slots_quads)
         span = quads * 4
         previous_rank = (rank + WORLD - 1) % WORLD
         for start in range(worker * BLOCK, span, workers * BLOCK):
@@ -82,15 +72,17 @@ def ring(
             else:
                 words = load_words(x, 0, offs, slice_nbytes, UNIT)
                 store_words(out, rank.to(tl.int64) * slice_nbytes, offs, words, slice_nbytes, UNIT)
-            store_to(call, next_region, slots, offs, escape_sentinel(words), offs < span, False)
-        dirty = leave_epoch(call, quads * HOPS, True)
+            sync.store_to(call, next_region, slots, offs, sync.escape_sentinel(words), offs < span, False)
+        dirty = sync.leave_epoch(call, quads * HOPS, True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for hop in tl.static_range(HOPS):
             for start in range(worker * BLOCK, span, workers * BLOCK):
                 offs = start + tl.arange(0, BLOCK)
                 masks = (offs < span,)
-                parts, call = await_words(call, slots + hop * quads, 0, offs, masks, previous_rank, False, 1, WORLD)
+                parts, call = sync.await_words(
+                    call, slots + hop * quads, 0, offs, masks, previous_rank, False, 1, WORLD
+                )
                 words = parts[0]
                 if SHAPE.REDUCE and hop < WORLD - 1:
                     slice_index = (rank + 2 * WORLD - 2 - hop) % WORLD
@@ -103,8 +95,14 @@ def ring(
                     remaining = tl.minimum(slice_nbytes, nbytes - slice_index * slice_nbytes)
                     finished = True
                 if hop < HOPS - 1:
-                    store_to(
-                        call, next_region, slots + (hop + 1) * quads, offs, escape_sentinel(words), offs < span, False
+                    sync.store_to(
+                        call,
+                        next_region,
+                        slots + (hop + 1) * quads,
+                        offs,
+                        sync.escape_sentinel(words),
+                        offs < span,
+                        False,
                     )
                 if finished:
                     words = nan_unless(call.live, words, SHAPE.DTYPE)

@@ -17,23 +17,9 @@ import triton.language as tl
 from shotcast import wire
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.words import load_words, nan_unless, store_words
+from shotcast.transport.triton import sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
-from shotcast.transport.triton.sync import (
-    Entry,
-    await_words,
-    cells_offset,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    region_address,
-    rotated_peer,
-    slots_offset,
-    store_to,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op
 
 
@@ -61,23 +47,23 @@ def rooted_copy(
     workers = tl.num_programs(0) - 1
     senders: tl.constexpr = 1 if SCATTER else WORLD
     if SCATTER:
-        addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+        addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     else:
-        addresses = (region_address(entry.peers, root),)
+        addresses = (sync.region_address(entry.peers, root),)
     own_nbytes = tl.where(rank == root, part_nbytes, 0)  # that the root keeps
     sent_nbytes = own_nbytes if SCATTER else part_nbytes - own_nbytes  # that this rank sends to each of some others
     await_prior_kernel(SHAPE.PDL)
-    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     quads = (part_nbytes + 15) // 16  # quads of a slot
     extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         if CELLS:
-            buffer = cells_offset(call.epoch, cells_at, cells_quads)
+            buffer = sync.cells_offset(call.epoch, cells_at, cells_quads)
             stride = quads * 2
         else:
-            buffer = slots_offset(call.generation, slots_at, slots_quads)
+            buffer = sync.slots_offset(call.generation, slots_at, slots_quads)
             stride = quads
         span = quads * 4
         for start in range(worker * BLOCK, span, workers * BLOCK):
@@ -85,21 +71,21 @@ def rooted_copy(
             mask = offs < (sent_nbytes + 15) // 16 * 4
             if SCATTER:
                 for i in tl.static_range(WORLD - 1):
-                    peer = rotated_peer(rank, worker, i, WORLD).to(tl.int64)
+                    peer = sync.rotated_peer(rank, worker, i, WORLD).to(tl.int64)
                     words = load_words(x, peer * part_nbytes, offs, sent_nbytes, UNIT)
-                    words = words if CELLS else escape_sentinel(words)
-                    store_to(call, addresses[i], buffer, offs, words, mask, CELLS)
+                    words = words if CELLS else sync.escape_sentinel(words)
+                    sync.store_to(call, addresses[i], buffer, offs, words, mask, CELLS)
                 kept = load_words(x, rank.to(tl.int64) * part_nbytes, offs, own_nbytes, UNIT)
                 store_words(out, 0, offs, kept, own_nbytes, UNIT)
             else:
                 kept = load_words(x, 0, offs, part_nbytes, UNIT)
-                words = kept if CELLS else escape_sentinel(kept)
-                store_to(call, addresses[0], buffer + rank * stride, offs, words, mask, CELLS)
+                words = kept if CELLS else sync.escape_sentinel(kept)
+                sync.store_to(call, addresses[0], buffer + rank * stride, offs, words, mask, CELLS)
                 store_words(out, rank.to(tl.int64) * part_nbytes, offs, kept, own_nbytes, UNIT)
-        dirty = leave_epoch(call, extent, not CELLS)
+        dirty = sync.leave_epoch(call, extent, not CELLS)
         release_next_kernel(SHAPE.PDL)
         if not CELLS:
-            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             sizes = ()
@@ -110,7 +96,7 @@ def rooted_copy(
                 sizes = sizes + (size,)
                 masks = masks + (offs < (size + 15) // 16 * 4,)
             first = root if SCATTER else rank * 0
-            parts, call = await_words(call, buffer, stride, offs, masks, first, CELLS, senders, WORLD)
+            parts, call = sync.await_words(call, buffer, stride, offs, masks, first, CELLS, senders, WORLD)
             for r in tl.static_range(senders):
                 store_words(
                     out,
@@ -121,7 +107,7 @@ def rooted_copy(
                     UNIT,
                 )
             if SHAPE.CLEAR_AFTER_READ:
-                clear_parts(call, buffer, stride, offs, masks, senders)
+                sync.clear_parts(call, buffer, stride, offs, masks, senders)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:

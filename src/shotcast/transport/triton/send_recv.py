@@ -20,21 +20,9 @@ import triton.language as tl
 
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel, yield_core
 from shotcast.device.triton.words import load_words, nan_unless, store_words
-from shotcast.transport.triton import layout
+from shotcast.transport.triton import layout, sync
 from shotcast.transport.triton.binding import CallShape, KernelContext, KernelLaunch
-from shotcast.transport.triton.sync import (
-    FAULT_MISMATCH,
-    POLLS_PER_CHECK,
-    Call,
-    Entry,
-    check_deadline,
-    enter,
-    header_word,
-    report_fault_if_stopped,
-    stop,
-    thread_ids,
-    with_status,
-)
+from shotcast.transport.triton.sync import FAULT_MISMATCH, POLLS_PER_CHECK, Call, Entry
 from shotcast.wire import CallPlan, Op
 
 SENT = tl.constexpr(layout.SENT)
@@ -61,7 +49,7 @@ def send_header(call, peer, peer_region, WORLD: tl.constexpr, WARPS: tl.constexp
     if call.live != 0:
         words = tl.arange(0, HEADER_WORDS)
         cells = MESSAGE_HEADERS + (call.rank * MESSAGE_SLOTS + call.epoch % MESSAGE_SLOTS) * HEADER_WORDS
-        tl.store(peer_region + cells + words, header_word(call, words))
+        tl.store(peer_region + cells + words, sync.header_word(call, words))
 
 
 @triton.jit
@@ -70,9 +58,9 @@ def await_header(call, peer, peer_region, WORLD: tl.constexpr, WARPS: tl.constex
 
     Then tell the sender, whose region is ``peer_region``, that this rank has begun to receive the message.
     """
-    words = thread_ids(WARPS) % HEADER_WORDS
+    words = sync.thread_ids(WARPS) % HEADER_WORDS
     cells = call.own + MESSAGE_HEADERS + (peer * MESSAGE_SLOTS + call.epoch % MESSAGE_SLOTS) * HEADER_WORDS + words
-    own_header = header_word(call, words)
+    own_header = sync.header_word(call, words)
     received_header = tl.load(cells, volatile=True)
     waiting = tl.max((received_header != own_header).to(tl.int32), axis=0) & call.live
     started = call.started
@@ -87,10 +75,10 @@ def await_header(call, peer, peer_region, WORLD: tl.constexpr, WARPS: tl.constex
         if (waiting != 0) & (tl.min(came.to(tl.int32), axis=0) != 0):
             tl.store(call.own + MESSAGE_MISMATCH + words, received_header)
             tl.store(call.own + MESSAGE_MISMATCH + HEADER_WORDS + words, own_header)
-            stop(call, FAULT_MISMATCH, (call.rank * 0 + 1) << peer, WORLD)
+            sync.stop(call, FAULT_MISMATCH, (call.rank * 0 + 1) << peer, WORLD)
             waiting = waiting * 0
         elif polls % POLLS_PER_CHECK == 0:
-            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD, TELLS=True)
+            started, live = sync.check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD, TELLS=True)
             waiting = waiting & live
     if (waiting == 0) & (live != 0) & (call.live != 0):
         tl.store(peer_region + RECEIVES_BEGUN + call.rank, call.epoch + 1)
@@ -99,7 +87,7 @@ def await_header(call, peer, peer_region, WORLD: tl.constexpr, WARPS: tl.constex
 @triton.jit
 def await_count(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait until the peer has counted up to ``needed`` in ``cell``."""
-    threads = thread_ids(WARPS)
+    threads = sync.thread_ids(WARPS)
     counted = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
     waiting = (counted < needed).to(tl.int32) & call.live
     started = call.started
@@ -111,9 +99,9 @@ def await_count(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constex
         waiting = (counted < needed).to(tl.int32)
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
-            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD, TELLS=True)
+            started, live = sync.check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD, TELLS=True)
             waiting = waiting & live
-    return with_status(call, live, started)
+    return sync.with_status(call, live, started)
 
 
 @triton.jit
@@ -130,9 +118,9 @@ def await_chunk(call, slot, offs, mask, flag, peer, WORLD: tl.constexpr):
         waiting = tl.max((((cells >> 32).to(tl.int32) != flag) & mask).to(tl.int32), axis=0)
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
-            started, live = check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
+            started, live = sync.check_deadline(call, started, (call.rank * 0 + 1) << peer, False, WORLD)
             waiting = waiting & live
-    return cells.to(tl.int32), with_status(call, live, started)
+    return cells.to(tl.int32), sync.with_status(call, live, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +136,7 @@ def send_recv(data, entry: Entry, peer, nbytes, mailboxes_at, SHAPE: tl.constexp
 
     Program 0 handles the header; every other program carries the chunks of one channel.
     """
-    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
     SIDE: tl.constexpr = 0 if SHAPE.SENDING else 1
     counter = call.own + MESSAGE_COUNTS + peer * 4 + SIDE * 2
     message_number = tl.load(counter, volatile=True)
@@ -205,7 +193,7 @@ def send_recv(data, entry: Entry, peer, nbytes, mailboxes_at, SHAPE: tl.constexp
         tl.debug_barrier()
         tl.store(progress, count)
     tl.debug_barrier()
-    report_fault_if_stopped(call)
+    sync.report_fault_if_stopped(call)
     readers = tl.atomic_add(call.own + MESSAGE_READERS, 1, sem="relaxed", scope="gpu")
     if readers == tl.num_programs(0) - 1:
         tl.store(call.own + MESSAGE_READERS, readers * 0)

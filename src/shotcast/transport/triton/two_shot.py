@@ -23,25 +23,10 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import await_prior_kernel, kernel, release_next_kernel
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
 from shotcast.device.triton.words import insert_own, load_words, store_words
+from shotcast.transport.triton import sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.reductions import reduction_arguments
-from shotcast.transport.triton.sync import (
-    Entry,
-    arrival_masks,
-    await_words,
-    cells_offset,
-    clear_parts,
-    clear_previous,
-    enter,
-    escape_sentinel,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    rotated_peer,
-    slots_offset,
-    store_to,
-    store_to_all,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
 
@@ -61,7 +46,7 @@ def tiles_to_send(
     """Load tiles of the slices of peers FIRST to END - 1, in the order of ``rotated_peer``; zero beyond a slice."""
     tiles = ()
     for i in tl.static_range(FIRST, END):
-        start = rotated_peer(rank, rotation, i, WORLD) * slice_quads * 16
+        start = sync.rotated_peer(rank, rotation, i, WORLD) * slice_quads * 16
         tiles = tiles + (load_words(x, start, offs, tl.minimum(nbytes - start, slice_quads * 16), UNIT),)
     return tiles
 
@@ -97,45 +82,45 @@ def two_shot_all_reduce(
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     slice_words = slice_quads * 4
-    addresses = peer_addresses(entry.peers, rank, worker, WORLD)
+    addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     await_prior_kernel(SHAPE.PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     # A small message is loaded completely before the epoch is known. Of a large one, only the first tile is: otherwise
     # the links would wait for the loads.
     EARLY: tl.constexpr = WORLD - 1 if SHAPE.WARPS == 1 else 1
     tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, WORLD)
-    call = enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     extent = 0 if SHAPE.CLEAR_AFTER_READ else slice_quads * (2 * WORLD)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
         if CELLS:
-            first_shot = cells_offset(call.epoch, slots_at, slots_quads)
+            first_shot = sync.cells_offset(call.epoch, slots_at, slots_quads)
             stride = slice_quads * 2
         else:
-            first_shot = slots_offset(call.generation, slots_at, slots_quads)
+            first_shot = sync.slots_offset(call.generation, slots_at, slots_quads)
             stride = slice_quads
         second_shot = first_shot + stride * WORLD
         total = quads * 4
         for chunk in range(0, rounds):
             offs = (chunk * workers + worker) * BLOCK + tl.arange(0, BLOCK)
             for i in tl.static_range(WORLD - 1):
-                peer = rotated_peer(rank, worker, i, WORLD)
+                peer = sync.rotated_peer(rank, worker, i, WORLD)
                 mask = (offs < slice_words) & (offs < total - peer * slice_words)
                 if i < EARLY:
                     words = tiles[i]
                 else:
                     (words,) = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, i, i + 1, UNIT, WORLD)
                 if not CELLS:
-                    words = escape_sentinel(words)
-                store_to(call, addresses[i], first_shot + rank * stride, offs, words, mask, CELLS)
+                    words = sync.escape_sentinel(words)
+                sync.store_to(call, addresses[i], first_shot + rank * stride, offs, words, mask, CELLS)
             next_offs = offs + workers * BLOCK
             tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, WORLD)
-        dirty = leave_epoch(call, extent, not CELLS)
+        dirty = sync.leave_epoch(call, extent, not CELLS)
         release_next_kernel(SHAPE.PDL)
         if not CELLS:
-            clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
         own_span = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
         sums = second_shot + rank * stride
         for chunk in range(0, rounds + 1):
@@ -143,28 +128,30 @@ def two_shot_all_reduce(
                 offs = (chunk * workers + worker) * BLOCK + tl.arange(0, BLOCK)
                 remaining = nbytes - rank * slice_quads * 16
                 own_words = load_words(x, rank * slice_quads * 16, offs, remaining, UNIT)
-                masks = arrival_masks(call, offs, own_span, 0, own_span, WORLD, True)
-                parts, call = await_words(call, first_shot, stride, offs, masks, 0, CELLS, WORLD, WORLD)
+                masks = sync.arrival_masks(call, offs, own_span, 0, own_span, WORLD, True)
+                parts, call = sync.await_words(call, first_shot, stride, offs, masks, 0, CELLS, WORLD, WORLD)
                 words = reduce_words(insert_own(parts, own_words, rank, WORLD), WORLD, SHAPE.DTYPE, SHAPE.REDUCTION)
                 if not CELLS:
-                    words = escape_sentinel(words)
-                store_to_all(call, addresses, sums, offs, words, offs < own_span, CELLS, SHAPE.MULTICAST, WORLD - 1)
+                    words = sync.escape_sentinel(words)
+                sync.store_to_all(
+                    call, addresses, sums, offs, words, offs < own_span, CELLS, SHAPE.MULTICAST, WORLD - 1
+                )
                 remaining = tl.minimum(slice_quads * 16, remaining)
                 words = reduced_unless_stopped(call.live, words, SHAPE.DTYPE)
                 store_words(out, rank * slice_quads * 16, offs, words, remaining, UNIT)
                 if SHAPE.CLEAR_AFTER_READ:
-                    clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)
+                    sync.clear_parts(call, first_shot, slice_quads, offs, masks, WORLD)
             if chunk > 0:
                 offs = ((chunk - 1) * workers + worker) * BLOCK + tl.arange(0, BLOCK)
-                masks = arrival_masks(call, offs, slice_words, slice_words, total, WORLD, not SHAPE.MULTICAST)
-                parts, call = await_words(call, second_shot, stride, offs, masks, 0, CELLS, WORLD, WORLD)
+                masks = sync.arrival_masks(call, offs, slice_words, slice_words, total, WORLD, not SHAPE.MULTICAST)
+                parts, call = sync.await_words(call, second_shot, stride, offs, masks, 0, CELLS, WORLD, WORLD)
                 for r in tl.static_range(WORLD):
                     words = reduced_unless_stopped(call.live, parts[r], SHAPE.DTYPE)
                     remaining = tl.minimum(slice_quads * 16, nbytes - r * slice_quads * 16)
                     remaining = tl.where(rank == r, 0, remaining)
                     store_words(out, r * slice_quads * 16, offs, words, remaining, UNIT)
                 if SHAPE.CLEAR_AFTER_READ:
-                    clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)
+                    sync.clear_parts(call, second_shot, slice_quads, offs, masks, WORLD)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:

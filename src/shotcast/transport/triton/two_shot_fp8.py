@@ -27,6 +27,7 @@ from shotcast.device.triton.intrinsics import (
     store_words_of_quad,
     yield_core,
 )
+from shotcast.transport.triton import sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.fp8_groups import (
     dequantize,
@@ -37,22 +38,7 @@ from shotcast.transport.triton.fp8_groups import (
     to_quads,
     to_rows,
 )
-from shotcast.transport.triton.sync import (
-    POLLS_PER_CHECK,
-    SENTINEL,
-    Entry,
-    check_deadline,
-    clear_previous,
-    enter,
-    exchange_headers,
-    leave_epoch,
-    region_address,
-    rotated_peer,
-    slots_offset,
-    store_to,
-    with_status,
-    words_at,
-)
+from shotcast.transport.triton.sync import POLLS_PER_CHECK, SENTINEL, Entry
 from shotcast.wire import CallPlan
 
 
@@ -115,7 +101,7 @@ def scales_at(address, quads, rows, DTYPE: tl.constexpr):
     """Return pointers to the scales of each group, ``quads`` quads past an address, for each quad of a row."""
     QUADS: tl.constexpr = 32 if DTYPE == tl.float32 else 16
     GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
-    return words_at(address, quads) + (to_rows(rows * GROUP_SCALES) + to_quads(tl.arange(0, QUADS) * 0))
+    return sync.words_at(address, quads) + (to_rows(rows * GROUP_SCALES) + to_quads(tl.arange(0, QUADS) * 0))
 
 
 @triton.jit
@@ -127,8 +113,8 @@ def send(call, rank, quads, word_quads, rows, words, scales, message_quads, DTYP
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
     GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     offs = tile_offsets(rows, ROW, DTYPE)
-    address = region_address(call.peers, rank)
-    store_to(call, address, quads, offs, words, offs < slot_quads_of(message_quads, DTYPE) * 4, False)
+    address = sync.region_address(call.peers, rank)
+    sync.store_to(call, address, quads, offs, words, offs < slot_quads_of(message_quads, DTYPE) * 4, False)
     once = to_quads(tl.arange(0, ROW // 4) == 0)
     mask = to_rows(rows < groups_of(message_quads, DTYPE)) & once & (call.live != 0)
     store_words_of_quad(scales_at(address, quads + word_quads, rows, DTYPE), scales, mask, GROUP_SCALES)
@@ -163,7 +149,7 @@ def load_slots(
         source = (first + i) % WORLD
         message_quads = quads_of_slice(source if OF_SENDER else call.rank, total_quads, slice_quads)
         other = source != call.rank
-        base = words_at(call.own.to(tl.int64), quads + source * stride)
+        base = sync.words_at(call.own.to(tl.int64), quads + source * stride)
         mask = (offs < slot_quads_of(message_quads, DTYPE) * 4) & other
         part = tl.load(base + offs, mask=mask, other=0, volatile=True)
         words = words + (part,)
@@ -233,9 +219,9 @@ def await_slots(
             late_ranks = call.rank * 0
             for i in tl.static_range(COUNT):
                 late_ranks = late_ranks | (tl.max(missing_quads(words, scales, i, DTYPE)) << ((first + i) % WORLD))
-            started, live = check_deadline(call, started, late_ranks, True, WORLD, OF_SENDER)
+            started, live = sync.check_deadline(call, started, late_ranks, True, WORLD, OF_SENDER)
             waiting = waiting & live
-    call = with_status(call, live, started)
+    call = sync.with_status(call, live, started)
     return words, scales, call
 
 
@@ -261,11 +247,11 @@ def clear_slots(
         message_quads = quads_of_slice(source if OF_SENDER else call.rank, total_quads, slice_quads)
         offs = tile_offsets(rows, ROW, DTYPE)
         mask = offs < slot_quads_of(message_quads, DTYPE) * 4
-        base = words_at(call.own.to(tl.int64), slot)
+        base = sync.words_at(call.own.to(tl.int64), slot)
         tl.store(base + offs, tl.full(offs.shape, SENTINEL, tl.int32), mask=mask)
         offs = rows[None, :] * GROUP_SCALES + tl.arange(0, GROUP_SCALES)[:, None]
         mask = offs < groups_of(message_quads, DTYPE) * GROUP_SCALES
-        base = words_at(call.own.to(tl.int64), slot + word_quads)
+        base = sync.words_at(call.own.to(tl.int64), slot + word_quads)
         tl.store(base + offs, tl.full(offs.shape, SENTINEL, tl.int32), mask=mask)
 
 
@@ -288,7 +274,7 @@ def two_shot_fp8_all_reduce(x, out, entry: Entry, nbytes, slots_at, slots_quads,
     GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     ROWS: tl.constexpr = SHAPE.BLOCK // ROW if SHAPE.BLOCK > ROW else 1
     SLOTS_AT_ONCE: tl.constexpr = 8 // GROUP_SCALES  # slots whose words and scales fit in the registers of a thread
-    call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
     quads = (nbytes + 15) // 16
     slice_quads = (quads + WORLD - 1) // WORLD  # the last slices may be shorter, or empty
     groups = groups_of(slice_quads, DTYPE)
@@ -299,22 +285,22 @@ def two_shot_fp8_all_reduce(x, out, entry: Entry, nbytes, slots_at, slots_quads,
     rounds = (groups + workers * ROWS - 1) // (workers * ROWS)
     extent = 0 if SHAPE.CLEAR_AFTER_READ else stride * (2 * WORLD)
     if tl.program_id(0) == 0:
-        exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
+        sync.exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
-        first_shot = slots_offset(call.generation, slots_at, slots_quads)
+        first_shot = sync.slots_offset(call.generation, slots_at, slots_quads)
         second_shot = first_shot + stride * WORLD
         for chunk in range(0, rounds):
             rows = (chunk * workers + worker) * ROWS + tl.arange(0, ROWS)
             for i in range(0, WORLD - 1):
-                peer = rotated_peer(rank, worker, i, WORLD)
+                peer = sync.rotated_peer(rank, worker, i, WORLD)
                 remaining = tl.minimum(slice_quads * 16, nbytes - peer * slice_quads * 16)
                 values = load_group(x, peer * slice_quads * 16, rows, remaining, DTYPE, SHAPE.UNIT)
                 words, scales = quantize(values, DTYPE, NATIVE)
                 size = quads_of_slice(peer, quads, slice_quads)
                 send(call, peer, first_shot + rank * stride, word_quads, rows, words, scales, size, DTYPE)
-        dirty = leave_epoch(call, extent, True)
+        dirty = sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, SHAPE.BLOCK)
+        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, SHAPE.BLOCK)
         own_quads = quads_of_slice(rank, quads, slice_quads)
         for chunk in range(0, rounds + 1):
             if chunk < rounds:
@@ -346,7 +332,7 @@ def two_shot_fp8_all_reduce(x, out, entry: Entry, nbytes, slots_at, slots_quads,
                         total = add_tiles(total, values)
                 sum_words, sum_scales = quantize(total, DTYPE, NATIVE)
                 for i in tl.static_range(WORLD - 1):
-                    peer = rotated_peer(own_rank, worker, i, WORLD)
+                    peer = sync.rotated_peer(own_rank, worker, i, WORLD)
                     send(
                         call,
                         peer,

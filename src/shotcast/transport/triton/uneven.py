@@ -26,25 +26,10 @@ from shotcast.device.triton.intrinsics import INTERPRETED, await_prior_kernel, k
 from shotcast.device.triton.launch import Wide
 from shotcast.device.triton.words import load_words, nan_unless, store_words
 from shotcast.errors import ConfigError
-from shotcast.transport.triton import layout
+from shotcast.transport.triton import layout, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
 from shotcast.transport.triton.few_sms import bytes_in_chunk, load_window, words_in
-from shotcast.transport.triton.sync import (
-    Entry,
-    await_progress,
-    await_words,
-    cells_offset,
-    enter,
-    exchange_headers,
-    leave_epoch,
-    peer_addresses,
-    raise_progress,
-    read_abort_word,
-    stop,
-    store_to,
-    thread_ids,
-    with_status,
-)
+from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
@@ -58,25 +43,17 @@ HEAD_QUADS_BEFORE = tl.constexpr(2)
 
 
 class Spans(NamedTuple):
-    """The parts of a call, in bytes, which its sizes decide; all but ``chunks_sent`` take 64 bits.
+    """The parts of a call, in bytes, which its sizes decide; all but ``chunks_sent`` take 64 bits."""
 
-    Attributes:
-        firsts, sizes: of the part of x for the i-th peer, rank + 1 + i: where it begins, and how long it is.
-        own_first, own_start, own_nbytes: of the part that the rank keeps: where it begins in x and in out.
-        starts: part r of out is the bytes from ``starts[r]`` to ``starts[r + 1]``.
-        longest_sent, longest_received: of the parts that pass to and from other ranks.
-        chunks_sent: the chunks of the longest part that is sent, beyond its head.
-    """
-
-    firsts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    own_first: int
-    own_start: int
+    firsts: tuple[int, ...]  # of the part of x for the i-th peer, rank + 1 + i: where it begins
+    sizes: tuple[int, ...]  # and how long it is
+    own_first: int  # of the part that the rank keeps: where it begins in x
+    own_start: int  # and in out
     own_nbytes: int
-    starts: tuple[int, ...]
-    longest_sent: int
-    longest_received: int
-    chunks_sent: int
+    starts: tuple[int, ...]  # part r of out is the bytes from `starts[r]` to `starts[r + 1]`
+    longest_sent: int  # bytes of the longest part for another rank
+    longest_received: int  # and from one
+    chunks_sent: int  # the chunks of the longest part that is sent, beyond its head
 
 
 _OPEN = Spans((Wide(),) * 7, (Wide(),) * 7, Wide(), Wide(), Wide(), (Wide(),) * 9, Wide(), Wide(), 0)
@@ -95,18 +72,18 @@ def size_words(nbytes, chunks, lanes):
 @triton.jit
 def await_sizes(call, buffer, stride, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait for the words in front of the parts of all other ranks. Returns (a tile for each rank, call)."""
-    lanes = thread_ids(WARPS)
+    lanes = sync.thread_ids(WARPS)
     masks = ()
     for r in tl.static_range(WORLD):
         masks = masks + ((lanes < SIZE_WORDS) & (call.rank != r),)
-    return await_words(call, buffer, stride, lanes, masks, call.rank * 0, True, WORLD, WORLD)
+    return sync.await_words(call, buffer, stride, lanes, masks, call.rank * 0, True, WORLD, WORLD)
 
 
 @triton.jit
 def compare_sizes(call, buffer, stride, starts, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Stop the call if a rank sends a part of another size than ``starts``, those of out, have room for."""
     came, call = await_sizes(call, buffer, stride, WORLD, WARPS)
-    lanes = thread_ids(WARPS)
+    lanes = sync.thread_ids(WARPS)
     sizes = lanes < 2
     differing_cells = lanes * 0
     for r in tl.static_range(WORLD):
@@ -122,13 +99,13 @@ def compare_sizes(call, buffer, stride, starts, WORLD: tl.constexpr, WARPS: tl.c
             tl.store(kept + 4 * r + 2 + lanes, expected, mask=sizes)
         tl.store(call.own + PARTS_CAME, call.epoch)
         tl.debug_barrier()
-        stop(call, FAULT_PARTS_DIFFER, (found | found >> 8) & 0xFF, WORLD)
+        sync.stop(call, FAULT_PARTS_DIFFER, (found | found >> 8) & 0xFF, WORLD)
 
 
 @triton.jit
 def most_chunks(call, came, chunks, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Return the most chunks beyond the heads that a rank has, 0 if the call is stopped."""
-    lanes = thread_ids(WARPS)
+    lanes = sync.thread_ids(WARPS)
     most = tl.where(lanes == 2, chunks, 0)
     for r in tl.static_range(WORLD):
         most = tl.maximum(most, tl.where((lanes == 2) & (call.rank != r), came[r], 0))
@@ -161,7 +138,7 @@ def send_parts(
             tiles = tiles + (load_words(x, spans.firsts[i] + start, offs, size, SHAPE.UNIT),)
         for i in tl.static_range(SHAPE.WORLD - 1):
             mask = offs < words_in(bytes_in_chunk(spans.sizes[i], start, nbytes))
-            store_to(call, addresses[i], place, offs, tiles[i], mask, CELLS)
+            sync.store_to(call, addresses[i], place, offs, tiles[i], mask, CELLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,21 +171,21 @@ def exchange_parts(
     WARPS: tl.constexpr = SHAPE.WARPS
     worker = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
-    addresses = peer_addresses(entry.peers, rank, 0, WORLD)
+    addresses = sync.peer_addresses(entry.peers, rank, 0, WORLD)
     starts = spans.starts
     await_prior_kernel(SHAPE.PDL)
-    call = enter(entry, WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, WARPS, False)  # the prior kernel has been waited for
     zero = call.epoch * 0  # 64 bits wide, as sizes are; the interpreter takes a small number for one of 32 bits
-    buffer = cells_offset(call.epoch, cells_at, cells_quads)
+    buffer = sync.cells_offset(call.epoch, cells_at, cells_quads)
     stride = HEAD_QUADS_BEFORE + head_nbytes // 16 * 2
     mine = buffer + rank * stride
     if tl.program_id(0) == 0:
-        lanes = thread_ids(WARPS)
+        lanes = sync.thread_ids(WARPS)
         for i in tl.static_range(WORLD - 1):
             words = size_words(spans.sizes[i], spans.chunks_sent, lanes)
-            store_to(call, addresses[i], mine, lanes, words, lanes < SIZE_WORDS, True)
-        exchange_headers(call, rank * 0, False, WORLD, WARPS, SHAPE.PDL)
-        call = with_status(call, (read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
+            sync.store_to(call, addresses[i], mine, lanes, words, lanes < SIZE_WORDS, True)
+        sync.exchange_headers(call, rank * 0, False, WORLD, WARPS, SHAPE.PDL)
+        call = sync.with_status(call, (sync.read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
         compare_sizes(call, buffer, stride, starts, WORLD, WARPS)
     else:
         send_parts(
@@ -224,7 +201,7 @@ def exchange_parts(
             True,
             SHAPE,
         )
-        leave_epoch(call, rank * 0, False)
+        sync.leave_epoch(call, rank * 0, False)
         release_next_kernel(SHAPE.PDL)
         heads = buffer + HEAD_QUADS_BEFORE
         longest = spans.longest_received
@@ -239,7 +216,7 @@ def exchange_parts(
                 size = tl.where(rank == r, 0, size)
                 came_nbytes = came_nbytes + (size,)
                 masks = masks + (offs < words_in(size),)
-            parts, call = await_words(call, heads, stride, offs, masks, rank * 0, True, WORLD, WORLD)
+            parts, call = sync.await_words(call, heads, stride, offs, masks, rank * 0, True, WORLD, WORLD)
             for r in tl.static_range(WORLD):
                 store_words(out, starts[r], offs, nan_unless(call.live, parts[r], SHAPE.DTYPE), came_nbytes[r], UNIT)
         came, call = await_sizes(call, buffer, stride, WORLD, WARPS)
@@ -252,8 +229,10 @@ def exchange_parts(
             progress = progress_at + worker * FLAG_ROW_QUADS
             place_quads = chunk_nbytes // 16 * WORLD
             window = window_at + worker * CHUNKS_SENT * place_quads
-            raise_progress(call, progress, 0, WORLD, WARPS)
-            call = await_progress(call, progress, 0, WORLD, WARPS)  # the peers no longer read what a call left there
+            sync.raise_progress(call, progress, 0, WORLD, WARPS)
+            call = sync.await_progress(
+                call, progress, 0, WORLD, WARPS
+            )  # the peers no longer read what a call left there
             for step in range(0, steps + 1):
                 turn = rank * 0 + step
                 start = head_nbytes + ((zero + step) * workers + worker) * chunk_nbytes
@@ -262,7 +241,7 @@ def exchange_parts(
                     send_parts(call, addresses, x, spans, place, rank * 0, BLOCK, start, chunk_nbytes, False, SHAPE)
                     keep_part(x, spans, out, zero + step, turns, worker, workers, UNIT, BLOCK)
                 if step > 0:
-                    call = await_progress(call, progress, step, WORLD, WARPS)
+                    call = sync.await_progress(call, progress, step, WORLD, WARPS)
                     place = window + (turn - 1) % CHUNKS_SENT * place_quads
                     before = start - workers * chunk_nbytes
                     for at in range(0, words_in(bytes_in_chunk(longest, before, chunk_nbytes)), BLOCK):
@@ -279,7 +258,7 @@ def exchange_parts(
                             words = nan_unless(call.live, parts[r], SHAPE.DTYPE)
                             store_words(out, starts[r] + before, offs, words, came_nbytes[r], UNIT)
                 if step < steps:
-                    raise_progress(call, progress, step + 1, WORLD, WARPS)
+                    sync.raise_progress(call, progress, step + 1, WORLD, WARPS)
 
 
 HEAD_BYTES = 128 << 10
@@ -303,8 +282,7 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
 def sized_arguments(plan: CallPlan, context: KernelContext, sizes: tuple[int, ...]) -> Sequence[int]:
     """Return the elements of :class:`Spans` for the elements that this rank sends to each rank, and then receives.
 
-    Raises:
-        ConfigError: a part takes more steps through the window than are counted.
+    Raises ConfigError if a part takes more steps through the window than are counted.
     """
     item, world_size, rank, shape = wire.DTYPES[plan.dtype], context.world_size, context.rank, plan.launch
     nbytes = [item * size for size in sizes]

@@ -24,21 +24,13 @@ from shotcast.wire import CallPlan, HeaderWords
 class Workspace:
     """This rank's side of a workspace.
 
+    The memory has a multicast address on all ranks or on none.
+
     Args:
-        memory: symmetric memory of ``where.nbytes``. It has a multicast address on all ranks or on none.
-        where: the layout of a region.
-        rank, world_size: of the communicator.
         host_address: of the host's words (:data:`.layout.HOST_FAULT` and others), which kernels store to and read.
-        device: where the kernels run.
-        header_of: ``header_of(plan)``, the header of a plan.
         nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
         targets: what puts to each rank take, where ranks of other nodes are reached by puts; else none.
         blocks_address: of the table of all ranks' blocks of tensors; 0 where there are none.
-
-    Attributes:
-        memory: as given.
-        where: as given.
-        context: what kernels are bound with.
     """
 
     def __init__(

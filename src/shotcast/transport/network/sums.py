@@ -1,0 +1,250 @@
+"""Sums over CPU ranks of several nodes: the calls of :mod:`.exchanges`, alone and with residual add and norm.
+
+NVRAR in 16 bits sends each node's sum rounded to float16 or bfloat16, half the bytes of float32. Each node rounds its
+sum once, even for its own use, so every node that adds them gets the same bits. The sums are added in float32, in the
+tree, and rounded once more. For a short slice, or between two nodes, every node sends its sums to all others in one
+network step. Otherwise each node adds a part of the slice and sends it to all: two steps, and 2 (H - 1) / H of the
+slice for any number of nodes.
+
+A reduce sends its slices to the root's node alone. Its sums are in float32. Reductions whose order does not matter,
+those of integers and extrema, are in the dtype itself.
+
+Fused calls gather the sum in private memory, and norm it there in the same compiled call. So the sums, and all that
+follows from them, have the bits of the sum and the norm as calls of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shotcast.device.cpu.atomics import call_arithmetic, load, store
+from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.lazy_numba import HostFunction, njit
+from shotcast.errors import UnsupportedError
+from shotcast.transport.cpu.host_call import for_all_ranks, sums, sums_and_norms
+from shotcast.transport.cpu.layout import (
+    ARITHMETIC,
+    ITEMSIZE,
+    NBYTES,
+    NETWORK,
+    PARTIAL,
+    ROOT,
+    ROOT_NODE,
+    SLOT,
+    SOURCES,
+    TOTAL,
+    WORLD,
+)
+from shotcast.transport.cpu.norm import START_AT_MINUS_ZERO, add_and_norm, begin_rows
+from shotcast.transport.cpu.staging import slice_size
+from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
+from shotcast.transport.network import exchanges
+from shotcast.transport.network.hosts_call import HostsCall, node_reductions, partial_sums
+from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
+from shotcast.transport.network.phases import (
+    all_reduce_by,
+    first_slot,
+    gather,
+    reduce_in_node,
+    rounded,
+    slice_count,
+    slice_start,
+)
+from shotcast.wire import SIXTEEN_BITS, CallPlan, in_one_step
+
+
+def doubling(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    return all_reduce_by(exchanges.doubling, context, plan, x, out)
+
+
+def halving(context: int, plan: int, x: int, out: int) -> int:
+    """The same by halving."""
+    return all_reduce_by(exchanges.halving, context, plan, x, out)
+
+
+def all_pairs(context: int, plan: int, x: int, out: int) -> int:
+    """The same by all pairs."""
+    return all_reduce_by(exchanges.all_pairs, context, plan, x, out)
+
+
+def two_shot(context: int, plan: int, x: int, out: int) -> int:
+    """The same by two-shot."""
+    return all_reduce_by(exchanges.two_shot, context, plan, x, out)
+
+
+def reduce(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on the root. x, out: nbytes; they may be the same, and others have no out."""
+    word, rank, _, _ = begin(context, plan)
+    if word == 0:
+        return ABORTED
+    status = reduce_in_node(context, plan, word, x)
+    if status != DONE:
+        return status
+    network, count = load(context + NETWORK), slice_count(context, plan)
+    root, root_node = load(plan + ROOT), load(plan + ROOT_NODE)
+    status = exchanges.send_sums(root_node, context, plan, word, count)
+    if status != DONE or load(network + NODE) != root_node:
+        return status
+    result = first_slot(network, plan) + load(network + NODES) * load(plan + SLOT)
+    if rank == root:
+        result = out + slice_start(context, plan)
+    exchanges.add_nodes(context, plan, result, count)
+    return gather(context, plan, word, result, out, root)
+
+
+def _one_slot(nodes: int, slice_bytes: int) -> int:
+    return 1
+
+
+DOUBLING = HostsCall(schedule=Schedule(doubling), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+HALVING = HostsCall(schedule=Schedule(halving), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+TWO_SHOT = HostsCall(schedule=Schedule(two_shot), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+ALL_PAIRS = HostsCall(
+    schedule=Schedule(all_pairs),
+    chunk=for_all_ranks,
+    arithmetic=node_reductions,
+    slots=lambda nodes, slice_bytes: nodes,
+)
+REDUCE = HostsCall(
+    schedule=Schedule(reduce),
+    chunk=for_all_ranks,
+    arithmetic=node_reductions,
+    slots=lambda nodes, slice_bytes: nodes + 1,
+)
+
+
+# --- with residual and norm -------------------------------------------------------------------------------------------
+
+
+@njit(error_model="numpy")
+def _norm_sums_of(exchange: HostFunction, context: int, plan: int, x: int) -> int:
+    """Sum and norm all rows on every rank. x: nbytes; the context's ROW says where the outputs are."""
+    total = load(load(context + NETWORK) + ACCUMULATOR) + load(plan + TOTAL)
+    status = all_reduce_by(exchange, context, plan, x, total)
+    if status == DONE:
+        begin_rows(context)
+        store(context + SOURCES, total)
+        add_and_norm(context, plan, START_AT_MINUS_ZERO, 1, load(plan + NBYTES) // load(plan + ITEMSIZE))
+    return status
+
+
+def normed_doubling(context: int, plan: int, x: int, _out: int) -> int:
+    """Sum and norm all rows on every rank."""
+    return _norm_sums_of(exchanges.doubling, context, plan, x)
+
+
+def normed_halving(context: int, plan: int, x: int, _out: int) -> int:
+    """Sum and norm all rows on every rank."""
+    return _norm_sums_of(exchanges.halving, context, plan, x)
+
+
+def normed_all_pairs(context: int, plan: int, x: int, _out: int) -> int:
+    """Sum and norm all rows on every rank."""
+    return _norm_sums_of(exchanges.all_pairs, context, plan, x)
+
+
+def normed_two_shot(context: int, plan: int, x: int, _out: int) -> int:
+    """Sum and norm all rows on every rank."""
+    return _norm_sums_of(exchanges.two_shot, context, plan, x)
+
+
+def _sums_and_norms(plan: CallPlan) -> dict[int, Arithmetic]:
+    return partial_sums(plan) | sums_and_norms(plan)
+
+
+NORMED_DOUBLING = replace(DOUBLING, schedule=Schedule(normed_doubling), arithmetic=_sums_and_norms, norms=True)
+NORMED_HALVING = replace(HALVING, schedule=Schedule(normed_halving), arithmetic=_sums_and_norms, norms=True)
+NORMED_ALL_PAIRS = replace(ALL_PAIRS, schedule=Schedule(normed_all_pairs), arithmetic=_sums_and_norms, norms=True)
+NORMED_TWO_SHOT = replace(TWO_SHOT, schedule=Schedule(normed_two_shot), arithmetic=_sums_and_norms, norms=True)
+
+
+# --- in 16 bits -------------------------------------------------------------------------------------------------------
+
+_IN_ORDER = 3
+"""The most nodes whose tree is their order, so that one addition of all of them has its bits."""
+
+_in_one_step = njit(error_model="numpy")(in_one_step)
+
+
+def _slots_that_arrive(nodes: int, whole: bool) -> int:
+    """Return the slots that the rounded sums of all nodes take: half of one each, or of a part each."""
+    return (nodes + 1) // 2 if whole else 1
+
+
+_slots_of = njit(error_model="numpy")(_slots_that_arrive)
+
+
+@njit(error_model="numpy")
+def _add_rounded_nodes(context: int, plan: int, result: int, wide: int, count: int) -> None:
+    """Add up the rounded sums of all nodes, whose addresses are in POINTERS, and round the sum into ``result``.
+
+    ``wide``: room for all of them in float32, which more than three need.
+    """
+    network = load(context + NETWORK)
+    nodes, pointers = load(network + NODES), network + POINTERS
+    if nodes <= _IN_ORDER:
+        call_arithmetic(load(plan + ARITHMETIC), result, pointers, nodes, count)
+        return
+    for node in range(nodes):
+        widened = wide + 4 * count * node
+        call_arithmetic(load(plan + PARTIAL), widened, pointers + 8 * node, 1, count)
+        store(pointers + 8 * node, widened)
+    exchanges.add_nodes(context, plan, result, count)
+
+
+@njit(error_model="numpy")
+def _exchange_rounded(context: int, plan: int, word: int, own: int, result: int, count: int) -> int:
+    """Add up the rounded sums of all nodes, ``count`` of this one at ``own``, into ``result``; it may be ``own``."""
+    network, itemsize = load(context + NETWORK), load(plan + ITEMSIZE)
+    nodes, node = load(network + NODES), load(network + NODE)
+    whole = _in_one_step(nodes, slice_size(load(plan + NBYTES), load(context + WORLD)))
+    part = count if whole else exchanges.part_of_each(count, nodes)
+    stride = 0 if whole else part
+    low, high = min(node * stride, count), min(node * stride + part, count)
+    arrived = first_slot(network, plan) + load(plan + SLOT)
+    status = exchanges.send_parts(context, word, own, arrived, itemsize, stride, part, count)
+    if status != DONE:
+        return status
+    wide = arrived + load(plan + SLOT) * _slots_of(nodes, whole)
+    _add_rounded_nodes(context, plan, result + itemsize * low, wide, high - low)
+    return DONE if whole else exchanges.share_parts(context, word, result, itemsize, part, count)
+
+
+def in_16_bits(context: int, plan: int, x: int, out: int) -> int:
+    """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same."""
+    word, _, world_size, _ = begin(context, plan)
+    if word == 0:
+        return ABORTED
+    network, result = load(context + NETWORK), out + slice_start(context, plan)
+    own, count = x, slice_count(context, plan)  # the sum of a node of one rank is the rank's x
+    if world_size > 1:
+        status = reduce_in_node(context, plan, word, x)
+        if status != DONE:
+            return status
+        own = first_slot(network, plan)
+        rounded(context, plan, own, load(network + ACCUMULATOR), count)
+    status = _exchange_rounded(context, plan, word, own, result, count)
+    return status if status != DONE else gather(context, plan, word, result, out, -1)
+
+
+def _rounded_sums(plan: CallPlan) -> dict[int, Arithmetic]:
+    """Return the arithmetic of sums over nodes, and the addition of rounded ones.
+
+    Raises UnsupportedError for a dtype of other than 16 bits.
+    """
+    if plan.dtype not in SIXTEEN_BITS:
+        raise UnsupportedError(f"{plan.algorithm} adds up {' and '.join(SIXTEEN_BITS)}, not {plan.dtype}")
+    return partial_sums(plan) | sums(plan)
+
+
+def _rounded_slots(nodes: int, slice_bytes: int) -> int:
+    """Return the slots of the local rounded sums, of those that arrive, and of all in float32 where that is needed."""
+    whole = in_one_step(nodes, slice_bytes)
+    wide = (nodes if whole else 1) if nodes > _IN_ORDER else 0
+    return 1 + _slots_that_arrive(nodes, whole) + wide
+
+
+IN_16_BITS = HostsCall(
+    schedule=Schedule(in_16_bits), chunk=for_all_ranks, arithmetic=_rounded_sums, slots=_rounded_slots
+)
