@@ -209,7 +209,7 @@ def decode_splits(sequences: int, kv_heads: int) -> int:
 
 
 def decode_attention(
-    sequences: int, context: float, kv_heads: int, head_dim: int, itemsize: int, beginning: int = DECODE_BEGINNING
+    sequences: int, context: float, kv_heads: int, head_dim: int, itemsize: float, beginning: int = DECODE_BEGINNING
 ) -> KernelWork:
     """Return the work of the attention of ``sequences`` with one query each, over ``context`` tokens on average.
 

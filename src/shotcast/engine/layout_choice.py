@@ -245,7 +245,7 @@ def _with_memory(
 ) -> _Offer | _Refusal:
     """Return an offer for a layout if it fits in memory, as the engine estimates it."""
     item, limit = DTYPES[config.dtype_name], max_model_len_of(config, model)
-    cache_item = item if machine.gpus else _CACHE_ITEM_CPU
+    cache_item = _cache_item(config, model)
     memory = fullest_rank(model, config.quantization, layout, 0, config.max_batch_tokens, item, cache_item)
     steps = memory.steps(config.max_sequences) if machine.gpus else 0  # of CPUs, the cache leaves as much as that
     block = memory.per_token * config.block_size
@@ -273,6 +273,13 @@ def _with_memory(
         return _Refusal(layout, str(error), needed)
     sequences = min(config.max_sequences, blocks * config.block_size // tokens)
     return _Offer(layout, memory.weights + memory.steps(sequences) + room, sequences)
+
+
+def _cache_item(config: EngineConfig, model: ModelConfig) -> float:
+    """Return the bytes of an element of a key or value; in FP8, each head of a token has a float32 scale."""
+    if config.device == "cpu":
+        return _CACHE_ITEM_CPU
+    return 1 + 4 / model.head_dim if config.kv_cache_dtype else DTYPES[config.dtype_name]
 
 
 def _unpriced(machine: _Machine, offers: list[_Offer], refused: Mapping[str, str], target: Target) -> LayoutChoice:
@@ -308,7 +315,8 @@ def _priced(
             calibration = _of_dtype(planned_machine.calibration_of(cluster.gpu), config.dtype_name)
         # each layout has its own memory, which is what the engine's accounts say, to the byte
         utilization = (offer.usable + 0.5) / cluster.gpu.memory_bytes
-        limits = Limits(offer.sequences, config.max_batch_tokens, utilization, config.algorithm)
+        cache_item = _cache_item(config, model)
+        limits = Limits(offer.sequences, config.max_batch_tokens, utilization, config.algorithm, cache_item)
         job = Job(model, config.model, config.quantization, cluster, ranks, *workload, target, limits)
         found = plan(job, calibration, [(offer.layout, 1)])
         if found.refused:

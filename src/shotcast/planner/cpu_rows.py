@@ -209,7 +209,7 @@ def step_model(
     collectives: CollectiveCosts,
     quantization: str = "",
     algorithm: str = "auto",
-    kv_item: int | None = None,
+    kv_item: float | None = None,
 ) -> StepModel:
     """Return the model of a step on the device of a calibration; the arguments are those of :class:`StepModel`."""
     kind = CpuStepModel if calibration.device == "cpu" else StepModel

@@ -102,15 +102,14 @@ class Limits:
         batch_tokens: tokens of a step at most.
         utilization: the part of a GPU's memory that an engine may use.
         algorithm: of the sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL.
-        kv_item: bytes of a key or value, where they are not those of an activation, as they are in the engine: 1 asks
-            what FP8 would give.
+        kv_item: bytes of an element of a key or value, with its part of their scale; None for those of an activation.
     """
 
     sequences: int = MOST_SEQUENCES
     batch_tokens: int = BATCH_TOKENS
     utilization: float = 0.9
     algorithm: str = "auto"
-    kv_item: int | None = None
+    kv_item: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +386,7 @@ def fullest_rank(
     usable: int,
     batch_tokens: int,
     itemsize: int = 2,
-    kv_item: int | None = None,
+    kv_item: float | None = None,
 ) -> Memory:
     """Return the memory of the rank that has most.
 

@@ -245,7 +245,7 @@ class StepModel:
         collectives: CollectiveCosts,
         quantization: str = "",
         algorithm: str = "auto",
-        kv_item: int | None = None,
+        kv_item: float | None = None,
     ):
         require_division(model, *layout)
         self.model, self.layout = model, layout
