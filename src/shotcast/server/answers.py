@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shotcast.server.tool_calls import ToolCall, ToolParser, partial
+from shotcast.engine.detokenizer import partial
+from shotcast.server.tool_calls import ToolCall, ToolParser
 
 BEGIN, END = "<think>", "</think>"
 """The marks around a model's thoughts, which begin its output. Some chat templates write the first one themselves."""

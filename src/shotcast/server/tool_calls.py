@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shotcast.engine.detokenizer import partial
 from shotcast.engine.grammar import Grammar, lark_text, styled
 
 MAX_CALLS = 16
@@ -376,11 +377,6 @@ class ToolParser:
         self._add_content(text[:skipped])
         self._buffer, self._state = text[skipped:], "text"
         return bool(self._buffer)
-
-
-def partial(text: str, marker: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``marker``."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def _loads(text: str) -> Any:
