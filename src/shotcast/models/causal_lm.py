@@ -20,7 +20,7 @@ from shotcast.layers.shaping import UNSHAPED, Shaping
 from shotcast.layers.weights import Weights
 from shotcast.models.block import Block, load_norm
 from shotcast.models.config import ModelConfig
-from shotcast.models.registry import find_family
+from shotcast.models.families import find_family
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.schedule import split
 

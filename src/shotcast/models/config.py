@@ -39,7 +39,7 @@ class ModelConfig:
         activation: the activation of gates: SiLU, or GELU approximated by tanh.
         embedding_scale: the factor of embeddings.
         norms_less_one: weights of norms are stored less one.
-        family: the name of the model family, as it is registered in :mod:`shotcast.models.registry`.
+        family: the name of the model family, as it is registered in :mod:`shotcast.models.families`.
         dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is a quantized GGUF file.
         stored_bytes: the bytes of a weight of the layers' matrices in the checkpoint, if GPUs can keep it as it is
             quantized there; None otherwise.

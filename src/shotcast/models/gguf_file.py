@@ -17,9 +17,8 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.rope import Rope
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
-from shotcast.models.family import ModelFamily
+from shotcast.models.families import ModelFamily, by_gguf_architecture, gguf_architectures
 from shotcast.models.gguf_header import GgufHeader, TensorLocation
-from shotcast.models.registry import by_gguf_architecture, gguf_architectures
 from shotcast.units import about_size
 
 if TYPE_CHECKING:

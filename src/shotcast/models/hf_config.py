@@ -9,9 +9,8 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.rope import ROPE_TYPES, Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import Fields, count, number, numbers, strings, token_ids
-from shotcast.models.family import ModelFamily
+from shotcast.models.families import ModelFamily, by_hf_name
 from shotcast.models.quantization_config import read_quantization
-from shotcast.models.registry import by_hf_name
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """The names in a config.json of each activation, the usual one first."""
