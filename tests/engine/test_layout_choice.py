@@ -18,12 +18,11 @@ from typer.testing import CliRunner
 
 from shotcast.cli import app
 from shotcast.engine.config import EngineConfig, max_model_len_of
-from shotcast.engine.device_selection import select_device
 from shotcast.engine.layout_choice import LayoutChoice, choose_layout
 from shotcast.engine.llm import LLM
 from shotcast.engine.memory import HostMemory, MemoryBudget
 from shotcast.engine.sampling_params import SamplingParams
-from shotcast.engine.start_facts import start_facts
+from shotcast.engine.startup import select_device, start_facts
 from shotcast.errors import ConfigError
 from shotcast.hardware import detect
 from shotcast.hardware.detect import GpuFacts

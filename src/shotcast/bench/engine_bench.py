@@ -29,12 +29,12 @@ from shotcast.bench.progress import progress
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
 from shotcast.engine.config import OVERLAP, EngineConfig, algorithm_names, parse_layout
-from shotcast.engine.device_selection import select_device
 from shotcast.engine.layout_choice import choose_layout
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.speculative_config import SpeculativeConfig
+from shotcast.engine.startup import select_device
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from shotcast import env, extras
 from shotcast.engine import worker
 from shotcast.engine.config import EngineConfig, max_model_len_of
-from shotcast.engine.device_selection import select_device
 from shotcast.engine.grammar import Grammar, Vocabulary
 from shotcast.engine.grammar_check import GrammarChecker
 from shotcast.engine.messages import (
@@ -38,7 +37,7 @@ from shotcast.engine.messages import (
 from shotcast.engine.outputs import EngineCoreOutput, EngineStats
 from shotcast.engine.requests import CheckedPrompt, Request, max_output_tokens
 from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
-from shotcast.engine.start_facts import require_ranks, start_facts
+from shotcast.engine.startup import require_ranks, select_device, start_facts
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.launcher import rank_server
@@ -121,7 +120,7 @@ class EngineClient:
         if not config.plans_layout:
             require_division(model, config.tensor_parallel, config.pipeline_parallel)
         if config.speculation is not None and config.speculation.model:
-            from shotcast.engine.draft_check import require_draft
+            from shotcast.engine.startup import require_draft
 
             require_draft(located, model)
         self.sampling_defaults = _sampling_defaults(located)

@@ -13,8 +13,8 @@ import torch
 from shotcast import env
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
 from shotcast.collectives.rank_device import gpu_of, ranks_of_a_gpu
-from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.config import EngineConfig, max_model_len_of
+from shotcast.engine.cuda_graphs import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_one_sequence
 from shotcast.engine.messages import EngineInfo

@@ -11,15 +11,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
-from shotcast.engine.cuda_graphs import CudaGraphs
-from shotcast.engine.decode_graphs import DecodeGraphs
-from shotcast.engine.device_state import DeviceState
+from shotcast.engine.cuda_graphs import CudaGraphs, DecodeGraphs, DeviceState, decode_capture_size, decode_capture_sizes
 from shotcast.engine.input_batch import InputBatch, Int32Array, attention_tiles, build_input_batch, cache_slots
 from shotcast.engine.outputs import ModelRunnerOutput, TokenLogprob
-from shotcast.engine.prefill_forms import PrefillForms
-from shotcast.engine.prefill_graphs import PrefillGraphs
-from shotcast.engine.prefill_overlap import PrefillOverlap
+from shotcast.engine.prefill import PrefillForms, PrefillGraphs, PrefillOverlap
 from shotcast.engine.sampler import Sampler, SamplerOutput, logprobs_of, token_logprobs
 from shotcast.engine.step_plan import INVALID_TOKEN, PromptTargets, StepPlan
 from shotcast.engine.token_feedback import TokenFeedback
@@ -117,9 +112,9 @@ class ModelRunner:
         max_sequences: slots.
         max_model_len: tokens of a sequence at most.
         salt: mixed into the sampling of requests without a seed; the same on all ranks.
-        decode_sizes: numbers of sequences for which decode steps run on static memory (``engine/decode_graphs.py``);
+        decode_sizes: numbers of sequences for which decode steps run on static memory (``engine/cuda_graphs.py``);
             the last is ``max_sequences``. Empty: all steps allocate their memory.
-        prefill_sizes: numbers of tokens for which all other steps run on static memory (``engine/prefill_graphs.py``);
+        prefill_sizes: numbers of tokens for which all other steps run on static memory (``engine/prefill.py``);
             needs ``decode_sizes``.
         overlap: whether steps with prompts are computed by halves, of which one communicates while the other computes:
             as in ``EngineConfig``. Where steps run on static memory, others are computed as a whole.
