@@ -25,15 +25,10 @@ _MESSAGES = 20
 
 
 class Machine(NamedTuple):
-    """A CPU machine.
+    """A CPU machine."""
 
-    Attributes:
-        calibration: the constants of its ranks.
-        cluster: its description in YAML, one node whose "GPUs" are the ranks.
-    """
-
-    calibration: Calibration
-    cluster: str
+    calibration: Calibration  # the constants of its ranks
+    cluster: str  # its description in YAML, one node whose "GPUs" are the ranks
 
 
 def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS, shown: bool = False) -> Machine:

@@ -78,17 +78,11 @@ class KernelWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """The constants of one kind of kernel.
+    """The constants of one kind of kernel."""
 
-    Attributes:
-        fixed_us: f.
-        first_rate: x, a second: GB or Gflop.
-        second_rate: y, a second: Gflop or thousands of keys; 1 where there is no second amount.
-    """
-
-    fixed_us: float
-    first_rate: float
-    second_rate: float = 1.0
+    fixed_us: float  # f
+    first_rate: float  # x, a second: GB or Gflop
+    second_rate: float = 1.0  # y, a second: Gflop or thousands of keys; 1 where there is no second amount
 
     def time_us(self, work: KernelWork) -> float:
         """Return the time of a kernel in microseconds, by the equation above."""
@@ -98,17 +92,11 @@ class KernelCost:
 
 @dataclass(frozen=True, slots=True)
 class FusedNormCost:
-    """The constants of an all-reduce with residual and norm in its kernel, by the last equation above.
+    """The constants of an all-reduce with residual and norm in its kernel, by the last equation above."""
 
-    Attributes:
-        beyond_us: d.
-        fixed_us: f.
-        rate: x, GB of the message a second.
-    """
-
-    beyond_us: float
-    fixed_us: float
-    rate: float
+    beyond_us: float  # d
+    fixed_us: float  # f
+    rate: float  # x, GB of the message a second
 
     def time_us(self, nbytes: float, sum_us: float) -> float:
         """Return the microseconds of a message of which the sum alone takes ``sum_us``."""
@@ -120,26 +108,16 @@ class HostCost:
     """The time that the host of an engine takes for a step, besides what the ranks compute and communicate.
 
     It schedules, builds the inputs, samples, and reports the tokens.
-
-    Attributes:
-        fixed_us: a step.
-        per_sequence_us: each sequence of it.
-        per_row_us: each token of it.
-        hidden: the device computes meanwhile, since steps are enqueued ahead of it.
-        source: the measurement; "not measured" if there is none.
-        per_layer_us: each layer of a step that no graph replays.
-        per_request_us: each request that begins in it.
-        client_us: a request on its way from the client to the loop, and its first token on the way back.
     """
 
-    fixed_us: float
-    per_sequence_us: float
-    per_row_us: float
-    hidden: bool
-    source: str
-    per_layer_us: float = 0.0
-    per_request_us: float = 0.0
-    client_us: float = 0.0
+    fixed_us: float  # a step
+    per_sequence_us: float  # each sequence of it
+    per_row_us: float  # each token of it
+    hidden: bool  # the device computes meanwhile, since steps are enqueued ahead of it
+    source: str  # the measurement; "not measured" if there is none
+    per_layer_us: float = 0.0  # each layer of a step that no graph replays
+    per_request_us: float = 0.0  # each request that begins in it
+    client_us: float = 0.0  # a request on its way from the client to the loop, and its first token on the way back
 
     def time_us(self, sequences: int, rows: int, requests: int = 0, layers: int = 0) -> float:
         """Return the microseconds of a step of this many sequences, with this many tokens together.

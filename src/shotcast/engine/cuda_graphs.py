@@ -64,22 +64,16 @@ def decode_capture_size(plan: StepPlan, sizes: tuple[int, ...]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """The model, and the memory that its steps read and write besides their inputs. Graphs refer to its addresses.
+    """The model, and the memory that its steps read and write besides their inputs. Graphs refer to its addresses."""
 
-    Attributes:
-        model: this rank's part of the model.
-        caches: the paged caches of its layers. With static memory they have one spare block, the last, which is never
-            handed out.
-        block_tables: int32 [slots + 1, blocks], the blocks of each slot's sequence. The last row belongs to no
-            sequence; with static memory it holds the spare block.
-        last_tokens: int64 [slots + 1], the token sampled last for each slot.
-        logits: the output of steps on static memory, with as many rows as slots; None if they allocate their output.
-    """
-
-    model: CausalLM
+    model: CausalLM  # this rank's part of the model
+    # the paged caches of its layers. With static memory they have one spare block, the last, which is never handed out
     caches: list[KVCache]
+    # int32 [slots + 1, blocks], the blocks of each slot's sequence. The last row belongs to no sequence; with static
+    # memory it holds the spare block
     block_tables: torch.Tensor
-    last_tokens: torch.Tensor
+    last_tokens: torch.Tensor  # int64 [slots + 1], the token sampled last for each slot
+    # the output of steps on static memory, with as many rows as slots; None if they allocate their output
     logits: Logits | None
 
     @property

@@ -22,22 +22,14 @@ from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, ScheduledSeq
 
 
 class _Start(NamedTuple):
-    """A sequence that proposals are made for.
+    """A sequence that proposals are made for."""
 
-    Attributes:
-        place: its place among the sequences of the plan that sample.
-        slot: its slot.
-        token, position: its last token, and the position of that.
-        accepted: how many proposals the step has accepted.
-        wanted: how many proposals are made.
-    """
-
-    place: int
+    place: int  # its place among the sequences of the plan that sample
     slot: int
-    token: int
+    token: int  # with position: its last token, and the position of that
     position: int
-    accepted: int
-    wanted: int
+    accepted: int  # how many proposals the step has accepted
+    wanted: int  # how many proposals are made
 
 
 class DraftModel:

@@ -110,17 +110,11 @@ def lark_text(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer, for the compilation of grammars. The client sends it to all ranks.
+    """A tokenizer, for the compilation of grammars. The client sends it to all ranks."""
 
-    Attributes:
-        tokenizer: in the JSON of Hugging Face's library of tokenizers.
-        size: columns of the logits, at least as many as there are tokens.
-        end_tokens: the tokens that end a text; without any there are no grammars.
-    """
-
-    tokenizer: str
-    size: int
-    end_tokens: tuple[int, ...]
+    tokenizer: str  # in the JSON of Hugging Face's library of tokenizers
+    size: int  # columns of the logits, at least as many as there are tokens
+    end_tokens: tuple[int, ...]  # the tokens that end a text; without any there are no grammars
 
 
 class GrammarCompiler:

@@ -37,19 +37,12 @@ _MOST_HELPFUL_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The layout that was chosen for an engine.
+    """The layout that was chosen for an engine."""
 
-    Attributes:
-        layout: its ranks of a stage, and its stages.
-        reason: why, with the next best layout, in a few sentences.
-        refused: the layouts that the engine would not run, and why.
-        plan: the predictions of all others; None where nothing was priced.
-    """
-
-    layout: Layout
-    reason: str
-    refused: Mapping[str, str]
-    plan: Plan | None = None
+    layout: Layout  # its ranks of a stage, and its stages
+    reason: str  # why, with the next best layout, in a few sentences
+    refused: Mapping[str, str]  # the layouts that the engine would not run, and why
+    plan: Plan | None = None  # the predictions of all others; None where nothing was priced
 
     @property
     def alternative(self) -> Layout | None:
@@ -63,23 +56,14 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """The ranks that an engine may have.
+    """The ranks that an engine may have."""
 
-    Attributes:
-        gpus: the GPUs of this host that they run on; none for CPU ranks.
-        counts: the numbers of ranks to plan for.
-        hosts: how many hosts have them, equally many each.
-        memory: of a GPU, or what is free of this machine.
-        calibration: of these CPU ranks; None where nothing was measured of them, and for GPUs.
-        unmeasured: why there is none.
-    """
-
-    gpus: tuple[GpuFacts, ...]
-    counts: tuple[int, ...]
-    hosts: int
-    memory: KnownMemory
-    calibration: Calibration | None = None
-    unmeasured: str = ""
+    gpus: tuple[GpuFacts, ...]  # the GPUs of this host that they run on; none for CPU ranks
+    counts: tuple[int, ...]  # the numbers of ranks to plan for
+    hosts: int  # how many hosts have them, equally many each
+    memory: KnownMemory  # of a GPU, or what is free of this machine
+    calibration: Calibration | None = None  # of these CPU ranks; None where nothing was measured of them, and for GPUs
+    unmeasured: str = ""  # why there is none
 
     def sharers(self, ranks: int) -> int:
         """Return how many of this many ranks share the memory."""
@@ -96,17 +80,11 @@ class _Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A layout that the engine runs.
+    """A layout that the engine runs."""
 
-    Attributes:
-        layout: the ranks of a stage, and stages.
-        usable: bytes of the fullest rank, in the planner's accounts.
-        sequences: those of the workload that its cache holds, at most ``max_sequences``.
-    """
-
-    layout: Layout
-    usable: int
-    sequences: int
+    layout: Layout  # the ranks of a stage, and stages
+    usable: int  # bytes of the fullest rank, in the planner's accounts
+    sequences: int  # those of the workload that its cache holds, at most ``max_sequences``
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,27 +86,16 @@ DeviceMemory = GpuMemory | HostMemory | KnownMemory
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """The memory of a rank, as found before it loads anything.
+    """The memory of a rank, as found before it loads anything."""
 
-    Attributes:
-        memory: the device's.
-        free: the bytes of the device that were free.
-        sharers: the number of ranks on the device.
-        limit: the bytes that this rank may use.
-        limit_text: how the limit came about, for errors.
-        weights: the bytes of its weights, as estimated.
-        option: the option that raises the limit.
-        measured: the cache gets what is left when steps have been run; otherwise it is estimated.
-    """
-
-    memory: DeviceMemory
-    free: int
-    sharers: int
-    limit: int
-    limit_text: str
-    weights: int
-    option: str
-    measured: bool
+    memory: DeviceMemory  # the device's
+    free: int  # the bytes of the device that were free
+    sharers: int  # the number of ranks on the device
+    limit: int  # the bytes that this rank may use
+    limit_text: str  # how the limit came about, for errors
+    weights: int  # the bytes of its weights, as estimated
+    option: str  # the option that raises the limit
+    measured: bool  # the cache gets what is left when steps have been run; otherwise it is estimated
 
     @classmethod
     def find(cls, config: EngineConfig, memory: DeviceMemory, sharers: int, weights: int, dtype: str) -> MemoryBudget:

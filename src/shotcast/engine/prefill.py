@@ -68,17 +68,11 @@ MEASURED_LAYERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of a step.
-
-    Attributes:
-        name: a name.
-        parts: the number of parts that the tokens are divided into.
-        shaping: the part of a GPU that all-reduces and matmuls of the parts take.
-    """
+    """A form of a step."""
 
     name: str
-    parts: int
-    shaping: Shaping = UNSHAPED
+    parts: int  # the number of parts that the tokens are divided into
+    shaping: Shaping = UNSHAPED  # the part of a GPU that all-reduces and matmuls of the parts take
 
 
 WHOLE, HALVES = Form(SEQUENTIAL, 1), Form(PLAIN, 2)

@@ -72,24 +72,17 @@ class SchedulerConfig:
 
 
 class _OutstandingPlan(NamedTuple):
-    """A plan whose results have not arrived.
-
-    Attributes:
-        number: its number.
-        sampling: the sequences for which it samples, and the proposals that it verifies.
-        targets: sequences whose prompts have targets in it, the place of the first one among the log-probabilities of
-            the prompt, and how many there are.
-        running: sequences that were running.
-        speculates: whether it was to have proposals; None if it is not to be measured.
-        begun_s: when it was made.
-    """
+    """A plan whose results have not arrived."""
 
     number: int
+    # the sequences for which it samples, and the proposals that it verifies
     sampling: list[tuple[SequenceState, tuple[int, ...]]]
+    # sequences whose prompts have targets in it, the place of the first one among the log-probabilities of the prompt,
+    # and how many there are
     targets: list[tuple[SequenceState, int, int]]
-    running: int = 0
-    speculates: bool | None = None
-    begun_s: float = 0.0
+    running: int = 0  # sequences that were running
+    speculates: bool | None = None  # whether it was to have proposals; None if it is not to be measured
+    begun_s: float = 0.0  # when it was made
 
 
 class Scheduler:

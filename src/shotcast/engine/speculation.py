@@ -66,20 +66,14 @@ class RankProposer:
 
 @dataclass(slots=True)
 class _Measured:
-    """The speed of both ways of decoding about so many sequences.
+    """The speed of both ways of decoding about so many sequences."""
 
-    Attributes:
-        speculates: the way of the present steps.
-        trial: whether that way is only tried.
-        steps, tokens, seconds: of the present steps.
-        rates: tokens of a sequence a second, by way, when it was last measured.
-    """
-
-    speculates: bool = True
-    trial: bool = True
-    steps: int = 0
+    speculates: bool = True  # the way of the present steps
+    trial: bool = True  # whether that way is only tried
+    steps: int = 0  # with tokens, seconds: of the present steps
     tokens: float = 0.0
     seconds: float = 0.0
+    # tokens of a sequence a second, by way, when it was last measured
     rates: dict[bool, float] = field(default_factory=dict)
 
 

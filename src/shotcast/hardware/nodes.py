@@ -14,14 +14,10 @@ class NodeLayout:
 
     Ranks of one node share memory; ranks of different nodes are joined by a network. The *peers* of a rank are the
     ranks of its local rank on all nodes.
-
-    Attributes:
-        members: the ranks of each node, in the order of their local ranks.
-        names: a name for each node: that of its host, and for logical nodes their number on it.
     """
 
-    members: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
+    members: tuple[tuple[int, ...], ...]  # the ranks of each node, in the order of their local ranks
+    names: tuple[str, ...]  # a name for each node: that of its host, and for logical nodes their number on it
 
     @classmethod
     def of_keys(cls, keys: Sequence[str]) -> NodeLayout:

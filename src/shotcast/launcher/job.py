@@ -57,23 +57,15 @@ _PREFIX, _LEADERS, _LEADER = "shotcast/job", "leaders", "leader"
 
 @dataclass(slots=True, eq=False)
 class RemoteRank:
-    """A rank that this process has not started, as the leader sees it.
+    """A rank that this process has not started, as the leader sees it."""
 
-    Attributes:
-        rank, host: its number, and the name of its host.
-        connection: where it reports, and hears when to begin and why the job ends.
-        facts: what it was started with.
-        reported: it has reported a result or an exception.
-        left: it needs to be told nothing any more.
-    """
-
-    rank: int
+    rank: int  # with host: its number, and the name of its host
     host: str
-    connection: Connection
-    facts: Mapping[str, str] | None = None
-    reported: bool = False
+    connection: Connection  # where it reports, and hears when to begin and why the job ends
+    facts: Mapping[str, str] | None = None  # what it was started with
+    reported: bool = False  # it has reported a result or an exception
     failure: Failure | None = None
-    left: bool = False
+    left: bool = False  # it needs to be told nothing any more
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -115,17 +107,11 @@ class RemoteRank:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of the leader: to begin (``reason`` is None), or to end.
+    """A word of the leader: to begin (``reason`` is None), or to end."""
 
-    Attributes:
-        reason: why the job ends; "" where it ends in order.
-        refused: the configuration was refused, before the rank began.
-        decision: what rank 0 alone has decided, for the ranks that begin.
-    """
-
-    reason: str | None = None
-    refused: bool = False
-    decision: str = ""
+    reason: str | None = None  # why the job ends; "" where it ends in order
+    refused: bool = False  # the configuration was refused, before the rank began
+    decision: str = ""  # what rank 0 alone has decided, for the ranks that begin
 
 
 class JobLeader:

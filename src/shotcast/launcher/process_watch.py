@@ -29,17 +29,11 @@ _START_TIME = 19
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, as other processes of its machine find it.
+    """A process, as other processes of its machine find it."""
 
-    Attributes:
-        space: names the machine, since it began, and the PID namespace.
-        pid: the number within that space.
-        started: when it started, which tells it from a later process with the same number.
-    """
-
-    space: str
-    pid: int
-    started: int
+    space: str  # names the machine, since it began, and the PID namespace
+    pid: int  # the number within that space
+    started: int  # when it started, which tells it from a later process with the same number
 
     @classmethod
     def own(cls) -> ProcessId:

@@ -11,15 +11,10 @@ BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 14
 
 
 class BlockRows(NamedTuple):
-    """A matrix [outputs, inputs], each row of which is blocks.
+    """A matrix [outputs, inputs], each row of which is blocks."""
 
-    Attributes:
-        stored: uint8 [outputs, bytes of the blocks of a row].
-        kind: the format, a key of ``BLOCKS``.
-    """
-
-    stored: torch.Tensor
-    kind: str
+    stored: torch.Tensor  # uint8 [outputs, bytes of the blocks of a row]
+    kind: str  # the format, a key of ``BLOCKS``
 
     def to(self, device: torch.device) -> BlockRows:
         """Return the matrix on a device."""

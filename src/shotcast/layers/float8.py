@@ -21,15 +21,10 @@ _AT_ONCE = 1 << 26
 
 
 class Float8Rows(NamedTuple):
-    """Rows in FP8, approximately ``values * scale``.
+    """Rows in FP8, approximately ``values * scale``."""
 
-    Attributes:
-        values: float8_e4m3fn [rows, columns].
-        scale: float32 [rows, 1].
-    """
-
-    values: torch.Tensor
-    scale: torch.Tensor
+    values: torch.Tensor  # float8_e4m3fn [rows, columns]
+    scale: torch.Tensor  # float32 [rows, 1]
 
     def to(self, device: torch.device) -> Float8Rows:
         """Return the rows on a device."""

@@ -20,20 +20,13 @@ PER_WORD = 8
 
 
 class GroupedRows(NamedTuple):
-    """A matrix [outputs, inputs], of whose rows each group of inputs has a scale.
+    """A matrix [outputs, inputs], of whose rows each group of inputs has a scale."""
 
-    Attributes:
-        values: int32 [outputs, inputs / 8], eight codes a word, the first in the lowest bits; or float8_e4m3fn
-            [outputs, inputs].
-        scales: [groups, outputs].
-        zeros: uint8 [groups, outputs]; None for FP8.
-        group: the number of inputs of a group, which divides the inputs.
-    """
-
+    # int32 [outputs, inputs / 8], eight codes a word, the first in the lowest bits; or float8_e4m3fn [outputs, inputs]
     values: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    group: int
+    scales: torch.Tensor  # [groups, outputs]
+    zeros: torch.Tensor | None  # uint8 [groups, outputs]; None for FP8
+    group: int  # the number of inputs of a group, which divides the inputs
 
     def to(self, device: torch.device) -> GroupedRows:
         """Return the matrix on a device."""

@@ -17,49 +17,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A family of models whose decoders differ from Llama's in no more than what is said here.
+    """A family of models whose decoders differ from Llama's in no more than what is said here."""
 
-    Attributes:
-        name: the ``model_type`` of its ``config.json``.
-        architecture: the class of Hugging Face Transformers whose checkpoints can be read.
-        gguf_architectures: the values of ``general.architecture`` of its GGUF files.
-        attention_bias: whether the query, key and value projections have biases; "config": as ``attention_bias`` in
-            config.json says.
-        output_bias: whether the projection after attention has a bias where they have.
-        mlp_bias: whether ``mlp_bias`` in config.json is read; otherwise there are no such biases.
-        qk_norm: as :attr:`~shotcast.models.config.ModelConfig.qk_norm`.
-        activation: the activation of gates, which ``activation_field`` of config.json must name.
-        kv_heads_default_to_heads: whether a config.json that lacks ``num_key_value_heads`` has as many as heads.
-        default_head_dim: the size of a head where config.json gives none; None: the hidden size divided by the heads.
-        defaults: fields of config.json with the values that they have where it lacks them.
-        sliding_window: reads the attention window from config.json and the number of layers; None for no window.
-        local_rope: whether layers with a window have a rotary embedding of their own.
-        details: reads further fields of a :class:`~shotcast.models.config.ModelConfig` likewise.
-        gguf_interleaved_rope: whether llama.cpp stores the rows of queries and keys pair after pair, as rotation of
-            neighbors needs them.
-        names, gguf_names: the names of the weights in Hugging Face checkpoints and in GGUF files.
-        block: the class of a layer; None for :class:`~shotcast.models.block.Block`.
-    """
-
-    name: str
-    architecture: str
-    gguf_architectures: tuple[str, ...] = ()
+    name: str  # the ``model_type`` of its ``config.json``
+    architecture: str  # the class of Hugging Face Transformers whose checkpoints can be read
+    gguf_architectures: tuple[str, ...] = ()  # the values of ``general.architecture`` of its GGUF files
+    # whether the query, key and value projections have biases; "config": as ``attention_bias`` in config.json says
     attention_bias: bool | Literal["config"] = "config"
-    output_bias: bool = True
-    mlp_bias: bool = False
-    qk_norm: Literal["", "head", "projection"] = ""
-    activation: Activation = "silu"
+    output_bias: bool = True  # whether the projection after attention has a bias where they have
+    mlp_bias: bool = False  # whether ``mlp_bias`` in config.json is read; otherwise there are no such biases
+    qk_norm: Literal["", "head", "projection"] = ""  # as :attr:`~shotcast.models.config.ModelConfig.qk_norm`
+    activation: Activation = "silu"  # the activation of gates, which ``activation_field`` of config.json must name
     activation_field: str = "hidden_act"
+    # whether a config.json that lacks ``num_key_value_heads`` has as many as heads
     kv_heads_default_to_heads: bool = False
+    # the size of a head where config.json gives none; None: the hidden size divided by the heads
     default_head_dim: int | None = None
+    # fields of config.json with the values that they have where it lacks them
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # reads the attention window from config.json and the number of layers; None for no window
     sliding_window: Callable[[Fields, int], int | None] = lambda config, layers: None
-    local_rope: bool = False
+    local_rope: bool = False  # whether layers with a window have a rotary embedding of their own
+    # reads further fields of a :class:`~shotcast.models.config.ModelConfig` likewise
     details: Callable[[Fields, int], dict[str, Any]] = lambda config, layers: {}
+    # whether llama.cpp stores the rows of queries and keys pair after pair, as rotation of neighbors needs them
     gguf_interleaved_rope: bool = False
+    # with gguf_names: the names of the weights in Hugging Face checkpoints and in GGUF files
     names: WeightNames = HF_LLAMA
     gguf_names: WeightNames = GGUF_LLAMA
-    block: type[Block] | None = None
+    block: type[Block] | None = None  # the class of a layer; None for :class:`~shotcast.models.block.Block`
 
 
 # Touvron et al., arXiv 2302.13971, and models published in its format, such as SmolLM2

@@ -28,17 +28,11 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """The location of a tensor in the file.
+    """The location of a tensor in the file."""
 
-    Attributes:
-        shape: the shape of its values, rows first.
-        type_number: ggml's number of the type of its elements.
-        offset: the offset in the file, in bytes.
-    """
-
-    shape: tuple[int, ...]
-    type_number: int
-    offset: int
+    shape: tuple[int, ...]  # the shape of its values, rows first
+    type_number: int  # ggml's number of the type of its elements
+    offset: int  # the offset in the file, in bytes
 
 
 @dataclass(frozen=True, slots=True)

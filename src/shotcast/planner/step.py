@@ -81,19 +81,12 @@ class Layout(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The tokens of a step.
+    """The tokens of a step."""
 
-    Attributes:
-        decoding: sequences that decode, a token each.
-        context: tokens before these, on average.
-        prompts: for each part of a prompt its tokens, and those before it.
-        sampled: rows that are sampled.
-    """
-
-    decoding: int
-    context: float
-    prompts: tuple[tuple[int, int], ...]
-    sampled: int
+    decoding: int  # sequences that decode, a token each
+    context: float  # tokens before these, on average
+    prompts: tuple[tuple[int, int], ...]  # for each part of a prompt its tokens, and those before it
+    sampled: int  # rows that are sampled
 
     @property
     def rows(self) -> int:
@@ -108,18 +101,13 @@ class StepWork(NamedTuple):
 
 @dataclass(slots=True)
 class Estimate:
-    """A predicted time, of what it consists, and how far off it may be.
+    """A predicted time, of what it consists, and how far off it may be."""
 
-    Attributes:
-        parts: microseconds by name.
-        variance: the sum of the squares of each part's time times its residual. The same kernel is off alike in all
-            layers, and different kernels are off independently.
-        saved_us: the microseconds less that it takes at the full clock of a GPU, which it has after a rest.
-    """
-
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)  # microseconds by name
+    # the sum of the squares of each part's time times its residual. The same kernel is off alike in all layers, and
+    # different kernels are off independently
     variance: float = 0.0
-    saved_us: float = 0.0
+    saved_us: float = 0.0  # the microseconds less that it takes at the full clock of a GPU, which it has after a rest
 
     @property
     def time_us(self) -> float:
@@ -182,17 +170,11 @@ def crossings(layout: Layout, gpus_per_node: int) -> list[bool]:
 
 
 class Priced(NamedTuple):
-    """The time of a kernel, or of several that are off alike.
+    """The time of a kernel, or of several that are off alike."""
 
-    Attributes:
-        time_us: by the constants of its kind, where such kernels run without a pause.
-        residual: of the kind, as a part of the time.
-        saved_us: the part of ``time_us`` that a GPU saves at its full clock, which it has after a rest.
-    """
-
-    time_us: float
-    residual: float
-    saved_us: float = 0.0
+    time_us: float  # by the constants of its kind, where such kernels run without a pause
+    residual: float  # of the kind, as a part of the time
+    saved_us: float = 0.0  # the part of ``time_us`` that a GPU saves at its full clock, which it has after a rest
 
 
 def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bool) -> Priced:

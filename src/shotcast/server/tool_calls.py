@@ -30,31 +30,18 @@ _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """The format in which a family of models calls tools.
+    """The format in which a family of models calls tools."""
 
-    Attributes:
-        name: the family.
-        begin: the text before a call, or before a list of them; "" where a call may begin an output without it.
-        end: the text after a call.
-        key: the key of a call's arguments.
-        separator: between two calls.
-        in_list: the calls form a JSON list.
-        arguments: the text between the name of a function and its arguments, where calls are no JSON objects.
-        tag: a text that may precede a call at the beginning of an output.
-        single: the template takes one call in a message, so no grammar allows more.
-        short_ids: the template wants ids of nine letters and digits.
-    """
-
-    name: str
-    begin: str
-    end: str = ""
-    key: str = "arguments"
-    separator: str = ""
-    in_list: bool = False
-    arguments: str = ""
-    tag: str = ""
-    single: bool = False
-    short_ids: bool = False
+    name: str  # the family
+    begin: str  # the text before a call, or before a list of them; "" where a call may begin an output without it
+    end: str = ""  # the text after a call
+    key: str = "arguments"  # the key of a call's arguments
+    separator: str = ""  # between two calls
+    in_list: bool = False  # the calls form a JSON list
+    arguments: str = ""  # the text between the name of a function and its arguments, where calls are no JSON objects
+    tag: str = ""  # a text that may precede a call at the beginning of an output
+    single: bool = False  # the template takes one call in a message, so no grammar allows more
+    short_ids: bool = False  # the template wants ids of nine letters and digits
 
     def new_id(self) -> str:
         """Return a new id of a call."""

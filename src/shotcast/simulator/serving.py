@@ -37,20 +37,13 @@ class Arrival(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The time of a step in seconds.
+    """The time of a step in seconds."""
 
-    Attributes:
-        stages_s: each stage, among steps in a row.
-        transfers_s: for each stage the way to the next, of the last one to the first.
-        host_s: rank 0 before its stage begins: it plans, and builds and enqueues the inputs.
-        in_loop: rank 0 computes the first stage itself, as on a CPU, and does nothing else meanwhile.
-        saved_s: what each stage takes less at the full clock of its GPUs, which they have after a rest; () for nothing.
-    """
-
-    stages_s: Sequence[float]
-    transfers_s: Sequence[float]
-    host_s: float = 0.0
-    in_loop: bool = False
+    stages_s: Sequence[float]  # each stage, among steps in a row
+    transfers_s: Sequence[float]  # for each stage the way to the next, of the last one to the first
+    host_s: float = 0.0  # rank 0 before its stage begins: it plans, and builds and enqueues the inputs
+    in_loop: bool = False  # rank 0 computes the first stage itself, as on a CPU, and does nothing else meanwhile
+    # what each stage takes less at the full clock of its GPUs, which they have after a rest; () for nothing
     saved_s: Sequence[float] = ()
 
 
@@ -79,19 +72,12 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The result of a simulation.
+    """The result of a simulation."""
 
-    Attributes:
-        requests: in the order in which they were given.
-        steps: plans that were computed.
-        preemptions: sequences that lost their blocks.
-        busy_s: seconds in which each stage computed.
-    """
-
-    requests: tuple[Served, ...]
-    steps: int
-    preemptions: int
-    busy_s: tuple[float, ...]
+    requests: tuple[Served, ...]  # in the order in which they were given
+    steps: int  # plans that were computed
+    preemptions: int  # sequences that lost their blocks
+    busy_s: tuple[float, ...]  # seconds in which each stage computed
 
     @property
     def seconds(self) -> float:

@@ -62,13 +62,9 @@ class PricedSteps:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The latencies and throughput that requests met, in milliseconds and tokens a second.
+    """The latencies and throughput that requests met, in milliseconds and tokens a second."""
 
-    Attributes:
-        services: of each engine.
-    """
-
-    services: tuple[Service, ...]
+    services: tuple[Service, ...]  # of each engine
 
     def ttft_ms(self, percent: float) -> float:
         """Return a percentile of the time to the first token."""

@@ -169,17 +169,11 @@ def gemv_kernel(x, weight, scale, bias, out, outputs, inputs, count, SHAPE: tl.c
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """The launch configuration of :func:`gemv_kernel`.
+    """The launch configuration of :func:`gemv_kernel`."""
 
-    Attributes:
-        tile: the outputs of a program.
-        columns: the columns of the weight that are loaded at a time, 16 bytes or more for each thread.
-        warps: the warps of a program.
-    """
-
-    tile: int
-    columns: int
-    warps: int
+    tile: int  # the outputs of a program
+    columns: int  # the columns of the weight that are loaded at a time, 16 bytes or more for each thread
+    warps: int  # the warps of a program
 
     def __str__(self) -> str:
         return f"{self.tile}x{self.columns} w{self.warps}"

@@ -142,15 +142,10 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
 
 @dataclass(frozen=True, slots=True)
 class SkinnyGemmConfig:
-    """The launch configuration of :func:`skinny_gemm_kernel`.
+    """The launch configuration of :func:`skinny_gemm_kernel`."""
 
-    Attributes:
-        stages: the number of steps of columns that are loaded ahead.
-        split_k: the number of programs that divide the columns of a tile.
-    """
-
-    stages: int
-    split_k: int
+    stages: int  # the number of steps of columns that are loaded ahead
+    split_k: int  # the number of programs that divide the columns of a tile
 
     def __str__(self) -> str:
         return f"{self.stages} stages, {self.split_k} parts"
