@@ -118,11 +118,7 @@ def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: st
 
 
 def read(path: Path) -> tuple[EngineRow, ...]:
-    """Return the rows of a file written by :func:`document`.
-
-    Raises:
-        ConfigError: it is another file.
-    """
+    """Return the rows of a file written by :func:`document`. Raises ConfigError if it is another file."""
     try:
         return tuple(EngineRow(**row) for row in json.loads(path.read_text())["rows"])
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
@@ -138,9 +134,7 @@ def _subject(row: EngineRow) -> str:
 
 def plot(rows: Sequence[EngineRow], path: Path) -> None:
     """Plot the time per output token against throughput: a curve for each layout and way, a point for each batch.
-
-    Raises:
-        ConfigError: the rows are of several models, devices or lengths, or pictures have no such suffix.
+    Raises ConfigError if the rows are of several models, devices or lengths, or pictures have no such suffix.
     """
     import matplotlib.figure
 

@@ -167,17 +167,12 @@ def search(
     any_bits: bool = False,
     launches: Mapping[str, LaunchShape] | None = None,
 ) -> Choice:
-    """Choose a candidate for one problem, by the stages that the module describes.
+    """Choose a candidate for one problem, by the stages that the module describes. Raises ShotcastError if no candidate
+    gives right results.
 
     Args:
-        problem: the call to choose for.
-        measure: times candidates.
         seconds: for all stages together.
-        any_bits: as in :class:`TuneConfig`.
         launches: launch shapes found earlier, by algorithm; only these are then measured, and stage 2 is left out.
-
-    Raises:
-        ShotcastError: no candidate gives right results.
     """
     first = eligible_candidates(problem, any_bits)
     defaults = {candidate.algorithm: candidate.launch for candidate in first}

@@ -123,9 +123,6 @@ class HostCost:
         """Return the microseconds of a step of this many sequences, with this many tokens together.
 
         Args:
-            sequences: all of them.
-            rows: their tokens.
-            requests: those that begin.
             layers: of a model whose steps no graph replays; 0 where one does.
         """
         step_us = self.fixed_us + sequences * self.per_sequence_us + rows * self.per_row_us
@@ -136,13 +133,7 @@ NO_HOST = HostCost(0.0, 0.0, 0.0, True, "not measured")
 
 
 def product_kind(rows: int, fp8: bool, few_rows: int = FEW_ROWS) -> str:
-    """Return the kind of a product's kernel.
-
-    Args:
-        rows: of the activations.
-        fp8: whether the weights are in FP8; if not, they are in the dtype of the calibration.
-        few_rows: the most rows that the engine's native kernels compute.
-    """
+    """Return the kind of a product's kernel."""
     rows_kind = "one_row" if rows == 1 else "few_rows" if rows <= few_rows else "many_rows"
     return f"product_{rows_kind}{FP8 * fp8}"
 

@@ -79,16 +79,15 @@ class EngineClient:
     ranks; the other ranks become ranks of the engine, and exit when it ends: for them this constructor does not return.
     All ranks have to give the same options, and the same model.
 
+    Raises ConfigError if the configuration cannot be served, which is found before or while the model is loaded. Raises
+    UnsupportedError if the kind of model is not implemented. Raises EngineDead if a rank ended while it loaded the
+    model.
+
     Attributes:
         config: the configuration, with the selected device and layout.
         layout_choice: why it has this layout, where a plan chose it; else None.
         pids: process ids of the ranks.
         sampling_defaults: the sampling parameters that the model's files set, by name.
-
-    Raises:
-        ConfigError: the configuration cannot be served, which is found before or while the model is loaded.
-        UnsupportedError: the kind of model is not implemented.
-        EngineDead: a rank ended while it loaded the model.
     """
 
     def __init__(self, config: EngineConfig):
@@ -246,10 +245,8 @@ class EngineClient:
         return self._stats
 
     def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
-        """Return the token ids of a prompt after checking them. Any thread may call this.
-
-        Raises:
-            ConfigError: the prompt is empty, too long, or contains values that are no token ids.
+        """Return the token ids of a prompt after checking them. Any thread may call this. Raises ConfigError if the
+        prompt is empty, too long, or contains values that are no token ids.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_token_ids(ids, "the prompt")
@@ -261,9 +258,7 @@ class EngineClient:
 
     def check_params(self, params: SamplingParams) -> None:
         """Check what sampling parameters say about tokens. Any thread may call this, and a grammar may take it a while.
-
-        Raises:
-            ConfigError: a token is not in the vocabulary, or the grammar cannot be compiled.
+        Raises ConfigError if a token is not in the vocabulary, or the grammar cannot be compiled.
         """
         vocab = self.info.model.vocab
         for name, token in params.named_tokens:
@@ -273,10 +268,8 @@ class EngineClient:
             self.check_grammar(params.grammar)
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
-
-        Raises:
-            ConfigError: the grammar cannot be compiled, or the model's tokenizer supports none.
+        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this. Raises
+        ConfigError if the grammar cannot be compiled, or the model's tokenizer supports none.
         """
         if isinstance(self._checker, ConfigError):
             raise self._checker

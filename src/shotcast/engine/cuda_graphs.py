@@ -107,7 +107,6 @@ class CudaGraphs:
     most of it first. Results that outlive a replay have to be kept in other memory.
 
     Args:
-        device: where they run.
         timer: the timer of this rank; on CUDA a :class:`DeviceStepTimer`.
     """
 
@@ -126,10 +125,8 @@ class CudaGraphs:
         return self._replays[key]
 
     def get(self, key: Hashable) -> Replay:
-        """Return a replay that was captured before.
-
-        Raises:
-            KeyError: it was not; a capture now would compute on memory that is in use.
+        """Return a replay that was captured before. Raises KeyError if it was not; a capture now would compute on
+        memory that is in use.
         """
         return self._replays[key]
 
@@ -171,7 +168,6 @@ class DecodeGraphs:
     Args:
         state: the state of this rank; ``last_tokens`` gets the likeliest tokens of every step.
         sizes: numbers of sequences, ascending; the last is the number of slots.
-        graphs: where the graphs are kept.
     """
 
     def __init__(self, state: DeviceState, sizes: tuple[int, ...], graphs: CudaGraphs):
@@ -193,12 +189,7 @@ class DecodeGraphs:
             self._get_or_capture(size, stamped)
 
     def run(self, plan: StepPlan, size: int) -> Logits | None:
-        """Compute a step. On the last stage, return the logits of its sequences, which are valid until the next step.
-
-        Args:
-            plan: a step that decode graphs serve.
-            size: its ``decode_capture_size``.
-        """
+        """Compute a step. On the last stage, return the logits of its sequences, valid until the next step."""
         count = len(plan.sequences)
         host = pinned_empty((size, FIELDS), torch.int32, self._packed.device)
         pack_decode(plan, size, self._state.spare_row, host.numpy())

@@ -20,15 +20,11 @@ class StopStrings:
         self._found: str | None = None
 
     def push(self, delta: str, last: bool = False) -> tuple[str, str | None]:
-        """Add the next piece of the text.
+        """Add the next piece of the text. Returns the text that may be released now, and the stop string if one was
+        found. Then all text before it has been released, and later pieces release nothing.
 
         Args:
-            delta: the piece.
             last: the text ends here, so text that is held back cannot become a stop string any more.
-
-        Returns:
-            The text that may be released now, and the stop string if one was found. Then all text before it has been
-            released, and later pieces release nothing.
         """
         if not self._stops:
             return delta, None
@@ -65,7 +61,6 @@ class IncrementalDetokenizer:
     grow with the text. In vocabularies with byte tokens, a character leaves with its last byte.
 
     Args:
-        tokenizer: the model's tokenizer.
         skip_special: special tokens have no text.
     """
 

@@ -45,15 +45,12 @@ class DraftModel:
         self.runner, self._vocab, self._last = runner, vocab, runner.vocab - 1
 
     def propose(self, plan: StepPlan, output: AsyncModelRunnerOutput | None, last_tokens: torch.Tensor) -> Drafted:
-        """Compute a plan that the model has computed, and the proposals that it asks for.
+        """Compute a plan that the model has computed, and the proposals that it asks for. Returns the outputs of the
+        decoding steps, for :meth:`proposals`.
 
         Args:
-            plan: the plan.
             output: what the model has sampled, which this waits for if the plan asks for proposals.
             last_tokens: the token that the model sampled last for each slot.
-
-        Returns:
-            The outputs of the decoding steps, for :meth:`proposals`.
         """
         runner, sampler = self.runner, self.runner.sampler
         assert sampler is not None

@@ -125,12 +125,7 @@ class EngineCore:
     :mod:`shotcast.simulator.serving` runs the same loop in simulated time.
 
     Args:
-        scheduler: decides what each step computes.
-        runner: computes rank 0's part of it.
-        channel: the way to the other ranks.
-        client: the way to the client.
         check: raises if a failed collective may have corrupted the results.
-        stamp_every: as in :class:`EngineConfig`.
         stage_timeout_s: how long rank 0 waits for the output of another stage.
     """
 

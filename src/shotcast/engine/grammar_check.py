@@ -30,11 +30,7 @@ _MAX_KNOWN = 256
 
 
 class GrammarChecker:
-    """Tells which grammars can be compiled. Several threads may use it. The process starts with the first grammar.
-
-    Args:
-        vocabulary: the tokens of the outputs.
-    """
+    """Tells which grammars can be compiled. Several threads may use it. The process starts with the first grammar."""
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
@@ -43,10 +39,8 @@ class GrammarChecker:
         self._known: OrderedDict[str, str] = OrderedDict()
 
     def check(self, grammar: Grammar) -> float:
-        """Return the seconds that a grammar took to compile; 0 if it was checked before.
-
-        Raises:
-            ConfigError: it cannot be compiled, or takes more than COMPILE_S.
+        """Return the seconds that a grammar took to compile; 0 if it was checked before. Raises ConfigError if it
+        cannot be compiled, or takes more than COMPILE_S.
         """
         seconds = 0.0
         reason = self._known.get(grammar.text)  # without the lock, so an event loop may ask for a known grammar

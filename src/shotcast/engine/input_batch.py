@@ -122,8 +122,6 @@ def attention_tiles(batch: InputBatch, tile_tokens: int, padding: int = 0) -> In
     """Split the sequences into tiles of at most ``tile_tokens`` tokens: [tiles, TILE_FIELDS].
 
     Args:
-        batch: the step.
-        tile_tokens: tokens of a tile at most.
         padding: tokens after those of the step, which attend to nothing.
     """
     padding_row = np.array([0, len(batch.tokens), padding, -1], np.int32)
@@ -185,12 +183,8 @@ def pack_prefill(
     """Fill ``out`` with a step, as ``layout`` says.
 
     Args:
-        batch: the step.
         block_updates: [updates, 2], as in :class:`PrefillLayout`.
-        tile_tokens: tokens of a tile at most.
         spare_row, spare_slot: the row of the block tables and the cache slot that padding uses.
-        layout: the layout of the step's size.
-        out: the packed step.
     """
     count, size = len(batch.tokens), layout.tokens.stop - layout.tokens.start
     rows = np.where(batch.num_sampled > 1, spare_row, batch.rows)

@@ -97,15 +97,9 @@ class _Refusal:
 
 
 def choose_layout(config: EngineConfig, model: ModelConfig) -> LayoutChoice:
-    """Return the layout that suits the target of a configuration best, of those that the engine runs.
-
-    Args:
-        config: the configuration, with the selected device.
-        model: the dimensions of its model.
-
-    Raises:
-        ConfigError: no layout fits (with what is missing and what would help), none meets the bounds of the target, or
-            nothing is known of the GPUs.
+    """Return the layout that suits the target of a configuration best, of those that the engine runs. Raises
+    ConfigError if no layout fits (with what is missing and what would help), none meets the bounds of the target, or
+    nothing is known of the GPUs.
     """
     target, workload = Target.parse(config.target), _workload(config, model)
     machine = _find_machine(config)

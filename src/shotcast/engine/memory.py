@@ -99,17 +99,13 @@ class MemoryBudget:
 
     @classmethod
     def find(cls, config: EngineConfig, memory: DeviceMemory, sharers: int, weights: int, dtype: str) -> MemoryBudget:
-        """Find what a rank may use.
+        """Find what a rank may use. Raises ConfigError if the memory is not free, or weights or ``kv_cache_bytes`` do
+        not fit.
 
         Args:
-            config: the configuration, with the selected device.
-            memory: the memory of the device.
             sharers: the number of ranks on it.
             weights: bytes of the weights of a rank.
             dtype: their type, for errors.
-
-        Raises:
-            ConfigError: the memory is not free, or weights or ``kv_cache_bytes`` do not fit.
         """
         free = memory.free
         if config.device == "cuda":
@@ -192,9 +188,6 @@ def require_one_sequence(
 
     Args:
         blocks: blocks that every rank has room for.
-        block_size, bytes_per_block: tokens and bytes of a block.
-        max_model_len: the largest number of tokens of a sequence.
-        budget: the memory of this rank.
         room: the bytes of it that were left for the cache.
     """
     needed = -(-max_model_len // block_size)

@@ -107,7 +107,6 @@ class ModelRunner:
     """Executes plans, which every rank gets in the same order. On CUDA it enqueues them and never waits.
 
     Args:
-        model: this rank's part of the model.
         num_blocks, block_size: blocks of the paged cache, and tokens of a block.
         max_sequences: slots.
         max_model_len: tokens of a sequence at most.
@@ -122,7 +121,6 @@ class ModelRunner:
         decisions: what another runner of this model decided about overlap, by number of tokens of steps on static
             memory; what this one decides is added.
         max_proposals: the most proposals that a step verifies.
-        draft: the draft model, on ranks of the last stage.
         reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
             which with static memory may be planned before the host knows the tokens.
     """
@@ -321,8 +319,6 @@ class ModelRunner:
         The head takes as many tokens at a time as a step may sample, since logits need much memory.
 
         Args:
-            plan: the step.
-            inputs: its tokens.
             hidden: [tokens, hidden], the last normed hidden states.
         """
         places: list[int] = []
@@ -361,10 +357,8 @@ class ModelRunner:
         """Sample the next tokens from ``logits``, the rows of the sequences that sample.
 
         Args:
-            plan: the step.
             logits: their logits; None if no sequence samples.
             best_is_stored: ``last_tokens`` already holds the likeliest tokens.
-            target_logprobs: as of :meth:`_target_logprobs`.
         """
         assert self.sampler is not None
         sampling = [sequence for sequence in plan.sequences if sequence.do_sample]
@@ -381,10 +375,8 @@ class ModelRunner:
         return AsyncModelRunnerOutput(plan.number, sampled, targets, target_logprobs)
 
     def _update_host_tables(self, plan: StepPlan) -> Int32Array:
-        """Enter the plan's blocks into the host's block tables.
-
-        Returns:
-            [updates, 2]: the index into the tables and the block of each entry that changed.
+        """Enter the plan's blocks into the host's block tables. Returns [updates, 2]: the index into the tables and the
+        block of each entry that changed.
         """
         width = self._host_tables.shape[1]
         updates = [np.empty((0, 2), np.int32)]

@@ -106,8 +106,6 @@ class PrefillForms:
     """Decides in which form steps of each number of tokens are computed.
 
     Args:
-        model: this rank's part of the model.
-        overlap: as in ``EngineConfig``.
         decisions: what was decided before, by number of tokens; later decisions are added.
         static: steps have static memory; others are tried in halves alone, without a number of SMs.
 
@@ -146,7 +144,6 @@ class PrefillForms:
         """Decide on a size, by measuring. Collective.
 
         Args:
-            size: the number of tokens.
             run_of: returns a function that computes a step of that many tokens in a form; called once for each form.
         """
         forms, left_out = self._forms(size)
@@ -217,10 +214,7 @@ class PrefillOverlap:
     """Computes steps on memory of their own by halves, where that was found to pay. Construction is not collective.
 
     Args:
-        state: the state of this rank.
-        forms: decides, once for all sizes of steps.
         tables: the block tables of the host, int32 [slots + 1, blocks].
-        max_batch_tokens: the most tokens of a step.
     """
 
     def __init__(self, state: DeviceState, forms: PrefillForms, tables: Int32Array, max_batch_tokens: int):
@@ -233,11 +227,7 @@ class PrefillOverlap:
         self._least = max(least, self._size // 2)  # what was measured says little of much shorter steps
 
     def measure(self, batch_of: Callable[[InputBatch], Batch]) -> None:
-        """Decide, with a step of one prompt. Collective; to be called while the cache holds nothing.
-
-        Args:
-            batch_of: makes the tensors of a step.
-        """
+        """Decide, with a step of one prompt. Collective; to be called while the cache holds nothing."""
         state, size = self._state, self._size
         if not self._forms.undecided(size):
             return
@@ -274,8 +264,6 @@ class PrefillGraphs:
         state: the state of this rank; ``last_tokens`` gets the likeliest tokens of every step.
         sizes: numbers of tokens, ascending.
         head_sizes: numbers of tokens that are sampled, ascending; the last is the most of a step.
-        graphs: where the graphs are kept.
-        forms: decides in which form the steps of a size are computed.
     """
 
     def __init__(
@@ -332,7 +320,6 @@ class PrefillGraphs:
         The logits are valid until the next step.
 
         Args:
-            batch: the step.
             block_updates: [updates, 2], entries of the block tables that change before the step: index and block.
         """
         size = self._sizes[bisect.bisect_left(self._sizes, len(batch.tokens))]

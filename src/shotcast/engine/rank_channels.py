@@ -38,8 +38,6 @@ class DriverChannel:
     If ``output_rank`` is rank 0, there is nothing to receive.
 
     Args:
-        job: the communicator of all ranks.
-        output_rank: the rank that reports.
         silence_s: how long another host may give no heartbeat.
     """
 
@@ -85,10 +83,8 @@ class DriverChannel:
                 connection.send_bytes(message)
 
     def recv_output(self, timeout_s: float) -> ModelRunnerOutput:
-        """Wait for the next output of the last stage.
-
-        Raises:
-            ShotcastError: it has sent nothing for ``timeout_s`` seconds.
+        """Wait for the next output of the last stage. Raises ShotcastError if it has sent nothing for ``timeout_s``
+        seconds.
         """
         connection = self._connections[self._output_rank]
         with _peer_errors(self._output_rank):
@@ -105,11 +101,7 @@ class DriverChannel:
 
 
 class WorkerChannel:
-    """The connection of another rank to rank 0.
-
-    Args:
-        job, silence_s: as for :class:`DriverChannel`.
-    """
+    """The connection of another rank to rank 0."""
 
     def __init__(self, job: Communicator, silence_s: float):
         address, key = _broadcast_invitation(job, None)

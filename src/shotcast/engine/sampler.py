@@ -117,16 +117,12 @@ class Sampler:
 
     It waits for the device only where a grammar needs the token before.
 
+    Raises ConfigError if there are more than MAX_VOCAB columns on a GPU.
+
     Args:
-        max_slots: slots are 0 to ``max_slots - 1``.
-        vocab: columns of the logits.
-        device: the device of the logits.
         salt: a signed integer of 64 bits from which requests without a seed derive theirs. Ranks that are to sample the
             same tokens need the same salt.
         kernels: sample with the GPU's kernels on other devices too, through Triton's interpreter.
-
-    Raises:
-        ConfigError: more than MAX_VOCAB columns on a GPU.
     """
 
     def __init__(self, max_slots: int, vocab: int, device: torch.device | str, salt: int, kernels: bool = False):
@@ -213,6 +209,8 @@ class Sampler:
 
         The position in an output moves by one; :meth:`advance` moves it by the accepted proposals.
 
+        Raises ConfigError if the logits have another shape or dtype, or a slot is not assigned.
+
         Args:
             logits: float32 [rows, vocab], contiguous if a row has a bias; on return as before.
             slots: each is assigned, and none occurs twice.
@@ -220,9 +218,6 @@ class Sampler:
             last_tokens: int64 [max_slots or more], the token sampled last for each slot.
             best_is_stored: ``last_tokens`` already holds the tokens of ``best`` of slots without proposals.
             drafts: the proposals of each slot, which has one row more than proposals; () for one row a slot.
-
-        Raises:
-            ConfigError: the logits have another shape or dtype, or a slot is not assigned.
         """
         rows = _Rows.of(slots, drafts or [()] * len(slots))
         if logits.shape != (len(rows.slots), self.vocab) or logits.dtype != torch.float32:

@@ -89,7 +89,6 @@ class Scheduler:
     """Takes requests and results of plans; makes plans and outputs of requests.
 
     Args:
-        config: the limits.
         speculation: how steps get proposals; None for no proposals.
     """
 
@@ -152,11 +151,8 @@ class Scheduler:
         self._eos |= frozenset(tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            ConfigError: the prompt is empty, or too long for the model or the cache, or an unfinished request has the
-                same id.
+        """Queue a request. Raises ConfigError if the prompt is empty, or too long for the model or the cache, or an
+        unfinished request has the same id.
         """
         config, prompt = self.config, len(request.prompt)
         if request.request_id in self._running or request.request_id in self._waiting:
@@ -269,10 +265,8 @@ class Scheduler:
         sequence.blocks += self._blocks.allocate(max(0, min(blocks, self._spare_blocks)))
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
-        """Give a running sequence blocks for ``count`` more tokens, and preempt later ones if necessary.
-
-        Returns:
-            Whether it has the blocks.
+        """Give a running sequence blocks for ``count`` more tokens, and preempt later ones if necessary. Returns
+        whether it has the blocks.
         """
         if sequence.num_computed + count <= len(sequence.blocks) * self.config.block_size:
             return True
@@ -412,15 +406,8 @@ class Scheduler:
         A request whose token is INVALID_TOKEN ends with an error, and its blocks in the cache are not used again. One
         that is among ``failures`` ends with that error.
 
-        Args:
-            number, tokens, logprobs, prompt_logprobs, failures, proposals: as in
-                :class:`~shotcast.engine.outputs.ModelRunnerOutput`.
-
-        Returns:
-            The outputs of the requests that sampled, without those that had ended meanwhile.
-
-        Raises:
-            ConfigError: the plan is not the oldest outstanding one, or it samples another number of tokens.
+        Returns the outputs of the requests that sampled, without those that had ended meanwhile. Raises ConfigError if
+        the plan is not the oldest outstanding one, or it samples another number of tokens.
         """
         if number != self.oldest_outstanding:
             raise ConfigError(f"the oldest outstanding plan is {self.oldest_outstanding}, not {number}")

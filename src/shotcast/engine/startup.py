@@ -29,9 +29,8 @@ def select_device(config: EngineConfig) -> EngineConfig:
 
     A layout that a plan chooses has as many ranks as there are GPUs, so it takes these wherever there is one.
 
-    Raises:
-        ConfigError: the device is "cuda", or the layout is left to a plan, and there are too few GPUs (a launcher may
-            show one to each rank), or the device does not support the dtype.
+    Raises ConfigError if the device is "cuda", or the layout is left to a plan, and there are too few GPUs (a launcher
+    may show one to each rank), or the device does not support the dtype.
     """
     if config.device == "cpu":
         return config
@@ -75,10 +74,8 @@ def _visible_gpus() -> int:
 
 
 def require_draft(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that the draft model of a configuration can propose tokens for a model.
-
-    Raises:
-        ConfigError: it has another tokenizer or vocabulary, fewer positions, or cannot be divided among the ranks.
+    """Check that the draft model of a configuration can propose tokens for a model. Raises ConfigError if it has
+    another tokenizer or vocabulary, fewer positions, or cannot be divided among the ranks.
     """
     assert config.speculation is not None
     name = config.speculation.model
@@ -118,8 +115,7 @@ def fingerprints(model: str) -> dict[str, str]:
     The digest is of the whole file where it has up to 1 MiB, and else of its beginning (where formats list their
     tensors), its end and samples between them.
 
-    Raises:
-        ConfigError: there is no such model, or a file cannot be read.
+    Raises ConfigError if there is no such model, or a file cannot be read.
     """
     if model.startswith(RANDOM):
         return {"model": model}
@@ -144,13 +140,8 @@ def _fingerprint(file: Path) -> str:
 
 
 def start_facts(config: EngineConfig) -> dict[str, str]:
-    """Return what this rank was started with, in words, by name: versions, options and the files of the model.
-
-    Args:
-        config: the configuration, with the selected device.
-
-    Raises:
-        ConfigError: there is no such model on this host.
+    """Return what this rank was started with, in words, by name: versions, options and the files of the model. Raises
+    ConfigError if there is no such model on this host.
     """
     options = {name: repr(value) for name, value in asdict(config).items() if name not in _OWN}
     draft = {}

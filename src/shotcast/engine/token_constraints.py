@@ -65,12 +65,7 @@ class _SlotState:
 
 
 class TokenConstraints:
-    """The constraints of all slots of a rank.
-
-    Args:
-        slots: slots are 0 to ``slots - 1``.
-        vocab: columns of the logits.
-    """
+    """The constraints of all slots of a rank."""
 
     def __init__(self, slots: int, vocab: int):
         self.vocab = vocab
@@ -122,7 +117,6 @@ class TokenConstraints:
         """Return the constraints of the rows of a step; None if there are none. This waits for grammars.
 
         Args:
-            slots: the slots of the step.
             positions: how many tokens the output of each slot has.
             drafts: the proposals of each slot of the step, which has one row more than proposals; () for none.
         """
@@ -159,7 +153,6 @@ class TokenConstraints:
         """Compute the masks of the tokens after those that a step sampled, on the thread.
 
         Args:
-            slots, drafts: as of :meth:`next`.
             tokens: int64 [rows, 2], the tokens of the rows in the first column.
         """
         found = [each for each in self._constrained(slots, drafts) if each[0].grammar is not None]

@@ -40,8 +40,7 @@ class Tokenizer:
 
         Nothing is downloaded.
 
-        Raises:
-            ConfigError: the model has no tokenizer, or it cannot be read.
+        Raises ConfigError if the model has no tokenizer, or it cannot be read.
         """
         path = cls.find(model)
         if path.is_file() and is_smollm(path):
@@ -60,11 +59,9 @@ class Tokenizer:
 
     @staticmethod
     def find(model: str) -> Path:
-        """Return the folder or the GGUF file of a model that has a tokenizer.
-
-        Raises:
-            ConfigError: the model has no tokenizer, or the folder has no model.
-            UnsupportedError: the folder has a model of a kind that is not implemented.
+        """Return the folder or the GGUF file of a model that has a tokenizer. Raises ConfigError if the model has no
+        tokenizer, or the folder has no model. Raises UnsupportedError if the folder has a model of a kind that is not
+        implemented.
         """
         if model.startswith(RANDOM):
             raise ConfigError(f"{model} has no tokenizer, since its weights are random; LLM takes token ids too")
@@ -105,10 +102,8 @@ class Tokenizer:
         return vocabulary
 
     def to_json(self) -> str:
-        """Return the tokenizer in the JSON of Hugging Face's library of tokenizers.
-
-        Raises:
-            ConfigError: it is of another kind.
+        """Return the tokenizer in the JSON of Hugging Face's library of tokenizers. Raises ConfigError if it is of
+        another kind.
         """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -144,16 +139,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Return the tokens of a conversation by the model's chat template, up to where the answer begins.
+        """Return the tokens of a conversation by the model's chat template, up to where the answer begins. Raises
+        ConfigError if the model has no template, or it refuses the messages or the variables.
 
         Args:
             messages: each with ``role`` and ``content``.
             variables: further variables of the template, by name, such as ``enable_thinking`` of Qwen3's.
             add_generation_prompt: end with the tokens that begin an answer.
             tools: the functions that the answer may call, in OpenAI's format.
-
-        Raises:
-            ConfigError: the model has no template, or it refuses the messages or the variables.
         """
         if not self._tokenizer.chat_template:
             raise ConfigError("the model has no chat template; give a prompt instead of messages")

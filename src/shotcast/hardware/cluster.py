@@ -157,10 +157,8 @@ class Cluster:
 
 
 def load(name: str) -> Cluster:
-    """Return the cluster of a packaged description, by its name or that of its file, or of a YAML file.
-
-    Raises:
-        ConfigError: there is no such description, or it lacks a field, has an unknown one, or one that makes no sense.
+    """Return the cluster of a packaged description, by its name or that of its file, or of a YAML file. Raises
+    ConfigError if there is no such description, or it lacks a field, has an unknown one, or one that makes no sense.
     """
     path = Path(name)
     if name.endswith((".yaml", ".yml")) or os.path.isfile(path):
@@ -271,8 +269,7 @@ def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
     with the latency; on a ring that is the way to the neighbor. The bandwidth counts as that of a GPU to all others
     together, which is too little where a GPU has several links.
 
-    Raises:
-        ConfigError: it is no such file, has more dimensions than that, or a number that makes no sense.
+    Raises ConfigError if it is no such file, has more dimensions than that, or a number that makes no sense.
     """
     fields = _Fields(_yaml(text, origin, "a network: it must be a mapping with topology and npus_count"), origin)
     fields.only(_ASTRA_FIELDS)

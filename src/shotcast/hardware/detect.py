@@ -107,7 +107,6 @@ def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the directories of this process's control group and of those above it, and whether they are of version 2.
 
     Args:
-        controller: the resource that they limit, such as ``cpu``.
         root: the directory where the kernel's file systems are mounted.
     """
     for line in read_lines(root / "proc/self/cgroup"):
@@ -189,10 +188,8 @@ def _versions(torch: Any) -> dict[str, str]:
 
 
 def visible_gpus() -> tuple[GpuFacts, ...]:
-    """Return the GPUs that this process sees. Initializes CUDA in this process, and allocates nothing on them.
-
-    Raises:
-        ConfigError: they cannot be asked: the driver is too old, or a GPU is in a bad state.
+    """Return the GPUs that this process sees. Initializes CUDA in this process, and allocates nothing on them. Raises
+    ConfigError if they cannot be asked: the driver is too old, or a GPU is in a bad state.
     """
     import torch
 

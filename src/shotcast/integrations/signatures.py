@@ -34,7 +34,6 @@ def refusal(package: str, label: str, at_least: Version, below: Version, expecte
         package: the name of its distribution and of its package.
         label: its name in sentences.
         at_least, below: the versions that are served.
-        expected: what its modules have to define.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

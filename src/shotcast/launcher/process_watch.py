@@ -110,11 +110,9 @@ class ProcessWatch:
         self._wake = -1
 
     def add(self, process: ProcessId, ended: Callable[[], None]) -> Callable[[], None] | None:
-        """Call ``ended`` once, on the thread of the watch, when ``process`` has ended.
-
-        Returns:
-            A function that ends this watch; None where the process cannot be watched from here: it runs on another
-            machine or in another PID namespace, or the kernel has no pidfds.
+        """Call ``ended`` once, on the thread of the watch, when ``process`` has ended. Returns a function that ends
+        this watch; None where the process cannot be watched from here: it runs on another machine or in another PID
+        namespace, or the kernel has no pidfds.
         """
         if not process.space or process.space != ProcessId.own().space or not hasattr(os, "pidfd_open"):
             return None

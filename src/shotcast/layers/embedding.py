@@ -17,8 +17,6 @@ class VocabParallelEmbedding:
     """This rank's rows of an embedding matrix [vocab, hidden], for looking tokens up or computing logits.
 
     Args:
-        name: the name of the tensor in the checkpoint.
-        vocab: the number of its rows.
         scale: the factor of the rows that are looked up.
         logit_cap: logits x become ``logit_cap * tanh(x / logit_cap)``; 0 for as they are.
     """

@@ -56,11 +56,7 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def join(matrices: Sequence[GroupedRows]) -> GroupedRows:
-    """Concatenate the rows of matrices.
-
-    Raises:
-        ConfigError: they are stored in different formats.
-    """
+    """Concatenate the rows of matrices. Raises ConfigError if they are stored in different formats."""
     if len({(matrix.values.dtype, matrix.scales.dtype, matrix.group) for matrix in matrices}) > 1:
         raise ConfigError("matrices of one layer are quantized in different formats, which is not supported")
     zeros = [matrix.zeros for matrix in matrices if matrix.zeros is not None]

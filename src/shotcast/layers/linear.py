@@ -179,10 +179,8 @@ def row_parallel(
 
 
 def _joined(matrices: list[Matrix], dtype: torch.dtype) -> Matrix:
-    """Concatenate the rows of several matrices; those in different blocks as values of type ``dtype``.
-
-    Raises:
-        ConfigError: they are stored in different formats.
+    """Concatenate the rows of several matrices; those in different blocks as values of type ``dtype``. Raises
+    ConfigError if they are stored in different formats.
     """
     kinds = {matrix.kind if isinstance(matrix, BlockRows) else "" for matrix in matrices}
     if len(kinds) == 1 and "" not in kinds:

@@ -17,8 +17,7 @@ def partition(total: int, parts: int, unit: int = 1) -> list[range]:
     The first ranges are longer by at most one ``unit``. Boundaries are multiples of ``unit`` if there are at least as
     many units as parts; the last range also gets the incomplete unit.
 
-    Raises:
-        ConfigError: there are fewer elements than parts.
+    Raises ConfigError if there are fewer elements than parts.
     """
     if total < parts:
         raise ConfigError(f"{total} cannot be divided between {parts} ranks: each needs at least one")

@@ -47,9 +47,8 @@ class Rope:
     ``divisors``, if given, replace all this: each pair's frequency is divided by its number; with ``longrope``, by that
     of ``short_divisors`` if the served length is at most ``original_max_position`` (Ding et al., arXiv 2402.13753).
 
-    Raises:
-        ConfigError: a number is so small or large that no model has it, or that float32 might not hold the results; or
-            theta is 1 with ``yarn``, which divides by its logarithm.
+    Raises ConfigError if a number is so small or large that no model has it, or that float32 might not hold the
+    results; or theta is 1 with ``yarn``, which divides by its logarithm.
     """
 
     theta: float

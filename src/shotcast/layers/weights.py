@@ -30,7 +30,6 @@ class Weights:
 
     Args:
         source: a checkpoint that has everything its configuration asks for.
-        dtype, device: the type and the device of the parameters.
         on_read: called with the bytes of each parameter that is kept, for a progress bar.
         quantization: how matrices of linear layers are quantized: "" for not at all, or "fp8".
         stored: the formats in which such a matrix is kept if it is stored so.

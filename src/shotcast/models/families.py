@@ -219,10 +219,8 @@ _FAMILIES: dict[str, ModelFamily] = {}
 
 
 def register_family(family: ModelFamily) -> None:
-    """Add a family to the table, so that its checkpoints can be read and run.
-
-    Raises:
-        ConfigError: another family has its name or one of its architectures.
+    """Add a family to the table, so that its checkpoints can be read and run. Raises ConfigError if another family has
+    its name or one of its architectures.
     """
     for other in _FAMILIES.values():
         if (
@@ -239,21 +237,15 @@ for _family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3):
 
 
 def find_family(name: str) -> ModelFamily:
-    """Return the family of this name.
-
-    Raises:
-        UnsupportedError: it is not registered.
-    """
+    """Return the family of this name. Raises UnsupportedError if it is not registered."""
     if (family := _FAMILIES.get(name)) is None:
         raise UnsupportedError(f"the model family {name!r} is not supported; accepted: {', '.join(_FAMILIES)}")
     return family
 
 
 def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:
-    """Return the family that ``architectures`` of a config.json names, or ``model_type`` if that list is empty.
-
-    Raises:
-        UnsupportedError: no registered family has this name.
+    """Return the family that ``architectures`` of a config.json names, or ``model_type`` if that list is empty. Raises
+    UnsupportedError if no registered family has this name.
     """
     known = {family.architecture: family for family in _FAMILIES.values()}
     accepted = ", ".join(known)

@@ -73,11 +73,8 @@ class _StoredTensor:
 
     @classmethod
     def locate(cls, path: Path, content: np.ndarray, name: str, location: TensorLocation) -> _StoredTensor:
-        """Find a tensor in the content of a file.
-
-        Raises:
-            ConfigError: the file ends before it, or its rows are no whole blocks.
-            UnsupportedError: its type is not supported.
+        """Find a tensor in the content of a file. Raises ConfigError if the file ends before it, or its rows are no
+        whole blocks. Raises UnsupportedError if its type is not supported.
         """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -105,10 +102,8 @@ class _StoredTensor:
 
 class GgufFile(Checkpoint):
     """A checkpoint in one GGUF file, which is mapped into memory; a read dequantizes only the blocks of the part.
-
-    Raises:
-        ConfigError: the file is truncated or not in its format.
-        UnsupportedError: the architecture, or the type of a tensor, is not supported.
+    Raises ConfigError if the file is truncated or not in its format. Raises UnsupportedError if the architecture, or
+    the type of a tensor, is not supported.
     """
 
     def __init__(self, path: Path):

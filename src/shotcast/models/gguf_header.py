@@ -44,11 +44,9 @@ class GgufHeader:
 
     @classmethod
     def read(cls, path: Path, with_strings: bool = False) -> GgufHeader:
-        """Read the header of a file, with its lists of strings or without.
-
-        Raises:
-            ConfigError: the file cannot be read, is truncated or not in its format.
-            UnsupportedError: the file has another version or the other byte order.
+        """Read the header of a file, with its lists of strings or without. Raises ConfigError if the file cannot be
+        read, is truncated or not in its format. Raises UnsupportedError if the file has another version or the other
+        byte order.
         """
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -22,9 +22,8 @@ def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelCon
     Fields that the classes of Transformers do not read are ignored, as there. Fields that they read and that are not
     implemented here are refused.
 
-    Raises:
-        ConfigError: a field is missing or makes no sense.
-        UnsupportedError: the model computes something that is not implemented.
+    Raises ConfigError if a field is missing or makes no sense. Raises UnsupportedError if the model computes something
+    that is not implemented.
     """
     return read_of_family(family_of(config), config, generation)
 

@@ -35,9 +35,6 @@ def weight_bytes(
     the last has its own copy.
 
     Args:
-        dtype_bytes: bytes of a weight.
-        tensor_parallel: the number of ranks that share each layer.
-        pipeline_parallel: the number of stages that the layers are divided between.
         quantization: ``fp8`` if the matrices of layers take a byte a weight, and a float32 for each output; ``stored``
             if a weight takes ``config.stored_bytes`` instead.
     """

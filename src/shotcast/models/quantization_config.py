@@ -27,11 +27,8 @@ class Quantization:
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """Read ``quantization_config`` of a config.json; None if there is none.
-
-    Raises:
-        ConfigError: a field makes no sense.
-        UnsupportedError: the format is not implemented.
+    """Read ``quantization_config`` of a config.json; None if there is none. Raises ConfigError if a field makes no
+    sense. Raises UnsupportedError if the format is not implemented.
     """
     said = config.get("quantization_config")
     if not said:

@@ -126,18 +126,12 @@ QuantizedMatrix = Float8Matrix | Int4Matrix
 def quantized_matrices(
     quantization: Quantization, slices: Mapping[str, Any], read: Callable[[str], torch.Tensor]
 ) -> tuple[dict[str, QuantizedMatrix], set[str]]:
-    """Find the quantized matrices among the tensors of a checkpoint.
+    """Find the quantized matrices among the tensors of a checkpoint. Returns the matrices by the names of their
+    weights, and the names of all tensors that they consist of. Raises ConfigError if a tensor is missing, or the shapes
+    of several do not fit each other.
 
     Args:
-        quantization: their format.
         slices: the tensors by name, of which parts can be read.
-        read: reads one of them as a whole.
-
-    Returns:
-        The matrices by the names of their weights, and the names of all tensors that they consist of.
-
-    Raises:
-        ConfigError: a tensor is missing, or the shapes of several do not fit each other.
     """
     last, make = (".weight", _float8) if quantization.method == "fp8" else (".qweight", _int4)
     found: dict[str, QuantizedMatrix] = {}

@@ -79,10 +79,8 @@ class Calibration:
         return DTYPES[self.dtype]
 
     def of_ranks(self, ranks: int) -> Calibration:
-        """Return the constants where this many ranks share the machine: a CPU's depend on that, a GPU's do not.
-
-        Raises:
-            ConfigError: this many were not measured.
+        """Return the constants where this many ranks share the machine: a CPU's depend on that, a GPU's do not. Raises
+        ConfigError if this many were not measured.
         """
         if not self.shares:
             return self
@@ -118,8 +116,7 @@ class Calibration:
         sums, which were the same on an H100 and an H200. Residuals stay too, and say nothing of how far off that
         assumption is.
 
-        Raises:
-            ConfigError: a CPU's constants are not those of another part.
+        Raises ConfigError if a CPU's constants are not those of another part.
         """
         if self.device == "cpu":
             if gpu.name != self.part:
@@ -199,10 +196,8 @@ def _fits_as_json(fits: Mapping[str, Fit[Cost]]) -> Any:
 
 
 def load(part: str, path: Path | None = None) -> Calibration:
-    """Return the calibration in a file, or without one the packaged calibration of a GPU.
-
-    Raises:
-        ConfigError: there is none, or the file is none.
+    """Return the calibration in a file, or without one the packaged calibration of a GPU. Raises ConfigError if there
+    is none, or the file has none.
     """
     if path is None:
         name = re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_")

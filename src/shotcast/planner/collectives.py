@@ -58,11 +58,7 @@ class CollectiveCosts:
         return NetworkCost(step_us, bw_gbps * self.network.bw_gbps / self.wires.bw_gbps)
 
     def shape(self, ranks: int) -> NodeShape:
-        """Return the nodes of consecutive ranks.
-
-        Raises:
-            ConfigError: they fill no whole number of nodes.
-        """
+        """Return the nodes of consecutive ranks. Raises ConfigError if they fill no whole number of nodes."""
         if ranks <= self.gpus_per_node:
             return NodeShape(1, ranks)
         if ranks % self.gpus_per_node:
@@ -74,8 +70,7 @@ class CollectiveCosts:
 
         ``vendor`` is NCCL, by :mod:`shotcast.cost.nccl`.
 
-        Raises:
-            ConfigError: the one that is named does not serve such ranks.
+        Raises ConfigError if the one that is named does not serve such ranks.
         """
         shape = self.shape(ranks)
         if algorithm == LIBRARY:

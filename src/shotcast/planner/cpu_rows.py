@@ -70,10 +70,8 @@ class RowsPoint(NamedTuple):
 
 
 def fit_rows(points: Iterable[RowsPoint]) -> dict[str, Fit[KernelCost]]:
-    """Return the constants of each kind and window, by names such as ``product@24``.
-
-    Raises:
-        ConfigError: a measurement is of a number of rows in no window, or takes no time.
+    """Return the constants of each kind and window, by names such as ``product@24``. Raises ConfigError if a
+    measurement is of a number of rows in no window, or takes no time.
     """
     windows = {rows: round(sum(window) / len(window)) for window in WINDOWS for rows in window}
     grouped: dict[str, list[KernelPoint]] = {}

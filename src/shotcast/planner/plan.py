@@ -63,10 +63,8 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return the target in a text: ``latency``, ``throughput``, or bounds such as ``ttft=500,tpot=20`` (ms).
-
-        Raises:
-            ConfigError: it is none of these.
+        """Return the target in a text: ``latency``, ``throughput``, or bounds such as ``ttft=500,tpot=20`` (ms). Raises
+        ConfigError if it is none of these.
         """
         if text in (LATENCY, THROUGHPUT):
             return cls(text)
@@ -270,7 +268,6 @@ def plan(
     """Return the plan of a job.
 
     Args:
-        job: the question.
         calibration: of any GPU; it is scaled to that of the cluster by the data sheets.
         candidates: layouts, and how many engines of each; all :func:`layouts` by default.
         collectives: what sums take, where it is not what our own take on the cluster by the calibration.
@@ -344,9 +341,6 @@ def fullest_rank(
     twice, and an allowance for all else. An engine measures it.
 
     Args:
-        model, quantization, layout: of the engine.
-        usable: bytes that a rank may use.
-        batch_tokens: tokens of a step at most.
         itemsize: bytes of an activation, of a key or value, and of a weight that is not in FP8.
         kv_item: bytes of a key or value, if they are not ``itemsize``.
     """
@@ -390,10 +384,8 @@ def _nodes(shape: NodeShape) -> str:
 def points_of(
     job: Job, model: StepModel, engines: int, memory: Memory, collectives: CollectiveCosts
 ) -> Iterator[Point]:
-    """Yield the points of a layout, by its number of sequences.
-
-    Raises:
-        ConfigError: memory has no room for a sequence.
+    """Yield the points of a layout, by its number of sequences. Raises ConfigError if memory has no room for a
+    sequence.
     """
     most = min(memory.sequences(job.prompt + job.output), job.limits.sequences)
     if not most:

@@ -135,7 +135,6 @@ def command(plan: Plan, longest: int = 0) -> str | None:
     None if there is no best point, or the engine does not run it.
 
     Args:
-        plan: the answer.
         longest: tokens of the longest request that the engine is to take, if it is longer than those of the job.
     """
     best, job = plan.best, plan.job

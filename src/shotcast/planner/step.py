@@ -187,12 +187,6 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
 
     Products that read more than they compute are not slower in a row, as memory has a separate clock. Without such
     measurements both are the same.
-
-    Args:
-        rested: the price where the GPU has rested before.
-        calibration: constants of the kernels.
-        work: of the product.
-        fp8: the weights are in FP8.
     """
     sustained = calibration.kinds.get(sustained_kind(fp8))
     if sustained is None:
@@ -204,19 +198,13 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
 
 
 class StepModel:
-    """Predicts steps of a model in a layout.
+    """Predicts steps of a model in a layout. Raises ConfigError if the model cannot be divided so, or nothing is known
+    of FP8 on this GPU.
 
     Args:
-        model: its dimensions.
-        layout: how it is divided.
-        calibration: constants of the kernels.
-        collectives: constants of link and network.
         quantization: ``fp8`` for products of layers in FP8; "" for bfloat16.
         algorithm: of sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL.
         kv_item: bytes of a key or value, if they are not those of an activation.
-
-    Raises:
-        ConfigError: the model cannot be divided so, or nothing is known of FP8 on this GPU.
     """
 
     def __init__(

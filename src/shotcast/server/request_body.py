@@ -283,10 +283,8 @@ class Body(RequestBody):
         return styled(given["schema"], given.get("strict") is True)
 
     def grammar(self, tokenizer: Tokenizer) -> Grammar | None:
-        """Return the grammar of the output. This takes a while for a large one.
-
-        Raises:
-            ConfigError: it is too long, or cannot be read.
+        """Return the grammar of the output. This takes a while for a large one. Raises ConfigError if it is too long,
+        or cannot be read.
         """
         if (schema := self.response_schema) is not None:
             return Grammar.json_schema(schema, strict=not schema["x-guidance"]["lenient"])
@@ -339,8 +337,7 @@ class Body(RequestBody):
 
         The caller fills in the largest number of tokens and the seed of each choice.
 
-        Raises:
-            ApiError: status 400, with the parameter that is out of range.
+        Raises ApiError: status 400, with the parameter that is out of range.
         """
         shared = {field.name for field in fields(SamplingParams)} & set(type(self).model_fields)
         requested = {name: (name, getattr(self, name)) for name in shared - {"max_tokens", "logprobs"}}
@@ -547,10 +544,8 @@ class ChatBody(Body):
         return super().grammar_source
 
     def tool_format(self, tokenizer: Tokenizer) -> ToolFormat | None:
-        """Return the format in which the model calls tools; None where it may call none.
-
-        Raises:
-            ApiError: status 400, if the model's chat template tells it no format that is known.
+        """Return the format in which the model calls tools; None where it may call none. Raises ApiError: status 400,
+        if the model's chat template tells it no format that is known.
         """
         if not self.uses_tools:
             return None
@@ -713,7 +708,6 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         name: the message, as error messages call it.
-        message: the JSON object.
     """
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
@@ -774,11 +768,7 @@ AnyBody = TypeVar("AnyBody", bound=RequestBody)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """Parse the body of a request.
-
-    Raises:
-        ApiError: status 400, with the problem and the parameter.
-    """
+    """Parse the body of a request. Raises ApiError: status 400, with the problem and the parameter."""
     if _parts(raw) > MAX_PARTS:
         raise bad_request(None, f"the body has more than {MAX_PARTS} lists, objects and keys")
     try:

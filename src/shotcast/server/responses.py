@@ -223,10 +223,8 @@ class CompletionResponse(ApiResponse[CompletionBody]):
 
 
 class ChatCompletionResponse(ApiResponse[ChatBody]):
-    """The response of ``/v1/chat/completions``.
-
-    Raises:
-        ApiError: status 400, if the model cannot call the tools of the request.
+    """The response of ``/v1/chat/completions``. Raises ApiError: status 400, if the model cannot call the tools of the
+    request.
     """
 
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -334,10 +332,8 @@ def _called(output: RequestOutput) -> dict[str, Any]:
 
 
 def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> bytes:
-    """Return the JSON of the response of ``/tokenize``.
-
-    Raises:
-        ConfigError: the model has no chat template, or the template refuses the conversation.
+    """Return the JSON of the response of ``/tokenize``. Raises ConfigError if the model has no chat template, or the
+    template refuses the conversation.
     """
     tokens = body.tokenize(tokenizer)
     texts = [tokenizer.decode_token(token, skip_special=False) for token in tokens] if body.return_token_strs else None

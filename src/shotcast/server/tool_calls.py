@@ -86,9 +86,6 @@ def calls_grammar(
     """Return the grammar of outputs that call functions.
 
     Args:
-        tool_format: the model's format.
-        functions: the functions that may be called.
-        several: more than one call is allowed.
         special_tokens: the tokenizer's special tokens, which no text spells.
         answer: the schema of an output without calls; None where one has to be called.
     """
@@ -177,7 +174,6 @@ class ToolParser:
     Spaces next to calls are dropped.
 
     Args:
-        tool_format: the model's format.
         names: the functions that may be called, without which JSON that begins an output is content.
         several: False drops all calls but the first.
 

@@ -98,16 +98,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: Predict, client_s: float = 0.0) -> Service:
-    """Serve requests in simulated time.
+    """Serve requests in simulated time. Raises ConfigError if there is no request, or one that the scheduler refuses.
 
     Args:
-        arrivals: the requests.
         config: of the scheduler; ``pipeline`` is the number of stages that ``times_of`` gives times of.
-        times_of: predicts a plan.
         client_s: the seconds of a request on its way from the client to the loop, and of its tokens on the way back.
-
-    Raises:
-        ConfigError: there is no request, or one that the scheduler refuses.
     """
     if not arrivals:
         raise ConfigError("there is no request to serve")

@@ -242,8 +242,6 @@ def dequantize(stored: torch.Tensor, kind: str, columns: int) -> torch.Tensor:
 
     Args:
         stored: uint8 [rows, bytes of the blocks of a row].
-        kind: the format.
-        columns: the number of values of a row.
     """
     return _into(torch.empty(stored.shape[0], columns, device="cpu"), stored, kind)
 
@@ -273,16 +271,13 @@ def _multiply_many(x: torch.Tensor, stored: torch.Tensor, kind: str, bias: torch
 
 
 def linear(x: torch.Tensor, stored: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x @ weight.T + bias``, where the weights are values in blocks, rounded to the dtype of x.
+    """Return ``x @ weight.T + bias``, where the weights are values in blocks, rounded to the dtype of x. Returns [rows,
+    outputs], of the dtype of x.
 
     Args:
         x: [rows, inputs].
         stored: contiguous uint8 [outputs, bytes of the blocks of a row].
-        kind: the format.
         bias: [outputs].
-
-    Returns:
-        [rows, outputs], of the dtype of x.
     """
     rows, inputs, outputs = *x.shape, stored.shape[0]
     if rows > MAX_ROWS or x.dtype == torch.float16:

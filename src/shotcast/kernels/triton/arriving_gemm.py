@@ -159,8 +159,6 @@ class ArrivingGemm(Gemm):
     Args:
         form: of the product; rows of ``a`` lie one after the other.
         config: the shape of blocks. Tiles are not pipelined across each other, so ``persistent`` only limits the SMs.
-        sms: as for :class:`~shotcast.kernels.triton.gemm.Gemm`.
-        arrival: the way in which ``a`` comes.
     """
 
     def __init__(self, form: GemmForm, config: GemmConfig, sms: int, arrival: Arrival):

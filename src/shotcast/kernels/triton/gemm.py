@@ -251,11 +251,8 @@ def has_tma(device: torch.device) -> bool:
 
 
 def form_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GemmForm:
-    """Return the form of ``out = a @ b``.
-
-    Raises:
-        UnsupportedError: the dtype is not bfloat16 or float16, or neither rows nor columns are contiguous.
-        ConfigError: the shapes, dtypes or devices do not fit.
+    """Return the form of ``out = a @ b``. Raises UnsupportedError if the dtype is not bfloat16 or float16, or neither
+    rows nor columns are contiguous. Raises ConfigError if the shapes, dtypes or devices do not fit.
     """
     if a.dtype not in DTYPES or a.device.type != ("cpu" if INTERPRETED else "cuda"):
         raise UnsupportedError(f"products take bfloat16 or float16 on a GPU, not {a.dtype} on {a.device}")
@@ -373,16 +370,12 @@ def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
 
 
 class Gemm:
-    """Products of one form in blocks of one shape, on a chosen number of SMs.
+    """Products of one form in blocks of one shape, on a chosen number of SMs. Raises ConfigError if a block would take
+    more shared memory than it may have.
 
     Args:
-        form: from :func:`form_of`.
-        config: the shape of blocks.
         sms: the number of SMs that a persistent product uses: it has as many programs, and a GPU that is idle starts
             them on an SM each.
-
-    Raises:
-        ConfigError: a block would take more shared memory than it may have.
     """
 
     def __init__(self, form: GemmForm, config: GemmConfig, sms: int):

@@ -259,6 +259,7 @@ def sample(
     truncates: bool,
 ) -> torch.Tensor:
     """Sample a token for each row, write it to ``last_tokens`` at the row's slot, and count it in rows with penalties.
+    Returns int64 [rows, 2]: the sampled token, and the second column of ``best``.
 
     Args:
         logits: contiguous float32 [rows, vocab], vocab at most 2^18.
@@ -271,9 +272,6 @@ def sample(
             token is allowed; None if no row is constrained. ``best`` need not hold for constrained rows.
         last_tokens: int64 [slots or more].
         truncates: whether any row has top_k or top_p.
-
-    Returns:
-        int64 [rows, 2]: the sampled token, and the second column of ``best``.
     """
     rows, vocab = logits.shape
     out = torch.empty_like(best)

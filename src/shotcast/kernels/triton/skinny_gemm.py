@@ -240,7 +240,9 @@ def linear(
     gated: bool = False,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once.
+    """Return ``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once. Returns [rows, outputs],
+    or half as many columns if gated, of the dtype of x; bfloat16 for float8_e4m3fn. Raises UnsupportedError if the
+    dtypes are others, or there are more rows. Raises ConfigError if the shapes do not fit.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16, float16 or float8_e4m3fn; at most MAX_ROWS rows.
@@ -251,13 +253,6 @@ def linear(
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
         config: the launch configuration; None for one that is known to be fast.
-
-    Returns:
-        [rows, outputs], or half as many columns if gated, of the dtype of x; bfloat16 for float8_e4m3fn.
-
-    Raises:
-        UnsupportedError: the dtypes are others, or there are more rows.
-        ConfigError: the shapes do not fit.
     """
     supported = x.dtype in (*DTYPES, FLOAT8) and weight.dtype == x.dtype
     check(x, weight, gated, MAX_ROWS, supported, "bfloat16, float16 or float8_e4m3fn with weights of their dtype")
@@ -278,7 +273,8 @@ def grouped_linear(
     bias: torch.Tensor | None = None,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
+    """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once. Raises
+    UnsupportedError if the dtype is another, or there are more rows. Raises ConfigError if the shapes do not fit.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; at most MAX_ROWS rows.
@@ -286,10 +282,6 @@ def grouped_linear(
         counters: from :func:`new_counters`.
         bias: [outputs].
         config: the launch configuration; None for one that fits.
-
-    Raises:
-        UnsupportedError: the dtype is another, or there are more rows.
-        ConfigError: the shapes do not fit.
     """
     rows, inputs = x.shape
     columns = step_columns(group)
