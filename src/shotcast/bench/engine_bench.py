@@ -185,7 +185,6 @@ def open_engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overl
 
 
 def _engine_options(config: EngineBenchConfig) -> dict[str, Any]:
-    """Return the options of every engine that is measured."""
     return {
         "device": config.device,
         "dtype": config.dtype,

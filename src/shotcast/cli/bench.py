@@ -102,8 +102,6 @@ def timing(
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """The files to write after a benchmark."""
-
     json_file: Path | None
     plot_file: Path | None
 

@@ -356,7 +356,6 @@ class EngineClient:
                 connection.send(message)
 
     def _read(self, connection: Connection) -> None:
-        """Process the messages of rank 0."""
         self._info = connection.recv()
         self._loaded.set()
         timeout_s = max(self.config.timeout_s, 5 * HEARTBEAT_S)

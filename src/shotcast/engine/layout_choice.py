@@ -80,8 +80,6 @@ class _Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A layout that the engine runs."""
-
     layout: Layout  # the ranks of a stage, and stages
     usable: int  # bytes of the fullest rank, in the planner's accounts
     sequences: int  # those of the workload that its cache holds, at most ``max_sequences``
@@ -272,7 +270,6 @@ def _priced(
     workload: tuple[int, int],
     target: Target,
 ) -> Plan:
-    """Return the plan of one engine, of all layouts that are offered."""
     plans = []
     for offer in offers:
         ranks = offer.layout.ranks
@@ -311,7 +308,6 @@ def _of_dtype(calibration: Calibration, dtype: str) -> Calibration:
 
 
 def _nothing_fits(config: EngineConfig, model: ModelConfig, machine: _Machine, refusals: list[_Refusal]) -> str:
-    """Return what is missing, and what would help, where no layout is offered."""
     short = [(one.needed, one) for one in refusals if one.needed is not None]
     words = machine.words(machine.counts[-1])
     if not short:

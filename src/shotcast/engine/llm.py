@@ -132,7 +132,6 @@ class LLM(BaseLLM):
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts as a list, whether there are one or several."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return [prompts]
     items = list(prompts)

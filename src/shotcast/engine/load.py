@@ -203,7 +203,6 @@ def _require_float8(device: torch.device) -> None:
 
 
 def _device_of(config: EngineConfig) -> torch.device:
-    """Return the device of this rank."""
     job = env.job()
     if config.device == "cpu" or job is None:
         return torch.device("cpu")

@@ -340,7 +340,6 @@ class ModelRunner:
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
     def _select_logits(self, plan: StepPlan, logits: Logits | None) -> Logits | None:
-        """Select the rows of the sequences that sample from the logits of all sequences."""
         indices = [index for index, sequence in enumerate(plan.sequences) if sequence.do_sample]
         if logits is None or len(indices) == len(plan.sequences):
             return logits

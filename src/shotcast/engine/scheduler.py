@@ -34,30 +34,19 @@ _INVALID_LOGITS = "the model's logits are not numbers (NaN or infinity)"
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of the scheduler.
+    """Limits of the scheduler."""
 
-    Args:
-        max_sequences: sequences that run at once, which is the number of slots of the ranks' tables.
-        max_batch_tokens: tokens of a step at most.
-        block_size: tokens of a cache block.
-        num_blocks: blocks of the cache.
-        max_model_len: tokens of a sequence, prompt and output together.
-        prefix_caching: reuse blocks that hold the same tokens instead of computing them.
-        lookahead: 1 plans a sequence's next step while its last token is still being sampled, so that one more step is
-            enqueued than the ranks are computing; 0 does not.
-        pipeline: pipeline stages, which work on different plans at the same time.
-        eos: the model's end tokens.
-    """
-
-    max_sequences: int
-    max_batch_tokens: int
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    prefix_caching: bool = True
+    max_sequences: int  # sequences that run at once, which is the number of slots of the ranks' tables
+    max_batch_tokens: int  # tokens of a step at most
+    block_size: int  # tokens of a cache block
+    num_blocks: int  # blocks of the cache
+    max_model_len: int  # tokens of a sequence, prompt and output together
+    prefix_caching: bool = True  # reuse blocks that hold the same tokens instead of computing them
+    # 1 plans a sequence's next step while its last token is still being sampled, so that one more step is enqueued than
+    # the ranks are computing; 0 does not
     lookahead: int = 0
-    pipeline: int = 1
-    eos: tuple[int, ...] = ()
+    pipeline: int = 1  # pipeline stages, which work on different plans at the same time
+    eos: tuple[int, ...] = ()  # the model's end tokens
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "block_size", "num_blocks", "pipeline"):
@@ -531,7 +520,6 @@ class Scheduler:
         self._free(sequence)
 
     def _free(self, sequence: SequenceState) -> None:
-        """Free the slot and the blocks of a sequence."""
         assert sequence.slot is not None
         self._slots.append(sequence.slot)
         self._blocks.release(sequence.blocks)

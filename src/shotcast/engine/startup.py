@@ -93,7 +93,6 @@ def require_draft(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def _vocabulary(model: str) -> dict[str, int] | None:
-    """Return the tokens of a model's tokenizer; None if it has none."""
     try:
         return Tokenizer.load(model).vocabulary()
     except ConfigError:

@@ -46,8 +46,6 @@ class Constraints(NamedTuple):
 
 @dataclass(slots=True)
 class _SlotState:
-    """The constraints of one request."""
-
     slot: int
     allowed: Words | None  # the mask of ``allowed_token_ids``; None allows all
     banned: Words  # the mask of the tokens that would end the output, for its first ``min_tokens``

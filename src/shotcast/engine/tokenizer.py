@@ -259,7 +259,6 @@ def _apply_gguf_metadata(tokenizer: Any, path: Path) -> None:
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """Make each digit a token of its own."""
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

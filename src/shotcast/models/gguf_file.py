@@ -59,17 +59,11 @@ _NEUTRAL = {
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """A tensor in the file.
+    """A tensor in the file."""
 
-    Args:
-        type: how its values are stored.
-        shape: the shape of its values, rows first.
-        rows: [*shape], or [rows, bytes of the blocks of a row] where values are stored as bytes.
-    """
-
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    rows: np.ndarray
+    type: GGMLQuantizationType  # how its values are stored
+    shape: tuple[int, ...]  # the shape of its values, rows first
+    rows: np.ndarray  # [*shape], or [rows, bytes of the blocks of a row] where values are stored as bytes
 
     @classmethod
     def locate(cls, path: Path, content: np.ndarray, name: str, location: TensorLocation) -> _StoredTensor:
@@ -147,7 +141,6 @@ class GgufFile(Checkpoint):
         return BlockRows(torch.from_numpy(stored), tensor.type.name)
 
     def _stored_rows(self, name: str, rows: slice) -> slice | np.ndarray:
-        """Return where the file has rows of a tensor."""
         if any(part in name for part in self._interleaved):
             return _interleaved_rows(rows.start, rows.stop, self.config.head_dim)
         return rows

@@ -167,7 +167,6 @@ async def _read_body(http: Request, limit: int) -> bytes:
 
 
 async def _content(service: Service, body: Body, response: ApiResponse[Any]) -> bytes:
-    """Return the JSON of the outputs of all choices."""
     async with aclosing(service.generate(body, response.id, response.prepare)) as updates:
         outputs = {number: output async for number, output in updates}
     tokens = sum(len(output.tokens) + len(output.prompt_logprobs or ()) for output in outputs.values())
@@ -177,7 +176,6 @@ async def _content(service: Service, body: Body, response: ApiResponse[Any]) -> 
 
 
 async def _events(service: Service, body: Body, response: ApiResponse[Any]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream."""
     outputs: dict[int, RequestOutput] = {}
     async with aclosing(service.generate(body, response.id, response.prepare)) as updates:
         async for number, output in updates:

@@ -63,8 +63,6 @@ class Metrics:
 
 
 class _EngineCollector:
-    """Collects the counters of the engine at each scrape."""
-
     def __init__(self, engine: AsyncLLM):
         self._engine = engine
 

@@ -132,7 +132,6 @@ class Service:
             raise bad_request(body.grammar_source, f"{body.grammar_source}: {error}") from error
 
     def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[list[list[int]]], None] | None) -> list[Job]:
-        """Return the jobs of all choices of all prompts."""
         prompts = [self._truncate(body, prompt) for prompt in body.tokenize(self.engine.tokenizer)]
         lengths = [self._output_length(body, len(prompt)) for prompt in prompts]
         checked = [self.engine.check_prompt(prompt) for prompt in prompts]
@@ -156,7 +155,6 @@ class Service:
         return prompt[-kept:]
 
     def _output_length(self, body: Body, prompt_tokens: int) -> int:
-        """Return the largest number of tokens of each output for a prompt of ``prompt_tokens`` tokens."""
         prompt_limit, output_limit = self.config.max_prompt_tokens, self.config.max_output_tokens
         too_long = "context_length_exceeded"
         if prompt_limit is not None and prompt_tokens > prompt_limit:
@@ -195,7 +193,6 @@ class Service:
 
     @contextmanager
     def _reserve(self, count: int) -> Iterator[None]:
-        """Reserve ``count`` places in the queue."""
         self.check()
         limit = self.config.max_queue
         if self._sequences + count > limit:
@@ -208,7 +205,6 @@ class Service:
 
     @contextmanager
     def _admit(self, body: Body) -> Iterator[_Sequences]:
-        """Reserve room in the queue for all sequences of a request."""
         count, limit = body.prompts * body.choices, self.config.max_queue
         if count > limit:
             param = "n" if body.choices > 1 else body.PROMPT

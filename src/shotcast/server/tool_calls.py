@@ -363,7 +363,6 @@ class ToolParser:
 
 
 def _loads(text: str) -> Any:
-    """Return a JSON value; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
