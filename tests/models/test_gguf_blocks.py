@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_gguf_file import FFN, FLOATS, HIDDEN, NAMES, VOCAB, write
 
 from shotcast.kernels.cpu import blocks, gemv
-from shotcast.layers.blocks import BLOCKS, BlockRows
 from shotcast.layers.linear import Linear, RowShard, column_parallel
+from shotcast.layers.quantized import BLOCKS, BlockRows
 from shotcast.layers.weights import Weights
 from shotcast.models.gguf_file import GgufFile
 

@@ -20,10 +20,8 @@ from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.errors import UnsupportedError
-from shotcast.layers.blocks import BlockRows
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import GroupedRows
 from shotcast.layers.parallel import Parallel
+from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
 from shotcast.layers.weights import Stored, Weights
 from shotcast.models.causal_lm import CausalLM

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.layers.batch import Logits
-from shotcast.layers.blocks import BlockRows
 from shotcast.layers.linear import Linear
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import VOCAB_UNIT, partition
+from shotcast.layers.quantized import BlockRows
 from shotcast.layers.weights import Weights
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from shotcast.collectives import separate_norm
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.norm_operands import Fp8Normed, norm_operands
-from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.quantized import Float8Rows
 from shotcast.layers.step_timer import HostStepTimer, StepTimer
 
 

@@ -7,9 +7,7 @@ from typing import Protocol
 
 import torch
 
-from shotcast.layers.blocks import BlockRows
-from shotcast.layers.float8 import Float8Rows, quantize
-from shotcast.layers.grouped import GroupedRows
+from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows, quantize
 
 Stored = Float8Rows | GroupedRows | BlockRows
 """A matrix as checkpoints store it."""

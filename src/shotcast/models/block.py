@@ -8,11 +8,11 @@ import torch
 
 from shotcast.layers.attention import Attention, KVCache
 from shotcast.layers.batch import Batch
-from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.linear import Linear, RowShard, column_parallel, row_parallel
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import FFN_UNIT, partition_heads, shard
 from shotcast.layers.projection_norm import ProjectionNorm
+from shotcast.layers.quantized import Float8Rows
 from shotcast.layers.weights import Weights
 from shotcast.models.config import ModelConfig
 

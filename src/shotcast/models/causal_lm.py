@@ -13,9 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 from shotcast.layers.attention import KVCache
 from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.embedding import VocabParallelEmbedding
-from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import partition
+from shotcast.layers.quantized import Float8Rows
 from shotcast.layers.shaping import UNSHAPED, Shaping
 from shotcast.layers.weights import Weights
 from shotcast.models.block import Block, load_norm

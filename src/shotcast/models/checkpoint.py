@@ -15,9 +15,7 @@ from shotcast.models.config import ModelConfig
 if TYPE_CHECKING:
     import torch
 
-    from shotcast.layers.blocks import BlockRows
-    from shotcast.layers.float8 import Float8Rows
-    from shotcast.layers.grouped import GroupedRows
+    from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows
 
 
 class Checkpoint(ABC):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from gguf import GGMLQuantizationType
 
-    from shotcast.layers.blocks import BlockRows
+    from shotcast.layers.quantized import BlockRows
 
 TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
@@ -130,7 +130,7 @@ class GgufFile(Checkpoint):
     def _read_stored(self, name: str, rows: slice, columns: slice) -> BlockRows | None:
         import torch
 
-        from shotcast.layers.blocks import BLOCKS, BlockRows
+        from shotcast.layers.quantized import BLOCKS, BlockRows
 
         tensor = self._tensors[name]
         block, nbytes = BLOCKS.get(tensor.type.name, (0, 0))

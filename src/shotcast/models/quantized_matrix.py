@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from shotcast.errors import ConfigError
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import LEAST_GROUP, PER_WORD, GroupedRows, common_group, pack
+from shotcast.layers.quantized import LEAST_GROUP, PER_WORD, Float8Rows, GroupedRows, common_group, pack
 from shotcast.models.quantization_config import Quantization
 
 _AWQ_ORDER, _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7), tuple(range(PER_WORD))

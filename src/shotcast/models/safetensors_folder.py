@@ -18,8 +18,7 @@ from shotcast.units import about_size
 if TYPE_CHECKING:
     import torch
 
-    from shotcast.layers.float8 import Float8Rows
-    from shotcast.layers.grouped import GroupedRows
+    from shotcast.layers.quantized import Float8Rows, GroupedRows
     from shotcast.models.quantized_matrix import QuantizedMatrix
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -278,7 +278,7 @@ def grouped_linear(
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; at most MAX_ROWS rows.
-        weight, scales, zeros, group: as in :class:`~shotcast.layers.grouped.GroupedRows`.
+        weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`.
         counters: from :func:`new_counters`.
         bias: [outputs].
         config: the launch configuration; None for one that fits.
