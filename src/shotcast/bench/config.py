@@ -88,7 +88,6 @@ class BenchConfig:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The measures of each implementation."""
         return ("host",) if self.host else ("call", "between") if self.between else ("call",)
 
     def implementations(self) -> tuple[str, ...]:

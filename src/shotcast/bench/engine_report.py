@@ -62,7 +62,6 @@ class EngineRow:
 
 
 def reduces(row: EngineRow) -> bool:
-    """Return whether the layout has all-reduces."""
     return not row.layout.startswith("1x")
 
 
@@ -102,7 +101,6 @@ def cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
 
 
 def table(rows: Sequence[EngineRow]) -> Table:
-    """Return the rows as a table for a terminal."""
     view = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns(rows):
         view.add_column(name, justify="left" if name in ("layout", "algorithm", "overlap", "speculation") else "right")

@@ -143,7 +143,6 @@ def merged(old: str, new: str, name: str) -> str:
 
 
 def view(points: Sequence[Point], shape: NodeShape, device: str) -> View:
-    """Return the choices as a table to read."""
     nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
     table_view = View(title=f"{shape.world_size} {device} ranks{nodes}", title_justify="left", box=None)
     for name in ("mode", "op", "type", "size", "algorithm", "launch", "us", "next best", "us"):

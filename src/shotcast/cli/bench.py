@@ -107,7 +107,6 @@ class _Outputs:
 
 
 def outputs(json_file: JsonFile = None, plot_file: PlotFile = None) -> _Outputs:
-    """Return the files to write."""
     return _Outputs(json_file, plot_file)
 
 

@@ -133,7 +133,6 @@ NO_HOST = HostCost(0.0, 0.0, 0.0, True, "not measured")
 
 
 def product_kind(rows: int, fp8: bool, few_rows: int = FEW_ROWS) -> str:
-    """Return the kind of a product's kernel."""
     rows_kind = "one_row" if rows == 1 else "few_rows" if rows <= few_rows else "many_rows"
     return f"product_{rows_kind}{FP8 * fp8}"
 

@@ -226,7 +226,6 @@ class EngineClient:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Return whether the model comes with a tokenizer."""
         return not self.config.model.startswith(RANDOM) and not isinstance(self._tokenizer, ConfigError)
 
     @property
@@ -278,7 +277,6 @@ class EngineClient:
             time.sleep(seconds)  # the ranks take about as long, and a step that samples by the grammar would wait
 
     def new_id(self) -> str:
-        """Return a new request id."""
         return f"request-{next(self._next_id)}"
 
     def submit(
@@ -302,7 +300,6 @@ class EngineClient:
                 self._outgoing.put(AbortRequest(request_id))
 
     def stamp_every(self, steps: int) -> None:
-        """Change ``EngineConfig.stamp_every``."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ConfigError(f"stamp_every must be a whole number of at least 0, not {steps!r}")
         with self._lock:

@@ -78,12 +78,10 @@ class DeviceState:
 
     @property
     def device(self) -> torch.device:
-        """The device of these tensors."""
         return self.block_tables.device
 
     @property
     def block_size(self) -> int:
-        """Tokens of a cache block."""
         return self.caches[0].block_size
 
     @property

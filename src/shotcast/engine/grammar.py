@@ -65,12 +65,10 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Return the grammar of all JSON objects."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
-        """Return the grammar of a few texts."""
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ConfigError("a choice must be of one text or more, none of them empty")
         return cls("start: " + " | ".join(map(lark_text, texts)))

@@ -56,7 +56,6 @@ class GrammarChecker:
         return seconds
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 

@@ -38,7 +38,6 @@ class GpuMemory:
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     @property
@@ -47,7 +46,6 @@ class GpuMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def release(self) -> None:
-        """Give back what this process holds and does not use."""
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -56,7 +56,6 @@ class AsyncModelRunnerOutput:
 
     @property
     def ready(self) -> bool:
-        """Return whether :meth:`result` returns without waiting."""
         return (self._copy is None or self._copy.done) and all(pending.ready for _, pending in self._drafted)
 
     def add_proposals(self, draft: Draft, drafted: Drafted) -> None:

@@ -47,7 +47,6 @@ class OutputProcessor:
         self._started = time.perf_counter()
 
     def copy(self) -> RequestOutput:
-        """Return a copy of the output so far."""
         output = self._output
         logprobs = output.logprobs and list(output.logprobs)
         return replace(output, tokens=list(output.tokens), times_s=list(output.times_s), logprobs=logprobs)

@@ -120,7 +120,6 @@ class PrefillForms:
         self.controller = None if self._obstacle else Controller(lanes_of(model.parallel.comm))
 
     def form(self, size: int) -> Form:
-        """Return the form of steps of ``size`` tokens."""
         decision = self.decisions.get(size)
         return WHOLE if decision is None else FORMS[decision.way]
 
@@ -164,7 +163,6 @@ class PrefillForms:
         logger.info("steps of %d tokens: %s", size, self.decisions[size])
 
     def close(self) -> None:
-        """Release the lanes."""
         if self.controller is not None:
             self.controller.lanes.close()
 

@@ -95,7 +95,6 @@ class DriverChannel:
         return output
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in self._connections.values():
             connection.close()
 
@@ -126,12 +125,10 @@ class WorkerChannel:
             return self._connection.poll(timeout_s)
 
     def send_output(self, output: ModelRunnerOutput) -> None:
-        """Send the output of a step to rank 0."""
         with _peer_errors(0):
             self._connection.send(output)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 

@@ -111,7 +111,6 @@ class Scheduler:
 
     @property
     def outstanding(self) -> int:
-        """The number of plans whose results have not arrived."""
         return len(self._outstanding)
 
     @property

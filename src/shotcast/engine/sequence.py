@@ -45,7 +45,6 @@ class SequenceState:
 
     @classmethod
     def from_request(cls, request: Request, max_model_len: int) -> SequenceState:
-        """Create the state of a new request."""
         limit = min(len(request.prompt) + max(request.params.max_tokens, 1), max_model_len)
         return cls(request.request_id, request.params, len(request.prompt), list(request.prompt), limit)
 
@@ -61,5 +60,4 @@ class SequenceState:
 
     @property
     def output(self) -> tuple[int, ...]:
-        """The known tokens of the output."""
         return tuple(self.tokens[self.prompt_length :])

@@ -55,7 +55,6 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def proposals(self) -> tuple[int, ...]:
-        """The proposals among the tokens."""
         return self.tokens[len(self.tokens) - self.drafts :]
 
 
@@ -72,7 +71,6 @@ class StepPlan(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the step computes."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
@@ -82,10 +80,8 @@ class StepPlan(NamedTuple):
 
     @property
     def proposes(self) -> bool:
-        """Return whether the draft model proposes tokens after the step."""
         return any(sequence.propose for sequence in self.sequences)
 
     @property
     def has_targets(self) -> bool:
-        """Return whether the step reports log-probabilities of a prompt."""
         return any(sequence.targets is not None for sequence in self.sequences)

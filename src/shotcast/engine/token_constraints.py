@@ -85,7 +85,6 @@ class TokenConstraints:
             self._compiling.submit(self._compile, preparation)
 
     def close(self) -> None:
-        """End the threads."""
         self._compiling.shutdown()
         self._masking.shutdown()
 

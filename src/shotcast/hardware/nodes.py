@@ -45,12 +45,10 @@ class NodeLayout:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return len(self.members)
 
     @property
     def even(self) -> bool:
-        """True if all nodes have equally many ranks."""
         return len({len(ranks) for ranks in self.members}) == 1
 
     @property
@@ -64,7 +62,6 @@ class NodeLayout:
         return [rank for ranks in self.members for rank in ranks] == list(range(self.world_size))
 
     def node_of(self, rank: int) -> int:
-        """Return the number of the node of ``rank``."""
         return next(node for node, ranks in enumerate(self.members) if rank in ranks)
 
     def local_rank_of(self, rank: int) -> int:

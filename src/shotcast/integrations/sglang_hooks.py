@@ -70,7 +70,6 @@ class CustomAllReduce:
             yield
 
     def close(self) -> None:
-        """Give the workspace back."""
         self.sums.close()
 
 

@@ -293,7 +293,6 @@ def _obstacles(group: dist.ProcessGroup, asked: bool, why: str) -> tuple[bool, s
 
 
 def all_sums() -> list[TensorParallelSums]:
-    """Return the sums of all groups of this process."""
     return list(_all)
 
 

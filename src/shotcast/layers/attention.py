@@ -34,7 +34,6 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors."""
         return sum(tensor.nbytes for tensor in (self.keys, self.values, *(self.scales or ())))
 
 

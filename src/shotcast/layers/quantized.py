@@ -31,17 +31,14 @@ class BlockRows(NamedTuple):
     kind: str  # the format, a key of ``BLOCKS``
 
     def to(self, device: torch.device) -> BlockRows:
-        """Return the matrix on a device."""
         return BlockRows(self.stored.to(device), self.kind)
 
     @property
     def nbytes(self) -> int:
-        """The size of the blocks."""
         return self.stored.nbytes
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of outputs and inputs."""
         values, nbytes = BLOCKS[self.kind]
         return self.stored.shape[0], self.stored.shape[1] // nbytes * values
 
@@ -68,12 +65,10 @@ class Float8Rows(NamedTuple):
     scale: torch.Tensor  # float32 [rows, 1]
 
     def to(self, device: torch.device) -> Float8Rows:
-        """Return the rows on a device."""
         return Float8Rows(self.values.to(device), self.scale.to(device))
 
     @property
     def nbytes(self) -> int:
-        """The size of both tensors."""
         return self.values.nbytes + self.scale.nbytes
 
 
@@ -128,18 +123,15 @@ class GroupedRows(NamedTuple):
     group: int  # the number of inputs of a group, which divides the inputs
 
     def to(self, device: torch.device) -> GroupedRows:
-        """Return the matrix on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return GroupedRows(self.values.to(device), self.scales.to(device), zeros, self.group)
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors."""
         return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of outputs and inputs."""
         return self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else PER_WORD)
 
 

@@ -121,7 +121,6 @@ class Rope:
         return base
 
     def magnitude(self) -> float:
-        """Return the factor of sines and cosines."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.rope_type == "yarn" and self.factor > 1 else 1.0

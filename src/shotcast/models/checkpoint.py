@@ -31,7 +31,6 @@ class Checkpoint(ABC):
         self._closed = False
 
     def names(self) -> Collection[str]:
-        """Return the names of all tensors."""
         return self._shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -76,7 +75,6 @@ class Checkpoint(ABC):
         return None
 
     def close(self) -> None:
-        """Release the memory and the files of the checkpoint."""
         self._closed = True
 
     def require(self, name: str, shape: tuple[int, ...] | None = None) -> None:

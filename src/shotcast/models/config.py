@@ -140,5 +140,4 @@ class ModelConfig:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the model."""
         return sum(math.prod(shape) for shape in self.tensors().values())

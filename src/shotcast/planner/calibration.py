@@ -95,14 +95,12 @@ class Calibration:
 
     @property
     def gpu(self) -> GpuSpec:
-        """The data sheet of the GPU."""
         spec = catalog.find(self.part)
         if spec is None:
             raise ConfigError(f"{self.part} is not in the catalog of GPUs")
         return spec
 
     def time_us(self, kind: str, work: Any) -> float:
-        """Return the time of a kernel in microseconds."""
         return self.kinds[kind].cost.time_us(work)
 
     def residual(self, kind: str) -> float:
@@ -216,7 +214,6 @@ STAND_IN = "NVIDIA H200"
 
 
 def calibrated_parts() -> tuple[str, ...]:
-    """Return the GPUs that have a packaged calibration."""
     folder = resources.files("shotcast.planner") / "calibrations"
     return tuple(sorted(json.loads(file.read_text())["part"] for file in folder.iterdir() if file.name[-5:] == ".json"))
 

@@ -202,12 +202,10 @@ class Point:
 
     @property
     def gpus(self) -> int:
-        """The GPUs of all engines."""
         return self.layout.ranks * self.engines
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Tokens of output a second and GPU."""
         return self.tokens_per_s / self.gpus
 
     @property

@@ -209,6 +209,5 @@ def _row(plan: Plan, point: Point) -> dict[str, Any]:
 
 
 def memory_text(point: Point) -> str:
-    """Return the memory of the fullest rank in words."""
     memory = point.memory
     return f"{about_size(memory.weights)} weights, {about_size(memory.cache(point.sequences))} cache"

@@ -68,12 +68,10 @@ class Layout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of all stages."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def label(self) -> str:
-        """The layout in words."""
         return f"TP{self.tensor_parallel} x PP{self.pipeline_parallel}"
 
     def __str__(self) -> str:
@@ -90,12 +88,10 @@ class StepWork(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """All tokens of the step."""
         return self.decoding + sum(tokens for tokens, _ in self.prompts)
 
     @property
     def sequences(self) -> int:
-        """All sequences of the step."""
         return self.decoding + len(self.prompts)
 
 
@@ -120,7 +116,6 @@ class Estimate:
         return math.sqrt(self.variance)
 
     def add(self, name: str, time_us: float, residual: float, saved_us: float = 0.0) -> None:
-        """Add a part."""
         self.parts[name] = self.parts.get(name, 0.0) + time_us
         self.variance += (time_us * residual) ** 2
         self.saved_us += saved_us

@@ -81,15 +81,12 @@ class Answer:
 
     @property
     def reasoning(self) -> str:
-        """The thoughts so far."""
         return "" if self._thoughts is None else self._thoughts.text
 
     @property
     def content(self) -> str:
-        """The content so far."""
         return self._content if self._tools is None else self._tools.content
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls so far."""
         return [] if self._tools is None else self._tools.calls

@@ -38,7 +38,6 @@ SMALL_RESPONSE_TOKENS = 256
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Create the application that serves ``service``."""
     config = service.config
 
     async def check_key(http: Request) -> None:  # FastAPI calls functions that are not async on a pool of threads

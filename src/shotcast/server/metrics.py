@@ -54,7 +54,6 @@ class Metrics:
         self._requests.labels(finish_reason).inc()
 
     def responded(self, status: int) -> None:
-        """Count an HTTP response."""
         self._responses.labels(str(status)).inc()
 
     def text(self) -> bytes:

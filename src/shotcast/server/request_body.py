@@ -304,17 +304,14 @@ class Body(RequestBody):
 
     @property
     def choices(self) -> int:
-        """The number of outputs for each prompt."""
         return self.n or 1
 
     @property
     def prompts(self) -> int:
-        """The number of prompts."""
         return 1
 
     @property
     def include_usage(self) -> bool:
-        """Return whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
@@ -520,12 +517,10 @@ class ChatBody(Body):
 
     @property
     def uses_tools(self) -> bool:
-        """Return whether the model may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def functions(self) -> list[Function]:
-        """The functions that the model knows."""
         found = []
         for tool in self.tools or ():
             function = tool["function"]
@@ -608,7 +603,6 @@ class TokenizeBody(RequestBody):
         return "prompt" if self.messages is None else "messages"
 
     def tokenize(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids of the text."""
         if self.messages is None:
             return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
         ends_open = self.add_generation_prompt is not False

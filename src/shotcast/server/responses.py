@@ -58,7 +58,6 @@ class ApiResponse(ABC, Generic[B]):
         """Do what takes long before the first update, on the tokenizer's thread, given the tokens of the prompts."""
 
     def complete(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-        """Return the response in one piece."""
         choices = [self._complete_choice(number, output) for number, output in sorted(outputs.items())]
         return self._object(self.OBJECT, choices) | {"usage": self._usage(outputs)}
 
@@ -195,7 +194,6 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         }
 
     def _decode_token(self, token: int) -> str:
-        """Return the text of a token as the output has it."""
         return self._tokenizer.decode_token(token, self._body.skip_special_tokens is not False)
 
     def _logprobs(self, entries: Sequence[TokenLogprob], sent: _Sent) -> dict[str, Any]:
@@ -342,7 +340,6 @@ def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> b
 
 
 def detokenized(body: DetokenizeBody, tokenizer: Tokenizer) -> bytes:
-    """Return the JSON of the response of ``/detokenize``."""
     return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
 

@@ -232,12 +232,10 @@ class Service:
             self.abort()
 
     def abort(self) -> None:
-        """End all running requests."""
         for sequences in self._running:
             sequences.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     def close(self) -> None:
-        """Stop the threads."""
         self._parsing.shutdown(wait=False)
         self._tokenizing.shutdown(wait=False)
         self._compiling.shutdown(wait=False)

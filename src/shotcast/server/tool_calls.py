@@ -44,7 +44,6 @@ class ToolFormat:
     short_ids: bool = False  # the template wants ids of nine letters and digits
 
     def new_id(self) -> str:
-        """Return a new id of a call."""
         if not self.short_ids:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -60,7 +60,6 @@ class Served:
 
     @property
     def ttft_s(self) -> float:
-        """The time to the first token."""
         return self.times_s[0] - self.arrival_s
 
     @property
@@ -87,7 +86,6 @@ class Service:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of output a second."""
         return sum(len(request.times_s) for request in self.requests) / self.seconds
 
 
