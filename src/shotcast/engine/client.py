@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from shotcast import env, extras
 from shotcast.engine import worker
 from shotcast.engine.config import EngineConfig, max_model_len_of
-from shotcast.engine.grammar import Grammar, Vocabulary
-from shotcast.engine.grammar_check import GrammarChecker
+from shotcast.engine.grammar import Grammar, GrammarChecker, Vocabulary
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
