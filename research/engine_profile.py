@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shotcast.bench import kernels
 from shotcast.collectives.communicator import Communicator
-from shotcast.engine.capture_sizes import decode_capture_sizes
+from shotcast.engine.cuda_graphs import decode_capture_sizes
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.step_plan import PENDING_TOKEN, ScheduledSequence, StepPlan

@@ -33,8 +33,8 @@ from shotcast.device.triton.intrinsics import num_sms, shared_memory_per_sm
 from shotcast.kernels.triton import activations, gemv, skinny_gemm
 from shotcast.kernels.triton.gemv import GemvConfig
 from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
-from shotcast.layers import float8
-from shotcast.layers.float8 import Float8Rows
+from shotcast.layers import quantized
+from shotcast.layers.quantized import Float8Rows
 
 # (outputs, inputs) of a rank; gate_up is measured with and without silu(gate) * up
 SHAPES = {
@@ -76,7 +76,7 @@ class Product:
         first = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
         self.scale = None
         if self.fp8:
-            first, self.scale = float8.quantize(first)
+            first, self.scale = quantized.quantize(first)
         self.weights = [first] + [first.clone() for _ in range(self.count - 1)]
         self.counters = skinny_gemm.new_counters(first)
 
@@ -109,7 +109,7 @@ class Product:
 
     def by_library(self, x: torch.Tensor, turn: int) -> torch.Tensor:
         if self.scale is not None:
-            both = float8.scaled_matmul(
+            both = quantized.scaled_matmul(
                 Float8Rows(*activations.quantize(x)), Float8Rows(self.weights[turn], self.scale)
             )
         else:

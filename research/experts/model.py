@@ -14,8 +14,7 @@ from shotcast.errors import ConfigError, UnsupportedError, shorten
 from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import MAX_COUNT, Fields, count, strings
-from shotcast.models.families.qwen import QWEN2, QWEN3
-from shotcast.models.family import ModelFamily, no_details
+from shotcast.models.families import QWEN2, QWEN3, ModelFamily
 from shotcast.models.hf_config import read_hf_config, read_of_family
 
 MAX_EXPERTS = 1 << 16
@@ -267,7 +266,7 @@ _QWEN2_MOE = replace(
     architecture="Qwen2MoeForCausalLM",
     gguf_architectures=(),
     sliding_window=_window_if_used,
-    details=no_details,
+    details=lambda config, layers: {},
 )
 _QWEN3_MOE = replace(
     QWEN3,
@@ -277,7 +276,7 @@ _QWEN3_MOE = replace(
     attention_bias="config",
     default_head_dim=None,
     sliding_window=_window_if_used,
-    details=no_details,
+    details=lambda config, layers: {},
 )
 _DEEPSEEK_V2, _DEEPSEEK_V3 = (
     ModelFamily(name=f"deepseek_{version.lower()}", architecture=f"Deepseek{version}ForCausalLM")

@@ -15,9 +15,9 @@ import torch.nn.functional as F  # noqa: N812
 from gpu_calibration.case import Case, copies_beyond_caches, off_by
 
 from shotcast.cost.inference import FEW_ROWS
-from shotcast.layers import float8
-from shotcast.layers.float8 import Float8Rows
+from shotcast.layers import quantized
 from shotcast.layers.linear import Linear
+from shotcast.layers.quantized import Float8Rows
 from shotcast.models.presets import preset
 from shotcast.planner.step import largest_share, layer_products
 
@@ -83,7 +83,7 @@ class ProductShape(NamedTuple):
         shape = self.outputs, self.inputs
         if filled:
             weight = torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(_DEVIATION)
-            return float8.quantize(weight) if self.fp8 else weight
+            return quantized.quantize(weight) if self.fp8 else weight
         if self.fp8:
             scale = torch.empty(self.outputs, 1, device=device)
             return Float8Rows(torch.empty(shape, device=device, dtype=torch.float8_e4m3fn), scale)
@@ -92,7 +92,7 @@ class ProductShape(NamedTuple):
     def _input(self, layer: Linear, rows: int) -> torch.Tensor | Float8Rows:
         x = torch.randn(rows, self.inputs, device=layer.weight.device, dtype=torch.bfloat16)
         if layer.takes_float8(rows) and self._part != OUTPUT:
-            return float8.quantize(x)
+            return quantized.quantize(x)
         return x
 
     def _gated(self, rows: int) -> bool:

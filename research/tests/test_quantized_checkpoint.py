@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from quantized_checkpoint import DEVIATION, FORMATS, write
 
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import GroupedRows
+from shotcast.layers.quantized import Float8Rows, GroupedRows
 from shotcast.models.presets import preset
 from shotcast.models.source import open_checkpoint
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 import shotcast
-from shotcast.engine import prefill_forms
-from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
+from shotcast.engine import prefill
+from shotcast.engine.cuda_graphs import decode_capture_size, decode_capture_sizes
 from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.grammar import Vocabulary
 from shotcast.engine.model_runner import AsyncModelRunnerOutput, ModelRunner, ModelRunnerOutput
 from shotcast.engine.outputs import EngineCoreOutput
-from shotcast.engine.prefill_graphs import PrefillGraphs
+from shotcast.engine.prefill import PrefillGraphs
 from shotcast.engine.requests import Request
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.sequence import SequenceState
@@ -60,7 +60,7 @@ def outputs_of(
         vocabulary: the tokens, for requests with grammars.
         proposer: the outputs, from which proposals are made, right or wrong by chance; or the folder of a draft model.
     """
-    prefill_forms.LEAST_TOKENS.update({True: 4, False: 4})
+    prefill.LEAST_TOKENS.update({True: 4, False: 4})
     checkpoint = open_checkpoint(folder)
     with contextlib.ExitStack() as stack:
         job = comm = stack.enter_context(shotcast.Communicator(device=device))

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import shotcast
-from shotcast.engine import prefill_forms
-from shotcast.engine.capture_sizes import decode_capture_sizes
+from shotcast.engine import prefill
+from shotcast.engine.cuda_graphs import decode_capture_sizes
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.requests import Request
 from shotcast.engine.sampling_params import SamplingParams
@@ -66,8 +66,8 @@ class Rank:
         self, folder: str, device: str, dtype: torch.dtype, sizes: tuple[int, ...], limit: int, timeout_s: float = 60.0
     ):
         if device == "cpu":
-            prefill_forms.lanes_of = lambda comm: StreamLanes(comm, streams=OneThread())
-            prefill_forms.LEAST_TOKENS[True] = 4
+            prefill.lanes_of = lambda comm: StreamLanes(comm, streams=OneThread())
+            prefill.LEAST_TOKENS[True] = 4
         self.sizes, self.limit = sizes, limit
         checkpoint = open_checkpoint(folder)
         self.comm = shotcast.Communicator(device=device, timeout_s=timeout_s)
@@ -81,7 +81,7 @@ class Rank:
     def runner(self, overlap: str) -> Iterator[ModelRunner]:
         """Make a runner; ``overlap`` may also be the name of a form, which serves steps of all sizes."""
         decisions = {}
-        if overlap in prefill_forms.FORMS:
+        if overlap in prefill.FORMS:
             decisions = {size: Decision(overlap, "chosen by a test", {}, {}, {}) for size in self.sizes}
             overlap = "on"
         options = decode_capture_sizes(SEQUENCES), self.sizes, True, overlap, self.sizes[-1], decisions

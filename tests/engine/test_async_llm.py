@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shotcast.engine import base_llm
 from shotcast.engine.async_llm import AsyncLLM
 from shotcast.engine.client import RequestUpdate, UpdateCallback
 from shotcast.engine.outputs import EngineCoreOutput, RequestOutput
@@ -76,7 +75,7 @@ FAULT = 7
 
 def engine() -> tuple[AsyncLLM, Client]:
     client = Client()
-    with patch.object(base_llm, "EngineClient", lambda config: client):
+    with patch("shotcast.engine.llm.EngineClient", lambda config: client):
         return AsyncLLM("letters"), client
 
 

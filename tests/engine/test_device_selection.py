@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.device_selection import select_device
+from shotcast.engine.startup import select_device
 from shotcast.errors import ConfigError
 from shotcast.hardware import detect
 

@@ -11,8 +11,7 @@ import transformers
 
 from grammar_vocabulary import characters
 from shotcast.engine.config import EngineConfig
-from shotcast.engine.draft_check import require_draft
-from shotcast.engine.start_facts import start_facts
+from shotcast.engine.startup import require_draft, start_facts
 from shotcast.errors import ConfigError
 from shotcast.models.source import open_checkpoint
 

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 from shotcast.cli import app
 from shotcast.engine.config import EngineConfig, max_model_len_of
-from shotcast.engine.device_selection import select_device
 from shotcast.engine.layout_choice import LayoutChoice, choose_layout
 from shotcast.engine.llm import LLM
 from shotcast.engine.memory import HostMemory, MemoryBudget
 from shotcast.engine.sampling_params import SamplingParams
-from shotcast.engine.start_facts import start_facts
+from shotcast.engine.startup import select_device, start_facts
 from shotcast.errors import ConfigError
 from shotcast.hardware import detect
 from shotcast.hardware.detect import GpuFacts
+from shotcast.layers.attention import KVCache
 from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import require_division, weight_bytes
@@ -366,6 +366,23 @@ def test_a_cache_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     few = chosen("llama-3.2-1b", kv_cache_bytes=1 << 30).plan
     assert few is not None
     assert max(point.sequences for point in few.points) == (1 << 30) // (2 * 16 * 8 * 64 * 2 * 2176)
+
+
+def test_keys_and_values_in_fp8_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes are those that the engine allocates, scales included, and they take less time to read."""
+    see(monkeypatch, "NVIDIA H200")
+    model, options = preset("llama-3.1-8b"), {"workload": "4096+4096", "max_sequences": 64}
+    plain, fp8 = (chosen("llama-3.1-8b", kv_cache_dtype=dtype, **options).plan for dtype in ("", "fp8"))
+    assert plain is not None
+    assert fp8 is not None
+    cache = KVCache(1, 1, model.kv_heads, model.head_dim, torch.float8_e4m3fn, torch.device("cpu"))
+    assert {point.memory.per_token for point in fp8.points} == {model.layers * cache.nbytes}
+    attention = [next(each.parts for each in found.points if each.sequences == 32) for found in (plain, fp8)]
+    assert attention[1]["attention"] < 0.95 * attention[0]["attention"]
+    # the least cache that holds a sequence of 8192 tokens
+    least = 8192 * model.layers * cache.nbytes
+    assert chosen("llama-3.1-8b", kv_cache_dtype="fp8", kv_cache_bytes=least).layout == Layout(1, 1)
+    assert "fewer than one sequence" in refusal("llama-3.1-8b", kv_cache_dtype="fp8", kv_cache_bytes=least - 1)
 
 
 def test_no_layout_meets_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,7 @@ from shotcast.engine.config import EngineConfig
 from shotcast.engine.load import _MIN_WORKSPACE as LEAST
 from shotcast.engine.load import _require_float8, _workspace_bytes, stored_formats
 from shotcast.errors import UnsupportedError
-from shotcast.layers.blocks import BlockRows
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import GroupedRows
+from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows
 from shotcast.models.presets import preset
 from shotcast.transport.triton.layout import Layout
 

@@ -22,9 +22,13 @@ from hypothesis import strategies as st
 
 from grammar_vocabulary import text_of, vocabulary
 from quick_interpreter import GPU_COLLECTIVES, interpret
-from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes, prefill_capture_sizes
-from shotcast.engine.cuda_graphs import CudaGraphs
-from shotcast.engine.device_state import DeviceState
+from shotcast.engine.cuda_graphs import (
+    CudaGraphs,
+    DeviceState,
+    decode_capture_size,
+    decode_capture_sizes,
+    prefill_capture_sizes,
+)
 from shotcast.engine.grammar import Grammar
 from shotcast.engine.input_batch import (
     InputBatch,
@@ -37,9 +41,7 @@ from shotcast.engine.input_batch import (
 )
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.outputs import EngineCoreOutput, ModelRunnerOutput
-from shotcast.engine.prefill_forms import HALVES, PrefillForms
-from shotcast.engine.prefill_graphs import PrefillGraphs
-from shotcast.engine.prefill_overlap import PrefillOverlap
+from shotcast.engine.prefill import HALVES, PrefillForms, PrefillGraphs, PrefillOverlap
 from shotcast.engine.requests import Request
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.sampling_params import SamplingParams

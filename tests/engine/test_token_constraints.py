@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from grammar_vocabulary import FIRST, characters, text_of, vocabulary
 from shotcast.engine import token_constraints
-from shotcast.engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarCompiler, Vocabulary
-from shotcast.engine.grammar_check import GrammarChecker
+from shotcast.engine.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarChecker, GrammarCompiler, Vocabulary
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.token_constraints import NO_TOKEN_LEFT, Constraints, TokenConstraints, pack, unpack

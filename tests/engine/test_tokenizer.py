@@ -18,8 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from shotcast.engine import tokenizer as tokenizer_module
 from shotcast.engine.detokenizer import IncrementalDetokenizer
-from shotcast.engine.gguf_vocabulary import GgufVocabulary
-from shotcast.engine.tokenizer import Tokenizer
+from shotcast.engine.tokenizer import GgufVocabulary, Tokenizer
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.models.gguf_header import GgufHeader
 
@@ -212,7 +211,7 @@ def test_a_gguf_file_has_its_tokenizer(smollm2: Tokenizer) -> None:
 def test_smollm2_is_read_without_transformers_and_torch() -> None:
     code = """
 import sys
-from shotcast.engine.gguf_vocabulary import GgufVocabulary, is_smollm
+from shotcast.engine.tokenizer import GgufVocabulary, is_smollm
 from pathlib import Path
 path = Path(sys.argv[1])
 assert is_smollm(path) and len(GgufVocabulary(path)) == 49152

@@ -9,8 +9,8 @@ import torch
 from shotcast.kernels.triton import skinny_gemm
 from shotcast.kernels.triton.dequantize import dequantize
 from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
-from shotcast.layers.grouped import GroupedRows
 from shotcast.layers.linear import Linear
+from shotcast.layers.quantized import GroupedRows
 
 
 class Case(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from shotcast.kernels.cpu import attention
 from shotcast.kernels.triton import paged_attention, rope
 from shotcast.layers.attention import norm_heads
-from shotcast.layers.float8 import quantize
+from shotcast.layers.quantized import quantize
 
 EPS = 1e-3
 LENGTHS = (1, 5, 130, 64, 65)

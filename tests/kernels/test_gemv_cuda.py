@@ -11,9 +11,9 @@ from gemv_targets import SkinnyGemmCase, excess, operands, skinny_gemm_excess
 
 from shotcast.device.triton.intrinsics import num_sms, shared_memory_per_sm
 from shotcast.kernels.triton import activations, gemv, skinny_gemm
-from shotcast.layers import float8
-from shotcast.layers.float8 import Float8Rows
+from shotcast.layers import quantized
 from shotcast.layers.linear import Linear
+from shotcast.layers.quantized import Float8Rows
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(48, 6), (1024, 4096), (4096, 1536), (3584, 4098), (13312, 514)]
@@ -101,7 +101,7 @@ def test_fp8_layer(rows: int, biased: bool) -> None:
     """Check both paths, also given rows in FP8: the errors stay within the rounding of weights and rows."""
     generator = torch.Generator("cuda").manual_seed(rows)
     parts = [
-        float8.quantize(torch.randn(size, 4096, generator=generator, device="cuda").bfloat16()) for size in (512, 48)
+        quantized.quantize(torch.randn(size, 4096, generator=generator, device="cuda").bfloat16()) for size in (512, 48)
     ]
     weight = Float8Rows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
     bias = torch.randn(560, generator=generator, device="cuda").bfloat16() if biased else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import shotcast
-from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.parallel import Parallel
+from shotcast.layers.quantized import Float8Rows
 
 
 def norms(algorithm: str, sequence_parallel: int) -> tuple[bool, float]:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shotcast.errors import ConfigError
-from shotcast.layers.float8 import Float8Rows, quantize, scaled_matmul
 from shotcast.layers.linear import Linear, RowShard, column_parallel
+from shotcast.layers.quantized import Float8Rows, quantize, scaled_matmul
 from shotcast.layers.weights import Weights
 
 SIDES = st.sampled_from([16, 32, 48, 256])
@@ -53,7 +53,7 @@ def test_slices_do_not_matter_and_zeros_stay(monkeypatch: pytest.MonkeyPatch) ->
     matrix[3] = 0
     whole = quantize(matrix)
     assert not whole.values[3].float().any()
-    monkeypatch.setattr("shotcast.layers.float8._AT_ONCE", 50)
+    monkeypatch.setattr("shotcast.layers.quantized._AT_ONCE", 50)
     parts = quantize(matrix)
     assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
     assert torch.equal(whole.scale, parts.scale)

@@ -16,8 +16,8 @@ from test_gguf_file import FFN, FLOATS, HIDDEN, NAMES, VOCAB, write
 
 from shotcast.kernels.block_formats import BLOCKS
 from shotcast.kernels.cpu import blocks
-from shotcast.layers.blocks import BlockRows
 from shotcast.layers.linear import Linear, RowShard, column_parallel
+from shotcast.layers.quantized import BlockRows
 from shotcast.layers.weights import Weights
 from shotcast.models.gguf_file import GgufFile
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shotcast.errors import ConfigError
 from shotcast.layers.rope import Rope
 from shotcast.models.config import ModelConfig
+from shotcast.models.families import find_family
 from shotcast.models.memory_estimate import available_bytes, kv_bytes_per_token, require_division, weight_bytes
 from shotcast.models.presets import PRESETS, preset
-from shotcast.models.registry import find_family
 
 TINY = ModelConfig(
     hidden=64,

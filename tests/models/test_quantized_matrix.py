@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from test_parity import assert_agree, prompts, run
 
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import GroupedRows
 from shotcast.layers.linear import RowShard, _joined, column_parallel, row_parallel
+from shotcast.layers.quantized import Float8Rows, GroupedRows
 from shotcast.layers.weights import Weights
 from shotcast.models.quantization_config import read_quantization
 from shotcast.models.safetensors_folder import SafetensorsFolder

@@ -17,8 +17,7 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary
-from shotcast.engine.grammar_check import GrammarChecker
+from shotcast.engine.grammar import Grammar, GrammarChecker, GrammarCompiler, Vocabulary
 from shotcast.engine.outputs import EngineStats, FinishReason, OutputCallback, RequestOutput, TokenLogprob
 from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams, checked_token_ids

@@ -14,9 +14,7 @@ from scripted_engine import ScriptedEngine
 
 from shotcast.errors import ConfigError, EngineDead
 from shotcast.server.config import ServerConfig
-from shotcast.server.main import bind, run
-from shotcast.server.restart import MAX_FAILURES, STABLE_S, run_with_restarts
-from shotcast.server.startup import refuse_requests
+from shotcast.server.main import MAX_FAILURES, STABLE_S, bind, refuse_requests, run, run_with_restarts
 
 pytestmark = pytest.mark.timing
 

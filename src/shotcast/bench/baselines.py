@@ -41,23 +41,17 @@ def supports(name: str, dtype: torch.dtype, nbytes: int, world_size: int, reduct
 
 @dataclass(frozen=True, slots=True)
 class BenchCall:
-    """One collective call on fixed tensors.
-
-    Attributes:
-        run: makes the call; on CUDA it enqueues the call, and can be captured.
-        load: puts the input in place. With ``overwrites`` it is needed before each call whose result is compared.
-        source: the tensor that the call reads, and that work between calls writes.
-        results: the tensors that hold the results, or that the call may write although this rank gets no result.
-        overwrites: the call destroys its input, as ``torch.distributed.all_reduce`` does.
-        values: returns the values to compare with the reference, by name; None for ``sum``, the only result.
-    """
+    """One collective call on fixed tensors."""
 
     name: str
-    run: Callable[[], Any]
+    run: Callable[[], Any]  # makes the call; on CUDA it enqueues the call, and can be captured
+    # puts the input in place. With ``overwrites`` it is needed before each call whose result is compared
     load: Callable[[], Any]
-    source: torch.Tensor
+    source: torch.Tensor  # the tensor that the call reads, and that work between calls writes
+    # the tensors that hold the results, or that the call may write although this rank gets no result
     results: tuple[torch.Tensor, ...]
-    overwrites: bool = False
+    overwrites: bool = False  # the call destroys its input, as ``torch.distributed.all_reduce`` does
+    # returns the values to compare with the reference, by name; None for ``sum``, the only result
     values: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @property

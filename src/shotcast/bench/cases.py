@@ -71,7 +71,6 @@ class Case:
         self.x.copy_(self._input(self.context.rank))
 
     def _new(self) -> torch.Tensor:
-        """Return a new tensor for the result."""
         count = self._part if self._operation.gives_part else self._count
         return torch.empty(count, dtype=self.context.dtype, device=self.context.device)
 

@@ -20,41 +20,29 @@ MIN_CALLS = 5
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """The points to measure. It is picklable, as it is sent to the ranks.
-
-    Attributes:
-        sizes: bytes of the whole tensor, ascending. A size is rounded up to one that divides evenly among the ranks.
-        algorithms: names of implementations; empty for all legal ones except those measured on request only.
-        iters: the largest number of timed calls at one point.
-        budget_s: seconds of timed calls for each implementation at one point; at least :data:`MIN_CALLS` calls are
-            timed.
-        timeout_s: seconds for all sizes at one world size; then the ranks are ended.
-        hidden: elements of a row (a token), for fused operations and for work between calls.
-        between: work that is also put between calls: ``gemm``, or empty for none.
-        inner: columns of the matrix product's left operand; 0 for hidden / ranks.
-        host: measure the host time of a call instead of the call's own time.
-        nodes: the nodes that the ranks are on, equally many on each.
-        reduction: of operations that reduce.
-    """
+    """The points to measure. It is picklable, as it is sent to the ranks."""
 
     op: str
     device: str
     dtype: str
+    # bytes of the whole tensor, ascending. A size is rounded up to one that divides evenly among the ranks
     sizes: tuple[int, ...]
+    # names of implementations; empty for all legal ones except those measured on request only
     algorithms: tuple[str, ...] = ()
-    iters: int = 1000
+    iters: int = 1000  # the largest number of timed calls at one point
     warmup_iters: int = 5
     check: bool = True
     eager: bool = False
+    # seconds of timed calls for each implementation at one point; at least :data:`MIN_CALLS` calls are timed
     budget_s: float = 0.4
-    timeout_s: float = 600.0
+    timeout_s: float = 600.0  # seconds for all sizes at one world size; then the ranks are ended
     progress: bool = False
-    hidden: int = 0
-    between: str = ""
-    inner: int = 0
-    host: bool = False
-    nodes: int = 1
-    reduction: str = "sum"
+    hidden: int = 0  # elements of a row (a token), for fused operations and for work between calls
+    between: str = ""  # work that is also put between calls: ``gemm``, or empty for none
+    inner: int = 0  # columns of the matrix product's left operand; 0 for hidden / ranks
+    host: bool = False  # measure the host time of a call instead of the call's own time
+    nodes: int = 1  # the nodes that the ranks are on, equally many on each
+    reduction: str = "sum"  # of operations that reduce
 
     def __post_init__(self) -> None:
         if self.op not in implementations.OPS:
@@ -100,7 +88,6 @@ class BenchConfig:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The measures of each implementation."""
         return ("host",) if self.host else ("call", "between") if self.between else ("call",)
 
     def implementations(self) -> tuple[str, ...]:

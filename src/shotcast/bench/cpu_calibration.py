@@ -25,27 +25,15 @@ _MESSAGES = 20
 
 
 class Machine(NamedTuple):
-    """A CPU machine.
+    """A CPU machine."""
 
-    Attributes:
-        calibration: the constants of its ranks.
-        cluster: its description in YAML, one node whose "GPUs" are the ranks.
-    """
-
-    calibration: Calibration
-    cluster: str
+    calibration: Calibration  # the constants of its ranks
+    cluster: str  # its description in YAML, one node whose "GPUs" are the ranks
 
 
 def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS, shown: bool = False) -> Machine:
-    """Measure this machine with this many ranks at work at once, each with its part of the cores.
-
-    Args:
-        ranks: of the engine.
-        rounds: how often all kernels are measured.
-        shown: show progress on standard error.
-
-    Raises:
-        ConfigError: this many ranks are not possible.
+    """Measure this machine with this many ranks at work at once, each with its part of the cores. Raises ConfigError if
+    this many ranks are not possible.
     """
     if not 1 <= ranks <= MAX_WORLD_SIZE:
         raise ConfigError(f"world size must be from 1 to {MAX_WORLD_SIZE} ranks, not {ranks}")

@@ -69,10 +69,6 @@ def measure(rounds: int = ROUNDS, shown: bool = False) -> list[RowsPoint]:
     """Return the measurements of this rank, which runs in a job of as many ranks as shall share the machine.
 
     Each is the :func:`typical` time over layers and rounds.
-
-    Args:
-        rounds: how often everything is measured.
-        shown: rank 0 shows progress on standard error.
     """
     with torch.inference_mode(), Communicator(device="cpu") as comm:
         total = len(MODELS) * rounds * len(list(_steps()))

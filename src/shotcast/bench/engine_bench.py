@@ -29,12 +29,12 @@ from shotcast.bench.progress import progress
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.communicator import Communicator
 from shotcast.engine.config import OVERLAP, EngineConfig, algorithm_names, parse_layout
-from shotcast.engine.device_selection import select_device
 from shotcast.engine.layout_choice import choose_layout
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.speculative_config import SpeculativeConfig
+from shotcast.engine.startup import select_device
 from shotcast.errors import ConfigError
 from shotcast.launcher.spawn import spawn
 from shotcast.models.config import ModelConfig
@@ -111,9 +111,6 @@ def with_layouts(
     """Return a configuration with layouts by their names: ``TxP``, and ``auto`` or ``auto:N``, which a plan chooses.
 
     The plan is for the largest batch, with prompts and outputs of the configuration.
-
-    Args:
-        say: is told what a plan has chosen, and why.
     """
     layouts = []
     for name in names:
@@ -129,11 +126,7 @@ def with_layouts(
 
 
 def measure(config: EngineBenchConfig, shown: bool = False) -> Iterator[EngineRow]:
-    """Measure all points of a configuration, with one engine for each layout and algorithm.
-
-    Args:
-        shown: show progress on standard error.
-    """
+    """Measure all points of a configuration, with one engine for each layout and algorithm."""
     engines = list(_engines(config))
     with progress(len(engines) * len(config.batches) + config.baseline, shown) as advance:
         yield from _measure(config, engines, advance)
@@ -192,7 +185,6 @@ def open_engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overl
 
 
 def _engine_options(config: EngineBenchConfig) -> dict[str, Any]:
-    """Return the options of every engine that is measured."""
     return {
         "device": config.device,
         "dtype": config.dtype,
@@ -315,7 +307,6 @@ def point(
     """Measure a batch: a round to warm up, and the timed rounds.
 
     Args:
-        algorithm: as the row names it.
         bandwidth: GB/s at which the ranks read memory.
     """
     params = SamplingParams(temperature=0.0, max_tokens=config.output, ignore_eos=True)

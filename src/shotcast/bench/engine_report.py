@@ -22,26 +22,7 @@ _COLUMNS = ("layout", "algorithm", "batch", "TTFT ms", "TPOT ms", "ITL ms", "tok
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One measured point: for each time, the mean over the requests of a round, and then the median over the rounds.
-
-    Attributes:
-        prompt, output: tokens of each request.
-        ttft_ms, tpot_ms: of a request; TPOT includes the delay caused by the prompts of other requests.
-        itl_ms: the median time between neighboring tokens of all requests that different steps gave, which is a step in
-            which all of them decode.
-        tokens_per_s: output tokens of all requests divided by the time of the round.
-        communication: share of the steps' time that rank 0 spent in collectives, including waiting for other ranks; on
-            CUDA, of decoding steps, in a round that is not timed otherwise.
-        roofline_ms: the least time of a decoding step by memory bandwidth, at the middle of the output.
-        roofline: ``roofline_ms`` divided by ``itl_ms``.
-        bandwidth_gbps: the measured memory bandwidth of a rank.
-        quantization: of the layers' weight matrices.
-        hosts, delay_us: the simulated hosts that the ranks were on, and the one-way delay between them.
-        overlap: the way of prompts in halves, as :class:`~shotcast.engine.config.EngineConfig` has it.
-        speculation: the configuration of speculative decoding, in JSON; empty for none.
-        accepted: the share of proposals that were accepted; None if there were none.
-        period: the number of random tokens that each prompt repeats; 0 for random prompts.
-    """
+    """One measured point: for each time, the mean over the requests of a round, and then the median over the rounds."""
 
     model: str
     device: str
@@ -49,23 +30,27 @@ class EngineRow:
     layout: str
     algorithm: str
     batch: int
-    prompt: int
+    prompt: int  # with output: tokens of each request
     output: int
-    ttft_ms: float
+    ttft_ms: float  # with tpot_ms: of a request; TPOT includes the delay caused by the prompts of other requests
     tpot_ms: float
+    # the median time between neighboring tokens of all requests that different steps gave, which is a step in which all
+    # of them decode
     itl_ms: float
-    tokens_per_s: float
+    tokens_per_s: float  # output tokens of all requests divided by the time of the round
+    # share of the steps' time that rank 0 spent in collectives, including waiting for other ranks; on CUDA, of decoding
+    # steps, in a round that is not timed otherwise
     communication: float
-    roofline_ms: float
-    roofline: float
-    bandwidth_gbps: float
-    quantization: str = ""
-    hosts: int = 1
+    roofline_ms: float  # the least time of a decoding step by memory bandwidth, at the middle of the output
+    roofline: float  # ``roofline_ms`` divided by ``itl_ms``
+    bandwidth_gbps: float  # the measured memory bandwidth of a rank
+    quantization: str = ""  # of the layers' weight matrices
+    hosts: int = 1  # with delay_us: the simulated hosts that the ranks were on, and the one-way delay between them
     delay_us: float = 0.0
-    overlap: str = "auto"
-    speculation: str = ""
-    accepted: float | None = None
-    period: int = 0
+    overlap: str = "auto"  # the way of prompts in halves, as :class:`~shotcast.engine.config.EngineConfig` has it
+    speculation: str = ""  # the configuration of speculative decoding, in JSON; empty for none
+    accepted: float | None = None  # the share of proposals that were accepted; None if there were none
+    period: int = 0  # the number of random tokens that each prompt repeats; 0 for random prompts
 
     @property
     def speculates(self) -> str:
@@ -77,7 +62,6 @@ class EngineRow:
 
 
 def reduces(row: EngineRow) -> bool:
-    """Return whether the layout has all-reduces."""
     return not row.layout.startswith("1x")
 
 
@@ -117,7 +101,6 @@ def cells(rows: Sequence[EngineRow]) -> list[tuple[str, ...]]:
 
 
 def table(rows: Sequence[EngineRow]) -> Table:
-    """Return the rows as a table for a terminal."""
     view = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns(rows):
         view.add_column(name, justify="left" if name in ("layout", "algorithm", "overlap", "speculation") else "right")
@@ -133,11 +116,7 @@ def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: st
 
 
 def read(path: Path) -> tuple[EngineRow, ...]:
-    """Return the rows of a file written by :func:`document`.
-
-    Raises:
-        ConfigError: it is another file.
-    """
+    """Return the rows of a file written by :func:`document`. Raises ConfigError if it is another file."""
     try:
         return tuple(EngineRow(**row) for row in json.loads(path.read_text())["rows"])
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
@@ -153,9 +132,7 @@ def _subject(row: EngineRow) -> str:
 
 def plot(rows: Sequence[EngineRow], path: Path) -> None:
     """Plot the time per output token against throughput: a curve for each layout and way, a point for each batch.
-
-    Raises:
-        ConfigError: the rows are of several models, devices or lengths, or pictures have no such suffix.
+    Raises ConfigError if the rows are of several models, devices or lengths, or pictures have no such suffix.
     """
     import matplotlib.figure
 

@@ -60,7 +60,6 @@ def of_modules(*modules: str) -> dict[str, str]:
 
 
 def of_collectives(device: str, nodes: int = 1) -> dict[str, str]:
-    """Return the fingerprints of all our kernels of collectives."""
     serving = implementations.algorithms().serving
     return now([f"{op.label}/{one.name}" for op in Op for one in serving(op)], usual(device, nodes))
 

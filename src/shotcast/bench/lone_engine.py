@@ -41,14 +41,7 @@ class _NoRanks:
 
 
 def serve(runner: Runner, config: SchedulerConfig, prompts: Sequence[int], output: int) -> None:
-    """Serve requests with prompts of these numbers of tokens, which end by length.
-
-    Args:
-        runner: computes the steps.
-        config: the limits of the scheduler.
-        prompts: their tokens.
-        output: the tokens of each output.
-    """
+    """Serve requests with prompts of these numbers of tokens, which end by length."""
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     requests = [
         Request(f"{number}", tuple((number + place) % 1000 for place in range(length)), params)

@@ -24,8 +24,7 @@ def quiet(needed: int, force: bool) -> Iterator[None]:
     The machine is looked at for half a second before the block, and while it runs. With ``force`` others are only
     warned of.
 
-    Raises:
-        ConfigError: the machine is busy, or was meanwhile; what was measured is not to be kept.
+    Raises ConfigError if the machine is busy, or was meanwhile; what was measured is not to be kept.
     """
     cores = len(os.sched_getaffinity(0))
     free = max(0, cores - needed) + _ALLOWED_CORES

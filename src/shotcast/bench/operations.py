@@ -10,22 +10,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation as a benchmark sees it. Parts are the N equal parts of the whole tensor, one for each rank.
+    """An operation as a benchmark sees it. Parts are the N equal parts of the whole tensor, one for each rank."""
 
-    Attributes:
-        takes_part: a rank gives one part, otherwise the whole tensor.
-        gives_part: a rank gets one part, otherwise the whole tensor.
-        reduces: it reduces.
-        rooted: it has a root.
-        to_root: the root alone gets a result.
-        links: bytes that pass a link over bytes of the tensor, for N ranks, as nccl-tests counts the bus bandwidth.
-    """
-
-    takes_part: bool = False
-    gives_part: bool = False
+    takes_part: bool = False  # a rank gives one part, otherwise the whole tensor
+    gives_part: bool = False  # a rank gets one part, otherwise the whole tensor
     reduces: bool = False
-    rooted: bool = False
-    to_root: bool = False
+    rooted: bool = False  # it has a root
+    to_root: bool = False  # the root alone gets a result
+    # bytes that pass a link over bytes of the tensor, for N ranks, as nccl-tests counts the bus bandwidth
     links: Callable[[int], float] = lambda n: (n - 1) / n
 
     @property

@@ -56,10 +56,8 @@ def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]
 
 
 def plot(rows: Sequence[Row], path: Path, caption: str = "") -> None:
-    """Write a picture of rows of one operation and dtype. The suffix of ``path`` chooses the format.
-
-    Raises:
-        ConfigError: there is no such format, or the rows do not fit one picture.
+    """Write a picture of rows of one operation and dtype. The suffix of ``path`` chooses the format. Raises ConfigError
+    if there is no such format, or the rows do not fit one picture.
     """
     timed = [row for row in rows if row.time_us is not None]
     if not timed:

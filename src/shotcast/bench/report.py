@@ -98,7 +98,6 @@ class Row:
         """Build a row from each rank's median and 99th percentile; both are empty for a wrong result.
 
         Args:
-            medians_us, p99s_us: those of each rank.
             works_us: each rank's median of the work alone.
             rounds_us: each rank's median of each round.
             facts: the fields that are neither times nor bandwidths.

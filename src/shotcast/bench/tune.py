@@ -58,29 +58,23 @@ Measure = Callable[[Sequence[Candidate], float], Mapping[Candidate, float | None
 
 @dataclass(frozen=True, slots=True)
 class TuneConfig:
-    """The calls to tune for. It is picklable, as it is sent to the ranks.
-
-    Attributes:
-        sizes: bytes of the whole tensor, ascending. Where the choices of neighboring sizes differ, sizes between them
-            are measured too, until neighbors are within a factor of 2.
-        modes: of :data:`shotcast.collectives.choice.table.MODES`; CPU ranks have ``eager`` only.
-        seconds: for the timed calls of all candidates at one size; of each candidate, at least
-            :data:`shotcast.bench.config.MIN_CALLS` calls are timed.
-        any_bits: algorithms whose sums differ in bits from the numerics contract may be chosen.
-        timeout_s: seconds for everything; then the ranks are ended.
-        sms: the numbers of SMs that calls are given; 0 for calls that are given none. The vendor library ignores the
-            number, so it is not compared where one of our algorithms respects it.
-    """
+    """The calls to tune for. It is picklable, as it is sent to the ranks."""
 
     ops: tuple[str, ...]
     device: str
     dtypes: tuple[str, ...]
+    # bytes of the whole tensor, ascending. Where the choices of neighboring sizes differ, sizes between them are
+    # measured too, until neighbors are within a factor of 2
     sizes: tuple[int, ...]
-    modes: tuple[str, ...]
+    modes: tuple[str, ...]  # of :data:`shotcast.collectives.choice.table.MODES`; CPU ranks have ``eager`` only
+    # for the timed calls of all candidates at one size; of each candidate, at least
+    # :data:`shotcast.bench.config.MIN_CALLS` calls are timed
     seconds: float = 1.0
-    any_bits: bool = False
-    timeout_s: float = 1800.0
+    any_bits: bool = False  # algorithms whose sums differ in bits from the numerics contract may be chosen
+    timeout_s: float = 1800.0  # seconds for everything; then the ranks are ended
     progress: bool = False
+    # the numbers of SMs that calls are given; 0 for calls that are given none. The vendor library ignores the number,
+    # so it is not compared where one of our algorithms respects it
     sms: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -173,17 +167,12 @@ def search(
     any_bits: bool = False,
     launches: Mapping[str, LaunchShape] | None = None,
 ) -> Choice:
-    """Choose a candidate for one problem, by the stages that the module describes.
+    """Choose a candidate for one problem, by the stages that the module describes. Raises ShotcastError if no candidate
+    gives right results.
 
     Args:
-        problem: the call to choose for.
-        measure: times candidates.
         seconds: for all stages together.
-        any_bits: as in :class:`TuneConfig`.
         launches: launch shapes found earlier, by algorithm; only these are then measured, and stage 2 is left out.
-
-    Raises:
-        ShotcastError: no candidate gives right results.
     """
     first = eligible_candidates(problem, any_bits)
     defaults = {candidate.algorithm: candidate.launch for candidate in first}

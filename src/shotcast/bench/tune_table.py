@@ -101,11 +101,7 @@ def _measurement(point: Point) -> dict[str, Any]:
 
 
 def mergeable(old: str, name: str, part: str, shape: NodeShape) -> table.Table:
-    """Return the parsed table ``old``.
-
-    Raises:
-        ConfigError: it cannot be merged with a table of this hardware.
-    """
+    """Return the parsed table ``old``. Raises ConfigError if it cannot be merged with a table of this hardware."""
     before = table.parse(old, name, implementations.algorithms())
     if (before.part, before.shape) != (part, shape):
         here = table.ranks_of(part, shape)
@@ -114,11 +110,7 @@ def mergeable(old: str, name: str, part: str, shape: NodeShape) -> table.Table:
 
 
 def merged(old: str, new: str, name: str) -> str:
-    """Return the table ``new``, with the entries that only ``old`` has.
-
-    Raises:
-        ConfigError: the two cannot be merged.
-    """
+    """Return the table ``new``, with what it lacks of ``old``. Raises ConfigError if they cannot be merged."""
     after = table.parse(new, "just measured", implementations.algorithms())
     before = mergeable(old, name, after.part, after.shape)
     kept_keys = before.rows.keys() - after.rows.keys()
@@ -151,7 +143,6 @@ def merged(old: str, new: str, name: str) -> str:
 
 
 def view(points: Sequence[Point], shape: NodeShape, device: str) -> View:
-    """Return the choices as a table to read."""
     nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
     table_view = View(title=f"{shape.world_size} {device} ranks{nodes}", title_justify="left", box=None)
     for name in ("mode", "op", "type", "size", "algorithm", "launch", "us", "next best", "us"):

@@ -102,14 +102,11 @@ def timing(
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """The files to write after a benchmark."""
-
     json_file: Path | None
     plot_file: Path | None
 
 
 def outputs(json_file: JsonFile = None, plot_file: PlotFile = None) -> _Outputs:
-    """Return the files to write."""
     return _Outputs(json_file, plot_file)
 
 

@@ -153,7 +153,6 @@ def plan(
 
 
 def _met(traffic: Traffic, requests: int) -> str:
-    """Return what requests met, in a sentence."""
     median_ms, most_ms = traffic.tpot_ms(50), traffic.tpot_ms(99)
     later = "no later tokens"
     if median_ms is not None and most_ms is not None:
@@ -230,7 +229,6 @@ def calibrate(
 
 
 def _table(result: Plan) -> Table:
-    """Return the best point of each layout."""
     from rich.table import Table
     from rich.text import Text
 

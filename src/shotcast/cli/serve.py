@@ -91,9 +91,7 @@ def serve(
     with importing():
         from shotcast.engine.async_llm import AsyncLLM
         from shotcast.engine.tokenizer import Tokenizer
-        from shotcast.server.main import ServerConfig, bind, run
-        from shotcast.server.restart import run_with_restarts
-        from shotcast.server.startup import refuse_requests
+        from shotcast.server.main import ServerConfig, bind, refuse_requests, run, run_with_restarts
         from shotcast.units import parse_size
 
     options: dict[str, Any] = {

@@ -23,23 +23,14 @@ from shotcast.wire import NodeShape
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """The constants of a machine.
+    """The constants of a machine."""
 
-    Attributes:
-        fixed_us: the fixed cost of a call.
-        step_us: the latency of a step.
-        bw_gbps: bandwidth between ranks in each direction, in 1e9 bytes a second.
-        local_gbps: the rate at which a rank takes in received bytes, in 1e9 bytes a second.
-        converted_per_ns: the values that a rank converts to or from FP8 in a nanosecond.
-        sm_gbps: the bytes that one SM sends, in 1e9 a second, where a call keeps to a number of them.
-    """
-
-    fixed_us: float
-    step_us: float
-    bw_gbps: float
-    local_gbps: float = math.inf
-    converted_per_ns: float = math.inf
-    sm_gbps: float = math.inf
+    fixed_us: float  # the fixed cost of a call
+    step_us: float  # the latency of a step
+    bw_gbps: float  # bandwidth between ranks in each direction, in 1e9 bytes a second
+    local_gbps: float = math.inf  # the rate at which a rank takes in received bytes, in 1e9 bytes a second
+    converted_per_ns: float = math.inf  # the values that a rank converts to or from FP8 in a nanosecond
+    sm_gbps: float = math.inf  # the bytes that one SM sends, in 1e9 a second, where a call keeps to a number of them
 
     def transfer_us(self, nbytes: float) -> float:
         """Return the microseconds that ``nbytes`` take on the wire."""
@@ -63,19 +54,13 @@ as long as two-shot (tests/cost/test_cost.py). GPUs convert while they wait for 
 
 
 class NetworkCost(NamedTuple):
-    """The constants of the network between nodes, in 1e9 bytes a second and microseconds.
+    """The constants of the network between nodes, in 1e9 bytes a second and microseconds."""
 
-    Attributes:
-        step_us: the time of a step in which each rank sends to one peer, from the send to the arrival.
-        bw_gbps: bandwidth of each rank in each direction, to one peer.
-        spread_us: the time of a step in which each rank sends to all peers; None for that of one peer.
-        spread_gbps: bandwidth of each rank to all peers at once; None for that to one peer.
-    """
-
-    step_us: float
-    bw_gbps: float
+    step_us: float  # the time of a step in which each rank sends to one peer, from the send to the arrival
+    bw_gbps: float  # bandwidth of each rank in each direction, to one peer
+    # the time of a step in which each rank sends to all peers; None for that of one peer
     spread_us: float | None = None
-    spread_gbps: float | None = None
+    spread_gbps: float | None = None  # bandwidth of each rank to all peers at once; None for that to one peer
 
     def __str__(self) -> str:
         one = f"{self.step_us:.4g} us and {self.bw_gbps:.3g} GB/s"
@@ -100,27 +85,16 @@ Gbit/s (https://github.com/NVIDIA/nccl-tests/issues/290).
 
 
 class Work(NamedTuple):
-    """The work of a rank in one call.
+    """The work of a rank in one call."""
 
-    Attributes:
-        steps: steps within its node.
-        sent: bytes sent to ranks of its node.
-        taken: bytes taken in.
-        converted: values converted to or from FP8.
-        network_steps: steps over the network between nodes in which a rank sends to one peer.
-        network_sent: bytes sent in these steps.
-        spread_steps: steps over the network in which a rank sends to all other nodes.
-        spread_sent: bytes sent in these steps, to all of them.
-    """
-
-    steps: int
-    sent: float
-    taken: float
-    converted: float = 0.0
-    network_steps: int = 0
-    network_sent: float = 0.0
-    spread_steps: int = 0
-    spread_sent: float = 0.0
+    steps: int  # steps within its node
+    sent: float  # bytes sent to ranks of its node
+    taken: float  # bytes taken in
+    converted: float = 0.0  # values converted to or from FP8
+    network_steps: int = 0  # steps over the network between nodes in which a rank sends to one peer
+    network_sent: float = 0.0  # bytes sent in these steps
+    spread_steps: int = 0  # steps over the network in which a rank sends to all other nodes
+    spread_sent: float = 0.0  # bytes sent in these steps, to all of them
 
     def over(self, shape: NodeShape) -> Work:
         """Return this work, in which a rank treats all others alike, with what of it goes over the network.

@@ -78,17 +78,11 @@ class KernelWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """The constants of one kind of kernel.
+    """The constants of one kind of kernel."""
 
-    Attributes:
-        fixed_us: f.
-        first_rate: x, a second: GB or Gflop.
-        second_rate: y, a second: Gflop or thousands of keys; 1 where there is no second amount.
-    """
-
-    fixed_us: float
-    first_rate: float
-    second_rate: float = 1.0
+    fixed_us: float  # f
+    first_rate: float  # x, a second: GB or Gflop
+    second_rate: float = 1.0  # y, a second: Gflop or thousands of keys; 1 where there is no second amount
 
     def time_us(self, work: KernelWork) -> float:
         """Return the time of a kernel in microseconds, by the equation above."""
@@ -98,17 +92,11 @@ class KernelCost:
 
 @dataclass(frozen=True, slots=True)
 class FusedNormCost:
-    """The constants of an all-reduce with residual and norm in its kernel, by the last equation above.
+    """The constants of an all-reduce with residual and norm in its kernel, by the last equation above."""
 
-    Attributes:
-        beyond_us: d.
-        fixed_us: f.
-        rate: x, GB of the message a second.
-    """
-
-    beyond_us: float
-    fixed_us: float
-    rate: float
+    beyond_us: float  # d
+    fixed_us: float  # f
+    rate: float  # x, GB of the message a second
 
     def time_us(self, nbytes: float, sum_us: float) -> float:
         """Return the microseconds of a message of which the sum alone takes ``sum_us``."""
@@ -120,34 +108,21 @@ class HostCost:
     """The time that the host of an engine takes for a step, besides what the ranks compute and communicate.
 
     It schedules, builds the inputs, samples, and reports the tokens.
-
-    Attributes:
-        fixed_us: a step.
-        per_sequence_us: each sequence of it.
-        per_row_us: each token of it.
-        hidden: the device computes meanwhile, since steps are enqueued ahead of it.
-        source: the measurement; "not measured" if there is none.
-        per_layer_us: each layer of a step that no graph replays.
-        per_request_us: each request that begins in it.
-        client_us: a request on its way from the client to the loop, and its first token on the way back.
     """
 
-    fixed_us: float
-    per_sequence_us: float
-    per_row_us: float
-    hidden: bool
-    source: str
-    per_layer_us: float = 0.0
-    per_request_us: float = 0.0
-    client_us: float = 0.0
+    fixed_us: float  # a step
+    per_sequence_us: float  # each sequence of it
+    per_row_us: float  # each token of it
+    hidden: bool  # the device computes meanwhile, since steps are enqueued ahead of it
+    source: str  # the measurement; "not measured" if there is none
+    per_layer_us: float = 0.0  # each layer of a step that no graph replays
+    per_request_us: float = 0.0  # each request that begins in it
+    client_us: float = 0.0  # a request on its way from the client to the loop, and its first token on the way back
 
     def time_us(self, sequences: int, rows: int, requests: int = 0, layers: int = 0) -> float:
         """Return the microseconds of a step of this many sequences, with this many tokens together.
 
         Args:
-            sequences: all of them.
-            rows: their tokens.
-            requests: those that begin.
             layers: of a model whose steps no graph replays; 0 where one does.
         """
         step_us = self.fixed_us + sequences * self.per_sequence_us + rows * self.per_row_us
@@ -158,13 +133,6 @@ NO_HOST = HostCost(0.0, 0.0, 0.0, True, "not measured")
 
 
 def product_kind(rows: int, fp8: bool, few_rows: int = FEW_ROWS) -> str:
-    """Return the kind of a product's kernel.
-
-    Args:
-        rows: of the activations.
-        fp8: whether the weights are in FP8; if not, they are in the dtype of the calibration.
-        few_rows: the most rows that the engine's native kernels compute.
-    """
     rows_kind = "one_row" if rows == 1 else "few_rows" if rows <= few_rows else "many_rows"
     return f"product_{rows_kind}{FP8 * fp8}"
 
@@ -209,7 +177,7 @@ def decode_splits(sequences: int, kv_heads: int) -> int:
 
 
 def decode_attention(
-    sequences: int, context: float, kv_heads: int, head_dim: int, itemsize: int, beginning: int = DECODE_BEGINNING
+    sequences: int, context: float, kv_heads: int, head_dim: int, itemsize: float, beginning: int = DECODE_BEGINNING
 ) -> KernelWork:
     """Return the work of the attention of ``sequences`` with one query each, over ``context`` tokens on average.
 

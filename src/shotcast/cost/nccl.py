@@ -126,11 +126,8 @@ def all_reduce_us(nbytes: int, shape: NodeShape, link: LinkCost, network: Networ
     """Return the microseconds of an all-reduce.
 
     Args:
-        nbytes: of the message.
-        shape: its nodes and ranks.
         link: constants of NCCL's rings on one node.
         network: without flags.
-        host: what else the model takes.
     """
     if shape.nodes == 1:
         return ring_us(nbytes, shape.world_size, link)
@@ -148,8 +145,7 @@ def choices(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HO
     The constants are those of InfiniBand. What a step of the network takes longer than that of InfiniBand here is added
     to theirs, as NCCL does with the latency that a network names (``latencyInter``).
 
-    Raises:
-        ConfigError: there is one node.
+    Raises ConfigError if there is one node.
     """
     if shape.nodes < 2:
         raise ConfigError(f"this is the model of NCCL over several nodes, not of {shape} ranks")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from shotcast.engine.base_llm import BaseLLM
 from shotcast.engine.client import RequestUpdate
 from shotcast.engine.grammar import Grammar
+from shotcast.engine.llm import BaseLLM
 from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import OutputCallback, RequestOutput
 from shotcast.engine.requests import CheckedPrompt

@@ -55,8 +55,6 @@ class BlockManager:
     references keeps its contents until it is handed out again, the least recently used one first.
 
     Args:
-        num_blocks: blocks of the cache.
-        block_size: tokens of a block.
         prefix_caching: find prefixes again; otherwise every block without references is empty.
     """
 
@@ -119,10 +117,8 @@ class BlockManager:
                 self._match.idle -= block in self._match
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks with one reference each. Their previous contents are forgotten.
-
-        Raises:
-            ConfigError: fewer blocks are free.
+        """Hand out ``count`` blocks with one reference each. Their previous contents are forgotten. Raises ConfigError
+        if fewer blocks are free.
         """
         if count > self.free:
             raise ConfigError(f"{count} blocks are needed, and {self.free} of {self.num_blocks} are free")
@@ -168,8 +164,7 @@ class BlockManager:
 
         The ends of prefixes are reused before their beginnings.
 
-        Raises:
-            ConfigError: one of them has no references.
+        Raises ConfigError if one of them has no references.
         """
         for block in reversed(blocks):
             if not self._ref_counts[block]:

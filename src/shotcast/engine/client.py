@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from shotcast import env, extras
 from shotcast.engine import worker
 from shotcast.engine.config import EngineConfig, max_model_len_of
-from shotcast.engine.device_selection import select_device
-from shotcast.engine.grammar import Grammar, Vocabulary
-from shotcast.engine.grammar_check import GrammarChecker
+from shotcast.engine.grammar import Grammar, GrammarChecker, Vocabulary
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
@@ -38,7 +36,7 @@ from shotcast.engine.messages import (
 from shotcast.engine.outputs import EngineCoreOutput, EngineStats
 from shotcast.engine.requests import CheckedPrompt, Request, max_output_tokens
 from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
-from shotcast.engine.start_facts import require_ranks, start_facts
+from shotcast.engine.startup import require_ranks, select_device, start_facts
 from shotcast.engine.tokenizer import Tokenizer
 from shotcast.errors import ConfigError, EngineDead, RankFailed, ShotcastError, UnsupportedError
 from shotcast.launcher import rank_server
@@ -80,16 +78,15 @@ class EngineClient:
     ranks; the other ranks become ranks of the engine, and exit when it ends: for them this constructor does not return.
     All ranks have to give the same options, and the same model.
 
+    Raises ConfigError if the configuration cannot be served, which is found before or while the model is loaded. Raises
+    UnsupportedError if the kind of model is not implemented. Raises EngineDead if a rank ended while it loaded the
+    model.
+
     Attributes:
         config: the configuration, with the selected device and layout.
         layout_choice: why it has this layout, where a plan chose it; else None.
         pids: process ids of the ranks.
         sampling_defaults: the sampling parameters that the model's files set, by name.
-
-    Raises:
-        ConfigError: the configuration cannot be served, which is found before or while the model is loaded.
-        UnsupportedError: the kind of model is not implemented.
-        EngineDead: a rank ended while it loaded the model.
     """
 
     def __init__(self, config: EngineConfig):
@@ -121,7 +118,7 @@ class EngineClient:
         if not config.plans_layout:
             require_division(model, config.tensor_parallel, config.pipeline_parallel)
         if config.speculation is not None and config.speculation.model:
-            from shotcast.engine.draft_check import require_draft
+            from shotcast.engine.startup import require_draft
 
             require_draft(located, model)
         self.sampling_defaults = _sampling_defaults(located)
@@ -228,7 +225,6 @@ class EngineClient:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Return whether the model comes with a tokenizer."""
         return not self.config.model.startswith(RANDOM) and not isinstance(self._tokenizer, ConfigError)
 
     @property
@@ -247,10 +243,8 @@ class EngineClient:
         return self._stats
 
     def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
-        """Return the token ids of a prompt after checking them. Any thread may call this.
-
-        Raises:
-            ConfigError: the prompt is empty, too long, or contains values that are no token ids.
+        """Return the token ids of a prompt after checking them. Any thread may call this. Raises ConfigError if the
+        prompt is empty, too long, or contains values that are no token ids.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_token_ids(ids, "the prompt")
@@ -262,9 +256,7 @@ class EngineClient:
 
     def check_params(self, params: SamplingParams) -> None:
         """Check what sampling parameters say about tokens. Any thread may call this, and a grammar may take it a while.
-
-        Raises:
-            ConfigError: a token is not in the vocabulary, or the grammar cannot be compiled.
+        Raises ConfigError if a token is not in the vocabulary, or the grammar cannot be compiled.
         """
         vocab = self.info.model.vocab
         for name, token in params.named_tokens:
@@ -274,10 +266,8 @@ class EngineClient:
             self.check_grammar(params.grammar)
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
-
-        Raises:
-            ConfigError: the grammar cannot be compiled, or the model's tokenizer supports none.
+        """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this. Raises
+        ConfigError if the grammar cannot be compiled, or the model's tokenizer supports none.
         """
         if isinstance(self._checker, ConfigError):
             raise self._checker
@@ -286,7 +276,6 @@ class EngineClient:
             time.sleep(seconds)  # the ranks take about as long, and a step that samples by the grammar would wait
 
     def new_id(self) -> str:
-        """Return a new request id."""
         return f"request-{next(self._next_id)}"
 
     def submit(
@@ -310,7 +299,6 @@ class EngineClient:
                 self._outgoing.put(AbortRequest(request_id))
 
     def stamp_every(self, steps: int) -> None:
-        """Change ``EngineConfig.stamp_every``."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ConfigError(f"stamp_every must be a whole number of at least 0, not {steps!r}")
         with self._lock:
@@ -364,7 +352,6 @@ class EngineClient:
                 connection.send(message)
 
     def _read(self, connection: Connection) -> None:
-        """Process the messages of rank 0."""
         self._info = connection.recv()
         self._loaded.set()
         timeout_s = max(self.config.timeout_s, 5 * HEARTBEAT_S)

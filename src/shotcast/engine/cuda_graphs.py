@@ -1,13 +1,99 @@
-"""CUDA graphs of computations on static memory, which make a replay one call of the host."""
+"""CUDA graphs of steps: their sizes, the state that they share, and those of steps that decode.
+
+All inputs and outputs of a step that decodes have fixed addresses, so that a replay is one call of the host: block
+tables and the tokens sampled last live on the device, and the host sends four numbers per sequence. Padding rows use a
+spare row of the block tables, whose block belongs to no sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shotcast.engine.input_batch import pack_decode
+from shotcast.engine.step_plan import StepPlan
+from shotcast.engine.transfer import pinned_empty
+from shotcast.kernels.step_fields import FIELDS
+from shotcast.layers.attention import KVCache
+from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.step_timer import DeviceStepTimer, StepTimer
+from shotcast.models.causal_lm import CausalLM
+
+
+def decode_capture_sizes(max_sequences: int) -> tuple[int, ...]:
+    """Return the numbers of sequences for which decode graphs are captured, ascending up to ``max_sequences``; also the
+    numbers of sampled tokens for which those of the head are.
+
+    They are powers of two up to 8; from there they are an eighth to a quarter apart, so that padding adds little work:
+    1, 2, 4, 8, 16, 24, ..., 64, 80, ..., 128, 160, ...
+    """
+    sizes, size = [], 1
+    while size < max_sequences:
+        sizes.append(size)
+        size += size if size < 8 else max(8, (1 << (size.bit_length() - 1)) // 4)
+    return (*sizes, max_sequences)
+
+
+def prefill_capture_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Return the numbers of tokens for which graphs of steps with prompts are captured, ascending up to ``max_tokens``.
+
+    They are powers of two from 16 to 128, and from there powers of two with one size between: 16, 32, 64, 128, 192,
+    256, 384, 512, 768, ... A smaller step takes as long as reading the weights does, and more sizes would make the
+    capture expensive.
+    """
+    sizes, size = [], 16
+    while size < max_tokens:
+        sizes.append(size)
+        size += size if size < 128 else (1 << (size.bit_length() - 1)) // 2
+    return (*sizes, max_tokens)
+
+
+def decode_capture_size(plan: StepPlan, sizes: tuple[int, ...]) -> int | None:
+    """Return the smallest of ``sizes`` whose decode graph serves a step, or None if no decode graph does.
+
+    A decode graph serves steps in which every sequence has one token and none is new to its slot, so that no sequence
+    gets more than the block of that token. The result depends on the plan only, so all ranks take the same path.
+    """
+    if not sizes or any(len(each.tokens) > 1 or each.is_new or each.propose for each in plan.sequences):
+        return None
+    return next((size for size in sizes if size >= len(plan.sequences)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """The model, and the memory that its steps read and write besides their inputs. Graphs refer to its addresses."""
+
+    model: CausalLM  # this rank's part of the model
+    # the paged caches of its layers. With static memory they have one spare block, the last, which is never handed out
+    caches: list[KVCache]
+    # int32 [slots + 1, blocks], the blocks of each slot's sequence. The last row belongs to no sequence; with static
+    # memory it holds the spare block
+    block_tables: torch.Tensor
+    last_tokens: torch.Tensor  # int64 [slots + 1], the token sampled last for each slot
+    # the output of steps on static memory, with as many rows as slots; None if they allocate their output
+    logits: Logits | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.block_tables.device
+
+    @property
+    def block_size(self) -> int:
+        return self.caches[0].block_size
+
+    @property
+    def spare_row(self) -> int:
+        """The row of the block tables that belongs to no sequence."""
+        return self.block_tables.shape[0] - 1
+
+    @property
+    def spare_slot(self) -> int:
+        """The first cache slot of the spare block."""
+        return self.caches[0].keys.shape[0] - self.block_size
+
 
 Replay = Callable[[], object]
 
@@ -19,7 +105,6 @@ class CudaGraphs:
     most of it first. Results that outlive a replay have to be kept in other memory.
 
     Args:
-        device: where they run.
         timer: the timer of this rank; on CUDA a :class:`DeviceStepTimer`.
     """
 
@@ -38,10 +123,8 @@ class CudaGraphs:
         return self._replays[key]
 
     def get(self, key: Hashable) -> Replay:
-        """Return a replay that was captured before.
-
-        Raises:
-            KeyError: it was not; a capture now would compute on memory that is in use.
+        """Return a replay that was captured before. Raises KeyError if it was not; a capture now would compute on
+        memory that is in use.
         """
         return self._replays[key]
 
@@ -75,3 +158,74 @@ class CudaGraphs:
         if not stamped:
             graph.replay()  # the first replay takes longer
         return graph.replay
+
+
+class DecodeGraphs:
+    """Runs steps in which every sequence decodes. Without CUDA, each is computed again on the same static memory.
+
+    Args:
+        state: the state of this rank; ``last_tokens`` gets the likeliest tokens of every step.
+        sizes: numbers of sequences, ascending; the last is the number of slots.
+    """
+
+    def __init__(self, state: DeviceState, sizes: tuple[int, ...], graphs: CudaGraphs):
+        self._state, self.sizes, self._graphs = state, sizes, graphs
+        device, max_rows = state.device, sizes[-1]
+
+        def int64_rows() -> torch.Tensor:
+            return torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+        self._packed = torch.zeros(max_rows, FIELDS, dtype=torch.int32, device=device)
+        self._packed[:, 0], self._packed[:, 3] = state.spare_row, -1
+        self._tokens, self._positions, self._cache_slots, self._rows = (int64_rows() for _ in range(4))
+        self._lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._results: dict[tuple[int, bool], Logits | None] = {}
+
+    def capture(self, stamped: bool) -> None:
+        """Capture the graphs of all sizes. Call this before the first step, while memory holds padding only."""
+        for size in reversed(self.sizes):
+            self._get_or_capture(size, stamped)
+
+    def run(self, plan: StepPlan, size: int) -> Logits | None:
+        """Compute a step. On the last stage, return the logits of its sequences, valid until the next step."""
+        count = len(plan.sequences)
+        host = pinned_empty((size, FIELDS), torch.int32, self._packed.device)
+        pack_decode(plan, size, self._state.spare_row, host.numpy())
+        timer = self._state.model.parallel.timer
+        key = size, plan.stamped and isinstance(timer, DeviceStepTimer)
+        replay = self._get_or_capture(*key) if key[1] else self._graphs.get(("decode", *key))
+        self._packed[:size].copy_(host, non_blocking=True)
+        replay()
+        if key[1]:
+            assert isinstance(timer, DeviceStepTimer)
+            timer.fetch()
+        logits = self._results[key]
+        return None if logits is None else logits.rows(slice(0, count))
+
+    def _get_or_capture(self, size: int, stamped: bool) -> Replay:
+        return self._graphs.get_or_capture(("decode", size, stamped), lambda: self._compute(size, stamped), stamped)
+
+    def _compute(self, size: int, stamped: bool) -> None:
+        from shotcast.kernels.triton.step_inputs import unpack
+
+        state, part = self._state, slice(0, size)
+        tokens, positions, slots = self._tokens[part], self._positions[part], self._cache_slots[part]
+        lengths, rows = self._lengths[part], self._rows[part]
+        logits = None if state.logits is None else state.logits.rows(part)
+        with state.model.parallel.timer.step():
+            unpack(
+                self._packed[part],
+                state.last_tokens,
+                state.block_tables,
+                state.block_size,
+                tokens,
+                positions,
+                slots,
+                lengths,
+                rows,
+            )
+            batch = Batch(tokens, positions, slots, size, rows, lengths, None, None, state.block_tables, None, logits)
+            result = state.model(batch, state.caches)
+            if result is not None:
+                state.last_tokens.index_copy_(0, rows, result.best[:, 0])
+        self._results[size, stamped] = result

@@ -20,15 +20,11 @@ class StopStrings:
         self._found: str | None = None
 
     def push(self, delta: str, last: bool = False) -> tuple[str, str | None]:
-        """Add the next piece of the text.
+        """Add the next piece of the text. Returns the text that may be released now, and the stop string if one was
+        found. Then all text before it has been released, and later pieces release nothing.
 
         Args:
-            delta: the piece.
             last: the text ends here, so text that is held back cannot become a stop string any more.
-
-        Returns:
-            The text that may be released now, and the stop string if one was found. Then all text before it has been
-            released, and later pieces release nothing.
         """
         if not self._stops:
             return delta, None
@@ -37,7 +33,7 @@ class StopStrings:
         text = self._held + delta
         found = [(start, len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         start, _, stop = min(found) if found else (len(text), 0, None)
-        held_from = start if last else min((self._partial_start(text, stop) for stop in self._stops), default=start)
+        held_from = start if last else min(len(text) - partial(text, stop) for stop in self._stops)
         if held_from < start:
             self._held = text[held_from:]
             return text[:held_from], None
@@ -45,13 +41,10 @@ class StopStrings:
         self._found = stop
         return text[:start], stop
 
-    @staticmethod
-    def _partial_start(text: str, stop: str) -> int:
-        """Return where the longest end of ``text`` starts that begins ``stop``; the length of ``text`` if none does."""
-        for length in range(min(len(stop) - 1, len(text)), 0, -1):
-            if text.endswith(stop[:length]):
-                return len(text) - length
-        return len(text)
+
+def partial(text: str, marker: str) -> int:
+    """Return the length of the longest end of ``text`` that begins ``marker``."""
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 _UNDECODABLE = "\N{REPLACEMENT CHARACTER}"
@@ -68,7 +61,6 @@ class IncrementalDetokenizer:
     grow with the text. In vocabularies with byte tokens, a character leaves with its last byte.
 
     Args:
-        tokenizer: the model's tokenizer.
         skip_special: special tokens have no text.
     """
 

@@ -22,22 +22,14 @@ from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, ScheduledSeq
 
 
 class _Start(NamedTuple):
-    """A sequence that proposals are made for.
+    """A sequence that proposals are made for."""
 
-    Attributes:
-        place: its place among the sequences of the plan that sample.
-        slot: its slot.
-        token, position: its last token, and the position of that.
-        accepted: how many proposals the step has accepted.
-        wanted: how many proposals are made.
-    """
-
-    place: int
+    place: int  # its place among the sequences of the plan that sample
     slot: int
-    token: int
+    token: int  # with position: its last token, and the position of that
     position: int
-    accepted: int
-    wanted: int
+    accepted: int  # how many proposals the step has accepted
+    wanted: int  # how many proposals are made
 
 
 class DraftModel:
@@ -53,15 +45,12 @@ class DraftModel:
         self.runner, self._vocab, self._last = runner, vocab, runner.vocab - 1
 
     def propose(self, plan: StepPlan, output: AsyncModelRunnerOutput | None, last_tokens: torch.Tensor) -> Drafted:
-        """Compute a plan that the model has computed, and the proposals that it asks for.
+        """Compute a plan that the model has computed, and the proposals that it asks for. Returns the outputs of the
+        decoding steps, for :meth:`proposals`.
 
         Args:
-            plan: the plan.
             output: what the model has sampled, which this waits for if the plan asks for proposals.
             last_tokens: the token that the model sampled last for each slot.
-
-        Returns:
-            The outputs of the decoding steps, for :meth:`proposals`.
         """
         runner, sampler = self.runner, self.runner.sampler
         assert sampler is not None

@@ -41,11 +41,9 @@ class ClientConnection:
         self._heartbeat = threading.Thread(target=self._send_heartbeats, name="shotcast-heartbeat", daemon=True)
 
     def start_heartbeat(self) -> None:
-        """Start the thread that sends heartbeats."""
         self._heartbeat.start()
 
     def stop_heartbeat(self) -> None:
-        """Stop the thread that sends heartbeats, and wait for its end."""
         self._stopped.set()
         self._heartbeat.join()
 
@@ -56,11 +54,9 @@ class ClientConnection:
             self._connection.send_bytes(data)
 
     def poll(self) -> bool:
-        """Return whether a message has arrived."""
         return self._connection.poll()
 
     def recv(self) -> Any:
-        """Wait for the next message and return it."""
         return self._connection.recv()
 
     def _send_heartbeats(self) -> None:
@@ -74,9 +70,7 @@ class ClientConnection:
 class PendingOutput(Protocol):
     """The output of a step that may still be computed."""
 
-    def result(self) -> ModelRunnerOutput:
-        """Wait for it, and return it."""
-        ...
+    def result(self) -> ModelRunnerOutput: ...
 
 
 class Runner(Protocol):
@@ -105,7 +99,6 @@ class Requests(Protocol):
 
 
 def scheduler_config(config: EngineConfig, info: EngineInfo, lookahead: int) -> SchedulerConfig:
-    """Return the limits of an engine's scheduler."""
     return SchedulerConfig(
         max_sequences=config.max_sequences,
         max_batch_tokens=config.max_batch_tokens,
@@ -125,12 +118,7 @@ class EngineCore:
     :mod:`shotcast.simulator.serving` runs the same loop in simulated time.
 
     Args:
-        scheduler: decides what each step computes.
-        runner: computes rank 0's part of it.
-        channel: the way to the other ranks.
-        client: the way to the client.
         check: raises if a failed collective may have corrupted the results.
-        stamp_every: as in :class:`EngineConfig`.
         stage_timeout_s: how long rank 0 waits for the output of another stage.
     """
 

@@ -27,26 +27,16 @@ def pack_decode(plan: StepPlan, size: int, spare_row: int, out: Int32Array) -> N
 
 
 class InputBatch(NamedTuple):
-    """A step as arrays of int32.
+    """A step as arrays of int32."""
 
-    Attributes:
-        tokens: [tokens], token ids; -1 - the row of its sequence for a token that is still being sampled.
-        positions: [tokens], the position of each token in its sequence.
-        cache_slots: [tokens], the slots of the paged cache for their keys and values.
-        rows: [sequences], rows of the block tables.
-        num_computed, num_scheduled: [sequences], tokens before this step, and tokens in it.
-        query_starts: [sequences], the index of each sequence's first token among the tokens of the step.
-        num_sampled: [sequences], how many of its last tokens a token is sampled after.
-    """
-
-    tokens: Int32Array
-    positions: Int32Array
-    cache_slots: Int32Array
-    rows: Int32Array
-    num_computed: Int32Array
+    tokens: Int32Array  # [tokens], token ids; -1 - the row of its sequence for a token that is still being sampled
+    positions: Int32Array  # [tokens], the position of each token in its sequence
+    cache_slots: Int32Array  # [tokens], the slots of the paged cache for their keys and values
+    rows: Int32Array  # [sequences], rows of the block tables
+    num_computed: Int32Array  # with num_scheduled: [sequences], tokens before this step, and tokens in it
     num_scheduled: Int32Array
-    query_starts: Int32Array
-    num_sampled: Int32Array
+    query_starts: Int32Array  # [sequences], the index of each sequence's first token among the tokens of the step
+    num_sampled: Int32Array  # [sequences], how many of its last tokens a token is sampled after
 
     @property
     def logits_indices(self) -> Int32Array:
@@ -132,8 +122,6 @@ def attention_tiles(batch: InputBatch, tile_tokens: int, padding: int = 0) -> In
     """Split the sequences into tiles of at most ``tile_tokens`` tokens: [tiles, TILE_FIELDS].
 
     Args:
-        batch: the step.
-        tile_tokens: tokens of a tile at most.
         padding: tokens after those of the step, which attend to nothing.
     """
     padding_row = np.array([0, len(batch.tokens), padding, -1], np.int32)
@@ -153,25 +141,19 @@ class PrefillLayout(NamedTuple):
     """The layout of a packed step with prompts, as slices of int32 words.
 
     The parts that graphs of all sizes read come first.
-
-    Attributes:
-        num_block_updates: one word, how many entries of the block tables change.
-        logits_indices: [max_sampled], indices of the tokens whose logits are needed.
-        logits_rows: [max_sampled], the table rows of their sequences; the spare row beyond those, and for sequences
-            that sample more than one token.
-        tokens, positions, cache_slots: [size], as in :class:`InputBatch`.
-        tiles: [max_tiles, TILE_FIELDS] for each part of the step, whose tokens they count from its first one.
-        block_updates: [updates, 2], pairs of an index into the block tables and a block; any number of them.
     """
 
-    num_block_updates: slice
-    logits_indices: slice
+    num_block_updates: slice  # one word, how many entries of the block tables change
+    logits_indices: slice  # [max_sampled], indices of the tokens whose logits are needed
+    # [max_sampled], the table rows of their sequences; the spare row beyond those, and for sequences that sample more
+    # than one token
     logits_rows: slice
-    tokens: slice
+    tokens: slice  # with positions, cache_slots: [size], as in :class:`InputBatch`
     positions: slice
     cache_slots: slice
+    # [max_tiles, TILE_FIELDS] for each part of the step, whose tokens they count from its first one
     tiles: tuple[slice, ...]
-    block_updates: slice
+    block_updates: slice  # [updates, 2], pairs of an index into the block tables and a block; any number of them
 
 
 def prefill_layout(size: int, max_sampled: int, max_tiles: Sequence[int]) -> PrefillLayout:
@@ -201,12 +183,8 @@ def pack_prefill(
     """Fill ``out`` with a step, as ``layout`` says.
 
     Args:
-        batch: the step.
         block_updates: [updates, 2], as in :class:`PrefillLayout`.
-        tile_tokens: tokens of a tile at most.
         spare_row, spare_slot: the row of the block tables and the cache slot that padding uses.
-        layout: the layout of the step's size.
-        out: the packed step.
     """
     count, size = len(batch.tokens), layout.tokens.stop - layout.tokens.start
     rows = np.where(batch.num_sampled > 1, spare_row, batch.rows)

@@ -37,19 +37,12 @@ _MOST_HELPFUL_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The layout that was chosen for an engine.
+    """The layout that was chosen for an engine."""
 
-    Attributes:
-        layout: its ranks of a stage, and its stages.
-        reason: why, with the next best layout, in a few sentences.
-        refused: the layouts that the engine would not run, and why.
-        plan: the predictions of all others; None where nothing was priced.
-    """
-
-    layout: Layout
-    reason: str
-    refused: Mapping[str, str]
-    plan: Plan | None = None
+    layout: Layout  # its ranks of a stage, and its stages
+    reason: str  # why, with the next best layout, in a few sentences
+    refused: Mapping[str, str]  # the layouts that the engine would not run, and why
+    plan: Plan | None = None  # the predictions of all others; None where nothing was priced
 
     @property
     def alternative(self) -> Layout | None:
@@ -63,23 +56,14 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """The ranks that an engine may have.
+    """The ranks that an engine may have."""
 
-    Attributes:
-        gpus: the GPUs of this host that they run on; none for CPU ranks.
-        counts: the numbers of ranks to plan for.
-        hosts: how many hosts have them, equally many each.
-        memory: of a GPU, or what is free of this machine.
-        calibration: of these CPU ranks; None where nothing was measured of them, and for GPUs.
-        unmeasured: why there is none.
-    """
-
-    gpus: tuple[GpuFacts, ...]
-    counts: tuple[int, ...]
-    hosts: int
-    memory: KnownMemory
-    calibration: Calibration | None = None
-    unmeasured: str = ""
+    gpus: tuple[GpuFacts, ...]  # the GPUs of this host that they run on; none for CPU ranks
+    counts: tuple[int, ...]  # the numbers of ranks to plan for
+    hosts: int  # how many hosts have them, equally many each
+    memory: KnownMemory  # of a GPU, or what is free of this machine
+    calibration: Calibration | None = None  # of these CPU ranks; None where nothing was measured of them, and for GPUs
+    unmeasured: str = ""  # why there is none
 
     def sharers(self, ranks: int) -> int:
         """Return how many of this many ranks share the memory."""
@@ -96,17 +80,9 @@ class _Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A layout that the engine runs.
-
-    Attributes:
-        layout: the ranks of a stage, and stages.
-        usable: bytes of the fullest rank, in the planner's accounts.
-        sequences: those of the workload that its cache holds, at most ``max_sequences``.
-    """
-
-    layout: Layout
-    usable: int
-    sequences: int
+    layout: Layout  # the ranks of a stage, and stages
+    usable: int  # bytes of the fullest rank, in the planner's accounts
+    sequences: int  # those of the workload that its cache holds, at most ``max_sequences``
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +95,9 @@ class _Refusal:
 
 
 def choose_layout(config: EngineConfig, model: ModelConfig) -> LayoutChoice:
-    """Return the layout that suits the target of a configuration best, of those that the engine runs.
-
-    Args:
-        config: the configuration, with the selected device.
-        model: the dimensions of its model.
-
-    Raises:
-        ConfigError: no layout fits (with what is missing and what would help), none meets the bounds of the target, or
-            nothing is known of the GPUs.
+    """Return the layout that suits the target of a configuration best, of those that the engine runs. Raises
+    ConfigError if no layout fits (with what is missing and what would help), none meets the bounds of the target, or
+    nothing is known of the GPUs.
     """
     target, workload = Target.parse(config.target), _workload(config, model)
     machine = _find_machine(config)
@@ -245,7 +215,7 @@ def _with_memory(
 ) -> _Offer | _Refusal:
     """Return an offer for a layout if it fits in memory, as the engine estimates it."""
     item, limit = DTYPES[config.dtype_name], max_model_len_of(config, model)
-    cache_item = item if machine.gpus else _CACHE_ITEM_CPU
+    cache_item = _cache_item(config, model)
     memory = fullest_rank(model, config.quantization, layout, 0, config.max_batch_tokens, item, cache_item)
     steps = memory.steps(config.max_sequences) if machine.gpus else 0  # of CPUs, the cache leaves as much as that
     block = memory.per_token * config.block_size
@@ -275,6 +245,13 @@ def _with_memory(
     return _Offer(layout, memory.weights + memory.steps(sequences) + room, sequences)
 
 
+def _cache_item(config: EngineConfig, model: ModelConfig) -> float:
+    """Return the bytes of an element of a key or value; in FP8, each head of a token has a float32 scale."""
+    if config.device == "cpu":
+        return _CACHE_ITEM_CPU
+    return 1 + 4 / model.head_dim if config.kv_cache_dtype else DTYPES[config.dtype_name]
+
+
 def _unpriced(machine: _Machine, offers: list[_Offer], refused: Mapping[str, str], target: Target) -> LayoutChoice:
     """Return the layout of CPU ranks of which nothing was measured: that with the most ranks a stage."""
     if target != Target(target.kind):
@@ -293,7 +270,6 @@ def _priced(
     workload: tuple[int, int],
     target: Target,
 ) -> Plan:
-    """Return the plan of one engine, of all layouts that are offered."""
     plans = []
     for offer in offers:
         ranks = offer.layout.ranks
@@ -308,7 +284,8 @@ def _priced(
             calibration = _of_dtype(planned_machine.calibration_of(cluster.gpu), config.dtype_name)
         # each layout has its own memory, which is what the engine's accounts say, to the byte
         utilization = (offer.usable + 0.5) / cluster.gpu.memory_bytes
-        limits = Limits(offer.sequences, config.max_batch_tokens, utilization, config.algorithm)
+        cache_item = _cache_item(config, model)
+        limits = Limits(offer.sequences, config.max_batch_tokens, utilization, config.algorithm, cache_item)
         job = Job(model, config.model, config.quantization, cluster, ranks, *workload, target, limits)
         found = plan(job, calibration, [(offer.layout, 1)])
         if found.refused:
@@ -331,7 +308,6 @@ def _of_dtype(calibration: Calibration, dtype: str) -> Calibration:
 
 
 def _nothing_fits(config: EngineConfig, model: ModelConfig, machine: _Machine, refusals: list[_Refusal]) -> str:
-    """Return what is missing, and what would help, where no layout is offered."""
     short = [(one.needed, one) for one in refusals if one.needed is not None]
     words = machine.words(machine.counts[-1])
     if not short:

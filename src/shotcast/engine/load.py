@@ -13,17 +13,15 @@ import torch
 from shotcast import env
 from shotcast.collectives.communicator import MAX_WORKSPACE_MESSAGE, Communicator
 from shotcast.collectives.rank_device import gpu_of, ranks_of_a_gpu
-from shotcast.engine.capture_sizes import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.config import EngineConfig, max_model_len_of
+from shotcast.engine.cuda_graphs import decode_capture_sizes, prefill_capture_sizes
 from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.memory import GpuMemory, HostMemory, MemoryBudget, require_one_sequence
 from shotcast.engine.messages import EngineInfo
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.errors import UnsupportedError
-from shotcast.layers.blocks import BlockRows
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import GroupedRows
 from shotcast.layers.parallel import Parallel
+from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows
 from shotcast.layers.step_timer import DeviceStepTimer, HostStepTimer
 from shotcast.layers.weights import Stored, Weights
 from shotcast.models.causal_lm import CausalLM
@@ -43,18 +41,12 @@ _MIN_WORKSPACE = 1 << 20
 def load(
     config: EngineConfig, stack: contextlib.ExitStack
 ) -> tuple[ModelRunner, EngineInfo, Communicator, Communicator]:
-    """Load this rank's part of the model, and agree with the other ranks on the rest. Collective.
+    """Load this rank's part of the model, and agree with the other ranks on the rest. Collective. Returns the model
+    runner, the properties of the engine, and the :func:`communicators`. Raises ConfigError if the model does not fit
+    the configuration, or there is too little memory. Raises UnsupportedError if the GPU does not multiply in FP8.
 
     Args:
-        config: the configuration, with this machine's device.
         stack: closes everything that is opened here.
-
-    Returns:
-        The model runner, the properties of the engine, and the :func:`communicators`.
-
-    Raises:
-        ConfigError: the model does not fit the configuration, or there is too little memory.
-        UnsupportedError: the GPU does not multiply in FP8.
     """
     checkpoint = open_checkpoint(config.model, _device_of(config))
     stack.callback(checkpoint.close)
@@ -148,15 +140,12 @@ def communicators(
 
     With a single stage, both are the same communicator.
 
+    Returns the communicator of all ranks, and that of the stage.
+
     Args:
-        config: the configuration of the engine.
         max_bytes: the longest message within a stage of several ranks. Other communicators need almost no workspace: a
             rank alone has no peers, and messages of any length pass between stages through mailboxes.
         stack: closes both.
-
-    Returns:
-        The communicator of all ranks, and that of the stage.
-
     """
     pipelined = config.pipeline_parallel > 1
     stage_bytes = max_bytes if config.tensor_parallel > 1 else _MIN_WORKSPACE
@@ -212,7 +201,6 @@ def _require_float8(device: torch.device) -> None:
 
 
 def _device_of(config: EngineConfig) -> torch.device:
-    """Return the device of this rank."""
     job = env.job()
     if config.device == "cpu" or job is None:
         return torch.device("cpu")
@@ -220,10 +208,8 @@ def _device_of(config: EngineConfig) -> torch.device:
 
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> MemoryBudget:
-    """Return the memory of this rank, before anything is read.
-
-    Raises:
-        ConfigError: the weights, or a cache of ``kv_cache_bytes``, do not fit.
+    """Return the memory of this rank, before anything is read. Raises ConfigError if the weights, or a cache of
+    ``kv_cache_bytes``, do not fit.
     """
     on_gpu = config.device == "cuda"
     sharers = ranks_of_a_gpu() if on_gpu else env.local_world_size()
@@ -253,9 +239,7 @@ def _num_cache_blocks(
     new_runner: Callable[[int], ModelRunner],
 ) -> int:
     """Return how many cache blocks every rank has room for, at most what all sequences at full length need. Collective.
-
-    Raises:
-        ConfigError: there is too little room for one sequence, or for the largest step.
+    Raises ConfigError if there is too little room for one sequence, or for the largest step.
     """
     one_block = [cache for part in parts for cache in part.allocate_caches(1, config.block_size)]
     bytes_per_block = sum(cache.nbytes for cache in one_block)

@@ -38,7 +38,6 @@ class GpuMemory:
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     @property
@@ -47,7 +46,6 @@ class GpuMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def release(self) -> None:
-        """Give back what this process holds and does not use."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -86,41 +84,26 @@ DeviceMemory = GpuMemory | HostMemory | KnownMemory
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """The memory of a rank, as found before it loads anything.
+    """The memory of a rank, as found before it loads anything."""
 
-    Attributes:
-        memory: the device's.
-        free: the bytes of the device that were free.
-        sharers: the number of ranks on the device.
-        limit: the bytes that this rank may use.
-        limit_text: how the limit came about, for errors.
-        weights: the bytes of its weights, as estimated.
-        option: the option that raises the limit.
-        measured: the cache gets what is left when steps have been run; otherwise it is estimated.
-    """
-
-    memory: DeviceMemory
-    free: int
-    sharers: int
-    limit: int
-    limit_text: str
-    weights: int
-    option: str
-    measured: bool
+    memory: DeviceMemory  # the device's
+    free: int  # the bytes of the device that were free
+    sharers: int  # the number of ranks on the device
+    limit: int  # the bytes that this rank may use
+    limit_text: str  # how the limit came about, for errors
+    weights: int  # the bytes of its weights, as estimated
+    option: str  # the option that raises the limit
+    measured: bool  # the cache gets what is left when steps have been run; otherwise it is estimated
 
     @classmethod
     def find(cls, config: EngineConfig, memory: DeviceMemory, sharers: int, weights: int, dtype: str) -> MemoryBudget:
-        """Find what a rank may use.
+        """Find what a rank may use. Raises ConfigError if the memory is not free, or weights or ``kv_cache_bytes`` do
+        not fit.
 
         Args:
-            config: the configuration, with the selected device.
-            memory: the memory of the device.
             sharers: the number of ranks on it.
             weights: bytes of the weights of a rank.
             dtype: their type, for errors.
-
-        Raises:
-            ConfigError: the memory is not free, or weights or ``kv_cache_bytes`` do not fit.
         """
         free = memory.free
         if config.device == "cuda":
@@ -203,9 +186,6 @@ def require_one_sequence(
 
     Args:
         blocks: blocks that every rank has room for.
-        block_size, bytes_per_block: tokens and bytes of a block.
-        max_model_len: the largest number of tokens of a sequence.
-        budget: the memory of this rank.
         room: the bytes of it that were left for the cache.
     """
     needed = -(-max_model_len // block_size)

@@ -28,15 +28,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutputs:
-    """The outputs of one step, sent by rank 0.
+    """The outputs of one step, sent by rank 0."""
 
-    Attributes:
-        outputs: each :class:`EngineCoreOutput` as a plain tuple, which is ten times as fast to pickle and unpickle.
-        stats: counters after the step.
-    """
-
+    # each :class:`EngineCoreOutput` as a plain tuple, which is ten times as fast to pickle and unpickle
     outputs: list[tuple[Any, ...]]
-    stats: EngineStats
+    stats: EngineStats  # counters after the step
 
     @classmethod
     def pack(cls, outputs: Iterable[EngineCoreOutput], stats: EngineStats) -> EngineCoreOutputs:

@@ -11,15 +11,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from shotcast.engine.capture_sizes import decode_capture_size, decode_capture_sizes
-from shotcast.engine.cuda_graphs import CudaGraphs
-from shotcast.engine.decode_graphs import DecodeGraphs
-from shotcast.engine.device_state import DeviceState
+from shotcast.engine.cuda_graphs import CudaGraphs, DecodeGraphs, DeviceState, decode_capture_size, decode_capture_sizes
 from shotcast.engine.input_batch import InputBatch, Int32Array, attention_tiles, build_input_batch, cache_slots
 from shotcast.engine.outputs import ModelRunnerOutput, TokenLogprob
-from shotcast.engine.prefill_forms import PrefillForms
-from shotcast.engine.prefill_graphs import PrefillGraphs
-from shotcast.engine.prefill_overlap import PrefillOverlap
+from shotcast.engine.prefill import PrefillForms, PrefillGraphs, PrefillOverlap
 from shotcast.engine.sampler import Sampler, SamplerOutput, logprobs_of, token_logprobs
 from shotcast.engine.step_plan import INVALID_TOKEN, PromptTargets, StepPlan
 from shotcast.engine.token_feedback import TokenFeedback
@@ -61,7 +56,6 @@ class AsyncModelRunnerOutput:
 
     @property
     def ready(self) -> bool:
-        """Return whether :meth:`result` returns without waiting."""
         return (self._copy is None or self._copy.done) and all(pending.ready for _, pending in self._drafted)
 
     def add_proposals(self, draft: Draft, drafted: Drafted) -> None:
@@ -112,14 +106,13 @@ class ModelRunner:
     """Executes plans, which every rank gets in the same order. On CUDA it enqueues them and never waits.
 
     Args:
-        model: this rank's part of the model.
         num_blocks, block_size: blocks of the paged cache, and tokens of a block.
         max_sequences: slots.
         max_model_len: tokens of a sequence at most.
         salt: mixed into the sampling of requests without a seed; the same on all ranks.
-        decode_sizes: numbers of sequences for which decode steps run on static memory (``engine/decode_graphs.py``);
+        decode_sizes: numbers of sequences for which decode steps run on static memory (``engine/cuda_graphs.py``);
             the last is ``max_sequences``. Empty: all steps allocate their memory.
-        prefill_sizes: numbers of tokens for which all other steps run on static memory (``engine/prefill_graphs.py``);
+        prefill_sizes: numbers of tokens for which all other steps run on static memory (``engine/prefill.py``);
             needs ``decode_sizes``.
         overlap: whether steps with prompts are computed by halves, of which one communicates while the other computes:
             as in ``EngineConfig``. Where steps run on static memory, others are computed as a whole.
@@ -127,7 +120,6 @@ class ModelRunner:
         decisions: what another runner of this model decided about overlap, by number of tokens of steps on static
             memory; what this one decides is added.
         max_proposals: the most proposals that a step verifies.
-        draft: the draft model, on ranks of the last stage.
         reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
             which with static memory may be planned before the host knows the tokens.
     """
@@ -326,8 +318,6 @@ class ModelRunner:
         The head takes as many tokens at a time as a step may sample, since logits need much memory.
 
         Args:
-            plan: the step.
-            inputs: its tokens.
             hidden: [tokens, hidden], the last normed hidden states.
         """
         places: list[int] = []
@@ -349,7 +339,6 @@ class ModelRunner:
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
     def _select_logits(self, plan: StepPlan, logits: Logits | None) -> Logits | None:
-        """Select the rows of the sequences that sample from the logits of all sequences."""
         indices = [index for index, sequence in enumerate(plan.sequences) if sequence.do_sample]
         if logits is None or len(indices) == len(plan.sequences):
             return logits
@@ -366,10 +355,8 @@ class ModelRunner:
         """Sample the next tokens from ``logits``, the rows of the sequences that sample.
 
         Args:
-            plan: the step.
             logits: their logits; None if no sequence samples.
             best_is_stored: ``last_tokens`` already holds the likeliest tokens.
-            target_logprobs: as of :meth:`_target_logprobs`.
         """
         assert self.sampler is not None
         sampling = [sequence for sequence in plan.sequences if sequence.do_sample]
@@ -386,10 +373,8 @@ class ModelRunner:
         return AsyncModelRunnerOutput(plan.number, sampled, targets, target_logprobs)
 
     def _update_host_tables(self, plan: StepPlan) -> Int32Array:
-        """Enter the plan's blocks into the host's block tables.
-
-        Returns:
-            [updates, 2]: the index into the tables and the block of each entry that changed.
+        """Enter the plan's blocks into the host's block tables. Returns [updates, 2]: the index into the tables and the
+        block of each entry that changed.
         """
         width = self._host_tables.shape[1]
         updates = [np.empty((0, 2), np.int32)]

@@ -16,9 +16,6 @@ class OutputProcessor:
     """Build the output of one request while its tokens arrive.
 
     Args:
-        request_id: the request.
-        prompt: token ids of the prompt.
-        params: its sampling parameters.
         tokenizer: None for an output without text.
         end_tokens: the model's own end tokens, which have no text.
         detokenize_at_end: nobody reads the text before the output ends, so it is made then, unless there are stop
@@ -50,7 +47,6 @@ class OutputProcessor:
         self._started = time.perf_counter()
 
     def copy(self) -> RequestOutput:
-        """Return a copy of the output so far."""
         output = self._output
         logprobs = output.logprobs and list(output.logprobs)
         return replace(output, tokens=list(output.tokens), times_s=list(output.times_s), logprobs=logprobs)
@@ -62,7 +58,6 @@ class OutputProcessor:
         the string, even if a step gives more.
 
         Args:
-            step: the output of a step.
             arrived: when it arrived, by :func:`time.perf_counter`.
         """
         output = self._output

@@ -38,8 +38,6 @@ class DriverChannel:
     If ``output_rank`` is rank 0, there is nothing to receive.
 
     Args:
-        job: the communicator of all ranks.
-        output_rank: the rank that reports.
         silence_s: how long another host may give no heartbeat.
     """
 
@@ -85,10 +83,8 @@ class DriverChannel:
                 connection.send_bytes(message)
 
     def recv_output(self, timeout_s: float) -> ModelRunnerOutput:
-        """Wait for the next output of the last stage.
-
-        Raises:
-            ShotcastError: it has sent nothing for ``timeout_s`` seconds.
+        """Wait for the next output of the last stage. Raises ShotcastError if it has sent nothing for ``timeout_s``
+        seconds.
         """
         connection = self._connections[self._output_rank]
         with _peer_errors(self._output_rank):
@@ -99,17 +95,12 @@ class DriverChannel:
         return output
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in self._connections.values():
             connection.close()
 
 
 class WorkerChannel:
-    """The connection of another rank to rank 0.
-
-    Args:
-        job, silence_s: as for :class:`DriverChannel`.
-    """
+    """The connection of another rank to rank 0."""
 
     def __init__(self, job: Communicator, silence_s: float):
         address, key = _broadcast_invitation(job, None)
@@ -134,12 +125,10 @@ class WorkerChannel:
             return self._connection.poll(timeout_s)
 
     def send_output(self, output: ModelRunnerOutput) -> None:
-        """Send the output of a step to rank 0."""
         with _peer_errors(0):
             self._connection.send(output)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 

@@ -25,10 +25,8 @@ class Request:
 
 
 def max_output_tokens(prompt_tokens: int, max_model_len: int) -> int:
-    """Return how many tokens the output of a prompt of ``prompt_tokens`` tokens may have.
-
-    Raises:
-        ConfigError: the prompt is empty, or leaves no room for a token of output.
+    """Return how many tokens the output of a prompt of ``prompt_tokens`` tokens may have. Raises ConfigError if the
+    prompt is empty, or leaves no room for a token of output.
     """
     if not prompt_tokens:
         raise ConfigError("the prompt is empty; it needs at least one token")

@@ -50,21 +50,15 @@ def derived_seed(request_id: str, salt: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """The sampled tokens of a step, still on the device.
+    """The sampled tokens of a step, still on the device."""
 
-    Attributes:
-        tokens: int64 [rows, 2], the sampled token, and 1 if all logits of the row are numbers, else 0.
-        logprob_rows: for the rows whose requests want log-probabilities, the row and its number of alternatives.
-        logprobs: the log-probabilities of these rows: float32 [wanted], of the sampled token; int64 [wanted], its rank;
-            float32 and int64 [wanted, alternatives], log-probabilities and ids of the likeliest tokens. Empty if no
-            request wants them.
-        failures: rows whose constraints no token meets, and why.
-    """
-
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # int64 [rows, 2], the sampled token, and 1 if all logits of the row are numbers, else 0
+    # for the rows whose requests want log-probabilities, the row and its number of alternatives
     logprob_rows: tuple[tuple[int, int], ...] = ()
+    # the log-probabilities of these rows: float32 [wanted], of the sampled token; int64 [wanted], its rank; float32 and
+    # int64 [wanted, alternatives], log-probabilities and ids of the likeliest tokens. Empty if no request wants them
     logprobs: tuple[torch.Tensor, ...] = ()
-    failures: tuple[tuple[int, str], ...] = ()
+    failures: tuple[tuple[int, str], ...] = ()  # rows whose constraints no token meets, and why
 
 
 def token_logprobs(
@@ -96,21 +90,13 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -
 
 
 class _Rows(NamedTuple):
-    """The rows of a step: for each slot one for its next token, and one for the token after each of its proposals.
+    """The rows of a step: for each slot one for its next token, and one for the token after each of its proposals."""
 
-    Attributes:
-        slots: [rows], the slot of each row.
-        owners: [rows], the index of that slot in the step.
-        offsets: [rows], how many proposals of the slot precede the row.
-        firsts: [slots of the step], the first row of each slot.
-        drafts: the proposals of each slot.
-    """
-
-    slots: list[int]
-    owners: list[int]
-    offsets: list[int]
-    firsts: list[int]
-    drafts: Sequence[Sequence[int]]
+    slots: list[int]  # [rows], the slot of each row
+    owners: list[int]  # [rows], the index of that slot in the step
+    offsets: list[int]  # [rows], how many proposals of the slot precede the row
+    firsts: list[int]  # [slots of the step], the first row of each slot
+    drafts: Sequence[Sequence[int]]  # the proposals of each slot
 
     @classmethod
     def of(cls, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> _Rows:
@@ -131,16 +117,12 @@ class Sampler:
 
     It waits for the device only where a grammar needs the token before.
 
+    Raises ConfigError if there are more than MAX_VOCAB columns on a GPU.
+
     Args:
-        max_slots: slots are 0 to ``max_slots - 1``.
-        vocab: columns of the logits.
-        device: the device of the logits.
         salt: a signed integer of 64 bits from which requests without a seed derive theirs. Ranks that are to sample the
             same tokens need the same salt.
         kernels: sample with the GPU's kernels on other devices too, through Triton's interpreter.
-
-    Raises:
-        ConfigError: more than MAX_VOCAB columns on a GPU.
     """
 
     def __init__(self, max_slots: int, vocab: int, device: torch.device | str, salt: int, kernels: bool = False):
@@ -227,6 +209,8 @@ class Sampler:
 
         The position in an output moves by one; :meth:`advance` moves it by the accepted proposals.
 
+        Raises ConfigError if the logits have another shape or dtype, or a slot is not assigned.
+
         Args:
             logits: float32 [rows, vocab], contiguous if a row has a bias; on return as before.
             slots: each is assigned, and none occurs twice.
@@ -234,9 +218,6 @@ class Sampler:
             last_tokens: int64 [max_slots or more], the token sampled last for each slot.
             best_is_stored: ``last_tokens`` already holds the tokens of ``best`` of slots without proposals.
             drafts: the proposals of each slot, which has one row more than proposals; () for one row a slot.
-
-        Raises:
-            ConfigError: the logits have another shape or dtype, or a slot is not assigned.
         """
         rows = _Rows.of(slots, drafts or [()] * len(slots))
         if logits.shape != (len(rows.slots), self.vocab) or logits.dtype != torch.float32:

@@ -34,30 +34,19 @@ _INVALID_LOGITS = "the model's logits are not numbers (NaN or infinity)"
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of the scheduler.
+    """Limits of the scheduler."""
 
-    Args:
-        max_sequences: sequences that run at once, which is the number of slots of the ranks' tables.
-        max_batch_tokens: tokens of a step at most.
-        block_size: tokens of a cache block.
-        num_blocks: blocks of the cache.
-        max_model_len: tokens of a sequence, prompt and output together.
-        prefix_caching: reuse blocks that hold the same tokens instead of computing them.
-        lookahead: 1 plans a sequence's next step while its last token is still being sampled, so that one more step is
-            enqueued than the ranks are computing; 0 does not.
-        pipeline: pipeline stages, which work on different plans at the same time.
-        eos: the model's end tokens.
-    """
-
-    max_sequences: int
-    max_batch_tokens: int
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    prefix_caching: bool = True
+    max_sequences: int  # sequences that run at once, which is the number of slots of the ranks' tables
+    max_batch_tokens: int  # tokens of a step at most
+    block_size: int  # tokens of a cache block
+    num_blocks: int  # blocks of the cache
+    max_model_len: int  # tokens of a sequence, prompt and output together
+    prefix_caching: bool = True  # reuse blocks that hold the same tokens instead of computing them
+    # 1 plans a sequence's next step while its last token is still being sampled, so that one more step is enqueued than
+    # the ranks are computing; 0 does not
     lookahead: int = 0
-    pipeline: int = 1
-    eos: tuple[int, ...] = ()
+    pipeline: int = 1  # pipeline stages, which work on different plans at the same time
+    eos: tuple[int, ...] = ()  # the model's end tokens
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "block_size", "num_blocks", "pipeline"):
@@ -72,31 +61,23 @@ class SchedulerConfig:
 
 
 class _OutstandingPlan(NamedTuple):
-    """A plan whose results have not arrived.
-
-    Attributes:
-        number: its number.
-        sampling: the sequences for which it samples, and the proposals that it verifies.
-        targets: sequences whose prompts have targets in it, the place of the first one among the log-probabilities of
-            the prompt, and how many there are.
-        running: sequences that were running.
-        speculates: whether it was to have proposals; None if it is not to be measured.
-        begun_s: when it was made.
-    """
+    """A plan whose results have not arrived."""
 
     number: int
+    # the sequences for which it samples, and the proposals that it verifies
     sampling: list[tuple[SequenceState, tuple[int, ...]]]
+    # sequences whose prompts have targets in it, the place of the first one among the log-probabilities of the prompt,
+    # and how many there are
     targets: list[tuple[SequenceState, int, int]]
-    running: int = 0
-    speculates: bool | None = None
-    begun_s: float = 0.0
+    running: int = 0  # sequences that were running
+    speculates: bool | None = None  # whether it was to have proposals; None if it is not to be measured
+    begun_s: float = 0.0  # when it was made
 
 
 class Scheduler:
     """Takes requests and results of plans; makes plans and outputs of requests.
 
     Args:
-        config: the limits.
         speculation: how steps get proposals; None for no proposals.
     """
 
@@ -130,7 +111,6 @@ class Scheduler:
 
     @property
     def outstanding(self) -> int:
-        """The number of plans whose results have not arrived."""
         return len(self._outstanding)
 
     @property
@@ -159,11 +139,8 @@ class Scheduler:
         self._eos |= frozenset(tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            ConfigError: the prompt is empty, or too long for the model or the cache, or an unfinished request has the
-                same id.
+        """Queue a request. Raises ConfigError if the prompt is empty, or too long for the model or the cache, or an
+        unfinished request has the same id.
         """
         config, prompt = self.config, len(request.prompt)
         if request.request_id in self._running or request.request_id in self._waiting:
@@ -276,10 +253,8 @@ class Scheduler:
         sequence.blocks += self._blocks.allocate(max(0, min(blocks, self._spare_blocks)))
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
-        """Give a running sequence blocks for ``count`` more tokens, and preempt later ones if necessary.
-
-        Returns:
-            Whether it has the blocks.
+        """Give a running sequence blocks for ``count`` more tokens, and preempt later ones if necessary. Returns
+        whether it has the blocks.
         """
         if sequence.num_computed + count <= len(sequence.blocks) * self.config.block_size:
             return True
@@ -419,15 +394,8 @@ class Scheduler:
         A request whose token is INVALID_TOKEN ends with an error, and its blocks in the cache are not used again. One
         that is among ``failures`` ends with that error.
 
-        Args:
-            number, tokens, logprobs, prompt_logprobs, failures, proposals: as in
-                :class:`~shotcast.engine.outputs.ModelRunnerOutput`.
-
-        Returns:
-            The outputs of the requests that sampled, without those that had ended meanwhile.
-
-        Raises:
-            ConfigError: the plan is not the oldest outstanding one, or it samples another number of tokens.
+        Returns the outputs of the requests that sampled, without those that had ended meanwhile. Raises ConfigError if
+        the plan is not the oldest outstanding one, or it samples another number of tokens.
         """
         if number != self.oldest_outstanding:
             raise ConfigError(f"the oldest outstanding plan is {self.oldest_outstanding}, not {number}")
@@ -551,7 +519,6 @@ class Scheduler:
         self._free(sequence)
 
     def _free(self, sequence: SequenceState) -> None:
-        """Free the slot and the blocks of a sequence."""
         assert sequence.slot is not None
         self._slots.append(sequence.slot)
         self._blocks.release(sequence.blocks)

@@ -12,55 +12,39 @@ from shotcast.engine.sampling_params import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """The tokens of a request, and how many of them are computed.
-
-    Attributes:
-        prompt_length: tokens of the prompt.
-        tokens: the prompt and the known tokens of the output.
-        limit: tokens of prompt and output at which the sequence ends. It has one output token at least, which nobody
-            gets if the request wants none.
-        num_pending: tokens after ``tokens`` that outstanding plans sample.
-        num_computed: tokens whose keys and values are in the cache once all plans so far are done.
-        slot: its row of the ranks' tables; None while it waits.
-        blocks: its blocks of the cache, in order.
-        num_sent_blocks: how many of ``blocks`` the plans so far have sent to the ranks; 0 if the ranks do not know
-            either that it has the slot.
-        num_published_blocks: how many of ``blocks`` other sequences may find.
-        digests: digests of its full blocks, computed as far as they were needed.
-        num_cached: prompt tokens that were found in the prefix cache when it first ran; None before.
-        last_plan: the number of the last plan that contains it.
-        prompt_logprobs: those of the prompt's tokens after the first, as far as they are known.
-        ended: whether it has finished or was aborted.
-        drafts: the proposals that an outstanding plan verifies; no later plan contains the sequence meanwhile.
-        num_accepted: how many of the last plan's proposals were accepted, until the ranks are told.
-        reported: proposals of the ranks for the tokens after ``tokens``.
-        history: the first of ``tokens``, as many as have been searched.
-    """
+    """The tokens of a request, and how many of them are computed."""
 
     request_id: str
     params: SamplingParams
-    prompt_length: int
-    tokens: list[int]
+    prompt_length: int  # tokens of the prompt
+    tokens: list[int]  # the prompt and the known tokens of the output
+    # tokens of prompt and output at which the sequence ends. It has one output token at least, which nobody gets if the
+    # request wants none
     limit: int
-    num_pending: int = 0
-    num_computed: int = 0
-    slot: int | None = None
-    blocks: list[int] = field(default_factory=list)
+    num_pending: int = 0  # tokens after ``tokens`` that outstanding plans sample
+    num_computed: int = 0  # tokens whose keys and values are in the cache once all plans so far are done
+    slot: int | None = None  # its row of the ranks' tables; None while it waits
+    blocks: list[int] = field(default_factory=list)  # its blocks of the cache, in order
+    # how many of ``blocks`` the plans so far have sent to the ranks; 0 if the ranks do not know either that it has the
+    # slot
     num_sent_blocks: int = 0
-    num_published_blocks: int = 0
+    num_published_blocks: int = 0  # how many of ``blocks`` other sequences may find
+    # digests of its full blocks, computed as far as they were needed
     digests: list[bytes] = field(default_factory=list)
-    num_cached: int | None = None
-    last_plan: int = -1
+    num_cached: int | None = None  # prompt tokens that were found in the prefix cache when it first ran; None before
+    last_plan: int = -1  # the number of the last plan that contains it
+    # those of the prompt's tokens after the first, as far as they are known
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    ended: bool = False
+    ended: bool = False  # whether it has finished or was aborted
+    # the proposals that an outstanding plan verifies; no later plan contains the sequence meanwhile
     drafts: tuple[int, ...] = ()
-    num_accepted: int = 0
-    reported: tuple[int, ...] = ()
+    num_accepted: int = 0  # how many of the last plan's proposals were accepted, until the ranks are told
+    reported: tuple[int, ...] = ()  # proposals of the ranks for the tokens after ``tokens``
+    # the first of ``tokens``, as many as have been searched
     history: array[int] = field(default_factory=lambda: array("i"))
 
     @classmethod
     def from_request(cls, request: Request, max_model_len: int) -> SequenceState:
-        """Create the state of a new request."""
         limit = min(len(request.prompt) + max(request.params.max_tokens, 1), max_model_len)
         return cls(request.request_id, request.params, len(request.prompt), list(request.prompt), limit)
 
@@ -76,5 +60,4 @@ class SequenceState:
 
     @property
     def output(self) -> tuple[int, ...]:
-        """The known tokens of the output."""
         return tuple(self.tokens[self.prompt_length :])

@@ -32,12 +32,9 @@ class NgramProposer:
 
     Longer n-grams are looked for first. Where an occurrence ends within the last tokens, the text repeats, and the
     proposals go on as it does.
-
-    Args:
-        longest, shortest: tokens of an n-gram.
     """
 
-    longest: int
+    longest: int  # with shortest: tokens of an n-gram
     shortest: int
 
     def propose(self, sequence: SequenceState, count: int) -> list[int]:
@@ -66,20 +63,14 @@ class RankProposer:
 
 @dataclass(slots=True)
 class _Measured:
-    """The speed of both ways of decoding about so many sequences.
+    """The speed of both ways of decoding about so many sequences."""
 
-    Attributes:
-        speculates: the way of the present steps.
-        trial: whether that way is only tried.
-        steps, tokens, seconds: of the present steps.
-        rates: tokens of a sequence a second, by way, when it was last measured.
-    """
-
-    speculates: bool = True
-    trial: bool = True
-    steps: int = 0
+    speculates: bool = True  # the way of the present steps
+    trial: bool = True  # whether that way is only tried
+    steps: int = 0  # with tokens, seconds: of the present steps
     tokens: float = 0.0
     seconds: float = 0.0
+    # tokens of a sequence a second, by way, when it was last measured
     rates: dict[bool, float] = field(default_factory=dict)
 
 
@@ -121,21 +112,13 @@ class MeasuringPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculative decoding, as the scheduler plans it.
+    """Speculative decoding, as the scheduler plans it."""
 
-    Args:
-        count: proposals of a sequence at most.
-        most: proposals of a step at most.
-        proposer: where they come from.
-        policy: when steps have any.
-        clock: seconds, by which steps are measured.
-    """
-
-    count: int
-    most: int
-    proposer: NgramProposer | RankProposer
-    policy: MeasuringPolicy = field(default_factory=MeasuringPolicy)
-    clock: Callable[[], float] = time.perf_counter
+    count: int  # proposals of a sequence at most
+    most: int  # proposals of a step at most
+    proposer: NgramProposer | RankProposer  # where they come from
+    policy: MeasuringPolicy = field(default_factory=MeasuringPolicy)  # when steps have any
+    clock: Callable[[], float] = time.perf_counter  # seconds, by which steps are measured
 
     @classmethod
     def of(cls, config: EngineConfig) -> Speculation | None:

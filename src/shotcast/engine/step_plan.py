@@ -14,53 +14,38 @@ INVALID_TOKEN = -1
 
 
 class PromptTargets(NamedTuple):
-    """The tokens of a prompt whose log-probabilities a step reports.
+    """The tokens of a prompt whose log-probabilities a step reports."""
 
-    Attributes:
-        tokens: the tokens that follow the first ones of the step's tokens of the sequence, one each.
-        alternatives: how many of the likeliest tokens to report beside each.
-    """
-
-    tokens: tuple[int, ...]
-    alternatives: int
+    tokens: tuple[int, ...]  # the tokens that follow the first ones of the step's tokens of the sequence, one each
+    alternatives: int  # how many of the likeliest tokens to report beside each
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's part of a step.
+    """One sequence's part of a step."""
 
-    Attributes:
-        slot: the sequence's row of the ranks' tables, which it keeps as long as it runs.
-        num_computed: tokens whose keys and values are in the cache already.
-        tokens: the tokens after these that the step computes; a single PENDING_TOKEN for one that is being sampled.
-        blocks: blocks of the paged cache to append to the slot's block table; with ``is_new`` they are its whole table.
-        is_new: the slot is new to this sequence, so its previous contents are forgotten.
-        do_sample: the last of ``tokens`` is the sequence's last known token, so the step samples the next one.
-        params, request_id, output: with ``is_new``, the sampling parameters, the request, and the output so far (a
-            preempted sequence returns with the tokens that it had sampled). Otherwise None, "" and ().
-        prompt: with ``is_new`` and a repetition penalty, the tokens of the prompt; otherwise ().
-        end_tokens: with ``is_new`` and ``min_tokens``, the tokens that would end the output; otherwise ().
-        targets: None where the step reports no log-probabilities of the prompt.
-        drafts: how many of ``tokens``, the last ones, are proposals for tokens that are not sampled yet. The step
-            samples after each of them, and after the token before them.
-        accepted: how many proposals of the step before were accepted, all of whose tokens are in the cache.
-        propose: how many tokens the draft model proposes after those that the step samples. Blocks for these may be
-            among ``blocks``.
-    """
-
-    slot: int
-    num_computed: int
+    slot: int  # the sequence's row of the ranks' tables, which it keeps as long as it runs
+    num_computed: int  # tokens whose keys and values are in the cache already
+    # the tokens after these that the step computes; a single PENDING_TOKEN for one that is being sampled
     tokens: tuple[int, ...]
+    # blocks of the paged cache to append to the slot's block table; with ``is_new`` they are its whole table
     blocks: tuple[int, ...]
-    is_new: bool
-    do_sample: bool
+    is_new: bool  # the slot is new to this sequence, so its previous contents are forgotten
+    do_sample: bool  # the last of ``tokens`` is the sequence's last known token, so the step samples the next one
+    # with request_id, output: with ``is_new``, the sampling parameters, the request, and the output so far (a preempted
+    # sequence returns with the tokens that it had sampled). Otherwise None, "" and ()
     params: SamplingParams | None = None
     request_id: str = ""
     output: tuple[int, ...] = ()
-    prompt: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()  # with ``is_new`` and a repetition penalty, the tokens of the prompt; otherwise ()
+    # with ``is_new`` and ``min_tokens``, the tokens that would end the output; otherwise ()
     end_tokens: tuple[int, ...] = ()
-    targets: PromptTargets | None = None
+    targets: PromptTargets | None = None  # None where the step reports no log-probabilities of the prompt
+    # how many of ``tokens``, the last ones, are proposals for tokens that are not sampled yet. The step samples after
+    # each of them, and after the token before them
     drafts: int = 0
-    accepted: int = 0
+    accepted: int = 0  # how many proposals of the step before were accepted, all of whose tokens are in the cache
+    # how many tokens the draft model proposes after those that the step samples. Blocks for these may be among
+    # ``blocks``
     propose: int = 0
 
     @property
@@ -70,27 +55,22 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def proposals(self) -> tuple[int, ...]:
-        """The proposals among the tokens."""
         return self.tokens[len(self.tokens) - self.drafts :]
 
 
 class StepPlan(NamedTuple):
-    """One step: first the sequences that decode (one token, and proposals to verify), then chunks of prompts.
-
-    Attributes:
-        stamped: on CUDA, if all sequences decode, the step's time and that of its communication are measured.
-        prepares: in a plan without sequences, what ranks that sample need for grammars: first the vocabulary, then each
-            grammar before its first request.
-    """
+    """One step: first the sequences that decode (one token, and proposals to verify), then chunks of prompts."""
 
     number: int
     sequences: tuple[ScheduledSequence, ...]
+    # on CUDA, if all sequences decode, the step's time and that of its communication are measured
     stamped: bool = False
+    # in a plan without sequences, what ranks that sample need for grammars: first the vocabulary, then each grammar
+    # before its first request
     prepares: Vocabulary | Grammar | None = None
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the step computes."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
@@ -100,10 +80,8 @@ class StepPlan(NamedTuple):
 
     @property
     def proposes(self) -> bool:
-        """Return whether the draft model proposes tokens after the step."""
         return any(sequence.propose for sequence in self.sequences)
 
     @property
     def has_targets(self) -> bool:
-        """Return whether the step reports log-probabilities of a prompt."""
         return any(sequence.targets is not None for sequence in self.sequences)

@@ -35,45 +35,26 @@ NO_TOKEN_LEFT = "no token may follow: grammar, allowed_token_ids and min_tokens 
 
 
 class Constraints(NamedTuple):
-    """The constrained rows of a step.
+    """The constrained rows of a step."""
 
-    Attributes:
-        rows: their numbers, ascending.
-        masks: int32 [rows, words]: bit ``token % 32`` of word ``token // 32`` says that the token is allowed.
-        biased: indices of logits, counted through all rows of the step, and what is added to each.
-        failures: rows whose output cannot continue, and why; all tokens are allowed there.
-    """
-
-    rows: list[int]
-    masks: Words
+    rows: list[int]  # their numbers, ascending
+    masks: Words  # int32 [rows, words]: bit ``token % 32`` of word ``token // 32`` says that the token is allowed
+    # indices of logits, counted through all rows of the step, and what is added to each
     biased: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-    failures: tuple[tuple[int, str], ...]
+    failures: tuple[tuple[int, str], ...]  # rows whose output cannot continue, and why; all tokens are allowed there
 
 
 @dataclass(slots=True)
 class _SlotState:
-    """The constraints of one request.
-
-    Attributes:
-        slot: its slot.
-        allowed: the mask of ``allowed_token_ids``; None allows all.
-        banned: the mask of the tokens that would end the output, for its first ``min_tokens``.
-        bias: tokens and what is added to their logits.
-        grammar: its grammar.
-        matcher: where the output is in it; None until it is compiled.
-        failure: why the matcher cannot continue.
-        ready: done once the mask of the next token is in the table.
-    """
-
     slot: int
-    allowed: Words | None
-    banned: Words
+    allowed: Words | None  # the mask of ``allowed_token_ids``; None allows all
+    banned: Words  # the mask of the tokens that would end the output, for its first ``min_tokens``
     min_tokens: int
-    bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-    grammar: Grammar | None
-    matcher: Any = None
-    failure: str = ""
-    ready: Future[None] | None = None
+    bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]  # tokens and what is added to their logits
+    grammar: Grammar | None  # its grammar
+    matcher: Any = None  # where the output is in it; None until it is compiled
+    failure: str = ""  # why the matcher cannot continue
+    ready: Future[None] | None = None  # done once the mask of the next token is in the table
 
     def applies(self, position: int) -> bool:
         """Return whether the next token of an output with ``position`` tokens is constrained."""
@@ -82,12 +63,7 @@ class _SlotState:
 
 
 class TokenConstraints:
-    """The constraints of all slots of a rank.
-
-    Args:
-        slots: slots are 0 to ``slots - 1``.
-        vocab: columns of the logits.
-    """
+    """The constraints of all slots of a rank."""
 
     def __init__(self, slots: int, vocab: int):
         self.vocab = vocab
@@ -109,7 +85,6 @@ class TokenConstraints:
             self._compiling.submit(self._compile, preparation)
 
     def close(self) -> None:
-        """End the threads."""
         self._compiling.shutdown()
         self._masking.shutdown()
 
@@ -139,7 +114,6 @@ class TokenConstraints:
         """Return the constraints of the rows of a step; None if there are none. This waits for grammars.
 
         Args:
-            slots: the slots of the step.
             positions: how many tokens the output of each slot has.
             drafts: the proposals of each slot of the step, which has one row more than proposals; () for none.
         """
@@ -176,7 +150,6 @@ class TokenConstraints:
         """Compute the masks of the tokens after those that a step sampled, on the thread.
 
         Args:
-            slots, drafts: as of :meth:`next`.
             tokens: int64 [rows, 2], the tokens of the rows in the first column.
         """
         found = [each for each in self._constrained(slots, drafts) if each[0].grammar is not None]

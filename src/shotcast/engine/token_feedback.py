@@ -22,7 +22,6 @@ class TokenFeedback:
     """One rank's end of the feedback. Ranks of inner stages, and models of one stage, do nothing.
 
     Args:
-        parallel: the ranks of the model.
         last_tokens: int64 [slots + 1], the token sampled last for each slot: the table of the last stage, or the copy
             of it in the first stage.
     """

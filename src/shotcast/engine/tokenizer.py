@@ -5,13 +5,98 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shotcast.engine.gguf_vocabulary import GgufVocabulary, is_smollm
 from shotcast.errors import ConfigError, shorten
 from shotcast.models.gguf_header import GgufHeader
 from shotcast.models.source import RANDOM, find_model, open_checkpoint
+
+_NORMAL, _CONTROL = 1, 3
+"""Types of tokens in GGUF files."""
+_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+"""Special tokens of GGUF files by their names in transformers."""
+
+
+def is_smollm(path: Path) -> bool:
+    """Return whether a GGUF file has a vocabulary of SmolLM's kind: pieces of bytes, and digits apart."""
+    metadata = GgufHeader.read(path).metadata
+    kind = [metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre", "add_bos_token")]
+    types = metadata.get("tokenizer.ggml.token_type") or [None]
+    return kind == ["gpt2", "smollm", False] and {_NORMAL, _CONTROL}.issuperset(types)
+
+
+class GgufVocabulary:
+    """The vocabulary in a file that :func:`is_smollm`, as a tokenizer of transformers is used.
+
+    That library, which takes a second to import, and as long again to read such a file, has what is not defined here,
+    such as chat templates.
+    """
+
+    def __init__(self, path: Path):
+        from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+        metadata = GgufHeader.read(path, with_strings=True).metadata
+        tokens, types = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+        merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        made = Tokenizer(models.BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix=""))
+        _split_digits(made)
+        made.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens(
+            [
+                AddedToken(token, normalized=False, special=True)
+                for token, kind in zip(tokens, types, strict=True)
+                if kind == _CONTROL
+            ]
+        )
+        self.backend_tokenizer = made
+        self.chat_template: str | None = metadata.get("tokenizer.chat_template")
+        self._special = {
+            f"{name}_token": tokens[number]
+            for key, name in _SPECIAL.items()
+            if (number := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
+        }
+        self.eos_token_id: int | None = metadata.get("tokenizer.ggml.eos_token_id")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of_transformers, name)
+
+    @cached_property
+    def _of_transformers(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self.backend_tokenizer, chat_template=self.chat_template, **self._special
+        )
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    def get_chat_template(self, tools: object = None) -> str | None:
+        return self.chat_template
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend_tokenizer.get_vocab()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        return self.backend_tokenizer.id_to_token(token)
+
+    def convert_tokens_to_ids(self, pieces: list[str]) -> list[int | None]:
+        return [self.backend_tokenizer.token_to_id(piece) for piece in pieces]
+
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A folder with one of these files has a tokenizer."""
@@ -40,8 +125,7 @@ class Tokenizer:
 
         Nothing is downloaded.
 
-        Raises:
-            ConfigError: the model has no tokenizer, or it cannot be read.
+        Raises ConfigError if the model has no tokenizer, or it cannot be read.
         """
         path = cls.find(model)
         if path.is_file() and is_smollm(path):
@@ -60,11 +144,9 @@ class Tokenizer:
 
     @staticmethod
     def find(model: str) -> Path:
-        """Return the folder or the GGUF file of a model that has a tokenizer.
-
-        Raises:
-            ConfigError: the model has no tokenizer, or the folder has no model.
-            UnsupportedError: the folder has a model of a kind that is not implemented.
+        """Return the folder or the GGUF file of a model that has a tokenizer. Raises ConfigError if the model has no
+        tokenizer, or the folder has no model. Raises UnsupportedError if the folder has a model of a kind that is not
+        implemented.
         """
         if model.startswith(RANDOM):
             raise ConfigError(f"{model} has no tokenizer, since its weights are random; LLM takes token ids too")
@@ -105,10 +187,8 @@ class Tokenizer:
         return vocabulary
 
     def to_json(self) -> str:
-        """Return the tokenizer in the JSON of Hugging Face's library of tokenizers.
-
-        Raises:
-            ConfigError: it is of another kind.
+        """Return the tokenizer in the JSON of Hugging Face's library of tokenizers. Raises ConfigError if it is of
+        another kind.
         """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -144,16 +224,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Return the tokens of a conversation by the model's chat template, up to where the answer begins.
+        """Return the tokens of a conversation by the model's chat template, up to where the answer begins. Raises
+        ConfigError if the model has no template, or it refuses the messages or the variables.
 
         Args:
             messages: each with ``role`` and ``content``.
             variables: further variables of the template, by name, such as ``enable_thinking`` of Qwen3's.
             add_generation_prompt: end with the tokens that begin an answer.
             tools: the functions that the answer may call, in OpenAI's format.
-
-        Raises:
-            ConfigError: the model has no template, or it refuses the messages or the variables.
         """
         if not self._tokenizer.chat_template:
             raise ConfigError("the model has no chat template; give a prompt instead of messages")
@@ -257,7 +335,7 @@ def _apply_gguf_metadata(tokenizer: Any, path: Path) -> None:
     """Set the properties of a GGUF file that transformers, or some versions of it, ignore."""
     metadata = GgufHeader.read(path).metadata
     special = {}
-    for gguf_name, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+    for gguf_name, name in _SPECIAL.items():
         token = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
         if token is not None and (piece := tokenizer.convert_ids_to_tokens(token)) is not None:
             special[f"{name}_token"] = piece
@@ -265,13 +343,12 @@ def _apply_gguf_metadata(tokenizer: Any, path: Path) -> None:
     if (add_bos := metadata.get("tokenizer.ggml.add_bos_token")) is not None:
         tokenizer.add_bos_token = add_bos
     if metadata.get("tokenizer.ggml.pre") == "smollm":
-        _split_digits(tokenizer)
+        _split_digits(tokenizer.backend_tokenizer)
 
 
 def _split_digits(tokenizer: Any) -> None:
-    """Make each digit a token of its own."""
     from tokenizers import pre_tokenizers
 
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -84,15 +84,14 @@ def nucleus(
 
     top_k keeps exactly k tokens; top_p keeps the likeliest of these until their probabilities reach p.
 
+    Returns which values are kept, bool [rows, count], and whether no token beyond these would be kept, bool [rows].
+
     Args:
         values: float32 [rows, count], the largest logits of each row, at least top_k of them, largest first; the first
             is 0.
         total: float64 [rows], sums of exp(logit) over whole rows.
         top_k: int64 [rows], 0 keeps all.
         top_p: float64 [rows].
-
-    Returns:
-        Which values are kept, bool [rows, count], and whether no token beyond these would be kept, bool [rows].
     """
     weights = values.exp()
     cumulative = weights.cumsum(1, dtype=torch.float64)
@@ -129,7 +128,6 @@ def apply_penalties(
     Args:
         logits: float32 [rows, vocab].
         rows: the rows that have penalties.
-        params: the parameters of all rows.
         counts: int32 [rows with penalties, vocab], how often their outputs contain each token, and PROMPT_TOKEN more
             for tokens of the prompt.
     """
@@ -152,7 +150,6 @@ def sample(
     Args:
         logits: float32 [rows, vocab], after penalties.
         best: int64 [rows], for greedy rows the token with the largest logit.
-        params: the parameters of the rows.
         keys: int32 [rows, 2], the keys of the noise.
         noise: :func:`token_noise` of the vocabulary.
     """

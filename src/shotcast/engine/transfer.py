@@ -20,7 +20,6 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
 
 
 def copy_to_device(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays to ``device``, all in one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     starts = [0]
@@ -51,7 +50,6 @@ class HostCopy:
 
     @property
     def done(self) -> bool:
-        """Return whether the tensors have arrived."""
         return self._done is None or self._done.query()
 
     def wait(self) -> list[torch.Tensor]:

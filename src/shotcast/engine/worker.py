@@ -30,7 +30,6 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
     Rank 0 plans every step, and computes its own part of it; the other ranks compute what rank 0 plans.
 
     Args:
-        config: the engine's configuration, with a resolved device.
         address, key: the Unix socket at which rank 0 reaches the engine's client, and the key of that connection.
     """
     from shotcast.engine.load import load

@@ -111,38 +111,24 @@ _RANGES: Mapping[str, tuple[str, float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class SwitchSpec:
-    """The switches between nodes: leaves, which join nodes, and a spine, which joins leaves.
+    """The switches between nodes: leaves, which join nodes, and a spine, which joins leaves."""
 
-    Attributes:
-        nodes_per_leaf: nodes that a leaf joins.
-        oversubscription: the bandwidth of all nodes of a leaf, over that of the leaf to others.
-        hop_us: microseconds of a further switch; a message to another leaf passes two more than one within a leaf.
-        source: of the figures.
-    """
-
-    nodes_per_leaf: int
-    oversubscription: float
-    hop_us: float
-    source: str
+    nodes_per_leaf: int  # nodes that a leaf joins
+    oversubscription: float  # the bandwidth of all nodes of a leaf, over that of the leaf to others
+    hop_us: float  # microseconds of a further switch; a message to another leaf passes two more than one within a leaf
+    source: str  # of the figures
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkSpec:
-    """The network between nodes.
-
-    Attributes:
-        bw_gbps: GB/s of each GPU in each direction, where all GPUs of a node send.
-        latency_us: microseconds from a GPU's store to its arrival at a GPU of another node of the same leaf.
-        source: of the figures.
-        gpus_per_nic: GPUs that share a network adapter.
-        switch: the switches; None where all nodes are as near to each other, and nothing is shared on the way.
-    """
+    """The network between nodes."""
 
     name: str
-    bw_gbps: float
-    latency_us: float
-    source: str
-    gpus_per_nic: int = 1
+    bw_gbps: float  # GB/s of each GPU in each direction, where all GPUs of a node send
+    latency_us: float  # microseconds from a GPU's store to its arrival at a GPU of another node of the same leaf
+    source: str  # of the figures
+    gpus_per_nic: int = 1  # GPUs that share a network adapter
+    # the switches; None where all nodes are as near to each other, and nothing is shared on the way
     switch: SwitchSpec | None = None
 
     def over(self, nodes: int) -> tuple[float, float]:
@@ -157,32 +143,22 @@ class NetworkSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of equal GPUs.
-
-    Attributes:
-        gpus_per_node: GPUs that the link of ``gpu`` joins.
-        gpus_per_host: those of one host; fewer where the link joins several hosts of a rack. None for all of a node.
-        network: what joins nodes; None where there is one node.
-        nodes: how many there are; None for as many as are asked for.
-        link_latency_us: microseconds of a step within a node; None for those of the calibration.
-        cpu_vendor: of the hosts, "intel" or "amd"; NCCL takes another rate of short messages for each.
-    """
+    """Nodes of equal GPUs."""
 
     name: str
     gpu: GpuSpec
-    gpus_per_node: int
-    network: NetworkSpec | None
-    nodes: int | None = None
-    link_latency_us: float | None = None
-    cpu_vendor: str = "intel"
+    gpus_per_node: int  # GPUs that the link of ``gpu`` joins
+    network: NetworkSpec | None  # what joins nodes; None where there is one node
+    nodes: int | None = None  # how many there are; None for as many as are asked for
+    link_latency_us: float | None = None  # microseconds of a step within a node; None for those of the calibration
+    cpu_vendor: str = "intel"  # of the hosts, "intel" or "amd"; NCCL takes another rate of short messages for each
+    # those of one host; fewer where the link joins several hosts of a rack. None for all of a node
     gpus_per_host: int | None = None
 
 
 def load(name: str) -> Cluster:
-    """Return the cluster of a packaged description, by its name or that of its file, or of a YAML file.
-
-    Raises:
-        ConfigError: there is no such description, or it lacks a field, has an unknown one, or one that makes no sense.
+    """Return the cluster of a packaged description, by its name or that of its file, or of a YAML file. Raises
+    ConfigError if there is no such description, or it lacks a field, has an unknown one, or one that makes no sense.
     """
     path = Path(name)
     if name.endswith((".yaml", ".yml")) or os.path.isfile(path):
@@ -293,8 +269,7 @@ def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
     with the latency; on a ring that is the way to the neighbor. The bandwidth counts as that of a GPU to all others
     together, which is too little where a GPU has several links.
 
-    Raises:
-        ConfigError: it is no such file, has more dimensions than that, or a number that makes no sense.
+    Raises ConfigError if it is no such file, has more dimensions than that, or a number that makes no sense.
     """
     fields = _Fields(_yaml(text, origin, "a network: it must be a mapping with topology and npus_count"), origin)
     fields.only(_ASTRA_FIELDS)

@@ -22,49 +22,38 @@ _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One visible GPU.
-
-    Attributes:
-        multicast: whether the driver reports multicast objects for it (NVSwitch); None if the driver cannot be asked.
-    """
+    """One visible GPU."""
 
     index: int
     name: str
     memory_bytes: int
     compute_capability: tuple[int, int]
     sm_count: int
+    # whether the driver reports multicast objects for it (NVSwitch); None if the driver cannot be asked
     multicast: bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """The facts about a host that doctor shows and a benchmark records.
-
-    Attributes:
-        cores: processor time that this process may use, in cores (by affinity and cgroup quota).
-        shm_bytes, shm_free_bytes: size and free space of the tmpfs that CPU ranks share; 0 if it does not exist.
-        versions: of Python and the libraries; a library that is not installed is absent.
-        peer_access: ``peer_access[i][j]`` says whether GPU i may read and write GPU j's memory.
-        multicast_disabled_by: the environment variable that leaves multicast off, set or not, or "".
-        cuda_error: why there is no GPU although this PyTorch is built with CUDA, or "".
-    """
+    """The facts about a host that doctor shows and a benchmark records."""
 
     cpu_model: str
-    cores: int
+    cores: int  # processor time that this process may use, in cores (by affinity and cgroup quota)
     cores_installed: int
     memory_bytes: int
     memory_available_bytes: int
     shm_dir: str
-    shm_bytes: int
+    shm_bytes: int  # with shm_free_bytes: size and free space of the tmpfs that CPU ranks share; 0 if it does not exist
     shm_free_bytes: int
     platform: str
-    versions: dict[str, str]
+    versions: dict[str, str]  # of Python and the libraries; a library that is not installed is absent
     cuda_driver: str
     cuda_runtime: str
     gpus: tuple[GpuFacts, ...]
+    # ``peer_access[i][j]`` says whether GPU i may read and write GPU j's memory
     peer_access: tuple[tuple[bool, ...], ...]
-    multicast_disabled_by: str
-    cuda_error: str
+    multicast_disabled_by: str  # the environment variable that leaves multicast off, set or not, or ""
+    cuda_error: str  # why there is no GPU although this PyTorch is built with CUDA, or ""
 
     @property
     def all_peers(self) -> bool:
@@ -118,7 +107,6 @@ def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the directories of this process's control group and of those above it, and whether they are of version 2.
 
     Args:
-        controller: the resource that they limit, such as ``cpu``.
         root: the directory where the kernel's file systems are mounted.
     """
     for line in read_lines(root / "proc/self/cgroup"):
@@ -200,10 +188,8 @@ def _versions(torch: Any) -> dict[str, str]:
 
 
 def visible_gpus() -> tuple[GpuFacts, ...]:
-    """Return the GPUs that this process sees. Initializes CUDA in this process, and allocates nothing on them.
-
-    Raises:
-        ConfigError: they cannot be asked: the driver is too old, or a GPU is in a bad state.
+    """Return the GPUs that this process sees. Initializes CUDA in this process, and allocates nothing on them. Raises
+    ConfigError if they cannot be asked: the driver is too old, or a GPU is in a bad state.
     """
     import torch
 

@@ -23,11 +23,10 @@ def address_of_this_host(toward: str) -> str:
     It is the address of the interface that :func:`shotcast.env.socket_ifname` names, IPv4 where it has one, or
     without a name that of the route to ``toward``.
 
+    Raises ConfigError if there is no such interface, it has no address, or there is no route to ``toward``.
+
     Args:
         toward: the name or address of a host of the job, such as MASTER_ADDR.
-
-    Raises:
-        ConfigError: there is no such interface, it has no address, or there is no route to ``toward``.
     """
     if name := env.socket_ifname():
         return _address_of_interface(name)
@@ -44,10 +43,8 @@ def address_of_this_host(toward: str) -> str:
 
 
 def listen(address: str, backlog: int = 128) -> socket.socket:
-    """Return a socket that listens at ``address``, on the first free port of :func:`shotcast.env.port_range`.
-
-    Raises:
-        ConfigError: the address is not this host's, or no port of the range is free.
+    """Return a socket that listens at ``address``, on the first free port of :func:`shotcast.env.port_range`. Raises
+    ConfigError if the address is not this host's, or no port of the range is free.
     """
     first, last = env.port_range()
     family, kind, protocol, _, place = socket.getaddrinfo(

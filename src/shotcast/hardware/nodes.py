@@ -14,14 +14,10 @@ class NodeLayout:
 
     Ranks of one node share memory; ranks of different nodes are joined by a network. The *peers* of a rank are the
     ranks of its local rank on all nodes.
-
-    Attributes:
-        members: the ranks of each node, in the order of their local ranks.
-        names: a name for each node: that of its host, and for logical nodes their number on it.
     """
 
-    members: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
+    members: tuple[tuple[int, ...], ...]  # the ranks of each node, in the order of their local ranks
+    names: tuple[str, ...]  # a name for each node: that of its host, and for logical nodes their number on it
 
     @classmethod
     def of_keys(cls, keys: Sequence[str]) -> NodeLayout:
@@ -49,12 +45,10 @@ class NodeLayout:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return len(self.members)
 
     @property
     def even(self) -> bool:
-        """True if all nodes have equally many ranks."""
         return len({len(ranks) for ranks in self.members}) == 1
 
     @property
@@ -68,7 +62,6 @@ class NodeLayout:
         return [rank for ranks in self.members for rank in ranks] == list(range(self.world_size))
 
     def node_of(self, rank: int) -> int:
-        """Return the number of the node of ``rank``."""
         return next(node for node, ranks in enumerate(self.members) if rank in ranks)
 
     def local_rank_of(self, rank: int) -> int:

@@ -7,18 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """The link between a GPU and the other GPUs of its node.
-
-    Attributes:
-        paper_bw_gbps: GB/s in each direction, from one GPU to all others together. Data sheets add both directions.
-        measured_bw_gbps: GB/s in each direction that copies reach; None if it was not measured here.
-        source: of the figures.
-    """
+    """The link between a GPU and the other GPUs of its node."""
 
     name: str
-    paper_bw_gbps: float
-    measured_bw_gbps: float | None
-    source: str
+    paper_bw_gbps: float  # GB/s in each direction, from one GPU to all others together. Data sheets add both directions
+    measured_bw_gbps: float | None  # GB/s in each direction that copies reach; None if it was not measured here
+    source: str  # of the figures
 
     @property
     def usable_bw_gbps(self) -> float:
@@ -28,25 +22,15 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One kind of GPU.
-
-    Attributes:
-        pattern: a regular expression that matches the name reported by CUDA.
-        memory_bytes: as CUDA reports it; where that was not seen, as sold, of which CUDA reports about 1% less.
-        memory_bw_gbps: GB/s of device memory.
-        bf16_tflops: dense bfloat16 tensor-core throughput, without sparsity.
-        fp8_tflops: the same of FP8; None where the GPU has no such units.
-        multicast: the switch of its node offers multicast stores and in-switch reduction (NVLink SHARP).
-        source: of the figures.
-    """
+    """One kind of GPU."""
 
     name: str
-    pattern: str
+    pattern: str  # a regular expression that matches the name reported by CUDA
     compute_capability: tuple[int, int]
-    memory_bytes: int
-    memory_bw_gbps: float
-    bf16_tflops: float
-    fp8_tflops: float | None
+    memory_bytes: int  # as CUDA reports it; where that was not seen, as sold, of which CUDA reports about 1% less
+    memory_bw_gbps: float  # GB/s of device memory
+    bf16_tflops: float  # dense bfloat16 tensor-core throughput, without sparsity
+    fp8_tflops: float | None  # the same of FP8; None where the GPU has no such units
     link: LinkSpec
-    multicast: bool
-    source: str
+    multicast: bool  # the switch of its node offers multicast stores and in-switch reduction (NVLink SHARP)
+    source: str  # of the figures

@@ -39,11 +39,7 @@ def group_class() -> Any:
         on a GPU it is enqueued on the current stream. A rank that does not come, or whose actor has died, is named by
         :class:`~shotcast.CollectiveTimeout`; then the group is of no use, and :meth:`destroy_group` ends it.
 
-        Args:
-            world_size, rank, group_name: as Ray passes them.
-
-        Raises:
-            CollectiveTimeout: a rank did not come to the construction.
+        Raises CollectiveTimeout if a rank did not come to the construction.
         """
 
         timeout_s: ClassVar[float] = 600.0
@@ -86,11 +82,8 @@ def group_class() -> Any:
             self._meeting.close()
 
         def communicator(self, device: str = "cpu") -> Communicator:
-            """Return the communicator for tensors on ``cpu`` or ``cuda``, for calls that Ray does not have.
-
-            Raises:
-                ClosedError: the group was destroyed.
-                UnsupportedError: there is none, and why.
+            """Return the communicator for tensors on ``cpu`` or ``cuda``, for calls that Ray does not have. Raises
+            ClosedError if the group was destroyed. Raises UnsupportedError if there is none.
             """
             if not self._communicators:
                 raise ClosedError(f"group {self.group_name} was destroyed")

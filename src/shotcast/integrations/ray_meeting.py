@@ -27,16 +27,14 @@ class ActorMeeting:
     that other ranks are still leaving. So each store has a token, which the address names, and takes a rank once. A
     rank that finds something else waits for the next address.
 
+    Raises CollectiveTimeout if rank 0 did not come.
+
     Args:
         group_name: of the group; groups of other namespaces of Ray may have the same.
-        rank, world_size: of this actor.
         timeout_s: how long rank 0 is awaited.
 
     Attributes:
         store: of these ranks alone.
-
-    Raises:
-        CollectiveTimeout: rank 0 did not come.
     """
 
     def __init__(self, group_name: str, rank: int, world_size: int, timeout_s: float):
@@ -112,8 +110,7 @@ def _joined(address: str, rank: int, own: str) -> dist.Store | None:
 
     Joining it once more with the same ``own`` does no harm, as an answer may be lost on the way.
 
-    Raises:
-        RuntimeError: nothing answers there, or not in time.
+    Raises RuntimeError if nothing answers there, or not in time.
     """
     token, port, host = address.split(" ", 2)
     store = dist.TCPStore(

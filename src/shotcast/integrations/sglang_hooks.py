@@ -23,7 +23,6 @@ class CustomAllReduce:
     The names of methods and arguments are SGLang's.
 
     Args:
-        sums: of the group.
         host: SGLang's own custom all-reduce of this group; None if it has none.
     """
 
@@ -71,7 +70,6 @@ class CustomAllReduce:
             yield
 
     def close(self) -> None:
-        """Give the workspace back."""
         self.sums.close()
 
 

@@ -19,19 +19,12 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A name that a module of a host program has to define.
+    """A name that a module of a host program has to define."""
 
-    Attributes:
-        module: the module, such as ``vllm.platforms.cuda``.
-        name: a function, a class, a variable, or a member of a class after a dot.
-        parameters: of a function, the names of its first parameters; empty for anything else.
-        whole: these are all parameters, and not the first ones alone.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...] = ()
-    whole: bool = False
+    module: str  # the module, such as ``vllm.platforms.cuda``
+    name: str  # a function, a class, a variable, or a member of a class after a dot
+    parameters: tuple[str, ...] = ()  # of a function, the names of its first parameters; empty for anything else
+    whole: bool = False  # these are all parameters, and not the first ones alone
 
 
 def refusal(package: str, label: str, at_least: Version, below: Version, expected: Sequence[Expected]) -> str:
@@ -41,7 +34,6 @@ def refusal(package: str, label: str, at_least: Version, below: Version, expecte
         package: the name of its distribution and of its package.
         label: its name in sentences.
         at_least, below: the versions that are served.
-        expected: what its modules have to define.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

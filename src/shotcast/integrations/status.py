@@ -16,17 +16,11 @@ from shotcast.process_group.names import BACKEND
 
 @dataclass(frozen=True, slots=True)
 class Integration:
-    """One integration, in this environment.
+    """One integration, in this environment."""
 
-    Attributes:
-        name: of the program.
-        use: how its users get shotcast.
-        obstacle: why they would not; empty where the integration is active.
-    """
-
-    name: str
-    use: str
-    obstacle: str
+    name: str  # of the program
+    use: str  # how its users get shotcast
+    obstacle: str  # why they would not; empty where the integration is active
 
     @property
     def active(self) -> bool:

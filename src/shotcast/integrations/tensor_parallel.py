@@ -36,7 +36,6 @@ class TensorParallelSums:
 
     Args:
         make: makes the communicator of the ranks of the group, which belongs to this object. Collective.
-        group_name: the host program's name of the group.
     """
 
     def __init__(self, make: Callable[[], Communicator], group_name: str):
@@ -206,15 +205,14 @@ def make_sums(
     All ranks get sums, or none does: a rank that lacks something tells the others, so that no rank waits in our kernels
     for one in the host program's. They log the reason and the rank.
 
+    Raises UnsupportedError: on all ranks, where there are none and SHOTCAST_BATCH_INVARIANT asks for them. Raises
+    ShotcastError if a rank did not tell how it fared, so this one cannot know what the others do.
+
     Args:
         group: the host program's group of CPU tensors, which connects the ranks while they set up.
         batch_invariant: the host program is in its own batch-invariant mode; without it, SHOTCAST_BATCH_INVARIANT says.
         host: the name of the host program, for messages.
         largest: bytes of the longest message of the host program, for which the workspace has no more room.
-
-    Raises:
-        UnsupportedError: on all ranks, where there are none and SHOTCAST_BATCH_INVARIANT asks for them.
-        ShotcastError: a rank did not tell how it fared, so this one cannot know what the others do.
     """
     try:
         ranks = dist.get_world_size(group)
@@ -256,11 +254,10 @@ def leave_to_host(host: str, group_name: str, why: str, asked: bool | None = Non
 
     That is so if SHOTCAST_BATCH_INVARIANT asks for the mode. A host program that is in its own has a way of its own.
 
+    Raises UnsupportedError if the mode was asked for.
+
     Args:
         asked: whether a rank has the variable set; None for this one to look.
-
-    Raises:
-        UnsupportedError: the mode was asked for.
     """
     if env.batch_invariant() if asked is None else asked:
         text = f"SHOTCAST_BATCH_INVARIANT=1, and group {group_name} of {host} has no sums of ours"
@@ -296,7 +293,6 @@ def _obstacles(group: dist.ProcessGroup, asked: bool, why: str) -> tuple[bool, s
 
 
 def all_sums() -> list[TensorParallelSums]:
-    """Return the sums of all groups of this process."""
     return list(_all)
 
 

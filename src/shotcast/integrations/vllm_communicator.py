@@ -79,7 +79,6 @@ def _communicator() -> type:
                 _take_fusion()
 
         def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-            """Return the sum in a new tensor."""
             if self.sums is not None and self.sums.serves(input_):
                 return self.sums.all_reduce(input_)
             return super().all_reduce(input_)

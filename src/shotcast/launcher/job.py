@@ -57,23 +57,15 @@ _PREFIX, _LEADERS, _LEADER = "shotcast/job", "leaders", "leader"
 
 @dataclass(slots=True, eq=False)
 class RemoteRank:
-    """A rank that this process has not started, as the leader sees it.
+    """A rank that this process has not started, as the leader sees it."""
 
-    Attributes:
-        rank, host: its number, and the name of its host.
-        connection: where it reports, and hears when to begin and why the job ends.
-        facts: what it was started with.
-        reported: it has reported a result or an exception.
-        left: it needs to be told nothing any more.
-    """
-
-    rank: int
+    rank: int  # with host: its number, and the name of its host
     host: str
-    connection: Connection
-    facts: Mapping[str, str] | None = None
-    reported: bool = False
+    connection: Connection  # where it reports, and hears when to begin and why the job ends
+    facts: Mapping[str, str] | None = None  # what it was started with
+    reported: bool = False  # it has reported a result or an exception
     failure: Failure | None = None
-    left: bool = False
+    left: bool = False  # it needs to be told nothing any more
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -115,32 +107,23 @@ class RemoteRank:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of the leader: to begin (``reason`` is None), or to end.
+    """A word of the leader: to begin (``reason`` is None), or to end."""
 
-    Attributes:
-        reason: why the job ends; "" where it ends in order.
-        refused: the configuration was refused, before the rank began.
-        decision: what rank 0 alone has decided, for the ranks that begin.
-    """
-
-    reason: str | None = None
-    refused: bool = False
-    decision: str = ""
+    reason: str | None = None  # why the job ends; "" where it ends in order
+    refused: bool = False  # the configuration was refused, before the rank began
+    decision: str = ""  # what rank 0 alone has decided, for the ranks that begin
 
 
 class JobLeader:
-    """The other ranks of a job, in the process of its rank 0.
+    """The other ranks of a job, in the process of its rank 0. Raises ConfigError if the job has had a leader before, or
+    other hosts cannot reach this one.
 
     Args:
-        job: this rank.
         silence_s: how long another host may give no heartbeat.
 
     Attributes:
         members: the other ranks that have come.
         world_size: the ranks of the job.
-
-    Raises:
-        ConfigError: the job has had a leader before, or other hosts cannot reach this one.
     """
 
     def __init__(self, job: JobEnv, silence_s: float):
@@ -184,11 +167,8 @@ class JobLeader:
             member.tell(Word(text, refused))
 
     def gather(self, facts: Mapping[str, str], timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Wait until all ranks have come, and compare what they were started with.
-
-        Raises:
-            ConfigError: some rank did not come, was started with something else than rank 0, or found an error.
-            EngineDead: a rank ended.
+        """Wait until all ranks have come, and compare what they were started with. Raises ConfigError if some rank did
+        not come, was started with something else than rank 0, or found an error. Raises EngineDead if a rank ended.
         """
         deadline = time.monotonic() + timeout_s
         while unknown := self._unknown():
@@ -254,7 +234,6 @@ class JobMember:
     """Another rank than 0 of a job, in its own process: it serves until the job ends.
 
     Args:
-        job: this rank.
         silence_s: how long the host of rank 0 may give no heartbeat.
 
     Attributes:
@@ -273,15 +252,11 @@ class JobMember:
     _left: threading.Event = field(init=False, default_factory=threading.Event)
 
     def run(self, facts: Callable[[], tuple[Mapping[str, str], tuple[Any, ...]]], fn: Callable[..., Any]) -> NoReturn:
-        """Join the leader, call ``fn`` when it says so, and exit when that returns or the job ends.
+        """Join the leader, call ``fn`` when it says so, and exit when that returns or the job ends. Raises ConfigError
+        if the ranks, or one of them, were refused before they began. Raises SystemExit if the job has ended in order.
 
         Args:
             facts: returns what this rank was started with, and the arguments of ``fn``.
-            fn: what this rank does.
-
-        Raises:
-            ConfigError: the ranks, or one of them, were refused before they began.
-            SystemExit: the job has ended in order.
         """
         self._join()
         _ignore_one_signal(self.job.rank)

@@ -17,12 +17,11 @@ def dumps(value: Any, what: str, imports_main: bool = True) -> bytes:
 
     Those are closures, lambdas, and everything of ``__main__`` in a notebook, an interpreter or ``python -c``.
 
+    Raises ConfigError if the value cannot be pickled, or only by cloudpickle, which is not installed.
+
     Args:
         what: what errors call the value.
         imports_main: whether the other process imports the ``__main__`` of this one.
-
-    Raises:
-        ConfigError: the value cannot be pickled, or only by cloudpickle, which is not installed.
     """
     try:
         data = pickle.dumps(value)

@@ -29,17 +29,11 @@ _START_TIME = 19
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, as other processes of its machine find it.
+    """A process, as other processes of its machine find it."""
 
-    Attributes:
-        space: names the machine, since it began, and the PID namespace.
-        pid: the number within that space.
-        started: when it started, which tells it from a later process with the same number.
-    """
-
-    space: str
-    pid: int
-    started: int
+    space: str  # names the machine, since it began, and the PID namespace
+    pid: int  # the number within that space
+    started: int  # when it started, which tells it from a later process with the same number
 
     @classmethod
     def own(cls) -> ProcessId:
@@ -116,11 +110,9 @@ class ProcessWatch:
         self._wake = -1
 
     def add(self, process: ProcessId, ended: Callable[[], None]) -> Callable[[], None] | None:
-        """Call ``ended`` once, on the thread of the watch, when ``process`` has ended.
-
-        Returns:
-            A function that ends this watch; None where the process cannot be watched from here: it runs on another
-            machine or in another PID namespace, or the kernel has no pidfds.
+        """Call ``ended`` once, on the thread of the watch, when ``process`` has ended. Returns a function that ends
+        this watch; None where the process cannot be watched from here: it runs on another machine or in another PID
+        namespace, or the kernel has no pidfds.
         """
         if not process.space or process.space != ProcessId.own().space or not hasattr(os, "pidfd_open"):
             return None

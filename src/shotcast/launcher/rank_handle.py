@@ -23,17 +23,11 @@ EXIT_GRACE_S = 10.0
 
 @dataclass(slots=True)
 class Failure:
-    """Why a rank failed.
+    """Why a rank failed."""
 
-    Attributes:
-        detail: a description, with the traceback if the rank raised.
-        exception: the exception that the rank raised, if it could be pickled.
-        killed: the process ended without a report.
-    """
-
-    detail: str
-    exception: BaseException | None = None
-    killed: bool = False
+    detail: str  # a description, with the traceback if the rank raised
+    exception: BaseException | None = None  # the exception that the rank raised, if it could be pickled
+    killed: bool = False  # the process ended without a report
 
     def as_exception(self, rank: int) -> BaseException:
         if self.exception is None:
@@ -65,23 +59,15 @@ class Failure:
 
 @dataclass(slots=True, eq=False)
 class RankHandle:
-    """One rank's process, seen from the parent.
-
-    Attributes:
-        results: the pipe that the rank's report arrives on.
-        stacks: the pipe that the rank writes its stack to when it receives SIGTERM.
-        alive: the pipe whose closing makes the kernel kill the rank.
-        child_ends: the rank's ends of the three pipes, closed here once it has started.
-        reported: the rank has reported a result or an exception.
-    """
+    """One rank's process, seen from the parent."""
 
     rank: int
     process: RankProcess
-    results: Connection
-    stacks: Connection
-    alive: Connection
-    child_ends: tuple[Connection, ...]
-    reported: bool = False
+    results: Connection  # the pipe that the rank's report arrives on
+    stacks: Connection  # the pipe that the rank writes its stack to when it receives SIGTERM
+    alive: Connection  # the pipe whose closing makes the kernel kill the rank
+    child_ends: tuple[Connection, ...]  # the rank's ends of the three pipes, closed here once it has started
+    reported: bool = False  # the rank has reported a result or an exception
     value: Any = None
     failure: Failure | None = None
 

@@ -110,22 +110,15 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class CallerContext:
-    """The caller's process state at the time of the call, which a rank takes over although the server started earlier.
+    """The caller's process state at a call, which a rank takes over although the server started earlier."""
 
-    Attributes:
-        env: all environment variables of the rank.
-        main: how the rank imports the caller's script.
-        streams: standard output and error, by descriptor, if open.
-        own_group: the rank leaves the caller's process group, so that signals to the group do not reach it.
-    """
-
-    env: dict[str, str]
-    main: dict[str, Any]
-    streams: dict[int, Descriptor]
+    env: dict[str, str]  # all environment variables of the rank
+    main: dict[str, Any]  # how the rank imports the caller's script
+    streams: dict[int, Descriptor]  # standard output and error, by descriptor, if open
     umask: int | None
     cores: set[int]
     niceness: int
-    own_group: bool = False
+    own_group: bool = False  # the rank leaves the caller's process group, so that signals to the group do not reach it
 
     @classmethod
     def current(cls, env: dict[str, str], own_group: bool = False) -> CallerContext:

@@ -28,18 +28,14 @@ _LONGEST_SILENCE_S = 86400.0
 
 
 class TcpListener:
-    """A listening socket of this host, which accepts those who know the key.
+    """A listening socket of this host, which accepts those who know the key. Raises ConfigError if it cannot listen
+    there.
 
     Args:
-        address: an address of this host.
-        key: what both ends have to know.
         silence_s: how long another host may give no heartbeat while a connection is open.
 
     Attributes:
         address: where it listens: an address and a port.
-
-    Raises:
-        ConfigError: it cannot listen there.
     """
 
     def __init__(self, address: str, key: bytes, silence_s: float):
@@ -70,10 +66,8 @@ class TcpListener:
 
 
 def connect(address: tuple[str, int], key: bytes, silence_s: float, timeout_s: float) -> Connection:
-    """Connect to a :class:`TcpListener`.
-
-    Raises:
-        ConfigError: it cannot be reached, or one of the two ends does not know the key.
+    """Connect to a :class:`TcpListener`. Raises ConfigError if it cannot be reached, or one of the two ends does not
+    know the key.
     """
     try:
         connected = socket.create_connection(address, timeout_s)

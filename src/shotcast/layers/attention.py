@@ -34,7 +34,6 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors."""
         return sum(tensor.nbytes for tensor in (self.keys, self.values, *(self.scales or ())))
 
 
@@ -50,13 +49,11 @@ class Attention:
     """Causal attention of a rank's heads: normalizes and rotates queries and keys, caches keys and values, and attends.
 
     Args:
-        heads, head_dim: the number and the size of this rank's query heads.
         kv_head_of: for each query head the index of its key-value head.
         cosines, sines: float32 [positions, head_dim / 2].
         max_sequences: the largest number of sequences that decode together.
         window: the number of tokens that a query sees, its own included; 0 for all.
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head; None for no norm.
-        eps: the epsilon of these norms.
         share_scratch_with: another layer of the same shape, whose scratch memory this one uses too; they run in turn.
         scale: the factor of products of queries and keys; None for ``head_dim ** -0.5``.
         cap: these scores x become ``cap * tanh(x / cap)``; 0 for as they are.
@@ -128,12 +125,7 @@ class Attention:
         return qkv.new_empty(qkv.shape[0], self.heads, self.head_dim, dtype=dtype)
 
     def max_tile_tokens(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`.
-
-        Args:
-            tokens: the tokens of the step.
-            dtype: the type that attention computes with.
-        """
+        """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`."""
         from shotcast.device.triton.intrinsics import num_sms
         from shotcast.kernels.triton.prompt_attention import tile_tokens
 

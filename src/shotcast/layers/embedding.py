@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from shotcast.layers.batch import Logits
-from shotcast.layers.blocks import BlockRows
 from shotcast.layers.linear import Linear
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import VOCAB_UNIT, partition
+from shotcast.layers.quantized import BlockRows
 from shotcast.layers.weights import Weights
 
 
@@ -17,8 +17,6 @@ class VocabParallelEmbedding:
     """This rank's rows of an embedding matrix [vocab, hidden], for looking tokens up or computing logits.
 
     Args:
-        name: the name of the tensor in the checkpoint.
-        vocab: the number of its rows.
         scale: the factor of the rows that are looked up.
         logit_cap: logits x become ``logit_cap * tanh(x / logit_cap)``; 0 for as they are.
     """

@@ -14,10 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from shotcast.errors import ConfigError
 from shotcast.kernels.activation import Activation
-from shotcast.layers import float8
-from shotcast.layers.blocks import BlockRows
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import GroupedRows, join
+from shotcast.layers import quantized
+from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows, join
 from shotcast.layers.weights import Matrix, Weights
 
 if TYPE_CHECKING:
@@ -71,9 +69,9 @@ class Linear:
             from shotcast.kernels.triton import skinny_gemm
 
             self._counters = skinny_gemm.new_counters(weight)
-        if self._scale is not None and any(size % float8.UNIT for size in self.weight.shape):
+        if self._scale is not None and any(size % quantized.UNIT for size in self.weight.shape):
             raise ConfigError(
-                f"FP8 needs matrices whose sides are multiples of {float8.UNIT}; a rank's part of this one is "
+                f"FP8 needs matrices whose sides are multiples of {quantized.UNIT}; a rank's part of this one is "
                 f"{list(self.weight.shape)}"
             )
 
@@ -141,7 +139,7 @@ class Linear:
         if self._scale is not None:
             if not isinstance(x, Float8Rows):
                 x = self._quantized(x)
-            return float8.scaled_matmul(x, Float8Rows(self.weight, self._scale), self.bias)
+            return quantized.scaled_matmul(x, Float8Rows(self.weight, self._scale), self.bias)
         assert not isinstance(x, Float8Rows)
         weight = self.weight
         if self._grouped is not None:
@@ -197,9 +195,7 @@ def row_parallel(
 
 def _joined(matrices: list[Matrix], dtype: torch.dtype) -> Matrix | list[BlockRows]:
     """Concatenate the rows of several matrices; where some are in blocks and others are not, as values of ``dtype``.
-
-    Raises:
-        ConfigError: they are stored in different formats.
+    Raises ConfigError if they are stored in different formats.
     """
     blocks = [matrix for matrix in matrices if isinstance(matrix, BlockRows)]
     if len(blocks) == len(matrices):

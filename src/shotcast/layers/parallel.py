@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from shotcast.collectives import separate_norm
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.norm_operands import Fp8Normed, in_place_norm, norm_operands
-from shotcast.layers.float8 import Float8Rows
+from shotcast.layers.quantized import Float8Rows
 from shotcast.layers.step_timer import HostStepTimer, StepTimer
 
 
@@ -23,12 +23,10 @@ class Parallel:
     Args:
         comm: the ranks of this stage.
         job: all ranks, stage by stage, for messages between stages.
-        stages: the number of stages.
         algorithm: the algorithm of the all-reduces, as for :meth:`Communicator.all_reduce`; ``auto`` is used where it
             cannot serve a step, which may be too long for it, and where a stage is one rank.
         sequence_parallel: the number of tokens from which a step divides the residual between the ranks of a stage; 0
             for never.
-        timer: the timer of this rank.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class Parallel:
     def reduce_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum ``x`` over the ranks, add the residual and normalize.
+        """Sum ``x`` over the ranks, add the residual and normalize. Returns the norm, and the new residual.
 
         Args:
             x: [tokens, hidden], this rank's partial sums; overwritten with the norm.
@@ -125,9 +123,6 @@ class Parallel:
             eps: added to the mean square.
             sms: the most SMs of a GPU that the sum takes, where the residual is not divided. The norm is then a
                 separate kernel, with the same bits.
-
-        Returns:
-            The norm, and the new residual.
         """
         if self.size == 1 and x.device.type == "cpu" and not self.comm.topology.runs_grids:
             self._separate_norm(x, residual, weight, eps, x)
@@ -158,8 +153,7 @@ class Parallel:
 
         Either norm may be None. The residual is not divided between the ranks; both tensors are overwritten.
 
-        Returns:
-            The norm (the residual itself if ``weight`` is None), and the new residual.
+        Returns the norm (the residual itself if ``weight`` is None), and the new residual.
         """
         total = self.all_reduce(x) if post is None else self.reduce_norm(x, torch.zeros_like(x), post, eps)[0]
         if weight is None:

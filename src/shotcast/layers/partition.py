@@ -17,8 +17,7 @@ def partition(total: int, parts: int, unit: int = 1) -> list[range]:
     The first ranges are longer by at most one ``unit``. Boundaries are multiples of ``unit`` if there are at least as
     many units as parts; the last range also gets the incomplete unit.
 
-    Raises:
-        ConfigError: there are fewer elements than parts.
+    Raises ConfigError if there are fewer elements than parts.
     """
     if total < parts:
         raise ConfigError(f"{total} cannot be divided between {parts} ranks: each needs at least one")
@@ -43,15 +42,11 @@ def _bound(total: int, parts: int, unit: int, number: int) -> int:
 
 
 class Shard(NamedTuple):
-    """A rank's part of a dimension that partial sums run over.
+    """A rank's part of a dimension that partial sums run over."""
 
-    Attributes:
-        part: the elements, at least one.
-        zeroed: there are more ranks than elements. This rank computes with an element of another one, and takes zeros
-            for the weights that multiply the results, so that it adds nothing to their sum.
-    """
-
-    part: range
+    part: range  # the elements, at least one
+    # there are more ranks than elements. This rank computes with an element of another one, and takes zeros for the
+    # weights that multiply the results, so that it adds nothing to their sum
     zeroed: bool
 
 
@@ -65,19 +60,12 @@ def shard(total: int, rank: int, ranks: int, unit: int = 1) -> Shard:
 
 
 class HeadShard(NamedTuple):
-    """The attention heads of a rank.
+    """The attention heads of a rank."""
 
-    Attributes:
-        queries: the query heads.
-        kv: the key-value heads that they read.
-        kv_head_of: for each query head the index of its own among these.
-        zeroed: as in :class:`Shard`.
-    """
-
-    queries: range
-    kv: range
-    kv_head_of: tuple[int, ...]
-    zeroed: bool
+    queries: range  # the query heads
+    kv: range  # the key-value heads that they read
+    kv_head_of: tuple[int, ...]  # for each query head the index of its own among these
+    zeroed: bool  # as in :class:`Shard`
 
 
 def partition_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> HeadShard:

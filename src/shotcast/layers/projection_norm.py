@@ -14,7 +14,6 @@ class ProjectionNorm:
 
     Args:
         names: the names of the weights of queries and keys, without ".weight".
-        heads, kv_heads, head_dim: the numbers of query and key-value heads of the layer, and their size.
         eps: added to the mean squares.
     """
 

@@ -47,9 +47,8 @@ class Rope:
     ``divisors``, if given, replace all this: each pair's frequency is divided by its number; with ``longrope``, by that
     of ``short_divisors`` if the served length is at most ``original_max_position`` (Ding et al., arXiv 2402.13753).
 
-    Raises:
-        ConfigError: a number is so small or large that no model has it, or that float32 might not hold the results; or
-            theta is 1 with ``yarn``, which divides by its logarithm.
+    Raises ConfigError if a number is so small or large that no model has it, or that float32 might not hold the
+    results; or theta is 1 with ``yarn``, which divides by its logarithm.
     """
 
     theta: float
@@ -122,7 +121,6 @@ class Rope:
         return base
 
     def magnitude(self) -> float:
-        """Return the factor of sines and cosines."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.rope_type == "yarn" and self.factor > 1 else 1.0

@@ -13,17 +13,11 @@ from shotcast.layers.linear import products_by
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """The part of a GPU that sums over ranks may take, and that products leave to them.
+    """The part of a GPU that sums over ranks may take, and that products leave to them."""
 
-    Attributes:
-        sms: the most SMs that a sum and its norm take; None for what the fused operation takes.
-        left_sms: the number of SMs that products of the vendor's library leave alone.
-        own_products: multiply by our own kernel where it serves, whose blocks leave room on every SM.
-    """
-
-    sms: int | None = None
-    left_sms: int = 0
-    own_products: bool = False
+    sms: int | None = None  # the most SMs that a sum and its norm take; None for what the fused operation takes
+    left_sms: int = 0  # the number of SMs that products of the vendor's library leave alone
+    own_products: bool = False  # multiply by our own kernel where it serves, whose blocks leave room on every SM
 
     @contextlib.contextmanager
     def scope(self, device: torch.device) -> Iterator[None]:

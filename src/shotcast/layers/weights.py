@@ -7,9 +7,7 @@ from typing import Protocol
 
 import torch
 
-from shotcast.layers.blocks import BlockRows
-from shotcast.layers.float8 import Float8Rows, quantize
-from shotcast.layers.grouped import GroupedRows
+from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows, quantize
 
 Stored = Float8Rows | GroupedRows | BlockRows
 """A matrix as checkpoints store it."""
@@ -30,7 +28,6 @@ class Weights:
 
     Args:
         source: a checkpoint that has everything its configuration asks for.
-        dtype, device: the type and the device of the parameters.
         on_read: called with the bytes of each parameter that is kept, for a progress bar.
         quantization: how matrices of linear layers are quantized: "" for not at all, or "fp8".
         stored: the formats in which such a matrix is kept if it is stored so.

@@ -8,11 +8,11 @@ import torch
 
 from shotcast.layers.attention import Attention, KVCache
 from shotcast.layers.batch import Batch
-from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.linear import Linear, RowShard, column_parallel, row_parallel
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import FFN_UNIT, partition_heads, shard
 from shotcast.layers.projection_norm import ProjectionNorm
+from shotcast.layers.quantized import Float8Rows
 from shotcast.layers.weights import Weights
 from shotcast.models.config import ModelConfig
 
@@ -42,10 +42,6 @@ class Block:
     norm before it is added, and there may be no norm before attention and MLP.
 
     Args:
-        config: the model.
-        number: the number of the layer.
-        weights: the source of the parameters.
-        parallel: the ranks.
         rotation: cosines and sines, float32 [positions, head_dim / 2].
         max_sequences: the largest number of sequences that decode together.
         previous: the block before this one in the stage, whose scratch memory this one uses too; None for the first.
@@ -136,10 +132,8 @@ class Block:
     def __call__(
         self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KVCache, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute partial sums of the block's output from ``normed`` [tokens, hidden].
-
-        Returns:
-            The partial sums, and the residual to add them to.
+        """Compute partial sums of the block's output from ``normed`` [tokens, hidden]. Returns the partial sums, and
+        the residual to add them to.
         """
         normed, residual = self.mlp_input(self.attend(normed, cache, batch), residual)
         return self.feed_forward(normed), residual

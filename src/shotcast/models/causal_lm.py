@@ -13,14 +13,14 @@ import torch.nn.functional as F  # noqa: N812
 from shotcast.layers.attention import KVCache
 from shotcast.layers.batch import Batch, Logits
 from shotcast.layers.embedding import VocabParallelEmbedding
-from shotcast.layers.float8 import Float8Rows
 from shotcast.layers.parallel import Parallel
 from shotcast.layers.partition import partition
+from shotcast.layers.quantized import Float8Rows
 from shotcast.layers.shaping import UNSHAPED, Shaping
 from shotcast.layers.weights import Weights
 from shotcast.models.block import Block, load_norm
 from shotcast.models.config import ModelConfig
-from shotcast.models.registry import find_family
+from shotcast.models.families import find_family
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.schedule import split
 
@@ -29,10 +29,6 @@ class CausalLM:
     """This rank's part of a model: the layers of its stage, and its shard of each.
 
     Args:
-        config: the model.
-        weights: the source of the parameters.
-        parallel: the ranks.
-        max_positions: the largest number of tokens of a sequence.
         max_sequences: the largest number of sequences that decode together.
         cache_dtype: the type of cached keys and values; None for that of activations, on the CPU float32.
     """
@@ -132,7 +128,6 @@ class CausalLM:
 
         Args:
             batches: the parts. One that has later tokens of a sequence follows that with the earlier ones.
-            caches: the caches.
             controller: runs the schedule; its communicator is that of the ranks.
         """
         last = self.hidden_of_parts(batches, caches, controller)
@@ -150,10 +145,6 @@ class CausalLM:
 
         Computation and communication are given to the lanes layer by layer, one part at a time. A tensor that both use
         is freed only when the next work of its part has waited for both.
-
-        Args:
-            batches, caches, controller: as in :meth:`overlapped`.
-            shaping: the part of a GPU that all-reduces and matmuls take.
         """
         assert self.embeddings is not None
         sms, device = shaping.sms, self.parallel.comm.device

@@ -15,16 +15,13 @@ from shotcast.models.config import ModelConfig
 if TYPE_CHECKING:
     import torch
 
-    from shotcast.layers.blocks import BlockRows
-    from shotcast.layers.float8 import Float8Rows
-    from shotcast.layers.grouped import GroupedRows
+    from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows
 
 
 class Checkpoint(ABC):
     """The parameters of a model, named as in Hugging Face checkpoints ("model.layers.0.self_attn.q_proj.weight").
 
     Args:
-        config: the model.
         shapes: the shape of each tensor, matrices as [outputs, inputs].
         nbytes: the size of all tensors as they are stored.
     """
@@ -34,29 +31,20 @@ class Checkpoint(ABC):
         self._closed = False
 
     def names(self) -> Collection[str]:
-        """Return the names of all tensors."""
         return self._shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor.
-
-        Raises:
-            ConfigError: there is no such tensor.
-        """
+        """Return the shape of a tensor. Raises ConfigError if there is no such tensor."""
         self.require(name)
         return self._shapes[name]
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Read a tensor or a part of it into new contiguous memory. No more of the file is read than the part needs.
+        Returns a tensor of the stored type; float32 if it is stored quantized. Raises ConfigError if there is no such
+        tensor, the part is not within it, or the checkpoint is closed.
 
         Args:
             rows, columns: slices of the first and the second dimension, in steps of one; None for all.
-
-        Returns:
-            A tensor of the stored type; float32 if it is stored quantized.
-
-        Raises:
-            ConfigError: there is no such tensor, the part is not within it, or the checkpoint is closed.
         """
         return self._read(name, *self._part(name, rows, columns))
 
@@ -87,7 +75,6 @@ class Checkpoint(ABC):
         return None
 
     def close(self) -> None:
-        """Release the memory and the files of the checkpoint."""
         self._closed = True
 
     def require(self, name: str, shape: tuple[int, ...] | None = None) -> None:

@@ -21,65 +21,45 @@ MAX_LAYERS = 999
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The configuration of a decoder of the Llama kind.
+    """The configuration of a decoder of the Llama kind."""
 
-    Attributes:
-        hidden, intermediate: the width of the residual, and of the feed-forward network.
-        heads, kv_heads: query heads; key-value heads, each of which serves ``heads / kv_heads`` query heads.
-        max_position: the number of tokens of a sequence that the model was made for, by stretched positions too.
-        tied: the output projection is the embedding matrix.
-        attention_bias: the query, key and value projections have biases; ``output_bias``: the projection after
-            attention has one.
-        qk_norm: queries and keys are normalized, "head" by head or in each "projection"; empty for not at all.
-        sliding_window: the number of tokens that a token sees, itself included; None for all before it.
-        full_layers: the layers in which it sees all of them in spite of ``sliding_window``.
-        local_rope: the rotary embedding of the other layers; None for ``rope``.
-        attention_scale: the factor of products of queries and keys; None for ``head_dim ** -0.5``.
-        attention_cap, logit_cap: scores of attention, and logits, x become ``cap * tanh(x / cap)``; 0 for neither.
-        activation: the activation of gates: SiLU, or GELU approximated by tanh.
-        embedding_scale: the factor of embeddings.
-        norms_less_one: weights of norms are stored less one.
-        family: the name of the model family, as it is registered in :mod:`shotcast.models.registry`.
-        dtype: the name of the torch type in which the checkpoint is stored, ``float32`` if it is a quantized GGUF file.
-        stored_bytes: the bytes of a weight of the layers' matrices in the checkpoint, if a device can keep it as it is
-            quantized there; None otherwise.
-        stored_on: the type of that device.
-        bos: the token that begins a text, None if there is none.
-        eos: the tokens that end a text.
-        names: the names of the weights.
-    """
-
-    hidden: int
+    hidden: int  # with intermediate: the width of the residual, and of the feed-forward network
     intermediate: int
     layers: int
-    heads: int
+    heads: int  # with kv_heads: query heads; key-value heads, each of which serves ``heads / kv_heads`` query heads
     kv_heads: int
     head_dim: int
     vocab: int
     norm_eps: float
     rope: Rope
-    max_position: int
-    tied: bool
+    max_position: int  # the number of tokens of a sequence that the model was made for, by stretched positions too
+    tied: bool  # the output projection is the embedding matrix
+    # the query, key and value projections have biases; ``output_bias``: the projection after attention has one
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    # queries and keys are normalized, "head" by head or in each "projection"; empty for not at all
     qk_norm: Literal["", "head", "projection"] = ""
-    sliding_window: int | None = None
-    full_layers: tuple[int, ...] = ()
-    local_rope: Rope | None = None
-    attention_scale: float | None = None
+    sliding_window: int | None = None  # the number of tokens that a token sees, itself included; None for all before it
+    full_layers: tuple[int, ...] = ()  # the layers in which it sees all of them in spite of ``sliding_window``
+    local_rope: Rope | None = None  # the rotary embedding of the other layers; None for ``rope``
+    attention_scale: float | None = None  # the factor of products of queries and keys; None for ``head_dim ** -0.5``
+    # with logit_cap: scores of attention, and logits, x become ``cap * tanh(x / cap)``; 0 for neither
     attention_cap: float = 0.0
     logit_cap: float = 0.0
-    activation: Activation = "silu"
-    embedding_scale: float = 1.0
-    norms_less_one: bool = False
-    family: str = "llama"
+    activation: Activation = "silu"  # the activation of gates: SiLU, or GELU approximated by tanh
+    embedding_scale: float = 1.0  # the factor of embeddings
+    norms_less_one: bool = False  # weights of norms are stored less one
+    family: str = "llama"  # the name of the model family, as it is registered in :mod:`shotcast.models.families`
+    # the name of the torch type in which the checkpoint is stored, ``float32`` if it is a quantized GGUF file
     dtype: str = "bfloat16"
+    # the bytes of a weight of the layers' matrices in the checkpoint, if a device can keep it as it is quantized there;
+    # None otherwise
     stored_bytes: float | None = None
-    stored_on: str = "cuda"
-    bos: int | None = None
-    eos: tuple[int, ...] = ()
-    names: WeightNames = HF_LLAMA
+    stored_on: str = "cuda"  # the type of that device
+    bos: int | None = None  # the token that begins a text, None if there is none
+    eos: tuple[int, ...] = ()  # the tokens that end a text
+    names: WeightNames = HF_LLAMA  # the names of the weights
 
     def __post_init__(self) -> None:
         for name in (
@@ -161,5 +141,4 @@ class ModelConfig:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the model."""
         return sum(math.prod(shape) for shape in self.tensors().values())

@@ -24,10 +24,8 @@ def _given(config: Fields, key: str, default: Any) -> Any:
 
 
 def count(config: Fields, key: str, default: int | None = None, least: int = 1) -> int:
-    """Return a whole number of at least ``least``.
-
-    Raises:
-        ConfigError: the value is something else, or is missing and there is no default.
+    """Return a whole number of at least ``least``. Raises ConfigError if the value is something else, or is missing and
+    there is no default.
     """
     value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
@@ -38,10 +36,8 @@ def count(config: Fields, key: str, default: int | None = None, least: int = 1) 
 
 
 def number(config: Fields, key: str, default: float | None = None) -> float:
-    """Return a finite number above 0.
-
-    Raises:
-        ConfigError: the value is something else, or is missing and there is no default.
+    """Return a finite number above 0. Raises ConfigError if the value is something else, or is missing and there is no
+    default.
     """
     value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
@@ -50,11 +46,7 @@ def number(config: Fields, key: str, default: float | None = None) -> float:
 
 
 def numbers(config: Fields, key: str) -> tuple[float, ...]:
-    """Return a list of finite numbers above 0.
-
-    Raises:
-        ConfigError: the value is something else, or is missing.
-    """
+    """Return a list of finite numbers above 0. Raises ConfigError if the value is something else, or is missing."""
     values = _given(config, key, None)
     if not isinstance(values, list):
         raise ConfigError(f"{key} in config.json must be a list of numbers, not {shorten(values)}")
@@ -62,10 +54,8 @@ def numbers(config: Fields, key: str) -> tuple[float, ...]:
 
 
 def strings(config: Fields, key: str) -> list[str]:
-    """Return a list of strings; the empty list if the field is missing.
-
-    Raises:
-        ConfigError: the value is something else.
+    """Return a list of strings; the empty list if the field is missing. Raises ConfigError if the value is something
+    else.
     """
     value = config.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -74,15 +64,11 @@ def strings(config: Fields, key: str) -> list[str]:
 
 
 def full_layers(config: Fields, layers: int, default: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return the layers whose ``layer_types`` is ``full_attention``, where the others are ``sliding_attention``.
+    """Return the layers whose ``layer_types`` is ``full_attention``, where the others are ``sliding_attention``. Raises
+    ConfigError if there are more or fewer types than layers. Raises UnsupportedError if a layer is of another type.
 
     Args:
-        layers: the number of layers.
         default: whether a layer is one of these if config.json has no ``layer_types``.
-
-    Raises:
-        ConfigError: there are more or fewer types than layers.
-        UnsupportedError: a layer is of another type.
     """
     kinds = strings(config, "layer_types")
     if not kinds:
@@ -97,11 +83,7 @@ def full_layers(config: Fields, layers: int, default: Callable[[int], bool]) -> 
 
 
 def token_ids(config: Fields, key: str) -> tuple[int, ...]:
-    """Return token ids, of which a config gives none, one or a list.
-
-    Raises:
-        ConfigError: the value is something else.
-    """
+    """Return token ids: none, one or a list of them. Raises ConfigError if the value is something else."""
     value = config.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, int)]:

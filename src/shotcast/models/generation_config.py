@@ -23,14 +23,12 @@ _OPTIONS = {
 
 
 def read_sampling_defaults(model: str, source: str) -> dict[str, Any]:
-    """Return the sampling parameters that a model's files set, by their names here; the values are not checked.
+    """Return the sampling parameters that a model's files set, by their names here; the values are not checked. Raises
+    ConfigError if the folder has no such file, or it cannot be read.
 
     Args:
         model: the model, as :func:`shotcast.models.source.open_checkpoint` takes it.
         source: ``auto`` for the folder of the model, ``none`` for no file, or a folder.
-
-    Raises:
-        ConfigError: the folder has no such file, or it cannot be read.
     """
     if source == "none" or (source == "auto" and model.startswith(RANDOM)):
         return {}

@@ -18,9 +18,8 @@ from shotcast.kernels.block_formats import BLOCKS
 from shotcast.layers.rope import Rope
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
-from shotcast.models.family import ModelFamily
+from shotcast.models.families import ModelFamily, by_gguf_architecture, gguf_architectures
 from shotcast.models.gguf_header import GgufHeader, TensorLocation
-from shotcast.models.registry import by_gguf_architecture, gguf_architectures
 from shotcast.models.weight_names import WeightNames
 from shotcast.units import about_size
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from gguf import GGMLQuantizationType
 
-    from shotcast.layers.blocks import BlockRows
+    from shotcast.layers.quantized import BlockRows
 
 TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
@@ -62,25 +61,16 @@ _NEUTRAL = {
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """A tensor in the file.
+    """A tensor in the file."""
 
-    Args:
-        type: how its values are stored.
-        shape: the shape of its values, rows first.
-        rows: [*shape], or [rows, bytes of the blocks of a row] where values are stored as bytes.
-    """
-
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
-    rows: np.ndarray
+    type: GGMLQuantizationType  # how its values are stored
+    shape: tuple[int, ...]  # the shape of its values, rows first
+    rows: np.ndarray  # [*shape], or [rows, bytes of the blocks of a row] where values are stored as bytes
 
     @classmethod
     def locate(cls, path: Path, content: np.ndarray, name: str, location: TensorLocation) -> _StoredTensor:
-        """Find a tensor in the content of a file.
-
-        Raises:
-            ConfigError: the file ends before it, or its rows are no whole blocks.
-            UnsupportedError: its type is not supported.
+        """Find a tensor in the content of a file. Raises ConfigError if the file ends before it, or its rows are no
+        whole blocks. Raises UnsupportedError if its type is not supported.
         """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -108,10 +98,8 @@ class _StoredTensor:
 
 class GgufFile(Checkpoint):
     """A checkpoint in one GGUF file, which is mapped into memory; a read dequantizes only the blocks of the part.
-
-    Raises:
-        ConfigError: the file is truncated or not in its format.
-        UnsupportedError: the architecture, or the type of a tensor, is not supported.
+    Raises ConfigError if the file is truncated or not in its format. Raises UnsupportedError if the architecture, or
+    the type of a tensor, is not supported.
     """
 
     def __init__(self, path: Path):
@@ -144,7 +132,7 @@ class GgufFile(Checkpoint):
     def _read_stored(self, name: str, rows: slice, columns: slice) -> BlockRows | None:
         import torch
 
-        from shotcast.layers.blocks import BlockRows
+        from shotcast.layers.quantized import BlockRows
 
         tensor = self._tensors[name]
         block, nbytes = BLOCKS.get(tensor.type.name, (0, 0))
@@ -155,7 +143,6 @@ class GgufFile(Checkpoint):
         return BlockRows(torch.from_numpy(stored), tensor.type.name)
 
     def _stored_rows(self, name: str, rows: slice) -> slice | np.ndarray:
-        """Return where the file has rows of a tensor."""
         if any(part in name for part in self._interleaved):
             return _interleaved_rows(rows.start, rows.stop, self.config.head_dim)
         return rows

@@ -28,17 +28,11 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """The location of a tensor in the file.
+    """The location of a tensor in the file."""
 
-    Attributes:
-        shape: the shape of its values, rows first.
-        type_number: ggml's number of the type of its elements.
-        offset: the offset in the file, in bytes.
-    """
-
-    shape: tuple[int, ...]
-    type_number: int
-    offset: int
+    shape: tuple[int, ...]  # the shape of its values, rows first
+    type_number: int  # ggml's number of the type of its elements
+    offset: int  # the offset in the file, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +44,9 @@ class GgufHeader:
 
     @classmethod
     def read(cls, path: Path, with_strings: bool = False) -> GgufHeader:
-        """Read the header of a file, with its lists of strings or without.
-
-        Raises:
-            ConfigError: the file cannot be read, is truncated or not in its format.
-            UnsupportedError: the file has another version or the other byte order.
+        """Read the header of a file, with its lists of strings or without. Raises ConfigError if the file cannot be
+        read, is truncated or not in its format. Raises UnsupportedError if the file has another version or the other
+        byte order.
         """
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -9,9 +9,8 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.layers.rope import ROPE_TYPES, Rope
 from shotcast.models.config import ModelConfig
 from shotcast.models.config_fields import Fields, count, number, numbers, strings, token_ids
-from shotcast.models.family import ModelFamily
+from shotcast.models.families import ModelFamily, by_hf_name
 from shotcast.models.quantization_config import read_quantization
-from shotcast.models.registry import by_hf_name
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """The names in a config.json of each activation, the usual one first."""
@@ -23,9 +22,8 @@ def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelCon
     Fields that the classes of Transformers do not read are ignored, as there. Fields that they read and that are not
     implemented here are refused.
 
-    Raises:
-        ConfigError: a field is missing or makes no sense.
-        UnsupportedError: the model computes something that is not implemented.
+    Raises ConfigError if a field is missing or makes no sense. Raises UnsupportedError if the model computes something
+    that is not implemented.
     """
     return read_of_family(family_of(config), config, generation)
 

@@ -25,11 +25,9 @@ def is_hub_name(model: str) -> bool:
 
 
 def snapshot(model: str) -> Path:
-    """Return the folder of a model, from the cache if all of it is there, and else downloaded.
-
-    Raises:
-        ConfigError: it is not in the cache, and cannot be downloaded.
-        UnsupportedError: its architecture is not implemented, so its weights were not downloaded.
+    """Return the folder of a model, from the cache if all of it is there, and else downloaded. Raises ConfigError if it
+    is not in the cache, and cannot be downloaded. Raises UnsupportedError if its architecture is not implemented, so
+    its weights were not downloaded.
     """
     folder = _cached(model)
     if folder is None or _missing(folder):
@@ -41,10 +39,8 @@ def snapshot(model: str) -> Path:
 
 
 def config_file(model: str) -> Path:
-    """Return the ``config.json`` of a model, from the cache or downloaded, without weights.
-
-    Raises:
-        ConfigError: it is not in the cache, and cannot be downloaded.
+    """Return the ``config.json`` of a model, from the cache or downloaded, without weights. Raises ConfigError if it is
+    not in the cache, and cannot be downloaded.
     """
     folder = _cached(model)
     if folder is None or not (folder / _CONFIG).is_file():

@@ -35,9 +35,6 @@ def weight_bytes(
     the last has its own copy.
 
     Args:
-        dtype_bytes: bytes of a weight.
-        tensor_parallel: the number of ranks that share each layer.
-        pipeline_parallel: the number of stages that the layers are divided between.
         quantization: ``fp8`` if the matrices of layers take a byte a weight, and a float32 for each output; ``stored``
             if a weight takes ``config.stored_bytes`` instead.
     """
@@ -90,9 +87,9 @@ def _matrix_bytes(config: ModelConfig, matrices: int, outputs: int, dtype_bytes:
     return math.ceil(matrices * each) + 4 * outputs
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int, kv_heads_of_rank: int, layers_of_rank: int) -> int:
+def kv_bytes_per_token(config: ModelConfig, dtype_bytes: float, kv_heads_of_rank: int, layers_of_rank: int) -> int:
     """Return the bytes of keys and values that a rank keeps for each token."""
-    return 2 * layers_of_rank * kv_heads_of_rank * config.head_dim * dtype_bytes
+    return 2 * layers_of_rank * kv_heads_of_rank * round(config.head_dim * dtype_bytes)
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -82,8 +82,7 @@ def preset(name: str) -> ModelConfig:
 
     With fewer layers, the cost of a stage or a shard of a model can be measured on fewer GPUs than the model needs.
 
-    Raises:
-        ConfigError: there is no such preset (the message lists similar names), or the number of layers is invalid.
+    Raises ConfigError if there is no such preset (the message lists similar names), or the number of layers is invalid.
     """
     base, colon, layers = name.partition(":")
     if base not in PRESETS:

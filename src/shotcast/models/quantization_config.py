@@ -11,19 +11,13 @@ from shotcast.models.config_fields import Fields, count
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The format that ``quantization_config`` of a config.json describes.
+    """The format that ``quantization_config`` of a config.json describes."""
 
-    Attributes:
-        method: "fp8", "awq" or "gptq".
-        block: the rows and columns that share a scale in FP8; None for scales of outputs or of whole matrices.
-        group: the inputs of a group in 4 bits; None for all.
-        zero_offset: what is to be added to stored zeros.
-    """
-
-    method: str
+    method: str  # "fp8", "awq" or "gptq"
+    # the rows and columns that share a scale in FP8; None for scales of outputs or of whole matrices
     block: tuple[int, int] | None = None
-    group: int | None = None
-    zero_offset: int = 0
+    group: int | None = None  # the inputs of a group in 4 bits; None for all
+    zero_offset: int = 0  # what is to be added to stored zeros
 
     def weight_bytes(self) -> float:
         """Return the bytes of a weight with its share of scales and zeros, as GPUs keep it."""
@@ -33,11 +27,8 @@ class Quantization:
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """Read ``quantization_config`` of a config.json; None if there is none.
-
-    Raises:
-        ConfigError: a field makes no sense.
-        UnsupportedError: the format is not implemented.
+    """Read ``quantization_config`` of a config.json; None if there is none. Raises ConfigError if a field makes no
+    sense. Raises UnsupportedError if the format is not implemented.
     """
     said = config.get("quantization_config")
     if not said:

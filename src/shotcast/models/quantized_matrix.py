@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from shotcast.errors import ConfigError
-from shotcast.layers.float8 import Float8Rows
-from shotcast.layers.grouped import LEAST_GROUP, PER_WORD, GroupedRows, common_group, pack
+from shotcast.layers.quantized import LEAST_GROUP, PER_WORD, Float8Rows, GroupedRows, common_group, pack
 from shotcast.models.quantization_config import Quantization
 
 _AWQ_ORDER, _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7), tuple(range(PER_WORD))
@@ -29,19 +28,12 @@ FLOAT8 = "F8_E4M3"
 
 @dataclass(frozen=True, slots=True)
 class Float8Matrix:
-    """A matrix in FP8.
+    """A matrix in FP8."""
 
-    Attributes:
-        values: e4m3 [outputs, inputs], in the file.
-        scale: float32, one for each block.
-        block: the rows and columns of a block.
-        shape: outputs and inputs.
-    """
-
-    values: Any
-    scale: torch.Tensor
-    block: tuple[int, int]
-    shape: tuple[int, int]
+    values: Any  # e4m3 [outputs, inputs], in the file
+    scale: torch.Tensor  # float32, one for each block
+    block: tuple[int, int]  # the rows and columns of a block
+    shape: tuple[int, int]  # outputs and inputs
 
     def read(self, rows: slice, columns: slice) -> torch.Tensor:
         """Return the values of a part, whose bounds are given, as float32."""
@@ -65,27 +57,16 @@ class Float8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Int4Matrix:
-    """A matrix of 4-bit codes. All tensors but the last are in the file.
+    """A matrix of 4-bit codes. All tensors but the last are in the file."""
 
-    Attributes:
-        codes: int32 [inputs / 8, outputs], or with ``packs_outputs`` [inputs, outputs / 8].
-        zeros: int32 [groups, outputs / 8].
-        scales: [groups, outputs].
-        packs_outputs: a word has the codes of eight outputs, rather than inputs.
-        order: the place in its word of each of eight outputs.
-        zero_offset: what is to be added to the stored zeros.
-        group: the number of inputs of a group.
-        group_of: the group of each input, which may be in any order.
-    """
-
-    codes: Any
-    zeros: Any
-    scales: Any
-    packs_outputs: bool
-    order: tuple[int, ...]
-    zero_offset: int
-    group: int
-    group_of: torch.Tensor
+    codes: Any  # int32 [inputs / 8, outputs], or with ``packs_outputs`` [inputs, outputs / 8]
+    zeros: Any  # int32 [groups, outputs / 8]
+    scales: Any  # [groups, outputs]
+    packs_outputs: bool  # a word has the codes of eight outputs, rather than inputs
+    order: tuple[int, ...]  # the place in its word of each of eight outputs
+    zero_offset: int  # what is to be added to the stored zeros
+    group: int  # the number of inputs of a group
+    group_of: torch.Tensor  # the group of each input, which may be in any order
     shape: tuple[int, int]
 
     def read(self, rows: slice, columns: slice) -> torch.Tensor:
@@ -144,18 +125,12 @@ QuantizedMatrix = Float8Matrix | Int4Matrix
 def quantized_matrices(
     quantization: Quantization, slices: Mapping[str, Any], read: Callable[[str], torch.Tensor]
 ) -> tuple[dict[str, QuantizedMatrix], set[str]]:
-    """Find the quantized matrices among the tensors of a checkpoint.
+    """Find the quantized matrices among the tensors of a checkpoint. Returns the matrices by the names of their
+    weights, and the names of all tensors that they consist of. Raises ConfigError if a tensor is missing, or the shapes
+    of several do not fit each other.
 
     Args:
-        quantization: their format.
         slices: the tensors by name, of which parts can be read.
-        read: reads one of them as a whole.
-
-    Returns:
-        The matrices by the names of their weights, and the names of all tensors that they consist of.
-
-    Raises:
-        ConfigError: a tensor is missing, or the shapes of several do not fit each other.
     """
     last, make = (".weight", _float8) if quantization.method == "fp8" else (".qweight", _int4)
     found: dict[str, QuantizedMatrix] = {}

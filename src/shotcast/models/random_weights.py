@@ -20,10 +20,6 @@ class RandomWeights(Checkpoint):
 
     Every row is a window into one table of normally distributed numbers, at an offset derived from the tensor's name
     and the row's number. A read is therefore little more than a copy of the requested part.
-
-    Args:
-        config: the model.
-        device: where tensors are made.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu"):

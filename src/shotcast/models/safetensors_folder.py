@@ -18,8 +18,7 @@ from shotcast.units import about_size
 if TYPE_CHECKING:
     import torch
 
-    from shotcast.layers.float8 import Float8Rows
-    from shotcast.layers.grouped import GroupedRows
+    from shotcast.layers.quantized import Float8Rows, GroupedRows
     from shotcast.models.quantized_matrix import QuantizedMatrix
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,11 +28,8 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 class SafetensorsFolder(Checkpoint):
     """A checkpoint in a folder. The files are mapped into memory; a read touches only the pages of the part, and
-    dequantizes it.
-
-    Raises:
-        ConfigError: a file is missing, truncated or not in its format.
-        UnsupportedError: the architecture, or the type of a tensor, is not supported.
+    dequantizes it. Raises ConfigError if a file is missing, truncated or not in its format. Raises UnsupportedError if
+    the architecture, or the type of a tensor, is not supported.
     """
 
     def __init__(self, folder: Path):
@@ -121,9 +117,7 @@ def _nbytes(part: Any) -> int:
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """Return the files of weights, with the tensors that the index lists for each (None: all tensors in the file).
-
-    Raises:
-        ConfigError: one of them is missing, or there are none.
+    Raises ConfigError if one of them is missing, or there are none.
     """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")

@@ -30,9 +30,8 @@ def find_model(model: str) -> Path:
 
     A model of the Hugging Face Hub is downloaded unless its cache has it.
 
-    Raises:
-        ConfigError: there is no such model; the message says what is accepted.
-        UnsupportedError: the Hub has it, and its architecture is not implemented.
+    Raises ConfigError if there is no such model; the message says what is accepted. Raises UnsupportedError if the Hub
+    has it, and its architecture is not implemented.
     """
     if model.lower() in PACKAGED:
         return _packaged()
@@ -69,12 +68,11 @@ def open_checkpoint(model: str, device: torch.device | str = "cpu") -> Checkpoin
     ``org/name@revision``), ``smollm2``, or ``random:`` followed by an argument of
     :func:`shotcast.models.presets.preset`.
 
+    Raises ConfigError if there is no such model, or it is damaged. Raises UnsupportedError if the model is of a kind
+    that is not implemented.
+
     Args:
         device: where random weights are made. Weights in files are read to the CPU.
-
-    Raises:
-        ConfigError: there is no such model, or it is damaged.
-        UnsupportedError: the model is of a kind that is not implemented.
     """
     checkpoint: Checkpoint
     if model.startswith(RANDOM):

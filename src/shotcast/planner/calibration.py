@@ -36,19 +36,12 @@ Cost = TypeVar("Cost", KernelCost, FusedNormCost)
 
 
 class Fit(NamedTuple, Generic[Cost]):
-    """Constants of a kind of kernel, or of all-reduces with residual and norm.
+    """Constants of a kind of kernel, or of all-reduces with residual and norm."""
 
-    Attributes:
-        cost: the constants.
-        residual: the root mean square of the relative errors of the measurements: the error bar of a prediction.
-        worst: the largest of them.
-        points: the number of measurements.
-    """
-
-    cost: Cost
-    residual: float
-    worst: float
-    points: int
+    cost: Cost  # the constants
+    residual: float  # the root mean square of the relative errors of the measurements: the error bar of a prediction
+    worst: float  # the largest of them
+    points: int  # the number of measurements
 
 
 class Share(NamedTuple):
@@ -60,36 +53,24 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The constants of one GPU, or of a rank of one CPU machine.
+    """The constants of one GPU, or of a rank of one CPU machine."""
 
-    Attributes:
-        part: the GPU as CUDA names it, or the processor.
-        kinds: by kind of kernel, its constants and their residual (:data:`shotcast.cost.inference.KINDS`).
-        link: the constants of collectives within a node.
-        link_residual: the root mean square of the relative errors of the measured collectives.
-        sources: the files that it was fitted to.
-        kernels: fingerprints of the kernels in these files.
-        device: ``cuda`` or ``cpu``.
-        dtype: of activations, and of weights that are not in FP8.
-        few_rows: the most rows of a product that the engine's native kernels compute.
-        host: of an engine on this machine.
-        shares: on a CPU, by the number of ranks that share the machine, what ``kinds`` and ``host`` are then; those of
-            the calibration itself are of the most ranks. Empty for GPUs, which are each rank's own.
-        fused_norms: by kind (:data:`FUSED_NORMS`), the constants of all-reduces with residual and norm and their
-            residual; empty for a CPU.
-    """
-
-    part: str
+    part: str  # the GPU as CUDA names it, or the processor
+    # by kind of kernel, its constants and their residual (:data:`shotcast.cost.inference.KINDS`)
     kinds: Mapping[str, Fit[KernelCost]]
-    link: LinkCost
-    link_residual: float
-    sources: tuple[str, ...]
-    kernels: Mapping[str, str]
-    device: str = "cuda"
-    dtype: str = "bfloat16"
-    few_rows: int = FEW_ROWS
-    host: HostCost = NO_HOST
+    link: LinkCost  # the constants of collectives within a node
+    link_residual: float  # the root mean square of the relative errors of the measured collectives
+    sources: tuple[str, ...]  # the files that it was fitted to
+    kernels: Mapping[str, str]  # fingerprints of the kernels in these files
+    device: str = "cuda"  # ``cuda`` or ``cpu``
+    dtype: str = "bfloat16"  # of activations, and of weights that are not in FP8
+    few_rows: int = FEW_ROWS  # the most rows of a product that the engine's native kernels compute
+    host: HostCost = NO_HOST  # of an engine on this machine
+    # on a CPU, by the number of ranks that share the machine, what ``kinds`` and ``host`` are then; those of the
+    # calibration itself are of the most ranks. Empty for GPUs, which are each rank's own
     shares: Mapping[int, Share] = field(default_factory=dict)
+    # by kind (:data:`FUSED_NORMS`), the constants of all-reduces with residual and norm and their residual; empty for a
+    # CPU
     fused_norms: Mapping[str, Fit[FusedNormCost]] = field(default_factory=dict)
 
     @property
@@ -98,10 +79,8 @@ class Calibration:
         return DTYPES[self.dtype]
 
     def of_ranks(self, ranks: int) -> Calibration:
-        """Return the constants where this many ranks share the machine: a CPU's depend on that, a GPU's do not.
-
-        Raises:
-            ConfigError: this many were not measured.
+        """Return the constants where this many ranks share the machine: a CPU's depend on that, a GPU's do not. Raises
+        ConfigError if this many were not measured.
         """
         if not self.shares:
             return self
@@ -116,14 +95,12 @@ class Calibration:
 
     @property
     def gpu(self) -> GpuSpec:
-        """The data sheet of the GPU."""
         spec = catalog.find(self.part)
         if spec is None:
             raise ConfigError(f"{self.part} is not in the catalog of GPUs")
         return spec
 
     def time_us(self, kind: str, work: Any) -> float:
-        """Return the time of a kernel in microseconds."""
         return self.kinds[kind].cost.time_us(work)
 
     def residual(self, kind: str) -> float:
@@ -137,8 +114,7 @@ class Calibration:
         sums, which were the same on an H100 and an H200. Residuals stay too, and say nothing of how far off that
         assumption is.
 
-        Raises:
-            ConfigError: a CPU's constants are not those of another part.
+        Raises ConfigError if a CPU's constants are not those of another part.
         """
         if self.device == "cpu":
             if gpu.name != self.part:
@@ -218,10 +194,8 @@ def _fits_as_json(fits: Mapping[str, Fit[Cost]]) -> Any:
 
 
 def load(part: str, path: Path | None = None) -> Calibration:
-    """Return the calibration in a file, or without one the packaged calibration of a GPU.
-
-    Raises:
-        ConfigError: there is none, or the file is none.
+    """Return the calibration in a file, or without one the packaged calibration of a GPU. Raises ConfigError if there
+    is none, or the file has none.
     """
     if path is None:
         name = re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_")
@@ -240,7 +214,6 @@ STAND_IN = "NVIDIA H200"
 
 
 def calibrated_parts() -> tuple[str, ...]:
-    """Return the GPUs that have a packaged calibration."""
     folder = resources.files("shotcast.planner") / "calibrations"
     return tuple(sorted(json.loads(file.read_text())["part"] for file in folder.iterdir() if file.name[-5:] == ".json"))
 

@@ -15,39 +15,25 @@ from shotcast.wire import NodeShape, Op
 
 
 class CollectiveTime(NamedTuple):
-    """The time of a call.
+    """The time of a call."""
 
-    Attributes:
-        time_us: in microseconds.
-        algorithm: the one that takes it.
-        residual: of the model, as a part of the time; None for that of the calibrated link.
-    """
-
-    time_us: float
-    algorithm: str
-    residual: float | None = None
+    time_us: float  # in microseconds
+    algorithm: str  # the one that takes it
+    residual: float | None = None  # of the model, as a part of the time; None for that of the calibrated link
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCosts:
-    """The link of a node and the network between nodes.
+    """The link of a node and the network between nodes."""
 
-    Attributes:
-        link: constants within a node.
-        network: constants between nodes.
-        gpus_per_node: ranks beyond this number are on several nodes.
-        wires: the description of the network; where ranks fill several leaves of switches, all their messages between
-            nodes are priced as those of another leaf. None for one network of all nodes.
-        rings: constants of NCCL's rings within a node.
-        host: what NCCL's model of several nodes takes besides.
-    """
-
-    link: LinkCost
-    network: NetworkCost
-    gpus_per_node: int
+    link: LinkCost  # constants within a node
+    network: NetworkCost  # constants between nodes
+    gpus_per_node: int  # ranks beyond this number are on several nodes
+    # the description of the network; where ranks fill several leaves of switches, all their messages between nodes are
+    # priced as those of another leaf. None for one network of all nodes
     wires: NetworkSpec | None = field(default=None, kw_only=True)
-    rings: LinkCost = field(default=nccl.NVLINK_RINGS, kw_only=True)
-    host: nccl.Host = field(default=nccl.HOPPER, kw_only=True)
+    rings: LinkCost = field(default=nccl.NVLINK_RINGS, kw_only=True)  # constants of NCCL's rings within a node
+    host: nccl.Host = field(default=nccl.HOPPER, kw_only=True)  # what NCCL's model of several nodes takes besides
 
     @classmethod
     def on(cls, cluster: Cluster, link: LinkCost) -> CollectiveCosts:
@@ -72,11 +58,7 @@ class CollectiveCosts:
         return NetworkCost(step_us, bw_gbps * self.network.bw_gbps / self.wires.bw_gbps)
 
     def shape(self, ranks: int) -> NodeShape:
-        """Return the nodes of consecutive ranks.
-
-        Raises:
-            ConfigError: they fill no whole number of nodes.
-        """
+        """Return the nodes of consecutive ranks. Raises ConfigError if they fill no whole number of nodes."""
         if ranks <= self.gpus_per_node:
             return NodeShape(1, ranks)
         if ranks % self.gpus_per_node:
@@ -88,8 +70,7 @@ class CollectiveCosts:
 
         ``vendor`` is NCCL, by :mod:`shotcast.cost.nccl`.
 
-        Raises:
-            ConfigError: the one that is named does not serve such ranks.
+        Raises ConfigError if the one that is named does not serve such ranks.
         """
         shape = self.shape(ranks)
         if algorithm == LIBRARY:

@@ -70,10 +70,8 @@ class RowsPoint(NamedTuple):
 
 
 def fit_rows(points: Iterable[RowsPoint]) -> dict[str, Fit[KernelCost]]:
-    """Return the constants of each kind and window, by names such as ``product@24``.
-
-    Raises:
-        ConfigError: a measurement is of a number of rows in no window, or takes no time.
+    """Return the constants of each kind and window, by names such as ``product@24``. Raises ConfigError if a
+    measurement is of a number of rows in no window, or takes no time.
     """
     windows = {rows: round(sum(window) / len(window)) for window in WINDOWS for rows in window}
     grouped: dict[str, list[KernelPoint]] = {}
@@ -209,7 +207,7 @@ def step_model(
     collectives: CollectiveCosts,
     quantization: str = "",
     algorithm: str = "auto",
-    kv_item: int | None = None,
+    kv_item: float | None = None,
 ) -> StepModel:
     """Return the model of a step on the device of a calibration; the arguments are those of :class:`StepModel`."""
     kind = CpuStepModel if calibration.device == "cpu" else StepModel

@@ -21,12 +21,10 @@ def calibration_of(gpu: GpuSpec, path: Path | None = None) -> Calibration:
     It is the one in a file, else that of ``SHOTCAST_CALIBRATION`` if it is of this GPU, else the packaged one of it,
     else that of the H200, whose rates a plan scales by the data sheets.
 
-    Args:
-        gpu: of the cluster.
-        path: a file that ``shotcast calibrate`` wrote; None for the others.
+    Raises ConfigError if a file is no calibration.
 
-    Raises:
-        ConfigError: a file is no calibration.
+    Args:
+        path: a file that ``shotcast calibrate`` wrote; None for the others.
     """
     if path is not None:
         return load("", path)
@@ -49,13 +47,11 @@ def cluster_of_gpus(names: Sequence[str], ranks_per_host: int, hosts: int = 1) -
     The network between hosts is as the packaged description of that GPU has it, the one of as many GPUs a node if
     there is one.
 
+    Raises ConfigError if the catalog lacks a GPU, or they are of several kinds.
+
     Args:
         names: the GPUs of a host, as CUDA names them.
         ranks_per_host: the GPUs that a host gives to the engine.
-        hosts: how many such hosts there are.
-
-    Raises:
-        ConfigError: the catalog lacks a GPU, or they are of several kinds.
     """
     specs: list[GpuSpec] = []
     for name in dict.fromkeys(names):
@@ -100,10 +96,8 @@ def cluster_of_cpu(calibration: Calibration, ranks: int, memory_bytes: int) -> C
 
 
 def this_machine() -> Cluster:
-    """Return the GPUs that this process sees as a cluster of one node.
-
-    Raises:
-        ConfigError: there are none, or the catalog lacks them.
+    """Return the GPUs that this process sees as a cluster of one node. Raises ConfigError if there are none, or the
+    catalog lacks them.
     """
     gpus = detect.visible_gpus()
     if not gpus:

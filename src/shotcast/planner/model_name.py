@@ -27,10 +27,8 @@ class NamedModel(NamedTuple):
 
 def named_model(model: str) -> NamedModel:
     """Return the configuration of a preset, of a folder that has ``config.json``, of such a file, or of a Hub's model.
-
-    Raises:
-        ConfigError: there is no such model, or its configuration makes no sense.
-        UnsupportedError: it is of a kind that the engine does not run.
+    Raises ConfigError if there is no such model, or its configuration makes no sense. Raises UnsupportedError if it is
+    of a kind that the engine does not run.
     """
     if not model.strip():
         raise ConfigError("the model is empty; give a preset, or a folder with config.json")

@@ -63,10 +63,8 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return the target in a text: ``latency``, ``throughput``, or bounds such as ``ttft=500,tpot=20`` (ms).
-
-        Raises:
-            ConfigError: it is none of these.
+        """Return the target in a text: ``latency``, ``throughput``, or bounds such as ``ttft=500,tpot=20`` (ms). Raises
+        ConfigError if it is none of these.
         """
         if text in (LATENCY, THROUGHPUT):
             return cls(text)
@@ -95,48 +93,29 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The settings that an engine is started with, its defaults if nothing is said.
+    """The settings that an engine is started with, its defaults if nothing is said."""
 
-    Attributes:
-        sequences: those that are computed together, at most.
-        batch_tokens: tokens of a step at most.
-        utilization: the part of a GPU's memory that an engine may use.
-        algorithm: of the sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL.
-        kv_item: bytes of a key or value, where they are not those of an activation, as they are in the engine: 1 asks
-            what FP8 would give.
-    """
-
-    sequences: int = MOST_SEQUENCES
-    batch_tokens: int = BATCH_TOKENS
-    utilization: float = 0.9
-    algorithm: str = "auto"
-    kv_item: int | None = None
+    sequences: int = MOST_SEQUENCES  # those that are computed together, at most
+    batch_tokens: int = BATCH_TOKENS  # tokens of a step at most
+    utilization: float = 0.9  # the part of a GPU's memory that an engine may use
+    algorithm: str = "auto"  # of the sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL
+    # bytes of an element of a key or value, with its part of their scale; None for those of an activation
+    kv_item: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A question: which model, on what, for what.
+    """A question: which model, on what, for what."""
 
-    Attributes:
-        model: its dimensions.
-        name: the model as the user named it.
-        quantization: ``fp8`` or "".
-        cluster: nodes of GPUs.
-        gpus: how many of them.
-        prompt, output: tokens of a request.
-        target: what is wanted.
-        limits: those of each engine.
-    """
-
-    model: ModelConfig
-    name: str
-    quantization: str
-    cluster: Cluster
-    gpus: int
-    prompt: int
+    model: ModelConfig  # its dimensions
+    name: str  # the model as the user named it
+    quantization: str  # ``fp8`` or ""
+    cluster: Cluster  # nodes of GPUs
+    gpus: int  # how many of them
+    prompt: int  # with output: tokens of a request
     output: int
-    target: Target = Target()
-    limits: Limits = Limits()
+    target: Target = Target()  # what is wanted
+    limits: Limits = Limits()  # those of each engine
 
     def __post_init__(self) -> None:
         if not 1 <= self.gpus <= MAX_RANKS:
@@ -173,25 +152,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of the rank that has most, in bytes.
+    """The memory of the rank that has most, in bytes."""
 
-    Attributes:
-        usable: the part of the GPU that an engine may use.
-        weights: its weights.
-        other: an allowance for all that depends on neither rows nor sequences.
-        per_row: activations of a row of the largest step.
-        per_sequence: logits of a sequence.
-        per_token: keys and values of a token.
-        batch_tokens: tokens of a step at most.
-    """
-
-    usable: int
-    weights: int
-    other: int
-    per_row: int
-    per_sequence: int
-    per_token: int
-    batch_tokens: int
+    usable: int  # the part of the GPU that an engine may use
+    weights: int  # its weights
+    other: int  # an allowance for all that depends on neither rows nor sequences
+    per_row: int  # activations of a row of the largest step
+    per_sequence: int  # logits of a sequence
+    per_token: int  # keys and values of a token
+    batch_tokens: int  # tokens of a step at most
 
     def steps(self, sequences: int) -> int:
         """Return the estimated bytes of everything but the cache, with steps of this many sequences."""
@@ -214,43 +183,29 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A layout with a number of sequences.
+    """A layout with a number of sequences."""
 
-    Attributes:
-        layout: of one engine.
-        engines: equal engines beside each other (data parallel).
-        sequences: of one engine at once.
-        ttft_ms, tpot_ms: of a request; the first without waiting for others.
-        tokens_per_s: output of all engines.
-        ttft_error, tpot_error: one standard deviation of these, as parts of them, by the residuals of kernels and by
-            how much more measured runs differ.
-        algorithm: of the sums of a step that decodes; "" for one rank a stage.
-        parts: microseconds of a decoding step, all stages together, by what they are for.
-        stage_us: the slowest and the fastest stage of that step.
-        memory: of the fullest rank.
-    """
-
-    layout: Layout
-    engines: int
-    sequences: int
-    ttft_ms: float
+    layout: Layout  # of one engine
+    engines: int  # equal engines beside each other (data parallel)
+    sequences: int  # of one engine at once
+    ttft_ms: float  # with tpot_ms: of a request; the first without waiting for others
     tpot_ms: float
-    tokens_per_s: float
+    tokens_per_s: float  # output of all engines
+    # with tpot_error: one standard deviation of these, as parts of them, by the residuals of kernels and by how much
+    # more measured runs differ
     ttft_error: float
     tpot_error: float
-    algorithm: str
-    parts: dict[str, float]
-    stage_us: tuple[float, float]
-    memory: Memory
+    algorithm: str  # of the sums of a step that decodes; "" for one rank a stage
+    parts: dict[str, float]  # microseconds of a decoding step, all stages together, by what they are for
+    stage_us: tuple[float, float]  # the slowest and the fastest stage of that step
+    memory: Memory  # of the fullest rank
 
     @property
     def gpus(self) -> int:
-        """The GPUs of all engines."""
         return self.layout.ranks * self.engines
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Tokens of output a second and GPU."""
         return self.tokens_per_s / self.gpus
 
     @property
@@ -265,25 +220,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer to a job.
-
-    Attributes:
-        job: the question.
-        points: every layout with every number of sequences that fits.
-        refused: layouts that cannot be, and why.
-        best: what suits the target best; None if nothing does.
-        calibrated: whether the GPU has measured constants; else they are scaled from those of another.
-        link_calibrated: whether its link has; else they are scaled, by the ratio of the bandwidths.
-        device, dtype: of the calibration, which the engine is started with.
-    """
+    """The answer to a job."""
 
     job: Job
-    points: tuple[Point, ...]
-    refused: dict[str, str]
-    best: Point | None
-    calibrated: bool
-    link_calibrated: bool
-    device: str = "cuda"
+    points: tuple[Point, ...]  # every layout with every number of sequences that fits
+    refused: dict[str, str]  # layouts that cannot be, and why
+    best: Point | None  # what suits the target best; None if nothing does
+    calibrated: bool  # whether the GPU has measured constants; else they are scaled from those of another
+    link_calibrated: bool  # whether its link has; else they are scaled, by the ratio of the bandwidths
+    device: str = "cuda"  # with dtype: of the calibration, which the engine is started with
     dtype: str = "bfloat16"
 
     @property
@@ -321,7 +266,6 @@ def plan(
     """Return the plan of a job.
 
     Args:
-        job: the question.
         calibration: of any GPU; it is scaled to that of the cluster by the data sheets.
         candidates: layouts, and how many engines of each; all :func:`layouts` by default.
         collectives: what sums take, where it is not what our own take on the cluster by the calibration.
@@ -387,7 +331,7 @@ def fullest_rank(
     usable: int,
     batch_tokens: int,
     itemsize: int = 2,
-    kv_item: int | None = None,
+    kv_item: float | None = None,
 ) -> Memory:
     """Return the memory of the rank that has most.
 
@@ -395,9 +339,6 @@ def fullest_rank(
     twice, and an allowance for all else. An engine measures it.
 
     Args:
-        model, quantization, layout: of the engine.
-        usable: bytes that a rank may use.
-        batch_tokens: tokens of a step at most.
         itemsize: bytes of an activation, of a key or value, and of a weight that is not in FP8.
         kv_item: bytes of a key or value, if they are not ``itemsize``.
     """
@@ -441,10 +382,8 @@ def _nodes(shape: NodeShape) -> str:
 def points_of(
     job: Job, model: StepModel, engines: int, memory: Memory, collectives: CollectiveCosts
 ) -> Iterator[Point]:
-    """Yield the points of a layout, by its number of sequences.
-
-    Raises:
-        ConfigError: memory has no room for a sequence.
+    """Yield the points of a layout, by its number of sequences. Raises ConfigError if memory has no room for a
+    sequence.
     """
     most = min(memory.sequences(job.prompt + job.output), job.limits.sequences)
     if not most:

@@ -135,7 +135,6 @@ def command(plan: Plan, longest: int = 0) -> str | None:
     None if there is no best point, or the engine does not run it.
 
     Args:
-        plan: the answer.
         longest: tokens of the longest request that the engine is to take, if it is longer than those of the job.
     """
     best, job = plan.best, plan.job
@@ -210,6 +209,5 @@ def _row(plan: Plan, point: Point) -> dict[str, Any]:
 
 
 def memory_text(point: Point) -> str:
-    """Return the memory of the fullest rank in words."""
     memory = point.memory
     return f"{about_size(memory.weights)} weights, {about_size(memory.cache(point.sequences))} cache"

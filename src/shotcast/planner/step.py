@@ -68,12 +68,10 @@ class Layout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of all stages."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def label(self) -> str:
-        """The layout in words."""
         return f"TP{self.tensor_parallel} x PP{self.pipeline_parallel}"
 
     def __str__(self) -> str:
@@ -81,45 +79,31 @@ class Layout(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The tokens of a step.
+    """The tokens of a step."""
 
-    Attributes:
-        decoding: sequences that decode, a token each.
-        context: tokens before these, on average.
-        prompts: for each part of a prompt its tokens, and those before it.
-        sampled: rows that are sampled.
-    """
-
-    decoding: int
-    context: float
-    prompts: tuple[tuple[int, int], ...]
-    sampled: int
+    decoding: int  # sequences that decode, a token each
+    context: float  # tokens before these, on average
+    prompts: tuple[tuple[int, int], ...]  # for each part of a prompt its tokens, and those before it
+    sampled: int  # rows that are sampled
 
     @property
     def rows(self) -> int:
-        """All tokens of the step."""
         return self.decoding + sum(tokens for tokens, _ in self.prompts)
 
     @property
     def sequences(self) -> int:
-        """All sequences of the step."""
         return self.decoding + len(self.prompts)
 
 
 @dataclass(slots=True)
 class Estimate:
-    """A predicted time, of what it consists, and how far off it may be.
+    """A predicted time, of what it consists, and how far off it may be."""
 
-    Attributes:
-        parts: microseconds by name.
-        variance: the sum of the squares of each part's time times its residual. The same kernel is off alike in all
-            layers, and different kernels are off independently.
-        saved_us: the microseconds less that it takes at the full clock of a GPU, which it has after a rest.
-    """
-
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)  # microseconds by name
+    # the sum of the squares of each part's time times its residual. The same kernel is off alike in all layers, and
+    # different kernels are off independently
     variance: float = 0.0
-    saved_us: float = 0.0
+    saved_us: float = 0.0  # the microseconds less that it takes at the full clock of a GPU, which it has after a rest
 
     @property
     def time_us(self) -> float:
@@ -132,7 +116,6 @@ class Estimate:
         return math.sqrt(self.variance)
 
     def add(self, name: str, time_us: float, residual: float, saved_us: float = 0.0) -> None:
-        """Add a part."""
         self.parts[name] = self.parts.get(name, 0.0) + time_us
         self.variance += (time_us * residual) ** 2
         self.saved_us += saved_us
@@ -182,17 +165,11 @@ def crossings(layout: Layout, gpus_per_node: int) -> list[bool]:
 
 
 class Priced(NamedTuple):
-    """The time of a kernel, or of several that are off alike.
+    """The time of a kernel, or of several that are off alike."""
 
-    Attributes:
-        time_us: by the constants of its kind, where such kernels run without a pause.
-        residual: of the kind, as a part of the time.
-        saved_us: the part of ``time_us`` that a GPU saves at its full clock, which it has after a rest.
-    """
-
-    time_us: float
-    residual: float
-    saved_us: float = 0.0
+    time_us: float  # by the constants of its kind, where such kernels run without a pause
+    residual: float  # of the kind, as a part of the time
+    saved_us: float = 0.0  # the part of ``time_us`` that a GPU saves at its full clock, which it has after a rest
 
 
 def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bool) -> Priced:
@@ -205,12 +182,6 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
 
     Products that read more than they compute are not slower in a row, as memory has a separate clock. Without such
     measurements both are the same.
-
-    Args:
-        rested: the price where the GPU has rested before.
-        calibration: constants of the kernels.
-        work: of the product.
-        fp8: the weights are in FP8.
     """
     sustained = calibration.kinds.get(sustained_kind(fp8))
     if sustained is None:
@@ -222,19 +193,13 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
 
 
 class StepModel:
-    """Predicts steps of a model in a layout.
+    """Predicts steps of a model in a layout. Raises ConfigError if the model cannot be divided so, or nothing is known
+    of FP8 on this GPU.
 
     Args:
-        model: its dimensions.
-        layout: how it is divided.
-        calibration: constants of the kernels.
-        collectives: constants of link and network.
         quantization: ``fp8`` for products of layers in FP8; "" for bfloat16.
         algorithm: of sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL.
         kv_item: bytes of a key or value, if they are not those of an activation.
-
-    Raises:
-        ConfigError: the model cannot be divided so, or nothing is known of FP8 on this GPU.
     """
 
     def __init__(
@@ -245,7 +210,7 @@ class StepModel:
         collectives: CollectiveCosts,
         quantization: str = "",
         algorithm: str = "auto",
-        kv_item: int | None = None,
+        kv_item: float | None = None,
     ):
         require_division(model, *layout)
         self.model, self.layout = model, layout

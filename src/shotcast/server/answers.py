@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shotcast.server.tool_calls import ToolCall, ToolParser, partial
+from shotcast.engine.detokenizer import partial
+from shotcast.server.tool_calls import ToolCall, ToolParser
 
 BEGIN, END = "<think>", "</think>"
 """The marks around a model's thoughts, which begin its output. Some chat templates write the first one themselves."""
@@ -80,15 +81,12 @@ class Answer:
 
     @property
     def reasoning(self) -> str:
-        """The thoughts so far."""
         return "" if self._thoughts is None else self._thoughts.text
 
     @property
     def content(self) -> str:
-        """The content so far."""
         return self._content if self._tools is None else self._tools.content
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls so far."""
         return [] if self._tools is None else self._tools.calls

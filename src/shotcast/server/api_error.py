@@ -33,7 +33,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object of the response."""
         if self.status == 429:
             kind = "rate_limit_error"
         else:

@@ -38,7 +38,6 @@ SMALL_RESPONSE_TOKENS = 256
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Create the application that serves ``service``."""
     config = service.config
 
     async def check_key(http: Request) -> None:  # FastAPI calls functions that are not async on a pool of threads
@@ -167,7 +166,6 @@ async def _read_body(http: Request, limit: int) -> bytes:
 
 
 async def _content(service: Service, body: Body, response: ApiResponse[Any]) -> bytes:
-    """Return the JSON of the outputs of all choices."""
     async with aclosing(service.generate(body, response.id, response.prepare)) as updates:
         outputs = {number: output async for number, output in updates}
     tokens = sum(len(output.tokens) + len(output.prompt_logprobs or ()) for output in outputs.values())
@@ -177,7 +175,6 @@ async def _content(service: Service, body: Body, response: ApiResponse[Any]) -> 
 
 
 async def _events(service: Service, body: Body, response: ApiResponse[Any]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream."""
     outputs: dict[int, RequestOutput] = {}
     async with aclosing(service.generate(body, response.id, response.prepare)) as updates:
         async for number, output in updates:

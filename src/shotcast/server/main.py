@@ -1,19 +1,25 @@
-"""The server as a process: it listens, watches its engine, and shuts down in order."""
+"""The server as a process: it listens, watches its engine, starts another one if asked, and shuts down in order."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
+import math
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, EngineDead
+from shotcast.server.api_error import ApiError
 from shotcast.server.app import create_app
 from shotcast.server.config import ServerConfig
 from shotcast.server.service import Service
@@ -25,6 +31,13 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 5
 """Seconds to send the last responses to slow clients, after all requests have ended."""
+MAX_FAILURES = 8
+"""The server gives up after this many deaths and failed starts in a row."""
+STABLE_S = 60.0
+"""An engine that has served for this many seconds ends a row of failures."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
+_HEADERS = {"Retry-After": "1", "Connection": "close"}
+"""The next request of a client needs a new connection, which the server may take over."""
 
 
 def run(
@@ -119,24 +132,113 @@ def listen(bound: socket.socket, config: ServerConfig) -> None:
         raise _cannot_listen(config, error) from error
 
 
+def _settings(app: ASGIApp, grace_s: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        cast(Any, app),  # starlette and uvicorn have different types for applications
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=grace_s,
+    )
+
+
 def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen on {config.host}, port {config.port}: {error}")
+
+
+def run_with_restarts(
+    start: Callable[[], AsyncLLM],
+    config: ServerConfig,
+    on_listening: Callable[[int], None] | None = None,
+    pause: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Serve as :func:`run` does, but when an engine dies, start another one that serves at the same port.
+
+    Clients can connect from the start; until an engine is ready, they get 503.
+
+    If that one cannot be started, for example because the memory of the dead one is not free yet, or dies soon, the
+    pause before the next one is twice as long. The first engine has to start: its problem is unlikely to pass.
+
+    Args:
+        start: creates an engine that is ready.
+        config: the configuration of the server.
+        on_listening: called with the port each time that an engine serves.
+        pause: waits for this many seconds.
+        clock: returns the time in seconds.
+
+    Returns:
+        The exit code of the process: 0 after a signal, 1 after MAX_FAILURES failures in a row, the last one a death.
+
+    Raises:
+        ConfigError, EngineDead: the first engine, or the last of MAX_FAILURES in a row, could not start or listen.
+    """
+    failures = 0
+    since = math.inf  # when the engine began to serve
+    served = False
+
+    def listening(port: int) -> None:
+        nonlocal since, served
+        since, served = clock(), True
+        if on_listening is not None:
+            on_listening(port)
+
+    with bind(config) as address:
+        while True:
+            since = math.inf
+            try:
+                with refuse_requests(address, config):
+                    if failures:
+                        pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _MAX_PAUSE_S)
+                        logger.info("starting the engine again in %g s", pause_s)
+                        pause(pause_s)
+                    engine = start()
+                if run(engine, config, listening, address.dup()) == 0:
+                    return 0
+            except (ConfigError, EngineDead) as error:
+                if not served or failures + 1 == MAX_FAILURES:
+                    raise
+                logger.error("the engine could not be started again: %s", error)
+            failures = 1 if clock() - since >= STABLE_S else failures + 1
+            if failures == MAX_FAILURES:
+                logger.error("%d engines in a row died or could not be started: giving up", MAX_FAILURES)
+                return 1
+
+
+@contextlib.contextmanager
+def refuse_requests(address: socket.socket, config: ServerConfig) -> Iterator[None]:
+    """Answer 503 to every request at a bound socket, on a thread, until the end of the block.
+
+    The socket keeps listening afterwards, and connections that are not accepted by then wait for the server.
+
+    Raises:
+        ConfigError: the socket cannot listen.
+    """
+    listen(address, config)
+    server = uvicorn.Server(_settings(_respond, 1))
+    listener = address.dup()  # which uvicorn closes
+    thread = threading.Thread(
+        target=lambda: asyncio.run(server.serve(sockets=[listener])), name="shotcast-startup", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+async def _respond(scope: Scope, receive: Receive, send: Send) -> None:
+    error = ApiError(503, "the engine is starting; try again later", code="starting", headers=_HEADERS)
+    await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
 
 class _Server(uvicorn.Server):
     """A uvicorn server that stops only when :meth:`supervise` tells it to."""
 
     def __init__(self, app: ASGIApp, service: Service, on_listening: Callable[[int], None] | None, stop: asyncio.Event):
-        super().__init__(
-            uvicorn.Config(
-                cast(Any, app),  # starlette and uvicorn have different types for applications
-                log_config=None,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_graceful_shutdown=FLUSH_S,
-            )
-        )
+        super().__init__(_settings(app, FLUSH_S))
         self._service = service
         self._on_listening = on_listening
         self._stop_event = stop

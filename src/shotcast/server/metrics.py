@@ -54,7 +54,6 @@ class Metrics:
         self._requests.labels(finish_reason).inc()
 
     def responded(self, status: int) -> None:
-        """Count an HTTP response."""
         self._responses.labels(str(status)).inc()
 
     def text(self) -> bytes:
@@ -63,8 +62,6 @@ class Metrics:
 
 
 class _EngineCollector:
-    """Collects the counters of the engine at each scrape."""
-
     def __init__(self, engine: AsyncLLM):
         self._engine = engine
 

@@ -283,10 +283,8 @@ class Body(RequestBody):
         return styled(given["schema"], given.get("strict") is True)
 
     def grammar(self, tokenizer: Tokenizer) -> Grammar | None:
-        """Return the grammar of the output. This takes a while for a large one.
-
-        Raises:
-            ConfigError: it is too long, or cannot be read.
+        """Return the grammar of the output. This takes a while for a large one. Raises ConfigError if it is too long,
+        or cannot be read.
         """
         if (schema := self.response_schema) is not None:
             return Grammar.json_schema(schema, strict=not schema["x-guidance"]["lenient"])
@@ -306,17 +304,14 @@ class Body(RequestBody):
 
     @property
     def choices(self) -> int:
-        """The number of outputs for each prompt."""
         return self.n or 1
 
     @property
     def prompts(self) -> int:
-        """The number of prompts."""
         return 1
 
     @property
     def include_usage(self) -> bool:
-        """Return whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
@@ -339,8 +334,7 @@ class Body(RequestBody):
 
         The caller fills in the largest number of tokens and the seed of each choice.
 
-        Raises:
-            ApiError: status 400, with the parameter that is out of range.
+        Raises ApiError: status 400, with the parameter that is out of range.
         """
         shared = {field.name for field in fields(SamplingParams)} & set(type(self).model_fields)
         requested = {name: (name, getattr(self, name)) for name in shared - {"max_tokens", "logprobs"}}
@@ -523,12 +517,10 @@ class ChatBody(Body):
 
     @property
     def uses_tools(self) -> bool:
-        """Return whether the model may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def functions(self) -> list[Function]:
-        """The functions that the model knows."""
         found = []
         for tool in self.tools or ():
             function = tool["function"]
@@ -547,10 +539,8 @@ class ChatBody(Body):
         return super().grammar_source
 
     def tool_format(self, tokenizer: Tokenizer) -> ToolFormat | None:
-        """Return the format in which the model calls tools; None where it may call none.
-
-        Raises:
-            ApiError: status 400, if the model's chat template tells it no format that is known.
+        """Return the format in which the model calls tools; None where it may call none. Raises ApiError: status 400,
+        if the model's chat template tells it no format that is known.
         """
         if not self.uses_tools:
             return None
@@ -613,7 +603,6 @@ class TokenizeBody(RequestBody):
         return "prompt" if self.messages is None else "messages"
 
     def tokenize(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids of the text."""
         if self.messages is None:
             return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
         ends_open = self.add_generation_prompt is not False
@@ -713,7 +702,6 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         name: the message, as error messages call it.
-        message: the JSON object.
     """
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
@@ -774,11 +762,7 @@ AnyBody = TypeVar("AnyBody", bound=RequestBody)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """Parse the body of a request.
-
-    Raises:
-        ApiError: status 400, with the problem and the parameter.
-    """
+    """Parse the body of a request. Raises ApiError: status 400, with the problem and the parameter."""
     if _parts(raw) > MAX_PARTS:
         raise bad_request(None, f"the body has more than {MAX_PARTS} lists, objects and keys")
     try:

@@ -58,7 +58,6 @@ class ApiResponse(ABC, Generic[B]):
         """Do what takes long before the first update, on the tokenizer's thread, given the tokens of the prompts."""
 
     def complete(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-        """Return the response in one piece."""
         choices = [self._complete_choice(number, output) for number, output in sorted(outputs.items())]
         return self._object(self.OBJECT, choices) | {"usage": self._usage(outputs)}
 
@@ -195,7 +194,6 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         }
 
     def _decode_token(self, token: int) -> str:
-        """Return the text of a token as the output has it."""
         return self._tokenizer.decode_token(token, self._body.skip_special_tokens is not False)
 
     def _logprobs(self, entries: Sequence[TokenLogprob], sent: _Sent) -> dict[str, Any]:
@@ -223,10 +221,8 @@ class CompletionResponse(ApiResponse[CompletionBody]):
 
 
 class ChatCompletionResponse(ApiResponse[ChatBody]):
-    """The response of ``/v1/chat/completions``.
-
-    Raises:
-        ApiError: status 400, if the model cannot call the tools of the request.
+    """The response of ``/v1/chat/completions``. Raises ApiError: status 400, if the model cannot call the tools of the
+    request.
     """
 
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -334,10 +330,8 @@ def _called(output: RequestOutput) -> dict[str, Any]:
 
 
 def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> bytes:
-    """Return the JSON of the response of ``/tokenize``.
-
-    Raises:
-        ConfigError: the model has no chat template, or the template refuses the conversation.
+    """Return the JSON of the response of ``/tokenize``. Raises ConfigError if the model has no chat template, or the
+    template refuses the conversation.
     """
     tokens = body.tokenize(tokenizer)
     texts = [tokenizer.decode_token(token, skip_special=False) for token in tokens] if body.return_token_strs else None
@@ -346,7 +340,6 @@ def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> b
 
 
 def detokenized(body: DetokenizeBody, tokenizer: Tokenizer) -> bytes:
-    """Return the JSON of the response of ``/detokenize``."""
     return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
 

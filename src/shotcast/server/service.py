@@ -62,10 +62,8 @@ class Service:
         self._bodies = 0  # that are being parsed, or wait for it
 
     def check(self, dead_status: int = 500) -> None:
-        """Raise if the server cannot serve requests.
-
-        Raises:
-            ApiError: ``dead_status`` if the engine died, 503 if the server is about to stop.
+        """Raise if the server cannot serve requests. Raises ApiError: ``dead_status`` if the engine died, 503 if the
+        server is about to stop.
         """
         if self.engine.dead is not None:
             raise _dead_error(self.engine.dead, dead_status)
@@ -73,10 +71,8 @@ class Service:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     async def parse(self, kind: type[AnyBody], raw: bytes) -> AnyBody:
-        """Parse the body of a request; a large one on a thread.
-
-        Raises:
-            ApiError: status 400, with the problem and the parameter; 429 if too many bodies wait for the thread.
+        """Parse the body of a request; a large one on a thread. Raises ApiError: status 400, with the problem and the
+        parameter; 429 if too many bodies wait for the thread.
         """
         if len(raw) <= SMALL_BODY_BYTES:
             return parse(kind, raw)
@@ -100,14 +96,11 @@ class Service:
         An update contains everything that happened to its choice since the one before, so slow readers get fewer.
         Closing the generator aborts the choices that still run.
 
+        Raises ApiError if the request cannot be served, or failed.
+
         Args:
-            body: the body of the request.
-            request_id: a new id.
             prepare: what the response needs of the tokenizer, called on its thread with the tokens of the prompts once
                 these are checked.
-
-        Raises:
-            ApiError: the request cannot be served, or failed.
         """
         params = body.sampling(self.engine.sampling_defaults)
         _check_tokens(params, self.engine.vocab)
@@ -139,7 +132,6 @@ class Service:
             raise bad_request(body.grammar_source, f"{body.grammar_source}: {error}") from error
 
     def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[list[list[int]]], None] | None) -> list[Job]:
-        """Return the jobs of all choices of all prompts."""
         prompts = [self._truncate(body, prompt) for prompt in body.tokenize(self.engine.tokenizer)]
         lengths = [self._output_length(body, len(prompt)) for prompt in prompts]
         checked = [self.engine.check_prompt(prompt) for prompt in prompts]
@@ -163,7 +155,6 @@ class Service:
         return prompt[-kept:]
 
     def _output_length(self, body: Body, prompt_tokens: int) -> int:
-        """Return the largest number of tokens of each output for a prompt of ``prompt_tokens`` tokens."""
         prompt_limit, output_limit = self.config.max_prompt_tokens, self.config.max_output_tokens
         too_long = "context_length_exceeded"
         if prompt_limit is not None and prompt_tokens > prompt_limit:
@@ -184,10 +175,8 @@ class Service:
         return length
 
     async def tokenize(self, body: TokenizeBody) -> bytes:
-        """Return the JSON of the response of ``/tokenize``.
-
-        Raises:
-            ApiError: the text has no tokens by the model's chat template, or the queue is full.
+        """Return the JSON of the response of ``/tokenize``. Raises ApiError if the text has no tokens by the model's
+        chat template, or the queue is full.
         """
         with self._reserve(1):
             try:
@@ -198,17 +187,12 @@ class Service:
                 raise bad_request(body.source, str(error)) from error
 
     async def detokenize(self, body: DetokenizeBody) -> bytes:
-        """Return the JSON of the response of ``/detokenize``.
-
-        Raises:
-            ApiError: the queue is full.
-        """
+        """Return the JSON of the response of ``/detokenize``. Raises ApiError if the queue is full."""
         with self._reserve(1):
             return await self.with_tokenizer(lambda: detokenized(body, self.engine.tokenizer))
 
     @contextmanager
     def _reserve(self, count: int) -> Iterator[None]:
-        """Reserve ``count`` places in the queue."""
         self.check()
         limit = self.config.max_queue
         if self._sequences + count > limit:
@@ -221,7 +205,6 @@ class Service:
 
     @contextmanager
     def _admit(self, body: Body) -> Iterator[_Sequences]:
-        """Reserve room in the queue for all sequences of a request."""
         count, limit = body.prompts * body.choices, self.config.max_queue
         if count > limit:
             param = "n" if body.choices > 1 else body.PROMPT
@@ -249,12 +232,10 @@ class Service:
             self.abort()
 
     def abort(self) -> None:
-        """End all running requests."""
         for sequences in self._running:
             sequences.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     def close(self) -> None:
-        """Stop the threads."""
         self._parsing.shutdown(wait=False)
         self._tokenizing.shutdown(wait=False)
         self._compiling.shutdown(wait=False)

@@ -55,8 +55,6 @@ class EventStream(Response):
     sent as an event, and ends the stream.
 
     Args:
-        events: the events.
-        error_event: returns the event for an error.
         ping_s: a comment is sent whenever nothing else was for this many seconds, since proxies end quiet connections.
     """
 

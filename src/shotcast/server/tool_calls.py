@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shotcast.engine.detokenizer import partial
 from shotcast.engine.grammar import Grammar, lark_text, styled
 
 MAX_CALLS = 16
@@ -29,34 +30,20 @@ _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """The format in which a family of models calls tools.
+    """The format in which a family of models calls tools."""
 
-    Attributes:
-        name: the family.
-        begin: the text before a call, or before a list of them; "" where a call may begin an output without it.
-        end: the text after a call.
-        key: the key of a call's arguments.
-        separator: between two calls.
-        in_list: the calls form a JSON list.
-        arguments: the text between the name of a function and its arguments, where calls are no JSON objects.
-        tag: a text that may precede a call at the beginning of an output.
-        single: the template takes one call in a message, so no grammar allows more.
-        short_ids: the template wants ids of nine letters and digits.
-    """
-
-    name: str
-    begin: str
-    end: str = ""
-    key: str = "arguments"
-    separator: str = ""
-    in_list: bool = False
-    arguments: str = ""
-    tag: str = ""
-    single: bool = False
-    short_ids: bool = False
+    name: str  # the family
+    begin: str  # the text before a call, or before a list of them; "" where a call may begin an output without it
+    end: str = ""  # the text after a call
+    key: str = "arguments"  # the key of a call's arguments
+    separator: str = ""  # between two calls
+    in_list: bool = False  # the calls form a JSON list
+    arguments: str = ""  # the text between the name of a function and its arguments, where calls are no JSON objects
+    tag: str = ""  # a text that may precede a call at the beginning of an output
+    single: bool = False  # the template takes one call in a message, so no grammar allows more
+    short_ids: bool = False  # the template wants ids of nine letters and digits
 
     def new_id(self) -> str:
-        """Return a new id of a call."""
         if not self.short_ids:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
@@ -98,9 +85,6 @@ def calls_grammar(
     """Return the grammar of outputs that call functions.
 
     Args:
-        tool_format: the model's format.
-        functions: the functions that may be called.
-        several: more than one call is allowed.
         special_tokens: the tokenizer's special tokens, which no text spells.
         answer: the schema of an output without calls; None where one has to be called.
     """
@@ -189,7 +173,6 @@ class ToolParser:
     Spaces next to calls are dropped.
 
     Args:
-        tool_format: the model's format.
         names: the functions that may be called, without which JSON that begins an output is content.
         several: False drops all calls but the first.
 
@@ -378,13 +361,7 @@ class ToolParser:
         return bool(self._buffer)
 
 
-def partial(text: str, marker: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``marker``."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-
-
 def _loads(text: str) -> Any:
-    """Return a JSON value; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

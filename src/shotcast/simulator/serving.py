@@ -37,20 +37,13 @@ class Arrival(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The time of a step in seconds.
+    """The time of a step in seconds."""
 
-    Attributes:
-        stages_s: each stage, among steps in a row.
-        transfers_s: for each stage the way to the next, of the last one to the first.
-        host_s: rank 0 before its stage begins: it plans, and builds and enqueues the inputs.
-        in_loop: rank 0 computes the first stage itself, as on a CPU, and does nothing else meanwhile.
-        saved_s: what each stage takes less at the full clock of its GPUs, which they have after a rest; () for nothing.
-    """
-
-    stages_s: Sequence[float]
-    transfers_s: Sequence[float]
-    host_s: float = 0.0
-    in_loop: bool = False
+    stages_s: Sequence[float]  # each stage, among steps in a row
+    transfers_s: Sequence[float]  # for each stage the way to the next, of the last one to the first
+    host_s: float = 0.0  # rank 0 before its stage begins: it plans, and builds and enqueues the inputs
+    in_loop: bool = False  # rank 0 computes the first stage itself, as on a CPU, and does nothing else meanwhile
+    # what each stage takes less at the full clock of its GPUs, which they have after a rest; () for nothing
     saved_s: Sequence[float] = ()
 
 
@@ -67,7 +60,6 @@ class Served:
 
     @property
     def ttft_s(self) -> float:
-        """The time to the first token."""
         return self.times_s[0] - self.arrival_s
 
     @property
@@ -79,19 +71,12 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The result of a simulation.
+    """The result of a simulation."""
 
-    Attributes:
-        requests: in the order in which they were given.
-        steps: plans that were computed.
-        preemptions: sequences that lost their blocks.
-        busy_s: seconds in which each stage computed.
-    """
-
-    requests: tuple[Served, ...]
-    steps: int
-    preemptions: int
-    busy_s: tuple[float, ...]
+    requests: tuple[Served, ...]  # in the order in which they were given
+    steps: int  # plans that were computed
+    preemptions: int  # sequences that lost their blocks
+    busy_s: tuple[float, ...]  # seconds in which each stage computed
 
     @property
     def seconds(self) -> float:
@@ -101,7 +86,6 @@ class Service:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of output a second."""
         return sum(len(request.times_s) for request in self.requests) / self.seconds
 
 
@@ -112,16 +96,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: Predict, client_s: float = 0.0) -> Service:
-    """Serve requests in simulated time.
+    """Serve requests in simulated time. Raises ConfigError if there is no request, or one that the scheduler refuses.
 
     Args:
-        arrivals: the requests.
         config: of the scheduler; ``pipeline`` is the number of stages that ``times_of`` gives times of.
-        times_of: predicts a plan.
         client_s: the seconds of a request on its way from the client to the loop, and of its tokens on the way back.
-
-    Raises:
-        ConfigError: there is no request, or one that the scheduler refuses.
     """
     if not arrivals:
         raise ConfigError("there is no request to serve")

@@ -62,13 +62,9 @@ class PricedSteps:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The latencies and throughput that requests met, in milliseconds and tokens a second.
+    """The latencies and throughput that requests met, in milliseconds and tokens a second."""
 
-    Attributes:
-        services: of each engine.
-    """
-
-    services: tuple[Service, ...]
+    services: tuple[Service, ...]  # of each engine
 
     def ttft_ms(self, percent: float) -> float:
         """Return a percentile of the time to the first token."""
@@ -106,10 +102,8 @@ class Traffic:
 
 
 def poisson(rate: float, requests: int, prompt: int, output: int, seed: int = 0) -> list[Arrival]:
-    """Return requests of equal lengths that arrive at a mean rate a second, independently of each other.
-
-    Raises:
-        ConfigError: there is no rate or no request, or there are too many.
+    """Return requests of equal lengths that arrive at a mean rate a second, independently of each other. Raises
+    ConfigError if there is no rate or no request, or there are too many.
     """
     if not 0 < rate < math.inf:
         raise ConfigError(f"rate must be above 0 requests a second, not {rate}")
@@ -125,10 +119,8 @@ def poisson(rate: float, requests: int, prompt: int, output: int, seed: int = 0)
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Return the requests of a file of JSON lines, each with ``time_s``, ``prompt`` and ``output``.
-
-    Raises:
-        ConfigError: it cannot be read, has no requests or too many, or a line is no request.
+    """Return the requests of a file of JSON lines, each with ``time_s``, ``prompt`` and ``output``. Raises ConfigError
+    if it cannot be read, has no requests or too many, or a line is no request.
     """
     lines = [(number, line) for number, line in enumerate(read_text(path, "the trace").split("\n"), 1) if line.strip()]
     if not 1 <= len(lines) <= MOST_REQUESTS:
@@ -158,11 +150,7 @@ def _arrival(line: str, origin: str) -> Arrival:
 
 
 def longest(job: Job, arrivals: Sequence[Arrival]) -> int:
-    """Return the tokens of the longest request.
-
-    Raises:
-        ConfigError: it is too long for the model.
-    """
+    """Return the tokens of the longest request. Raises ConfigError if it is too long for the model."""
     tokens = max(arrival.prompt + arrival.output for arrival in arrivals)
     if tokens > job.model.max_position:
         raise ConfigError(f"{job.name} takes {job.model.max_position} tokens of a sequence, and one has {tokens}")
@@ -170,10 +158,8 @@ def longest(job: Job, arrivals: Sequence[Arrival]) -> int:
 
 
 def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequence[Arrival]) -> Traffic:
-    """Return what requests meet at a point of a plan; they take the engines in turn.
-
-    Raises:
-        ConfigError: a request is too long for the model or for the cache.
+    """Return what requests meet at a point of a plan; they take the engines in turn. Raises ConfigError if a request is
+    too long for the model or for the cache.
     """
     constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
     collectives = CollectiveCosts.on(job.cluster, constants.link)

@@ -150,7 +150,6 @@ def rotate_into_cache(
         x: float32 [tokens, (heads + 2 * kv heads) * head_dim]: queries, keys, values.
         cosines, sines: float32 [positions, head_dim / 2].
         positions, slots: int64 [tokens].
-        keys, values: the caches.
         queries: float32 [tokens, heads, head_dim], the output.
     """
     _compiled(_rotate)(
@@ -186,7 +185,6 @@ def decode(
 
     Args:
         queries, out: float32 [sequences, heads, head_dim].
-        keys, values: the caches.
         tables: int32 [rows, blocks].
         rows: int64 [sequences], the row of the tables of each sequence.
         lengths: int32 [sequences], the number of tokens of each in the cache.

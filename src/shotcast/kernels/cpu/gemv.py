@@ -73,14 +73,11 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``x @ weight.T``, summed in float32.
+    """Return ``x @ weight.T``, float32 [rows, outputs], summed in float32.
 
     Args:
         x: [rows, inputs], of the weights' dtype.
         weight: contiguous [outputs, inputs], float32 or bfloat16.
-
-    Returns:
-        float32 [rows, outputs].
     """
     run = _compiled(weight.dtype)
     out = torch.empty(x.shape[0], weight.shape[0], device="cpu")

@@ -85,13 +85,11 @@ def gate(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
 def quantize(
     x: torch.Tensor, gated: bool = False, activation: Activation = "silu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows to FP8; with ``gated``, after :func:`gate`.
+    """Quantize rows to FP8; with ``gated``, after :func:`gate`. Returns float8_e4m3fn [rows, width] and float32 [rows,
+    1], whose product approximates the rows.
 
     Args:
         x: contiguous [rows, columns], of a float dtype.
-
-    Returns:
-        float8_e4m3fn [rows, width] and float32 [rows, 1], whose product approximates the rows.
     """
     width = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(x.shape[0], width, dtype=torch.float8_e4m3fn)

@@ -136,18 +136,12 @@ def arriving_gemm_kernel(a, b, out, arrivals, sizes: Sizes, out_stride, arriving
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The way in which rows come.
+    """The way in which rows come."""
 
-    Attributes:
-        rank, world_size: the shard that is this rank's own, and the number of shards, all of equal size.
-        workers: programs of the call that brings them.
-        chunk_nbytes: bytes of a chunk, of which each worker brings one of every shard at a time.
-    """
-
-    rank: int
+    rank: int  # with world_size: the shard that is this rank's own, and the number of shards, all of equal size
     world_size: int
-    workers: int
-    chunk_nbytes: int
+    workers: int  # programs of the call that brings them
+    chunk_nbytes: int  # bytes of a chunk, of which each worker brings one of every shard at a time
 
 
 def register_limit(form: GemmForm, config: GemmConfig) -> dict[str, int]:
@@ -165,8 +159,6 @@ class ArrivingGemm(Gemm):
     Args:
         form: of the product; rows of ``a`` lie one after the other.
         config: the shape of blocks. Tiles are not pipelined across each other, so ``persistent`` only limits the SMs.
-        sms: as for :class:`~shotcast.kernels.triton.gemm.Gemm`.
-        arrival: the way in which ``a`` comes.
     """
 
     def __init__(self, form: GemmForm, config: GemmConfig, sms: int, arrival: Arrival):

@@ -24,10 +24,7 @@ def embed_kernel(tokens, weight, out, start, count, HIDDEN: tl.constexpr, TILE: 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
     """Look up ``tokens``, int64 [tokens], in ``weight`` [count, hidden], which holds rows ``start`` to ``start +
-    count``.
-
-    Returns:
-        [tokens, hidden]; zeros for tokens of other ranks.
+    count``. Returns [tokens, hidden]; zeros for tokens of other ranks.
     """
     count, hidden = weight.shape
     out = torch.empty(tokens.shape[0], hidden, dtype=weight.dtype, device=weight.device)

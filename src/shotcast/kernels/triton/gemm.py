@@ -195,27 +195,16 @@ def gemm_kernel(a, b, out, sizes: Sizes, out_stride, SHAPE: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """The shape of a product's blocks.
+    """The shape of a product's blocks."""
 
-    Attributes:
-        tile_m: rows of the output that a program computes at a time.
-        tile_n: columns, likewise.
-        tile_k: the depth of a step.
-        stages: the number of steps in shared memory.
-        warps: warps of a block.
-        padding_bytes: shared memory that a block takes beyond what it uses.
-        group: rows of tiles that are walked through together.
-        persistent: one program an SM, which computes tile after tile; without it, a program a tile.
-    """
-
-    tile_m: int = 128
-    tile_n: int = 256
-    tile_k: int = 64
-    stages: int = 3
-    warps: int = 8
-    padding_bytes: int = 0
-    group: int = 16
-    persistent: bool = False
+    tile_m: int = 128  # rows of the output that a program computes at a time
+    tile_n: int = 256  # columns, likewise
+    tile_k: int = 64  # the depth of a step
+    stages: int = 3  # the number of steps in shared memory
+    warps: int = 8  # warps of a block
+    padding_bytes: int = 0  # shared memory that a block takes beyond what it uses
+    group: int = 16  # rows of tiles that are walked through together
+    persistent: bool = False  # one program an SM, which computes tile after tile; without it, a program a tile
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k"):
@@ -236,25 +225,17 @@ class GemmConfig:
 
 @dataclass(frozen=True, slots=True)
 class GemmForm:
-    """The properties that products share if they are launched alike: shapes, layouts, dtype, alignment and device.
-
-    Attributes:
-        strides: elements from one row in memory to the next, of ``a``, ``b`` and ``out``.
-        a_rows_are_k: ``a`` is in memory as [k, m].
-        b_rows_are_n: ``b`` is in memory as [n, k].
-        unit: the largest power of two up to UNIT of which rows in memory begin and end at a multiple.
-        rows_are_units: rows begin at multiples of 16 bytes, wherever they end.
-    """
+    """The properties that products share if they are launched alike: shapes, layouts, dtype, alignment and device."""
 
     m: int
     n: int
     k: int
-    strides: tuple[int, int, int]
-    a_rows_are_k: bool
-    b_rows_are_n: bool
+    strides: tuple[int, int, int]  # elements from one row in memory to the next, of ``a``, ``b`` and ``out``
+    a_rows_are_k: bool  # ``a`` is in memory as [k, m]
+    b_rows_are_n: bool  # ``b`` is in memory as [n, k]
     dtype: torch.dtype
-    unit: int
-    rows_are_units: bool
+    unit: int  # the largest power of two up to UNIT of which rows in memory begin and end at a multiple
+    rows_are_units: bool  # rows begin at multiples of 16 bytes, wherever they end
     device: torch.device
 
     @property
@@ -270,11 +251,8 @@ def has_tma(device: torch.device) -> bool:
 
 
 def form_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GemmForm:
-    """Return the form of ``out = a @ b``.
-
-    Raises:
-        UnsupportedError: the dtype is not bfloat16 or float16, or neither rows nor columns are contiguous.
-        ConfigError: the shapes, dtypes or devices do not fit.
+    """Return the form of ``out = a @ b``. Raises UnsupportedError if the dtype is not bfloat16 or float16, or neither
+    rows nor columns are contiguous. Raises ConfigError if the shapes, dtypes or devices do not fit.
     """
     if a.dtype not in DTYPES or a.device.type != ("cpu" if INTERPRETED else "cuda"):
         raise UnsupportedError(f"products take bfloat16 or float16 on a GPU, not {a.dtype} on {a.device}")
@@ -392,16 +370,12 @@ def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
 
 
 class Gemm:
-    """Products of one form in blocks of one shape, on a chosen number of SMs.
+    """Products of one form in blocks of one shape, on a chosen number of SMs. Raises ConfigError if a block would take
+    more shared memory than it may have.
 
     Args:
-        form: from :func:`form_of`.
-        config: the shape of blocks.
         sms: the number of SMs that a persistent product uses: it has as many programs, and a GPU that is idle starts
             them on an SM each.
-
-    Raises:
-        ConfigError: a block would take more shared memory than it may have.
     """
 
     def __init__(self, form: GemmForm, config: GemmConfig, sms: int):

@@ -169,17 +169,11 @@ def gemv_kernel(x, weight, scale, bias, out, outputs, inputs, count, SHAPE: tl.c
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """The launch configuration of :func:`gemv_kernel`.
+    """The launch configuration of :func:`gemv_kernel`."""
 
-    Attributes:
-        tile: the outputs of a program.
-        columns: the columns of the weight that are loaded at a time, 16 bytes or more for each thread.
-        warps: the warps of a program.
-    """
-
-    tile: int
-    columns: int
-    warps: int
+    tile: int  # the outputs of a program
+    columns: int  # the columns of the weight that are loaded at a time, 16 bytes or more for each thread
+    warps: int  # the warps of a program
 
     def __str__(self) -> str:
         return f"{self.tile}x{self.columns} w{self.warps}"
@@ -227,11 +221,8 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, max_rows: int, supported: bool, accepted: str) -> None:
-    """Raise if the operands are not supported.
-
-    Raises:
-        UnsupportedError: the dtypes are not ``supported``, or x has more than ``max_rows`` rows.
-        ConfigError: the shapes do not fit.
+    """Raise if the operands are not supported. Raises UnsupportedError if the dtypes are not ``supported``, or x has
+    more than ``max_rows`` rows. Raises ConfigError if the shapes do not fit.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if not supported or not 0 < rows <= max_rows:
@@ -258,6 +249,9 @@ def linear(
 
     The weight must be complete before kernels that may still be running when this one starts, since it is read early.
 
+    Returns [rows, outputs], or half as many columns if gated, of the dtype of x. Raises UnsupportedError if the dtypes
+    are others, or there are more rows. Raises ConfigError if the shapes do not fit.
+
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; 1 or 2 rows.
         weight: contiguous [outputs, inputs] of the same dtype, or float8_e4m3fn with a scale; inputs are a multiple of
@@ -266,13 +260,6 @@ def linear(
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
         config: the launch configuration; None for one that is known to be fast.
-
-    Returns:
-        [rows, outputs], or half as many columns if gated, of the dtype of x.
-
-    Raises:
-        UnsupportedError: the dtypes are others, or there are more rows.
-        ConfigError: the shapes do not fit.
     """
     supported = x.dtype in DTYPES and weight.dtype in (x.dtype, torch.float8_e4m3fn)
     check(x, weight, gated, MAX_ROWS, supported, "bfloat16 or float16 with weights of their dtype or float8_e4m3fn")

@@ -291,8 +291,7 @@ def finish_row(live, row, at, total, before, gain, shift, norm, SHAPE: tl.conste
     The row is ``row`` in this rank's tensors, and ``at`` in tensors that may be gathered. ``before`` and ``gain`` are
     words of the residual, and weights as :func:`load_weights` loads them. All results are NaN if the call was stopped.
 
-    Returns:
-        The words of the norm and of its FP8 form (if asked for), and the row's own scale (if it has one).
+    Returns the words of the norm and of its FP8 form (if asked for), and the row's own scale (if it has one).
     """
     ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
     FP8_UNIT: tl.constexpr = (

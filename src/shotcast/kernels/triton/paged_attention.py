@@ -325,10 +325,7 @@ class PagedDecoding:
     """Attention with one query a sequence, for one layer shape. It keeps the scratch memory between its kernels.
 
     Args:
-        heads, head_dim: the number and the size of the query heads.
         kv_head_of: for each query head its key-value head, ascending.
-        sequences: the largest number of sequences.
-        num_sms: the number of SMs of the GPU.
     """
 
     def __init__(
@@ -357,11 +354,6 @@ class PagedDecoding:
         that slowed steps down by more than small tiles slow down long contexts (docs/design/decode_step.md). Wide tiles
         are for contexts in few parts, where an SM has room for two programs: they load as many keys ahead in fewer,
         larger steps. With larger groups of heads, registers cannot hold them.
-
-        Args:
-            dtype: the type of queries and caches.
-            memory_bytes: the shared memory that a program can have.
-            allow_wide: whether wide tiles may be chosen.
         """
         tile, stages = tile_and_stages(self._head_dim, dtype.itemsize, memory_bytes)
         splits = self.splits(sequences)

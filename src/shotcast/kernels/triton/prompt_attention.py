@@ -176,9 +176,7 @@ def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: to
     """Return the largest number of tokens of a sequence that a program processes.
 
     Args:
-        tokens: the number of tokens of the step.
         group: the largest number of query heads of a key-value head.
-        num_sms: the number of SMs of the GPU.
     """
     if dtype == torch.float32:
         rows = FLOAT32_ROWS
@@ -215,7 +213,6 @@ def attend(
         max_tile_tokens: the largest number of tokens of a tile.
         first_heads: int32 [key-value heads + 1], the first query head of each key-value head; and their number.
         group: the largest number of query heads of a key-value head.
-        block_size: the number of slots of a block of the cache.
         window: the number of keys that a query sees, its own included; 0 for all.
         out: the output, like queries. All tensors are of one dtype.
         scales: float32 [slots, key-value heads], of keys and of values, if the caches are float8_e4m3fn.

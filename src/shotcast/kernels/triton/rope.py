@@ -191,7 +191,6 @@ def rotate_into_cache(
     Args:
         scales: float32 [slots, kv heads], of keys and of values, if the caches are float8_e4m3fn.
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head before the rotation.
-        eps: the epsilon of the norm.
     """
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]

@@ -83,21 +83,17 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 class SamplingMetadata(NamedTuple):
-    """The sampling parameters of each row. A greedy row has ``top_k`` 0 and ``top_p`` 1.
+    """The sampling parameters of each row. A greedy row has ``top_k`` 0 and ``top_p`` 1."""
 
-    Attributes:
-        integers: int32 [rows, 5]: slot; top_k, 0 for all tokens; two words that key the noise; the row of the masks, -1
-            for a row without constraints.
-        reals: float32 [rows, 6]: 1 / temperature, 0 for greedy; the distance beyond which min_p drops tokens; presence
-            and frequency penalty; the distance beyond which top_p keeps no token; repetition penalty.
-        top_p: float64 [rows].
-        state: int64 [rows, 3], INITIAL_STATE in each row: the :func:`argmax_key` of the largest logit and of the best
-            score so far, and the length of the list.
-    """
-
+    # int32 [rows, 5]: slot; top_k, 0 for all tokens; two words that key the noise; the row of the masks, -1 for a row
+    # without constraints
     integers: torch.Tensor
+    # float32 [rows, 6]: 1 / temperature, 0 for greedy; the distance beyond which min_p drops tokens; presence and
+    # frequency penalty; the distance beyond which top_p keeps no token; repetition penalty
     reals: torch.Tensor
-    top_p: torch.Tensor
+    top_p: torch.Tensor  # float64 [rows]
+    # int64 [rows, 3], INITIAL_STATE in each row: the :func:`argmax_key` of the largest logit and of the best score so
+    # far, and the length of the list
     state: torch.Tensor
 
 
@@ -263,6 +259,7 @@ def sample(
     truncates: bool,
 ) -> torch.Tensor:
     """Sample a token for each row, write it to ``last_tokens`` at the row's slot, and count it in rows with penalties.
+    Returns int64 [rows, 2]: the sampled token, and the second column of ``best``.
 
     Args:
         logits: contiguous float32 [rows, vocab], vocab at most 2^18.
@@ -275,9 +272,6 @@ def sample(
             token is allowed; None if no row is constrained. ``best`` need not hold for constrained rows.
         last_tokens: int64 [slots or more].
         truncates: whether any row has top_k or top_p.
-
-    Returns:
-        int64 [rows, 2]: the sampled token, and the second column of ``best``.
     """
     rows, vocab = logits.shape
     out = torch.empty_like(best)

@@ -142,15 +142,10 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
 
 @dataclass(frozen=True, slots=True)
 class SkinnyGemmConfig:
-    """The launch configuration of :func:`skinny_gemm_kernel`.
+    """The launch configuration of :func:`skinny_gemm_kernel`."""
 
-    Attributes:
-        stages: the number of steps of columns that are loaded ahead.
-        split_k: the number of programs that divide the columns of a tile.
-    """
-
-    stages: int
-    split_k: int
+    stages: int  # the number of steps of columns that are loaded ahead
+    split_k: int  # the number of programs that divide the columns of a tile
 
     def __str__(self) -> str:
         return f"{self.stages} stages, {self.split_k} parts"
@@ -245,7 +240,9 @@ def linear(
     gated: bool = False,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once.
+    """Return ``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once. Returns [rows, outputs],
+    or half as many columns if gated, of the dtype of x; bfloat16 for float8_e4m3fn. Raises UnsupportedError if the
+    dtypes are others, or there are more rows. Raises ConfigError if the shapes do not fit.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16, float16 or float8_e4m3fn; at most MAX_ROWS rows.
@@ -256,13 +253,6 @@ def linear(
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
         config: the launch configuration; None for one that is known to be fast.
-
-    Returns:
-        [rows, outputs], or half as many columns if gated, of the dtype of x; bfloat16 for float8_e4m3fn.
-
-    Raises:
-        UnsupportedError: the dtypes are others, or there are more rows.
-        ConfigError: the shapes do not fit.
     """
     supported = x.dtype in (*DTYPES, FLOAT8) and weight.dtype == x.dtype
     check(x, weight, gated, MAX_ROWS, supported, "bfloat16, float16 or float8_e4m3fn with weights of their dtype")
@@ -283,18 +273,15 @@ def grouped_linear(
     bias: torch.Tensor | None = None,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
+    """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once. Raises
+    UnsupportedError if the dtype is another, or there are more rows. Raises ConfigError if the shapes do not fit.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; at most MAX_ROWS rows.
-        weight, scales, zeros, group: as in :class:`~shotcast.layers.grouped.GroupedRows`.
+        weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`.
         counters: from :func:`new_counters`.
         bias: [outputs].
         config: the launch configuration; None for one that fits.
-
-    Raises:
-        UnsupportedError: the dtype is another, or there are more rows.
-        ConfigError: the shapes do not fit.
     """
     rows, inputs = x.shape
     columns = step_columns(group)

@@ -51,11 +51,8 @@ def load_top_k_top_p(metadata, row):
 
 @triton.jit
 def threshold_bins(bins, row, k, p):
-    """Return the bins that may hold the threshold: ``first`` to ``last``, BINS if no token is removed.
-
-    Returns:
-        ``first`` and ``last``; the number and weight of the tokens in the bins before; the weight of the row; whether
-        top_k removes tokens.
+    """Return the bins that may hold the threshold, ``first`` to ``last``, BINS if no token is removed; the number and
+    weight of the tokens in the bins before; the weight of the row; whether top_k removes tokens.
     """
     bin = tl.arange(0, BINS)
     counts = tl.load(bins + row * (2 * BINS) + bin)

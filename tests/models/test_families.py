@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from registry_targets import ALPACA, NAMES, logits_of_registered
+from families_targets import ALPACA, NAMES, logits_of_registered
 from safetensors.torch import load_file, save_file
 from test_gguf_file import SHAPES, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shotcast
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.models import registry
+from shotcast.models import families
+from shotcast.models.families import find_family, register_family
 from shotcast.models.gguf_file import GgufFile
-from shotcast.models.registry import find_family, register_family
 from shotcast.models.source import open_checkpoint
 from shotcast.models.weight_names import HF_LLAMA
 
@@ -36,7 +36,7 @@ PROMPTS = [[5, 9, 3, 60, 2, 7, 7], [1, 2, 3]]
 @pytest.fixture
 def alpaca(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the family in this process, for one test."""
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     register_family(ALPACA)
 
 

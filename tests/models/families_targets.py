@@ -1,4 +1,4 @@
-"""A model family of the Llama kind with names of its own, and a rank of test_registry.py that runs it."""
+"""A model family of the Llama kind with names of its own, and a rank of test_families.py that runs it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from parity_targets import logits
 
-from shotcast.models.family import ModelFamily
-from shotcast.models.registry import register_family
+from shotcast.models.families import ModelFamily, register_family
 from shotcast.models.weight_names import HF_LLAMA
 
 NAMES = replace(HF_LLAMA, layer="decoder.layers.{}", embeddings="decoder.embed", query="attention.to_q", down="ffn.w2")

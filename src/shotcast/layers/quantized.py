@@ -1,0 +1,157 @@
+"""Matrices as checkpoints store them: in blocks of GGUF files, in FP8, or in groups of codes that share a scale.
+
+FP8 (e4m3) has one scale for each output of the weights and for each row of the other operand:
+
+    row   ~ values * scale,   scale = max |row| / 448, at least 2^-126,   values = e4m3(row / scale)
+    out   = round((x.values @ weight.values.T) * x.scale * weight.scale.T + bias)
+
+Groups of inputs have a scale: value = (code - zero) * scale of codes of 4 bits, or value = e4m3 * scale.
+
+This is the only file that uses PyTorch's private ``_scaled_mm``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from shotcast.errors import ConfigError
+from shotcast.kernels.block_formats import BLOCKS
+
+
+class BlockRows(NamedTuple):
+    """A matrix [outputs, inputs], each row of which is blocks."""
+
+    stored: torch.Tensor  # uint8 [outputs, bytes of the blocks of a row]
+    kind: str  # the format, a key of ``BLOCKS``
+
+    def to(self, device: torch.device) -> BlockRows:
+        return BlockRows(self.stored.to(device), self.kind)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        values, nbytes = BLOCKS[self.kind]
+        return self.stored.shape[0], self.stored.shape[1] // nbytes * values
+
+    def values(self, dtype: torch.dtype, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the values of ``rows`` [n], or of all, as [n, inputs]."""
+        from shotcast.kernels.cpu.blocks import dequantize
+
+        stored = self.stored if rows is None else self.stored[rows]
+        return dequantize(stored, self.kind, self.shape[1]).to(dtype)
+
+
+E4M3_MAX = 448.0
+UNIT = 16
+"""The numbers of inputs and outputs of a product must be multiples of this."""
+_SMALLEST_SCALE = 2.0**-126
+_AT_ONCE = 1 << 26
+"""The number of values that are quantized at once, which bounds the float32 copies."""
+
+
+class Float8Rows(NamedTuple):
+    """Rows in FP8, approximately ``values * scale``."""
+
+    values: torch.Tensor  # float8_e4m3fn [rows, columns]
+    scale: torch.Tensor  # float32 [rows, 1]
+
+    def to(self, device: torch.device) -> Float8Rows:
+        return Float8Rows(self.values.to(device), self.scale.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scale.nbytes
+
+
+def quantize(matrix: torch.Tensor) -> Float8Rows:
+    """Quantize [rows, columns] to FP8 row by row, a slice at a time, on the device of ``matrix``."""
+    rows, columns = matrix.shape
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=matrix.device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=matrix.device)
+    step = max(1, _AT_ONCE // columns)
+    for first in range(0, rows, step):
+        part = matrix[first : first + step].float()
+        row_scale = scale[first : first + step]
+        torch.amax(part.abs(), 1, keepdim=True, out=row_scale)
+        row_scale.div_(E4M3_MAX).clamp_(min=_SMALLEST_SCALE)
+        # a quotient may be rounded to above 448, which the conversion would turn into NaN
+        values[first : first + step] = (part / row_scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return Float8Rows(values, scale)
+
+
+def scaled_matmul(x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` in bfloat16, summed in float32.
+
+    Args:
+        x: [rows, inputs].
+        weight: [outputs, inputs]; both numbers are multiples of 16.
+        bias: bfloat16 [outputs].
+    """
+    return torch._scaled_mm(
+        x.values,
+        weight.values.t(),
+        scale_a=x.scale,
+        scale_b=weight.scale.t(),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )
+
+
+LEAST_GROUP = 32
+"""The smallest group that kernels multiply with."""
+PER_WORD = 8
+"""Codes of 4 bits in a word."""
+
+
+class GroupedRows(NamedTuple):
+    """A matrix [outputs, inputs], of whose rows each group of inputs has a scale."""
+
+    # int32 [outputs, inputs / 8], eight codes a word, the first in the lowest bits; or float8_e4m3fn [outputs, inputs]
+    values: torch.Tensor
+    scales: torch.Tensor  # [groups, outputs]
+    zeros: torch.Tensor | None  # uint8 [groups, outputs]; None for FP8
+    group: int  # the number of inputs of a group, which divides the inputs
+
+    def to(self, device: torch.device) -> GroupedRows:
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return GroupedRows(self.values.to(device), self.scales.to(device), zeros, self.group)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else PER_WORD)
+
+
+def common_group(group: int, columns: slice) -> int:
+    """Return the largest group of inputs of a part that lies within a group of the matrix, wherever the part begins."""
+    return math.gcd(group, columns.start, columns.stop)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes of 4 bits [outputs, inputs] into words [outputs, inputs / 8]."""
+    shifts = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=codes.device)
+    return (codes.to(torch.int32).unflatten(1, (-1, PER_WORD)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def join(matrices: Sequence[GroupedRows]) -> GroupedRows:
+    """Concatenate the rows of matrices. Raises ConfigError if they are stored in different formats."""
+    if len({(matrix.values.dtype, matrix.scales.dtype, matrix.group) for matrix in matrices}) > 1:
+        raise ConfigError("matrices of one layer are quantized in different formats, which is not supported")
+    zeros = [matrix.zeros for matrix in matrices if matrix.zeros is not None]
+    return GroupedRows(
+        torch.cat([matrix.values for matrix in matrices]),
+        torch.cat([matrix.scales for matrix in matrices], 1),
+        torch.cat(zeros, 1) if zeros else None,
+        matrices[0].group,
+    )

@@ -1,1 +1,0 @@
-"""Descriptions of model families, which :mod:`shotcast.models.registry` lists."""
