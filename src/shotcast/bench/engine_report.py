@@ -30,10 +30,10 @@ class EngineRow:
     layout: str
     algorithm: str
     batch: int
-    prompt: int  # with output: tokens of each request
-    output: int
-    ttft_ms: float  # with tpot_ms: of a request; TPOT includes the delay caused by the prompts of other requests
-    tpot_ms: float
+    prompt: int  # tokens of each request
+    output: int  # tokens that it gets
+    ttft_ms: float
+    tpot_ms: float  # it includes the delay caused by the prompts of other requests
     # the median time between neighboring tokens of all requests that different steps gave, which is a step in which all
     # of them decode
     itl_ms: float
@@ -45,8 +45,8 @@ class EngineRow:
     roofline: float  # ``roofline_ms`` divided by ``itl_ms``
     bandwidth_gbps: float  # the measured memory bandwidth of a rank
     quantization: str = ""  # of the layers' weight matrices
-    hosts: int = 1  # with delay_us: the simulated hosts that the ranks were on, and the one-way delay between them
-    delay_us: float = 0.0
+    hosts: int = 1  # the simulated hosts that the ranks were on
+    delay_us: float = 0.0  # one way between two hosts
     overlap: str = "auto"  # the way of prompts in halves, as :class:`~shotcast.engine.config.EngineConfig` has it
     speculation: str = ""  # the configuration of speculative decoding, in JSON; empty for none
     accepted: float | None = None  # the share of proposals that were accepted; None if there were none

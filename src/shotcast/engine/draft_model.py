@@ -26,8 +26,8 @@ class _Start(NamedTuple):
 
     place: int  # its place among the sequences of the plan that sample
     slot: int
-    token: int  # with position: its last token, and the position of that
-    position: int
+    token: int  # its last one
+    position: int  # that of ``token``
     accepted: int  # how many proposals the step has accepted
     wanted: int  # how many proposals are made
 

@@ -33,8 +33,8 @@ class InputBatch(NamedTuple):
     positions: Int32Array  # [tokens], the position of each token in its sequence
     cache_slots: Int32Array  # [tokens], the slots of the paged cache for their keys and values
     rows: Int32Array  # [sequences], rows of the block tables
-    num_computed: Int32Array  # with num_scheduled: [sequences], tokens before this step, and tokens in it
-    num_scheduled: Int32Array
+    num_computed: Int32Array  # [sequences], tokens before this step
+    num_scheduled: Int32Array  # [sequences], tokens in this step
     query_starts: Int32Array  # [sequences], the index of each sequence's first token among the tokens of the step
     num_sampled: Int32Array  # [sequences], how many of its last tokens a token is sampled after
 
@@ -148,7 +148,7 @@ class PrefillLayout(NamedTuple):
     # [max_sampled], the table rows of their sequences; the spare row beyond those, and for sequences that sample more
     # than one token
     logits_rows: slice
-    tokens: slice  # with positions, cache_slots: [size], as in :class:`InputBatch`
+    tokens: slice  # [size], like the next two; as in :class:`InputBatch`
     positions: slice
     cache_slots: slice
     # [max_tiles, TILE_FIELDS] for each part of the step, whose tokens they count from its first one

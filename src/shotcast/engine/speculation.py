@@ -34,7 +34,7 @@ class NgramProposer:
     proposals go on as it does.
     """
 
-    longest: int  # with shortest: tokens of an n-gram
+    longest: int  # n-grams, in tokens
     shortest: int
 
     def propose(self, sequence: SequenceState, count: int) -> list[int]:
@@ -67,7 +67,7 @@ class _Measured:
 
     speculates: bool = True  # the way of the present steps
     trial: bool = True  # whether that way is only tried
-    steps: int = 0  # with tokens, seconds: of the present steps
+    steps: int = 0  # in the present way, which took ``seconds`` for ``tokens``
     tokens: float = 0.0
     seconds: float = 0.0
     # tokens of a sequence a second, by way, when it was last measured

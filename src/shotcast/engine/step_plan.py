@@ -31,11 +31,9 @@ class ScheduledSequence(NamedTuple):
     blocks: tuple[int, ...]
     is_new: bool  # the slot is new to this sequence, so its previous contents are forgotten
     do_sample: bool  # the last of ``tokens`` is the sequence's last known token, so the step samples the next one
-    # with request_id, output: with ``is_new``, the sampling parameters, the request, and the output so far (a preempted
-    # sequence returns with the tokens that it had sampled). Otherwise None, "" and ()
-    params: SamplingParams | None = None
-    request_id: str = ""
-    output: tuple[int, ...] = ()
+    params: SamplingParams | None = None  # with ``is_new``; otherwise None
+    request_id: str = ""  # with ``is_new``
+    output: tuple[int, ...] = ()  # with ``is_new``: what a sequence had sampled before it was preempted
     prompt: tuple[int, ...] = ()  # with ``is_new`` and a repetition penalty, the tokens of the prompt; otherwise ()
     # with ``is_new`` and ``min_tokens``, the tokens that would end the output; otherwise ()
     end_tokens: tuple[int, ...] = ()

@@ -43,7 +43,7 @@ class HostFacts:
     memory_bytes: int
     memory_available_bytes: int
     shm_dir: str
-    shm_bytes: int  # with shm_free_bytes: size and free space of the tmpfs that CPU ranks share; 0 if it does not exist
+    shm_bytes: int  # the size of the tmpfs that CPU ranks share; 0 if it does not exist
     shm_free_bytes: int
     platform: str
     versions: dict[str, str]  # of Python and the libraries; a library that is not installed is absent

@@ -59,8 +59,8 @@ _PREFIX, _LEADERS, _LEADER = "shotcast/job", "leaders", "leader"
 class RemoteRank:
     """A rank that this process has not started, as the leader sees it."""
 
-    rank: int  # with host: its number, and the name of its host
-    host: str
+    rank: int
+    host: str  # its name
     connection: Connection  # where it reports, and hears when to begin and why the job ends
     facts: Mapping[str, str] | None = None  # what it was started with
     reported: bool = False  # it has reported a result or an exception

@@ -11,10 +11,8 @@ import torch
 class PrefillMetadata(NamedTuple):
     """Sequences that have several tokens in a step, concatenated; these tokens are the last ones of each sequence."""
 
-    # with cu_seqlens_k: cumulative lengths: where each sequence begins among the tokens of this step, and among all
-    # tokens whose keys are kept; and the totals
-    cu_seqlens_q: tuple[int, ...]
-    cu_seqlens_k: tuple[int, ...]
+    cu_seqlens_q: tuple[int, ...]  # where each sequence begins among the tokens of this step, and their number
+    cu_seqlens_k: tuple[int, ...]  # the same among all tokens whose keys are kept
     slots: torch.Tensor  # [keys] int64, the cache slot of each key
 
 

@@ -23,11 +23,11 @@ MAX_LAYERS = 999
 class ModelConfig:
     """The configuration of a decoder of the Llama kind."""
 
-    hidden: int  # with intermediate: the width of the residual, and of the feed-forward network
-    intermediate: int
+    hidden: int  # the width of the residual
+    intermediate: int  # the width of the feed-forward network
     layers: int
-    heads: int  # with kv_heads: query heads; key-value heads, each of which serves ``heads / kv_heads`` query heads
-    kv_heads: int
+    heads: int  # of queries
+    kv_heads: int  # each serves ``heads / kv_heads`` query heads
     head_dim: int
     vocab: int
     norm_eps: float
@@ -44,9 +44,8 @@ class ModelConfig:
     full_layers: tuple[int, ...] = ()  # the layers in which it sees all of them in spite of ``sliding_window``
     local_rope: Rope | None = None  # the rotary embedding of the other layers; None for ``rope``
     attention_scale: float | None = None  # the factor of products of queries and keys; None for ``head_dim ** -0.5``
-    # with logit_cap: scores of attention, and logits, x become ``cap * tanh(x / cap)``; 0 for neither
-    attention_cap: float = 0.0
-    logit_cap: float = 0.0
+    attention_cap: float = 0.0  # scores of attention x become ``cap * tanh(x / cap)``; 0 for no cap
+    logit_cap: float = 0.0  # the same of logits
     activation: Activation = "silu"  # the activation of gates: SiLU, or GELU approximated by tanh
     embedding_scale: float = 1.0  # the factor of embeddings
     norms_less_one: bool = False  # weights of norms are stored less one

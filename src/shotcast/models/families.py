@@ -42,9 +42,8 @@ class ModelFamily:
     details: Callable[[Fields, int], dict[str, Any]] = lambda config, layers: {}
     # whether llama.cpp stores the rows of queries and keys pair after pair, as rotation of neighbors needs them
     gguf_interleaved_rope: bool = False
-    # with gguf_names: the names of the weights in Hugging Face checkpoints and in GGUF files
-    names: WeightNames = HF_LLAMA
-    gguf_names: WeightNames = GGUF_LLAMA
+    names: WeightNames = HF_LLAMA  # of the weights in Hugging Face checkpoints
+    gguf_names: WeightNames = GGUF_LLAMA  # of the weights in GGUF files
     block: type[Block] | None = None  # the class of a layer; None for :class:`~shotcast.models.block.Block`
 
 

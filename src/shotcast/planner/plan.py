@@ -112,8 +112,8 @@ class Job:
     quantization: str  # ``fp8`` or ""
     cluster: Cluster  # nodes of GPUs
     gpus: int  # how many of them
-    prompt: int  # with output: tokens of a request
-    output: int
+    prompt: int  # tokens of a request
+    output: int  # tokens that it gets
     target: Target = Target()  # what is wanted
     limits: Limits = Limits()  # those of each engine
 
@@ -188,11 +188,10 @@ class Point:
     layout: Layout  # of one engine
     engines: int  # equal engines beside each other (data parallel)
     sequences: int  # of one engine at once
-    ttft_ms: float  # with tpot_ms: of a request; the first without waiting for others
+    ttft_ms: float  # of a request that waits for no other
     tpot_ms: float
     tokens_per_s: float  # output of all engines
-    # with tpot_error: one standard deviation of these, as parts of them, by the residuals of kernels and by how much
-    # more measured runs differ
+    # one standard deviation of both times, relative, by the residuals of kernels and by how much more runs differ
     ttft_error: float
     tpot_error: float
     algorithm: str  # of the sums of a step that decodes; "" for one rank a stage
@@ -228,8 +227,8 @@ class Plan:
     best: Point | None  # what suits the target best; None if nothing does
     calibrated: bool  # whether the GPU has measured constants; else they are scaled from those of another
     link_calibrated: bool  # whether its link has; else they are scaled, by the ratio of the bandwidths
-    device: str = "cuda"  # with dtype: of the calibration, which the engine is started with
-    dtype: str = "bfloat16"
+    device: str = "cuda"  # that of the calibration, with which the engine is started
+    dtype: str = "bfloat16"  # likewise
 
     @property
     def precision(self) -> str:

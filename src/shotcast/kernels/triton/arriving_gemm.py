@@ -138,8 +138,8 @@ def arriving_gemm_kernel(a, b, out, arrivals, sizes: Sizes, out_stride, arriving
 class Arrival:
     """The way in which rows come."""
 
-    rank: int  # with world_size: the shard that is this rank's own, and the number of shards, all of equal size
-    world_size: int
+    rank: int  # the shard that is this rank's own
+    world_size: int  # the number of shards, all of equal size
     workers: int  # programs of the call that brings them
     chunk_nbytes: int  # bytes of a chunk, of which each worker brings one of every shard at a time
 
