@@ -159,6 +159,12 @@ def test_without_an_extra(installed: Callable[[str], Installed], model: Path) ->
     for command in (("generate", model, "a"), ("chat", model), ("serve", model), ("bench", "engine", model)):
         assert re.search(r"pip install 'shotcast\[engine\]'|shotcast\[server\]", bare.refused(*command)), command
     assert "shotcast[plots]" in bare.refused(*BENCH, "--plot", "a.png")
+    for code, extra in (
+        ("import shotcast.server.main", "server"),
+        ("from shotcast.integrations import ray; ray.register()", "ray"),
+    ):
+        last = bare.run("-c", code).stderr.strip().splitlines()[-1]
+        assert re.fullmatch(rf"shotcast\.errors\..*: pip install 'shotcast\[{extra}\]'", last), last
     done = bare.run("-c", "from shotcast import LLM")
     assert done.stderr.strip().endswith("pip install 'shotcast[engine]'")
 

@@ -1,1 +1,5 @@
 """An HTTP server with OpenAI's API for the engine."""
+
+from shotcast import extras
+
+extras.require("server", "shotcast.server")
