@@ -14,20 +14,14 @@ from shotcast.errors import ConfigError
 
 
 class PrefixMatch:
-    """The blocks of the longest known prefix of one sequence, kept up to date while the sequence waits.
-
-    Attributes:
-        digests: the digests of the sequence.
-        blocks: the published blocks of its first digests, in order.
-        idle: how many of ``blocks`` have no references.
-    """
+    """The blocks of the longest known prefix of one sequence, kept up to date while the sequence waits."""
 
     __slots__ = ("_positions", "blocks", "digests", "idle")
 
     def __init__(self, digests: Sequence[bytes]):
-        self.digests = digests
-        self.blocks: list[int] = []
-        self.idle = 0
+        self.digests = digests  # of the sequence
+        self.blocks: list[int] = []  # the published blocks of its first digests, in order
+        self.idle = 0  # how many of ``blocks`` have no references
         self._positions: dict[int, int] = {}
 
     def __contains__(self, block: int) -> bool:

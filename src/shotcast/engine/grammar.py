@@ -127,12 +127,7 @@ class GrammarCompiler:
     """Compiles grammars, and keeps those that were compiled last. Several threads may use it.
 
     Matchers allow the first end token of the vocabulary where an output may end.
-
-    Args:
-        vocabulary: the tokens of the outputs.
-
-    Raises:
-        ConfigError: the library is missing, or cannot read the tokenizer.
+    Raises ConfigError if the library is missing, or cannot read the tokenizer.
     """
 
     def __init__(self, vocabulary: Vocabulary):

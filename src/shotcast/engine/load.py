@@ -140,8 +140,6 @@ def communicators(
 
     With a single stage, both are the same communicator.
 
-    Returns the communicator of all ranks, and that of the stage.
-
     Args:
         max_bytes: the longest message within a stage of several ranks. Other communicators need almost no workspace: a
             rank alone has no peers, and messages of any length pass between stages through mailboxes.
