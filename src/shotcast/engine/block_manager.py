@@ -111,9 +111,7 @@ class BlockManager:
                 self._match.idle -= block in self._match
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks with one reference each. Their previous contents are forgotten. Raises ConfigError
-        if fewer blocks are free.
-        """
+        """Hand out ``count`` blocks with one reference each, or raise ConfigError if fewer are free."""
         if count > self.free:
             raise ConfigError(f"{count} blocks are needed, and {self.free} of {self.num_blocks} are free")
         return [self._allocate_one() for _ in range(count)]

@@ -215,9 +215,7 @@ class GrammarChecker:
         self._known: OrderedDict[str, str] = OrderedDict()
 
     def check(self, grammar: Grammar) -> float:
-        """Return the seconds that a grammar took to compile; 0 if it was checked before. Raises ConfigError if it
-        cannot be compiled, or takes more than COMPILE_S.
-        """
+        """Return the seconds that compiling took, 0 if done before; ConfigError if it takes COMPILE_S or fails."""
         seconds = 0.0
         reason = self._known.get(grammar.text)  # without the lock, so an event loop may ask for a known grammar
         if reason is None:

@@ -206,9 +206,7 @@ def _device_of(config: EngineConfig) -> torch.device:
 
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> MemoryBudget:
-    """Return the memory of this rank, before anything is read. Raises ConfigError if the weights, or a cache of
-    ``kv_cache_bytes``, do not fit.
-    """
+    """Return the memory of this rank, or raise ConfigError if weights or ``kv_cache_bytes`` do not fit."""
     on_gpu = config.device == "cuda"
     sharers = ranks_of_a_gpu() if on_gpu else env.local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel

@@ -183,9 +183,7 @@ class Tokenizer:
         return vocabulary
 
     def to_json(self) -> str:
-        """Return the tokenizer in the JSON of Hugging Face's library of tokenizers. Raises ConfigError if it is of
-        another kind.
-        """
+        """Return the tokenizer in the JSON of Hugging Face's tokenizers, or raise ConfigError if it is another kind."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(f"{type(self._tokenizer).__name__} is no tokenizer of Hugging Face's fast kind")

@@ -177,9 +177,7 @@ def row_parallel(
 
 
 def _joined(matrices: list[Matrix], dtype: torch.dtype) -> Matrix:
-    """Concatenate the rows of several matrices; those in different blocks as values of type ``dtype``. Raises
-    ConfigError if they are stored in different formats.
-    """
+    """Concatenate the rows of several matrices; those in different blocks as values of type ``dtype``."""
     kinds = {matrix.kind if isinstance(matrix, BlockRows) else "" for matrix in matrices}
     if len(kinds) == 1 and "" not in kinds:
         return BlockRows(torch.cat([each.stored for each in matrices if isinstance(each, BlockRows)]), kinds.pop())

@@ -211,9 +211,7 @@ _FAMILIES: dict[str, ModelFamily] = {}
 
 
 def register_family(family: ModelFamily) -> None:
-    """Add a family to the table, so that its checkpoints can be read and run. Raises ConfigError if another family has
-    its name or one of its architectures.
-    """
+    """Add a family to the table, or raise ConfigError if another has its name or one of its architectures."""
     for other in _FAMILIES.values():
         if (
             other.name == family.name
@@ -236,9 +234,7 @@ def find_family(name: str) -> ModelFamily:
 
 
 def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:
-    """Return the family that ``architectures`` of a config.json names, or ``model_type`` if that list is empty. Raises
-    UnsupportedError if no registered family has this name.
-    """
+    """Return the family that ``architectures`` of a config.json names, or ``model_type`` if that list is empty."""
     known = {family.architecture: family for family in _FAMILIES.values()}
     accepted = ", ".join(known)
     if not architectures:
