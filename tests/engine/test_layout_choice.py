@@ -225,8 +225,8 @@ def test_the_reason_names_the_question_and_the_next_best(monkeypatch: pytest.Mon
     found = chosen("llama-3.1-70b", workload="512+512")
     text = str(found)
     assert text.startswith(f"layout {found.layout}: for throughput of 512+512 tokens on 4 NVIDIA H200. TP")
-    assert found.alternative is not None
-    assert f"Next is {found.alternative.label}" in text
+    assert found.plan is not None
+    assert f"Next is {found.plan.best_of_each_layout()[1].layout.label}" in text
     assert "scaled" not in text
     assert "\n" not in text
 
@@ -321,7 +321,7 @@ def test_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "plans know the GPUs A100 SXM 80 GB, H100 SXM, H200 SXM, B200, and not NVIDIA GeForce RTX 4090" in text
     assert "give a layout by hand, such as 4x1" in text
     one = chosen("smollm2-1.7b", layout="auto:1")  # there is nothing to choose
-    assert (one.layout, one.plan, one.alternative) == (Layout(1, 1), None, None)
+    assert (one.layout, one.plan) == (Layout(1, 1), None)
 
 
 def test_gpus_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,7 +474,8 @@ def test_cpu_ranks_by_the_calibration_of_the_machine(monkeypatch: pytest.MonkeyP
     measured(monkeypatch, file)
     found = chosen("smollm2-135m", max_sequences=8, workload="64+32")
     assert found.layout.ranks == 2
-    assert found.alternative is not None
+    assert found.plan is not None
+    assert len(found.plan.best_of_each_layout()) > 1
 
 
 def test_a_model_that_does_not_fit_into_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

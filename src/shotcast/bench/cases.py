@@ -50,11 +50,7 @@ class RankContext:
 
 
 class Case:
-    """The tensors, calls and reference of a plain operation.
-
-    Attributes:
-        x: this rank's input.
-    """
+    """The tensors, calls and reference of a plain operation; ``x`` is this rank's input."""
 
     def __init__(self, context: RankContext, op: str, nbytes: int, seed: int, reduction: str = "sum"):
         self.context, self.op, self.nbytes, self._seed, self.reduction = context, op, nbytes, seed, reduction

@@ -32,9 +32,7 @@ class Machine(NamedTuple):
 
 
 def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS, shown: bool = False) -> Machine:
-    """Measure this machine with this many ranks at work at once, each with its part of the cores. Raises ConfigError if
-    this many ranks are not possible.
-    """
+    """Measure this machine with this many ranks at work at once, each with its part of the cores."""
     if not 1 <= ranks <= MAX_WORLD_SIZE:
         raise ConfigError(f"world size must be from 1 to {MAX_WORLD_SIZE} ranks, not {ranks}")
     points = [point for rank in spawn(cpu_kernels.measure, ranks, rounds, shown) for point in rank]

@@ -56,9 +56,7 @@ def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]
 
 
 def plot(rows: Sequence[Row], path: Path, caption: str = "") -> None:
-    """Write a picture of rows of one operation and dtype. The suffix of ``path`` chooses the format. Raises ConfigError
-    if there is no such format, or the rows do not fit one picture.
-    """
+    """Write a picture of rows of one operation and dtype, in the format that the suffix of ``path`` names."""
     timed = [row for row in rows if row.time_us is not None]
     if not timed:
         raise ConfigError("there is nothing to plot: no point was timed")

@@ -14,20 +14,14 @@ from shotcast.errors import ConfigError
 
 
 class PrefixMatch:
-    """The blocks of the longest known prefix of one sequence, kept up to date while the sequence waits.
-
-    Attributes:
-        digests: the digests of the sequence.
-        blocks: the published blocks of its first digests, in order.
-        idle: how many of ``blocks`` have no references.
-    """
+    """The blocks of the longest known prefix of one sequence, kept up to date while the sequence waits."""
 
     __slots__ = ("_positions", "blocks", "digests", "idle")
 
     def __init__(self, digests: Sequence[bytes]):
-        self.digests = digests
-        self.blocks: list[int] = []
-        self.idle = 0
+        self.digests = digests  # of the sequence
+        self.blocks: list[int] = []  # the published blocks of its first digests, in order
+        self.idle = 0  # how many of ``blocks`` have no references
         self._positions: dict[int, int] = {}
 
     def __contains__(self, block: int) -> bool:
@@ -117,9 +111,7 @@ class BlockManager:
                 self._match.idle -= block in self._match
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks with one reference each. Their previous contents are forgotten. Raises ConfigError
-        if fewer blocks are free.
-        """
+        """Hand out ``count`` blocks with one reference each, or raise ConfigError if fewer are free."""
         if count > self.free:
             raise ConfigError(f"{count} blocks are needed, and {self.free} of {self.num_blocks} are free")
         return [self._allocate_one() for _ in range(count)]

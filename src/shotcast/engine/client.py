@@ -81,12 +81,6 @@ class EngineClient:
     Raises ConfigError if the configuration cannot be served, which is found before or while the model is loaded. Raises
     UnsupportedError if the kind of model is not implemented. Raises EngineDead if a rank ended while it loaded the
     model.
-
-    Attributes:
-        config: the configuration, with the selected device and layout.
-        layout_choice: why it has this layout, where a plan chose it; else None.
-        pids: process ids of the ranks.
-        sampling_defaults: the sampling parameters that the model's files set, by name.
     """
 
     def __init__(self, config: EngineConfig):

@@ -123,9 +123,7 @@ class CudaGraphs:
         return self._replays[key]
 
     def get(self, key: Hashable) -> Replay:
-        """Return a replay that was captured before. Raises KeyError if it was not; a capture now would compute on
-        memory that is in use.
-        """
+        """Return a replay that was captured before; a capture now would compute on memory that is in use."""
         return self._replays[key]
 
     def __len__(self) -> int:

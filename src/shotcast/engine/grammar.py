@@ -127,12 +127,7 @@ class GrammarCompiler:
     """Compiles grammars, and keeps those that were compiled last. Several threads may use it.
 
     Matchers allow the first end token of the vocabulary where an output may end.
-
-    Args:
-        vocabulary: the tokens of the outputs.
-
-    Raises:
-        ConfigError: the library is missing, or cannot read the tokenizer.
+    Raises ConfigError if the library is missing, or cannot read the tokenizer.
     """
 
     def __init__(self, vocabulary: Vocabulary):
@@ -220,9 +215,7 @@ class GrammarChecker:
         self._known: OrderedDict[str, str] = OrderedDict()
 
     def check(self, grammar: Grammar) -> float:
-        """Return the seconds that a grammar took to compile; 0 if it was checked before. Raises ConfigError if it
-        cannot be compiled, or takes more than COMPILE_S.
-        """
+        """Return the seconds that compiling took, 0 if done before. Raises ConfigError if it fails or takes too long."""
         seconds = 0.0
         reason = self._known.get(grammar.text)  # without the lock, so an event loop may ask for a known grammar
         if reason is None:

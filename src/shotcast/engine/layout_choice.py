@@ -44,12 +44,6 @@ class LayoutChoice:
     refused: Mapping[str, str]  # the layouts that the engine would not run, and why
     plan: Plan | None = None  # the predictions of all others; None where nothing was priced
 
-    @property
-    def alternative(self) -> Layout | None:
-        """The layout that is predicted to be next best; None if there is none."""
-        others = self.plan.best_of_each_layout()[1:] if self.plan else []
-        return others[0].layout if others else None
-
     def __str__(self) -> str:
         return f"layout {self.layout}: {self.reason}"
 

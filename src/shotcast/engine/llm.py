@@ -83,18 +83,7 @@ class BaseLLM:
         on_update: UpdateCallback,
         detokenize_at_end: bool = False,
     ) -> OutputProcessor:
-        """Start a request, whose updates go to ``on_update``.
-
-        Args:
-            prompt: text, token ids, or token ids that were checked before.
-            params: the sampling parameters.
-            request_id: a new id.
-            on_update: as in :meth:`EngineClient.submit`.
-            detokenize_at_end: as in :class:`OutputProcessor`.
-
-        Returns:
-            The processor that turns the updates into the output.
-        """
+        """Start a request, whose updates go to ``on_update``, and return what turns these into its output."""
         client = self._client
         if params.is_constrained:
             client.check_params(params)

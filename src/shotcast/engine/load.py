@@ -140,8 +140,6 @@ def communicators(
 
     With a single stage, both are the same communicator.
 
-    Returns the communicator of all ranks, and that of the stage.
-
     Args:
         max_bytes: the longest message within a stage of several ranks. Other communicators need almost no workspace: a
             rank alone has no peers, and messages of any length pass between stages through mailboxes.
@@ -208,9 +206,7 @@ def _device_of(config: EngineConfig) -> torch.device:
 
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> MemoryBudget:
-    """Return the memory of this rank, before anything is read. Raises ConfigError if the weights, or a cache of
-    ``kv_cache_bytes``, do not fit.
-    """
+    """Return the memory of this rank, or raise ConfigError if weights or ``kv_cache_bytes`` do not fit."""
     on_gpu = config.device == "cuda"
     sharers = ranks_of_a_gpu() if on_gpu else env.local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel

@@ -373,9 +373,7 @@ class ModelRunner:
         return AsyncModelRunnerOutput(plan.number, sampled, targets, target_logprobs)
 
     def _update_host_tables(self, plan: StepPlan) -> Int32Array:
-        """Enter the plan's blocks into the host's block tables. Returns [updates, 2]: the index into the tables and the
-        block of each entry that changed.
-        """
+        """Enter the plan's blocks into the host's tables; return [updates, 2], index and block of each change."""
         width = self._host_tables.shape[1]
         updates = [np.empty((0, 2), np.int32)]
         for sequence in plan.sequences:

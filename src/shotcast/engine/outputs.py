@@ -30,47 +30,32 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The tokens that a step sampled.
+    """The tokens that a step sampled."""
 
-    Attributes:
-        number: the number of the plan.
-        tokens: one token, or INVALID_TOKEN, for each sequence that samples, in their order, and for each of its
-            proposals the token after it.
-        logprobs: log-probabilities for each of them, or None where they are not wanted.
-        prompt_logprobs: those of all :class:`~shotcast.engine.step_plan.PromptTargets` of the plan, in order.
-        failures: which of ``tokens`` should not have been sampled, by their index, and why.
-        proposals: the draft model's proposals for each of the first sequences that sample, in their order; the others
-            have none.
-    """
-
-    number: int
+    number: int  # the number of the plan
+    # one token, or INVALID_TOKEN, for each sequence that samples, in their order, and for each of its proposals the
+    # token after it
     tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob | None, ...]
+    logprobs: tuple[TokenLogprob | None, ...]  # log-probabilities for each of them, or None where they are not wanted
+    # those of all :class:`~shotcast.engine.step_plan.PromptTargets` of the plan, in order
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    # which of ``tokens`` should not have been sampled, by their index, and why
     failures: tuple[tuple[int, str], ...] = ()
+    # the draft model's proposals for each of the first sequences that sample, in their order; the others have none
     proposals: tuple[tuple[int, ...], ...] = ()
 
 
 class EngineCoreOutput(NamedTuple):
-    """The output of one step for one request, sent by the engine core.
-
-    Attributes:
-        tokens: tokens sampled since the previous output, an end token included.
-        logprobs: one entry per token, if the request wants log-probabilities.
-        finish_reason: why the request has ended; None while it runs.
-        stop_token: with "stop", the token that ended the request.
-        cached_tokens: prompt tokens that were found in the prefix cache, known from the first token on.
-        error: with "error", what happened.
-        prompt_logprobs: with the first token, if the request wants them, one entry per prompt token after the first.
-    """
+    """The output of one step for one request, sent by the engine core."""
 
     request_id: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    finish_reason: FinishReason | None = None
-    stop_token: int | None = None
-    cached_tokens: int = 0
-    error: str = ""
+    tokens: tuple[int, ...]  # tokens sampled since the previous output, an end token included
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one entry per token, if the request wants log-probabilities
+    finish_reason: FinishReason | None = None  # why the request has ended; None while it runs
+    stop_token: int | None = None  # with "stop", the token that ended the request
+    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache, known from the first token on
+    error: str = ""  # with "error", what happened
+    # with the first token, if the request wants them, one entry per prompt token after the first
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 

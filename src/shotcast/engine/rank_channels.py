@@ -83,9 +83,7 @@ class DriverChannel:
                 connection.send_bytes(message)
 
     def recv_output(self, timeout_s: float) -> ModelRunnerOutput:
-        """Wait for the next output of the last stage. Raises ShotcastError if it has sent nothing for ``timeout_s``
-        seconds.
-        """
+        """Wait for the next output of the last stage; raise ShotcastError after ``timeout_s`` seconds."""
         connection = self._connections[self._output_rank]
         with _peer_errors(self._output_rank):
             if not connection.poll(timeout_s):

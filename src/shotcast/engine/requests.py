@@ -25,9 +25,7 @@ class Request:
 
 
 def max_output_tokens(prompt_tokens: int, max_model_len: int) -> int:
-    """Return how many tokens the output of a prompt of ``prompt_tokens`` tokens may have. Raises ConfigError if the
-    prompt is empty, or leaves no room for a token of output.
-    """
+    """Return the most tokens of an output, or raise ConfigError if the prompt is empty or leaves no room for one."""
     if not prompt_tokens:
         raise ConfigError("the prompt is empty; it needs at least one token")
     if prompt_tokens >= max_model_len:

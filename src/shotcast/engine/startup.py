@@ -139,9 +139,7 @@ def _fingerprint(file: Path) -> str:
 
 
 def start_facts(config: EngineConfig) -> dict[str, str]:
-    """Return what this rank was started with, in words, by name: versions, options and the files of the model. Raises
-    ConfigError if there is no such model on this host.
-    """
+    """Return what this rank was started with, in words, by name: versions, options and the files of the model."""
     options = {name: repr(value) for name, value in asdict(config).items() if name not in _OWN}
     draft = {}
     if config.speculation is not None and config.speculation.model:

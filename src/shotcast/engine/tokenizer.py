@@ -105,18 +105,14 @@ _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
-    """The tokenizer that comes with a model. Most are read by transformers, which takes seconds.
-
-    Attributes:
-        byte_tokens: the bytes of the tokens that stand for one byte each; empty if the vocabulary has none.
-    """
+    """The tokenizer that comes with a model. Most are read by transformers, which takes seconds."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._token_texts: dict[tuple[int, bool], str] = {}
         self._anchor = self._find_anchor()
         self._anchor_length = len(self.decode(self._anchor))
-        self.byte_tokens: dict[int, bytes] = {}
+        self.byte_tokens: dict[int, bytes] = {}  # of the tokens that stand for one byte each
         self.byte_tokens = self._find_byte_tokens()
 
     @classmethod
@@ -187,9 +183,7 @@ class Tokenizer:
         return vocabulary
 
     def to_json(self) -> str:
-        """Return the tokenizer in the JSON of Hugging Face's library of tokenizers. Raises ConfigError if it is of
-        another kind.
-        """
+        """Return the tokenizer in the JSON of Hugging Face's tokenizers, or raise ConfigError if it is another kind."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(f"{type(self._tokenizer).__name__} is no tokenizer of Hugging Face's fast kind")

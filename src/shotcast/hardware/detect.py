@@ -188,9 +188,7 @@ def _versions(torch: Any) -> dict[str, str]:
 
 
 def visible_gpus() -> tuple[GpuFacts, ...]:
-    """Return the GPUs that this process sees. Initializes CUDA in this process, and allocates nothing on them. Raises
-    ConfigError if they cannot be asked: the driver is too old, or a GPU is in a bad state.
-    """
+    """Return the GPUs that this process sees, which initializes CUDA. Raises ConfigError if that fails."""
     import torch
 
     try:

@@ -82,9 +82,7 @@ def group_class() -> Any:
             self._meeting.close()
 
         def communicator(self, device: str = "cpu") -> Communicator:
-            """Return the communicator for tensors on ``cpu`` or ``cuda``, for calls that Ray does not have. Raises
-            ClosedError if the group was destroyed. Raises UnsupportedError if there is none.
-            """
+            """Return the communicator for tensors on ``cpu`` or ``cuda``, for calls that Ray does not have."""
             if not self._communicators:
                 raise ClosedError(f"group {self.group_name} was destroyed")
             if device not in self._communicators:

@@ -26,15 +26,9 @@ class ActorMeeting:
     The address in Ray's store may be out of date: that of a group of the same name that ended without deleting it, or
     that other ranks are still leaving. So each store has a token, which the address names, and takes a rank once. A
     rank that finds something else waits for the next address.
+    Groups of other namespaces of Ray may have the same name.
 
-    Raises CollectiveTimeout if rank 0 did not come.
-
-    Args:
-        group_name: of the group; groups of other namespaces of Ray may have the same.
-        timeout_s: how long rank 0 is awaited.
-
-    Attributes:
-        store: of these ranks alone.
+    Raises CollectiveTimeout if rank 0 did not come within ``timeout_s``.
     """
 
     def __init__(self, group_name: str, rank: int, world_size: int, timeout_s: float):

@@ -51,8 +51,10 @@ class Failure:
             return 4
         if isinstance(self.exception, CollectiveTimeout | CollectiveMismatch):
             return 3
+        distributed = sys.modules.get("torch.distributed")  # where an instance was unpickled, it is imported
+        dist_error = distributed is not None and isinstance(self.exception, distributed.DistError)
         lost_peer = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-        if _is_dist_error(self.exception) or any(text in self.detail for text in lost_peer):
+        if dist_error or any(text in self.detail for text in lost_peer):
             return 2
         return 1
 
@@ -174,8 +176,3 @@ def _unpickle(data: bytes | None) -> BaseException | None:
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None
-
-
-def _is_dist_error(error: BaseException | None) -> bool:
-    distributed = sys.modules.get("torch.distributed")  # an instance was unpickled, so its module is imported
-    return distributed is not None and isinstance(error, distributed.DistError)

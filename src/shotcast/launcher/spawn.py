@@ -111,13 +111,7 @@ def spawn(
 
 
 class RankGroup:
-    """The processes of a job's ranks. They run while the caller continues, and end when it does.
-
-    Attributes:
-        ranks: the handles of the processes that are started here, by rank.
-        pids: the process ids, by rank.
-        others: the ranks that something else started, perhaps on other hosts.
-    """
+    """The processes of a job's ranks. They run while the caller continues, and end when it does."""
 
     def __init__(
         self,
@@ -128,8 +122,8 @@ class RankGroup:
         own_group: bool = False,
     ):
         self._store: JobStore | dist.Store | None = store  # it must live as long as the ranks
-        self.ranks: list[RankHandle] = []
-        self.others = list(others)
+        self.ranks: list[RankHandle] = []  # of the processes that are started here, by rank
+        self.others = list(others)  # the ranks that something else started, perhaps on other hosts
         self.pids: list[int] = []
         # at exit, multiprocessing waits for processes that still run
         atexit.register(self.kill)

@@ -66,9 +66,7 @@ class TcpListener:
 
 
 def connect(address: tuple[str, int], key: bytes, silence_s: float, timeout_s: float) -> Connection:
-    """Connect to a :class:`TcpListener`. Raises ConfigError if it cannot be reached, or one of the two ends does not
-    know the key.
-    """
+    """Connect to a :class:`TcpListener`, or raise ConfigError, also if one end does not know the key."""
     try:
         connected = socket.create_connection(address, timeout_s)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (the customary name)
 
-from shotcast.layers.batch import AttentionTiles, Batch, PrefillMetadata
+from shotcast.layers.batch import Batch, PrefillMetadata
 
 
 class KVCache:
@@ -96,10 +96,25 @@ class Attention:
         num_decodes = batch.num_decodes
         out = self._new_heads(qkv, cache)
         if batch.tiles is not None:
-            queries = self._rotate(qkv, cache, batch, slice(None))
-            self._attend_tiles(queries, cache, batch.block_tables, batch.tiles, out)
+            from shotcast.kernels.triton.prompt_attention import attend
+
+            attend(
+                self._rotate(qkv, cache, batch, slice(None)),
+                cache.keys,
+                cache.values,
+                batch.block_tables,
+                batch.tiles.table,
+                batch.tiles.max_tokens,
+                self._first_heads,
+                self._group,
+                cache.block_size,
+                self.window,
+                out,
+                *self._scoring,
+                cache.scales,
+            )
+        paged = cache.keys, cache.values, batch.block_tables, batch.table_rows, batch.seq_lens
         if self._paged_decoding is not None and num_decodes:
-            rotation, paged = (self._cosines, self._sines), (batch.block_tables, batch.table_rows, batch.seq_lens)
             options = (
                 cache.block_size,
                 self.window,
@@ -109,11 +124,12 @@ class Attention:
                 *self._scoring,
                 cache.scales,
             )
-            self._paged_decoding(qkv[:num_decodes], *rotation, cache.keys, cache.values, *paged, *options)
+            self._paged_decoding(qkv[:num_decodes], self._cosines, self._sines, *paged, *options)
         elif num_decodes:
-            self._decode(
-                self._rotate(qkv[:num_decodes], cache, batch, slice(0, num_decodes)), cache, batch, out[:num_decodes]
-            )
+            from shotcast.kernels.cpu.attention import decode
+
+            queries = self._rotate(qkv[:num_decodes], cache, batch, slice(0, num_decodes))
+            decode(queries, *paged, self._kv_head_of, cache.block_size, self.window, out[:num_decodes], *self._scoring)
         if batch.prefill is not None:
             rest = slice(num_decodes, None)
             self._prefill(self._rotate(qkv[rest], cache, batch, rest), cache, batch.prefill, out[rest])
@@ -131,26 +147,6 @@ class Attention:
 
         device = self._cosines.device
         return tile_tokens(tokens, self._group, self.kv_heads, self.head_dim, dtype, num_sms(device))
-
-    def _attend_tiles(
-        self, queries: torch.Tensor, cache: KVCache, tables: torch.Tensor, tiles: AttentionTiles, out: torch.Tensor
-    ) -> None:
-        """Attend for all queries, [tokens, heads, head_dim]."""
-        from shotcast.kernels.triton.prompt_attention import attend
-
-        shape = self._first_heads, self._group, cache.block_size, self.window
-        attend(
-            queries,
-            cache.keys,
-            cache.values,
-            tables,
-            tiles.table,
-            tiles.max_tokens,
-            *shape,
-            out,
-            *self._scoring,
-            cache.scales,
-        )
 
     def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, part: slice) -> torch.Tensor:
         """Return rotated queries [tokens, heads, head_dim], and write keys and values to the cache."""
@@ -174,13 +170,6 @@ class Attention:
 
             rope.rotate_into_cache(qkv, *rotation, self._norms, self._eps, cache.scales)
         return queries
-
-    def _decode(self, queries: torch.Tensor, cache: KVCache, batch: Batch, out: torch.Tensor) -> None:
-        """Attend on a CPU with one query a sequence, [sequences, heads, head_dim]."""
-        from shotcast.kernels.cpu.attention import decode
-
-        paged = queries, cache.keys, cache.values, batch.block_tables, batch.table_rows, batch.seq_lens
-        decode(*paged, self._kv_head_of, cache.block_size, self.window, out, *self._scoring)
 
     def _prefill(self, queries: torch.Tensor, cache: KVCache, prefill: PrefillMetadata, out: torch.Tensor) -> None:
         """Attend with the last tokens of each sequence, [tokens, heads, head_dim], to themselves and all before

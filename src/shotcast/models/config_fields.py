@@ -24,9 +24,7 @@ def _given(config: Fields, key: str, default: Any) -> Any:
 
 
 def count(config: Fields, key: str, default: int | None = None, least: int = 1) -> int:
-    """Return a whole number of at least ``least``. Raises ConfigError if the value is something else, or is missing and
-    there is no default.
-    """
+    """Return a whole number of at least ``least``, or raise ConfigError."""
     value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
         raise ConfigError(
@@ -36,9 +34,7 @@ def count(config: Fields, key: str, default: int | None = None, least: int = 1) 
 
 
 def number(config: Fields, key: str, default: float | None = None) -> float:
-    """Return a finite number above 0. Raises ConfigError if the value is something else, or is missing and there is no
-    default.
-    """
+    """Return a finite number above 0, or raise ConfigError."""
     value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ConfigError(f"{key} in config.json must be a number above 0, not {shorten(value)}")
@@ -54,9 +50,7 @@ def numbers(config: Fields, key: str) -> tuple[float, ...]:
 
 
 def strings(config: Fields, key: str) -> list[str]:
-    """Return a list of strings; the empty list if the field is missing. Raises ConfigError if the value is something
-    else.
-    """
+    """Return a list of strings, empty if the field is missing, or raise ConfigError."""
     value = config.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{key} in config.json must be a list of names, not {shorten(value)}")

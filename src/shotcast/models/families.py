@@ -126,10 +126,6 @@ QWEN3 = ModelFamily(
 _QKV, _GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 
 
-def _phi_window(config: Fields, layers: int) -> int | None:
-    return None if config.get("sliding_window") is None else count(config, "sliding_window")
-
-
 # arXiv 2404.14219: joined matrices, and LongRoPE for long contexts
 PHI3 = ModelFamily(
     name="phi3",
@@ -137,7 +133,7 @@ PHI3 = ModelFamily(
     attention_bias=False,
     kv_heads_default_to_heads=True,
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    sliding_window=_phi_window,
+    sliding_window=lambda config, _: None if config.get("sliding_window") is None else count(config, "sliding_window"),
     names=replace(HF_LLAMA, query=_QKV, key=_QKV, value=_QKV, gate=_GATE_UP, up=_GATE_UP),
 )
 
@@ -159,10 +155,6 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
     "num_key_value_heads": 4,
 }
-
-
-def _gemma_window(config: Fields, layers: int) -> int | None:
-    return count(config, "sliding_window")
 
 
 def _gemma_details(config: Fields, layers: int, pattern: int = 2) -> dict[str, Any]:
@@ -196,7 +188,7 @@ GEMMA2 = ModelFamily(
     activation_field="hidden_activation",
     default_head_dim=256,
     defaults=_GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    sliding_window=_gemma_window,
+    sliding_window=lambda config, _: count(config, "sliding_window"),
     details=_gemma_details,
     names=replace(HF_POST_NORMS, mlp_norm="pre_feedforward_layernorm"),
 )
@@ -218,9 +210,7 @@ _FAMILIES: dict[str, ModelFamily] = {}
 
 
 def register_family(family: ModelFamily) -> None:
-    """Add a family to the table, so that its checkpoints can be read and run. Raises ConfigError if another family has
-    its name or one of its architectures.
-    """
+    """Add a family to the table, or raise ConfigError if another has its name or one of its architectures."""
     for other in _FAMILIES.values():
         if (
             other.name == family.name
@@ -243,9 +233,7 @@ def find_family(name: str) -> ModelFamily:
 
 
 def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:
-    """Return the family that ``architectures`` of a config.json names, or ``model_type`` if that list is empty. Raises
-    UnsupportedError if no registered family has this name.
-    """
+    """Return the family that ``architectures`` of a config.json names, or ``model_type`` if that list is empty."""
     known = {family.architecture: family for family in _FAMILIES.values()}
     accepted = ", ".join(known)
     if not architectures:

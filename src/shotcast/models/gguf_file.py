@@ -69,9 +69,7 @@ class _StoredTensor:
 
     @classmethod
     def locate(cls, path: Path, content: np.ndarray, name: str, location: TensorLocation) -> _StoredTensor:
-        """Find a tensor in the content of a file. Raises ConfigError if the file ends before it, or its rows are no
-        whole blocks. Raises UnsupportedError if its type is not supported.
-        """
+        """Find a tensor in the content of a file, which may end before it."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         types = {int(known): known for known in GGMLQuantizationType}

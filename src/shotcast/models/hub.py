@@ -39,9 +39,7 @@ def snapshot(model: str) -> Path:
 
 
 def config_file(model: str) -> Path:
-    """Return the ``config.json`` of a model, from the cache or downloaded, without weights. Raises ConfigError if it is
-    not in the cache, and cannot be downloaded.
-    """
+    """Return the ``config.json`` of a model, from the cache or downloaded, or raise ConfigError."""
     folder = _cached(model)
     if folder is None or not (folder / _CONFIG).is_file():
         folder = _download(model, [_CONFIG])

@@ -27,9 +27,7 @@ class Quantization:
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """Read ``quantization_config`` of a config.json; None if there is none. Raises ConfigError if a field makes no
-    sense. Raises UnsupportedError if the format is not implemented.
-    """
+    """Read ``quantization_config`` of a config.json, None if there is none; raise if it is not supported."""
     said = config.get("quantization_config")
     if not said:
         return None

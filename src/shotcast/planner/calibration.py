@@ -194,9 +194,7 @@ def _fits_as_json(fits: Mapping[str, Fit[Cost]]) -> Any:
 
 
 def load(part: str, path: Path | None = None) -> Calibration:
-    """Return the calibration in a file, or without one the packaged calibration of a GPU. Raises ConfigError if there
-    is none, or the file has none.
-    """
+    """Return the calibration in a file, or the packaged one of a GPU; raise ConfigError if there is none."""
     if path is None:
         name = re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_")
         file = resources.files("shotcast.planner") / "calibrations" / f"{name}.json"

@@ -96,9 +96,7 @@ def cluster_of_cpu(calibration: Calibration, ranks: int, memory_bytes: int) -> C
 
 
 def this_machine() -> Cluster:
-    """Return the GPUs that this process sees as a cluster of one node. Raises ConfigError if there are none, or the
-    catalog lacks them.
-    """
+    """Return the GPUs that this process sees as a cluster of one node, or raise ConfigError."""
     gpus = detect.visible_gpus()
     if not gpus:
         raise ConfigError(

@@ -25,9 +25,7 @@ def check_format(path: Path) -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the points of a plan in a file, whose suffix says its format. Raises ConfigError if it is none of
-    :data:`FORMATS`.
-    """
+    """Draw the points of a plan in a file, whose suffix, one of :data:`FORMATS`, says its format."""
     check_format(path)
     import matplotlib.figure
 

@@ -381,9 +381,7 @@ def _nodes(shape: NodeShape) -> str:
 def points_of(
     job: Job, model: StepModel, engines: int, memory: Memory, collectives: CollectiveCosts
 ) -> Iterator[Point]:
-    """Yield the points of a layout, by its number of sequences. Raises ConfigError if memory has no room for a
-    sequence.
-    """
+    """Yield the points of a layout, by its number of sequences, or raise ConfigError if there is no room for one."""
     most = min(memory.sequences(job.prompt + job.output), job.limits.sequences)
     if not most:
         tokens = job.prompt + job.output

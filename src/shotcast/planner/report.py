@@ -79,7 +79,8 @@ def _no_best(plan: Plan) -> str:
         # the last one divides the model most
         name, why = (short or list(plan.refused.items()))[-1]
         return f"Nothing fits, whatever the layout; {name}: {why}."
-    nearest = min(plan.points, key=lambda point: _excess(plan, point))
+    target = plan.job.target
+    nearest = min(plan.points, key=lambda one: max(one.ttft_ms / target.ttft_ms, one.tpot_ms / target.tpot_ms))
     return (
         f"No layout has {plan.job.target}. The nearest is {_layout(nearest)} with "
         f"{counted(nearest.sequences, 'sequence')}: first token {nearest.ttft_ms:.4g} ms, each later token "
@@ -101,11 +102,6 @@ def refusals(plan: Plan, names: int) -> list[str]:
         first = f". {members[0]}" * (len(members) > 1)
         lines.append(f"Refused: {', '.join(members[:names])}{more}{first}: {plan.refused[members[0]]}.")
     return lines
-
-
-def _excess(plan: Plan, point: Point) -> float:
-    target = plan.job.target
-    return max(point.ttft_ms / target.ttft_ms, point.tpot_ms / target.tpot_ms)
 
 
 def _layout(point: Point) -> str:

@@ -16,16 +16,10 @@ class Thoughts:
     """Divides the text of an output, which arrives in pieces, into thoughts and the answer behind them.
 
     Spaces around thoughts are dropped. The result does not depend on how the text is divided.
-
-    Args:
-        begun: the prompt ends with the first mark.
-
-    Attributes:
-        text: the thoughts so far.
     """
 
-    begun: bool
-    text: str = ""
+    begun: bool  # the prompt ends with the first mark
+    text: str = ""  # the thoughts so far
     _held: str = ""
     _ended: bool = False
     _answered: bool = False

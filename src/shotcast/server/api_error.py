@@ -9,11 +9,7 @@ from typing import Any
 class ApiError(Exception):
     """An error response to a request.
 
-    Attributes:
-        status: the HTTP status.
-        param: the parameter that caused the error.
-        code: the cause in one word, for programs.
-        headers: additional headers of the response.
+    ``param`` is the parameter that caused it, and ``code`` the cause in one word, for programs.
     """
 
     def __init__(

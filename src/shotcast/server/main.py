@@ -73,11 +73,8 @@ async def serve(
     stop: asyncio.Event | None = None,
     address: socket.socket | None = None,
 ) -> int:
-    """Serve as :func:`run` does, in the running event loop.
-
-    Args:
-        llm, config, on_listening, address: as in :func:`run`.
-        stop: an event with the effect of a signal. Signals reach the main thread only; other threads need it to stop.
+    """Serve as :func:`run` does, in the running event loop; ``stop`` has the effect of a signal, which reaches only the
+    main thread.
     """
     try:
         with bind(config) if address is None else address as listener:
@@ -100,11 +97,7 @@ async def serve(
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return a socket that is bound to the address, to which clients cannot connect yet.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    """Return a socket that is bound to the address, to which clients cannot connect yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -161,18 +154,8 @@ def run_with_restarts(
     If that one cannot be started, for example because the memory of the dead one is not free yet, or dies soon, the
     pause before the next one is twice as long. The first engine has to start: its problem is unlikely to pass.
 
-    Args:
-        start: creates an engine that is ready.
-        config: the configuration of the server.
-        on_listening: called with the port each time that an engine serves.
-        pause: waits for this many seconds.
-        clock: returns the time in seconds.
-
-    Returns:
-        The exit code of the process: 0 after a signal, 1 after MAX_FAILURES failures in a row, the last one a death.
-
-    Raises:
-        ConfigError, EngineDead: the first engine, or the last of MAX_FAILURES in a row, could not start or listen.
+    Returns the exit code: 0 after a signal, 1 after MAX_FAILURES failures in a row, the last one a death. Raises
+    ConfigError or EngineDead if the first engine, or the last of MAX_FAILURES in a row, could not start or listen.
     """
     failures = 0
     since = math.inf  # when the engine began to serve
@@ -211,9 +194,6 @@ def refuse_requests(address: socket.socket, config: ServerConfig) -> Iterator[No
     """Answer 503 to every request at a bound socket, on a thread, until the end of the block.
 
     The socket keeps listening afterwards, and connections that are not accepted by then wait for the server.
-
-    Raises:
-        ConfigError: the socket cannot listen.
     """
     listen(address, config)
     server = uvicorn.Server(_settings(_respond, 1))
@@ -260,11 +240,7 @@ class _Server(uvicorn.Server):
         self._stop_event.set()
 
     async def supervise(self) -> int:
-        """Wait for a signal or for the engine's death, let requests end, and stop the server.
-
-        Returns:
-            The exit code.
-        """
+        """Wait for a signal or for the engine's death, let requests end, stop the server, and return the exit code."""
         engine = self._service.engine
         dead = asyncio.create_task(engine.wait_dead())
         stopped = asyncio.create_task(self._stop_event.wait())

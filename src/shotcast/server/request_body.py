@@ -283,9 +283,7 @@ class Body(RequestBody):
         return styled(given["schema"], given.get("strict") is True)
 
     def grammar(self, tokenizer: Tokenizer) -> Grammar | None:
-        """Return the grammar of the output. This takes a while for a large one. Raises ConfigError if it is too long,
-        or cannot be read.
-        """
+        """Return the grammar of the output, which takes a while, or raise ConfigError if it cannot be read."""
         if (schema := self.response_schema) is not None:
             return Grammar.json_schema(schema, strict=not schema["x-guidance"]["lenient"])
         if self.structured_outputs is None:

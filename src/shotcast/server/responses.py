@@ -330,9 +330,7 @@ def _called(output: RequestOutput) -> dict[str, Any]:
 
 
 def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> bytes:
-    """Return the JSON of the response of ``/tokenize``. Raises ConfigError if the model has no chat template, or the
-    template refuses the conversation.
-    """
+    """Return the JSON of the response of ``/tokenize``, or raise ConfigError if the template refuses."""
     tokens = body.tokenize(tokenizer)
     texts = [tokenizer.decode_token(token, skip_special=False) for token in tokens] if body.return_token_strs else None
     whole = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts}

@@ -62,9 +62,7 @@ class Service:
         self._bodies = 0  # that are being parsed, or wait for it
 
     def check(self, dead_status: int = 500) -> None:
-        """Raise if the server cannot serve requests. Raises ApiError: ``dead_status`` if the engine died, 503 if the
-        server is about to stop.
-        """
+        """Raise ApiError if the server cannot serve: ``dead_status`` if the engine died, 503 if it is about to stop."""
         if self.engine.dead is not None:
             raise _dead_error(self.engine.dead, dead_status)
         if self._draining:
@@ -175,9 +173,7 @@ class Service:
         return length
 
     async def tokenize(self, body: TokenizeBody) -> bytes:
-        """Return the JSON of the response of ``/tokenize``. Raises ApiError if the text has no tokens by the model's
-        chat template, or the queue is full.
-        """
+        """Return the JSON of the response of ``/tokenize``, or raise ApiError."""
         with self._reserve(1):
             try:
                 return await self.with_tokenizer(

@@ -172,19 +172,13 @@ class ToolParser:
     What begins like a call but is none is content. The result does not depend on how the text is divided into pieces.
     Spaces next to calls are dropped.
 
-    Args:
-        names: the functions that may be called, without which JSON that begins an output is content.
-        several: False drops all calls but the first.
-
-    Attributes:
-        content: the text outside calls so far.
-        calls: the calls so far. Their arguments are as the model writes them, which need not be valid.
     """
 
     tool_format: ToolFormat
-    names: frozenset[str]
-    several: bool = True
-    content: str = ""
+    names: frozenset[str]  # the functions that may be called, without which JSON that begins an output is content
+    several: bool = True  # False drops all calls but the first
+    content: str = ""  # the text outside calls so far
+    # their arguments are as the model writes them, which need not be valid
     calls: list[ToolCall] = field(default_factory=list)
     _buffer: str = ""
     _state: str = "start"

@@ -102,9 +102,7 @@ class Traffic:
 
 
 def poisson(rate: float, requests: int, prompt: int, output: int, seed: int = 0) -> list[Arrival]:
-    """Return requests of equal lengths that arrive at a mean rate a second, independently of each other. Raises
-    ConfigError if there is no rate or no request, or there are too many.
-    """
+    """Return requests of equal lengths that arrive at a mean rate a second, independently of each other."""
     if not 0 < rate < math.inf:
         raise ConfigError(f"rate must be above 0 requests a second, not {rate}")
     if not 1 <= requests <= MOST_REQUESTS:
@@ -119,9 +117,7 @@ def poisson(rate: float, requests: int, prompt: int, output: int, seed: int = 0)
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Return the requests of a file of JSON lines, each with ``time_s``, ``prompt`` and ``output``. Raises ConfigError
-    if it cannot be read, has no requests or too many, or a line is no request.
-    """
+    """Return the requests of a file of JSON lines with ``time_s``, ``prompt`` and ``output``, or raise ConfigError."""
     lines = [(number, line) for number, line in enumerate(read_text(path, "the trace").split("\n"), 1) if line.strip()]
     if not 1 <= len(lines) <= MOST_REQUESTS:
         raise ConfigError(f"a trace has 1 to {MOST_REQUESTS} requests, and {path} has {len(lines)}")
@@ -158,9 +154,7 @@ def longest(job: Job, arrivals: Sequence[Arrival]) -> int:
 
 
 def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequence[Arrival]) -> Traffic:
-    """Return what requests meet at a point of a plan; they take the engines in turn. Raises ConfigError if a request is
-    too long for the model or for the cache.
-    """
+    """Return what requests meet at a point of a plan; they take the engines in turn."""
     constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
     collectives = CollectiveCosts.on(job.cluster, constants.link)
     limits = job.limits
