@@ -215,7 +215,7 @@ class GrammarChecker:
         self._known: OrderedDict[str, str] = OrderedDict()
 
     def check(self, grammar: Grammar) -> float:
-        """Return the seconds that compiling took, 0 if done before. Raises ConfigError if it fails or takes too long."""
+        """Return the seconds that it took, 0 if done before. Raises ConfigError if it fails or takes too long."""
         seconds = 0.0
         reason = self._known.get(grammar.text)  # without the lock, so an event loop may ask for a known grammar
         if reason is None:

@@ -253,7 +253,7 @@ class Scheduler:
         sequence.blocks += self._blocks.allocate(max(0, min(blocks, self._spare_blocks)))
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
-        """Return whether a running sequence has blocks for ``count`` more tokens, for which later ones are preempted."""
+        """Return whether a running sequence has blocks for ``count`` more tokens; later ones are preempted for it."""
         if sequence.num_computed + count <= len(sequence.blocks) * self.config.block_size:
             return True
         blocks = self._blocks.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
