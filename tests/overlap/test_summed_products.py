@@ -107,21 +107,21 @@ def test_as_exact_as_float32_sums_and_roundings() -> None:
 
 CHANGES = {
     "parts are not awaited": (
-        "parts, call = await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)",
-        "parts = load_parts(call, slots, stride, offs, masks, False, WORLD)",
+        "parts, call = sync.await_words(call, slots, stride, offs, masks, 0, False, WORLD, WORLD)",
+        "parts = sync.load_parts(call, slots, stride, offs, masks, False, WORLD)",
     ),
     "sums are not awaited": (
-        "parts, call = await_words(call, quads, 0, offs, masks, owner, False, 1, WORLD, True)",
-        "parts = load_parts(call, quads, 0, offs, masks, False, 1)",
+        "parts, call = sync.await_words(call, quads, 0, offs, masks, owner, False, 1, WORLD, True)",
+        "parts = sync.load_parts(call, quads, 0, offs, masks, False, 1)",
     ),
-    "parts are not cleared": ("clear_parts(call, slots, stride, offs, masks, WORLD)", "pass"),
-    "sums are not cleared": ("clear_parts(call, quads, 0, offs, masks, 1)", "pass"),
+    "parts are not cleared": ("sync.clear_parts(call, slots, stride, offs, masks, WORLD)", "pass"),
+    "sums are not cleared": ("sync.clear_parts(call, quads, 0, offs, masks, 1)", "pass"),
     "the slots of the call before are not cleared": (
-        "clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, SHAPE.BLOCK)",
+        "sync.clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, SHAPE.BLOCK)",
         "pass",
     ),
     "tiles share a slot": ("slots_quads) + tile * TILE_QUADS", "slots_quads) + tile // 2 * TILE_QUADS"),
-    "generations do not take turns": ("slots_offset(call.generation,", "slots_offset(call.generation * 0,"),
+    "generations do not take turns": ("sync.slots_offset(call.generation,", "sync.slots_offset(call.generation * 0,"),
 }
 
 

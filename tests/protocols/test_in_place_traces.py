@@ -123,21 +123,21 @@ def test_programs_do_what_the_model_does(ranks: int) -> None:
 CHANGES = {
     "no meeting at the end": Change(
         "few_sms",
-        "    call = await_progress(call, progress, 1, WORLD, SHAPE.WARPS)\n    if KIND",
+        "    call = sync.await_progress(call, progress, 1, WORLD, SHAPE.WARPS)\n    if KIND",
         "    if KIND",
     ),
     "a rank by itself": Change(
         "few_sms",
-        "        for r in tl.static_range(WORLD):\n            mapped = mapped & (place_of(call, row, r, False)",
-        "        for r in tl.static_range(1):\n            mapped = mapped & (place_of(call, row, rank, False)",
+        "        for r in tl.static_range(WORLD):\n            mapped = mapped & (sync.place_of(call, row, r, False)",
+        "        for r in tl.static_range(1):\n            mapped = mapped & (sync.place_of(call, row, rank, False)",
     ),
     "one row of places": Change(
         "few_sms", "(worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS", "worker * 2 * PLACE_ROW_QUADS"
     ),
     "a look before the wait": Change(
         "few_sms",
-        "    call = await_progress(call, progress, 0, WORLD, WARPS)",
-        "    place_of(call, row, rank, False)\n    call = await_progress(call, progress, 0, WORLD, WARPS)",
+        "    call = sync.await_progress(call, progress, 0, WORLD, WARPS)",
+        "    sync.place_of(call, row, rank, False)\n    call = sync.await_progress(call, progress, 0, WORLD, WARPS)",
     ),
     "sums for this rank alone": Change(
         "few_sms",

@@ -207,12 +207,12 @@ CHANGES = {
         "                    place = window + turn % 2 * place_quads + rank * (chunk_nbytes // 16)",
     ),
     "no wait before the first chunk": Change(
-        "uneven", "            call = await_progress(call, progress, 0, WORLD, WARPS)", "            call = call"
+        "uneven", "            call = sync.await_progress(call, progress, 0, WORLD, WARPS)", "            call = call"
     ),
     "a wait for a step less": Change(
         "uneven",
-        "                    call = await_progress(call, progress, step, WORLD, WARPS)",
-        "                    call = await_progress(call, progress, step - 1, WORLD, WARPS)",
+        "                    call = sync.await_progress(call, progress, step, WORLD, WARPS)",
+        "                    call = sync.await_progress(call, progress, step - 1, WORLD, WARPS)",
     ),
     "another program's place": Change(
         "uneven",

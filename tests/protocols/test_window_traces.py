@@ -216,17 +216,17 @@ CHANGES = {
         "few_sms", "window = window_at + worker * PLACES * place_quads", "window = window_at + worker * 4 * place_quads"
     ),
     "no wait before the first chunk": Change(
-        "few_sms", "    call = await_progress(call, progress, 0, WORLD, WARPS)", "    call = call"
+        "few_sms", "    call = sync.await_progress(call, progress, 0, WORLD, WARPS)", "    call = call"
     ),
     "a wait for a step less": Change(
         "few_sms",
-        "call, late_ranks = await_progress_by_warp(call, progress, step - LAG + 1, WORLD)",
-        "call, late_ranks = await_progress_by_warp(call, progress, step - LAG, WORLD)",
+        "call, late_ranks = sync.await_progress_by_warp(call, progress, step - LAG + 1, WORLD)",
+        "call, late_ranks = sync.await_progress_by_warp(call, progress, step - LAG, WORLD)",
     ),
     "progress of a step more": Change(
         "few_sms",
-        "            raise_progress(call, progress, step + 1, WORLD, WARPS)",
-        "            raise_progress(call, progress, step + 2, WORLD, WARPS)",
+        "            sync.raise_progress(call, progress, step + 1, WORLD, WARPS)",
+        "            sync.raise_progress(call, progress, step + 2, WORLD, WARPS)",
     ),
     "another program's progress": Change(
         "few_sms", "progress = progress_at + worker * FLAG_ROW_QUADS", "progress = progress_at + worker * 0"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import socket
 from multiprocessing.connection import Connection
@@ -25,7 +24,7 @@ class JobStore:
         with socket.create_server((HOST, 0), backlog=_BACKLOG) as listener:
             self.port: int = listener.getsockname()[1]
             alive_r, self._alive = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-            self._process = RankProcess(target=_serve, args=(Descriptor(listener.fileno()), alive_r))
+            self._process = RankProcess(target=_serve, args=(Descriptor(listener.fileno()), self.port, alive_r))
             self._process.name = "shotcast store"
             try:
                 self._process.start()
@@ -42,11 +41,10 @@ class JobStore:
         self._process.close()
 
 
-def _serve(listener: Descriptor, alive: Connection) -> None:
+def _serve(listener: Descriptor, port: int, alive: Connection) -> None:
     import torch.distributed as dist
 
     die_with(alive.fileno())
-    port = socket.socket(fileno=os.dup(listener.number)).getsockname()[1]
     store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.number)
     while store is not None:
         signal.pause()

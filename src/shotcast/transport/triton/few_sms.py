@@ -367,9 +367,8 @@ def few_sms(
     if not SHAPE.ANNOUNCES:
         sync.tell_places(call, row, places, WORLD, WARPS)
     sync.raise_progress(call, progress, 0, WORLD, WARPS)
-    call = sync.await_progress(
-        call, progress, 0, WORLD, WARPS
-    )  # the peers no longer read what a call before left there
+    # the peers no longer read what a call before left there
+    call = sync.await_progress(call, progress, 0, WORLD, WARPS)
     if SHAPE.ANNOUNCES:
         release_next_kernel(SHAPE.PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
         through_window(call, x, out, addresses, arrivals, progress, window_at, chunk_nbytes, parts, SHAPE)

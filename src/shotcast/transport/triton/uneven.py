@@ -230,9 +230,8 @@ def exchange_parts(
             place_quads = chunk_nbytes // 16 * WORLD
             window = window_at + worker * CHUNKS_SENT * place_quads
             sync.raise_progress(call, progress, 0, WORLD, WARPS)
-            call = sync.await_progress(
-                call, progress, 0, WORLD, WARPS
-            )  # the peers no longer read what a call left there
+            # the peers no longer read what a call left there
+            call = sync.await_progress(call, progress, 0, WORLD, WARPS)
             for step in range(0, steps + 1):
                 turn = rank * 0 + step
                 start = head_nbytes + ((zero + step) * workers + worker) * chunk_nbytes
