@@ -603,7 +603,7 @@ def save_tiny(folder: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("model", ["tiny", "smollm2"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2", marks=pytest.mark.full)])
 def test_the_process_of_the_user_needs_no_pytorch(tiny: str, model: str) -> None:
     """Which would take it seconds to import, and more than 100 MB."""
     code = f"""

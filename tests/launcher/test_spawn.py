@@ -341,7 +341,7 @@ class TestParent:
         assert stderr.count("KeyboardInterrupt") == 1, stderr
 
     @pytest.mark.parametrize("started", [False, True])
-    @pytest.mark.parametrize("number", [1, 2, 3], ids=["store", "rank 0", "rank 1"])
+    @pytest.mark.parametrize("number", [1, 3, pytest.param(2, marks=pytest.mark.full)], ids=str)
     def test_interrupt_of_a_start(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: bool, number: int
     ) -> None:
