@@ -238,6 +238,7 @@ def compiled_few_sms(
     capability: int = 90,
     registers: int = 0,
     announces: bool = False,
+    reduction: int = 0,
 ) -> Any:
     """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's.
 
@@ -245,6 +246,7 @@ def compiled_few_sms(
     """
     values = {
         "KIND": kind,
+        "REDUCTION": reduction,
         "ANNOUNCES": announces,
         "DTYPE": DTYPES[dtype],
         "UNIT": unit,

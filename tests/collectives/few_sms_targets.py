@@ -117,7 +117,7 @@ def pausing(rng: random.Random) -> None:
 
         return paused
 
-    for owner, name in ((few_sms, "sum_words"), (sync, "raise_progress"), (sync, "await_progress")):
+    for owner, name in ((few_sms, "reduce_words"), (sync, "raise_progress"), (sync, "await_progress")):
         setattr(owner, name, later(getattr(owner, name)))
 
 

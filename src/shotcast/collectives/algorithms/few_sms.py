@@ -117,9 +117,15 @@ ALGORITHM = Algorithm(
     summary="as two-shot and one-shot, by a program for each SM that the call may occupy (`sms=`)",
     color="#4c78a8",
     forms={
-        Op.ALL_REDUCE: _form(work=two_shot.work, reference="shotcast.collectives.reference:ordered_all_reduce"),
+        Op.ALL_REDUCE: _form(
+            work=two_shot.work,
+            reference="shotcast.collectives.reference:ordered_all_reduce",
+            any_reduction=True,
+        ),
         Op.REDUCE_SCATTER: _form(
-            work=one_shot.part_work, reference="shotcast.collectives.reference:ordered_reduce_scatter"
+            work=one_shot.part_work,
+            reference="shotcast.collectives.reference:ordered_reduce_scatter",
+            any_reduction=True,
         ),
         Op.ALL_GATHER: _form(work=one_shot.part_work),
         Op.ALL_TO_ALL: _form(work=one_shot.part_work),

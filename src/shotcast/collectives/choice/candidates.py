@@ -109,7 +109,11 @@ def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
         return f"fused kernels add up {summed}, and this is {problem.dtype}"
     serving = problem.topology.algorithms.serving(problem.op)
     forms, between = {one.name: one.forms[problem.op] for one in serving}, problem.topology.shape.nodes > 1
-    able = [name for name, form in forms.items() if form.any_reduction and form.between_nodes <= between]
+    able = [
+        name
+        for name, form in forms.items()
+        if form.any_reduction and form.between_nodes <= between and form.keeps_to_sms == (problem.sms > 0)
+    ]
     return f"only {' and '.join(able)} do more than sum {summed}, and this is {problem.reduction} of {problem.dtype}"
 
 

@@ -44,10 +44,12 @@ import triton.language as tl
 from shotcast import wire
 from shotcast.device.triton.intrinsics import kernel, release_next_kernel
 from shotcast.device.triton.launch import Wide
-from shotcast.device.triton.words import load_words, nan_unless, store_words, sum_words
+from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
+from shotcast.device.triton.words import load_words, store_words
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import layout, sync
 from shotcast.transport.triton.binding import KernelContext, KernelLaunch, TileShape
+from shotcast.transport.triton.reductions import reduction_arguments
 from shotcast.transport.triton.sync import Blocks, Entry, Places
 from shotcast.wire import CallPlan, Op
 
@@ -175,7 +177,7 @@ def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.cons
         next_own, next_others = load_where_they_lie(x, xs, source, following, parts.own_nbytes, sizes, SHAPE)
         own_size = bytes_in_chunk(parts.own_nbytes, start, TILE)
         if ADDS:
-            words = sum_words(by_rank(others, own_words, call.rank, WORLD), WORLD, SHAPE.DTYPE)
+            words = reduce_words(by_rank(others, own_words, call.rank, WORLD), WORLD, SHAPE.DTYPE, SHAPE.REDUCTION)
             target = start
             if KIND == ALL_REDUCE:
                 target = source + start
@@ -197,7 +199,8 @@ def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.cons
             missing = tl.where(call.live == 0, missing, 0)  # the sums of a peer may not have come
             for tile in range(worker, missing, workers):
                 start = (call.epoch * 0 + tile) * TILE
-                words = nan_unless(call.live, load_words(out, begins[i] + start, offs, TILE, UNIT), SHAPE.DTYPE)
+                words = load_words(out, begins[i] + start, offs, TILE, UNIT)
+                words = reduced_unless_stopped(call.live, words, SHAPE.DTYPE)
                 store_words(out, begins[i] + start, offs, words, bytes_in_chunk(sizes[i], start, TILE), UNIT)
 
 
@@ -287,11 +290,11 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
                 else:
                     sync.store_to(call, addresses[i], mine, offs, tiles[i], offs < words_in(sent_sizes[i]), False)
             if ADDS:
-                words = sum_words(by_rank(came_words, own_words, rank, WORLD), WORLD, SHAPE.DTYPE)
+                words = reduce_words(by_rank(came_words, own_words, rank, WORLD), WORLD, SHAPE.DTYPE, SHAPE.REDUCTION)
                 if KIND == ALL_REDUCE:
                     for i in tl.static_range(PEERS):
                         sync.store_to(call, addresses[i], sums_mine, offs, words, offs < words_in(own_size), False)
-                own_words = nan_unless(call.live, words, SHAPE.DTYPE)
+                own_words = reduced_unless_stopped(call.live, words, SHAPE.DTYPE)
             own_to = own_from
             if KIND == REDUCE_SCATTER:
                 own_to = before
@@ -300,9 +303,8 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
             store_words(out, own_to, offs, own_words, copied_size, SHAPE.UNIT)
             if KIND != REDUCE_SCATTER:
                 for i in tl.static_range(PEERS):
-                    store_words(
-                        out, taken_to[i], offs, nan_unless(call.live, taken[i], SHAPE.DTYPE), taken_sizes[i], SHAPE.UNIT
-                    )
+                    words = reduced_unless_stopped(call.live, taken[i], SHAPE.DTYPE)
+                    store_words(out, taken_to[i], offs, words, taken_sizes[i], SHAPE.UNIT)
         call = sync.join_warps(call, late_ranks, running, WORLD, WARPS)
         if SHAPE.ANNOUNCES:
             sync.announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
@@ -318,6 +320,7 @@ class FewSmsShape(TileShape):
     """
 
     KIND: int
+    REDUCTION: int
     MAPPED_BLOCK: int
     ANNOUNCES: bool
 
@@ -439,9 +442,14 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
         )
     if steps + 2 * layout.STEPS_IN_FLIGHT >= 1 << layout.PROGRESS_STEP_BITS or shape.programs > layout.PROGRESS_ROWS:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")
-    block, options = shape.block_words, {}
-    if context.unit(plan) != layout.QUAD:
-        block = min(block, 32 * shape.num_warps * 2)  # each word takes several registers
+    block, options, reduces, unit = shape.block_words, {}, {"REDUCTION": 0}, context.unit(plan)
+    if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+        found = reduction_arguments(plan, context)
+        reduces = {name: found[name] for name in ("DTYPE", "REDUCTION")}
+        if found["CELLS"] or plan.reduction not in ("sum", "avg"):
+            unit = 1  # each word takes several registers, as where a word is not loaded as a whole
+    if unit != layout.QUAD:
+        block = min(block, 64 * shape.num_warps)
     elif announces and world_size == 2 and block <= BESIDE_WORDS:
         options = {"maxnreg": BESIDE_REGISTERS}
     return context.launch(
@@ -457,7 +465,8 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
         blocks=Blocks(context.layout.places_at, context.blocks_address),
         arrivals=context.arrivals_address,
         KIND=_KINDS[plan.op].value,
+        **reduces,
         ANNOUNCES=announces,
         BLOCK=block,
-        MAPPED_BLOCK=mapped_block(shape.block_words, shape.num_warps, world_size, context.unit(plan)),
+        MAPPED_BLOCK=mapped_block(shape.block_words, shape.num_warps, world_size, unit),
     )
