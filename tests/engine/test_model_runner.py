@@ -637,6 +637,29 @@ def test_a_graph_that_was_not_captured_is_not_replayed() -> None:
         graphs.get("another")
 
 
+def test_sums_on_few_sms_lie_in_mapped_memory_that_is_made_once() -> None:
+    made: list[torch.Tensor] = []
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty(shape, dtype=dtype))
+        return made[-1]
+
+    model = SimpleNamespace(
+        config=SimpleNamespace(hidden=8),
+        dtype=torch.float16,
+        parallel=SimpleNamespace(comm=SimpleNamespace(empty=empty)),
+    )
+    graphs: Any = object.__new__(PrefillGraphs)
+    graphs._state, graphs._sizes, graphs._sums = SimpleNamespace(model=model), (512, 770), None
+    for size, first in ((770, 385), (512, 256)):
+        parts = graphs._parts_of_sums(size, 2)
+        assert [part.shape for part in parts] == [(first, 8), (size - first, 8)]
+        assert parts[0].data_ptr() == made[0].data_ptr()
+        assert parts[1].data_ptr() == made[0][first:].data_ptr()
+    assert len(made) == 1
+    assert made[0].dtype == torch.float16
+
+
 def test_the_packed_step_has_room_for_the_size_that_needs_most() -> None:
     """Smaller sizes may have smaller tiles, whose table may take more room than the tokens of the largest size."""
     tables, last_tokens = torch.zeros(65, 2, dtype=torch.int32), torch.zeros(65, dtype=torch.int64)

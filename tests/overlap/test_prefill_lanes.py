@@ -34,7 +34,9 @@ class Kernels:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._compute(lambda: tokens + 1)
 
-    def attend(self, normed: torch.Tensor, cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(
+        self, normed: torch.Tensor, cache: torch.Tensor, batch: Batch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Write this part to the cache, and read what the parts up to this one have written there."""
         part = int(batch.positions[0])
 
@@ -42,10 +44,10 @@ class Kernels:
             cache[part] = normed[0]
             return cache[: part + 1].sum()[None] * 3
 
-        return self._compute(values)
+        return self._compute(values, out)
 
-    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
-        return self._compute(lambda: normed * 5 + 1)
+    def feed_forward(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._compute(lambda: normed * 5 + 1, out)
 
     def reduce(self, x: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         self._sms.append(others[-1])
@@ -57,8 +59,9 @@ class Kernels:
         self._enqueue(values)
         return x, residual
 
-    def _compute(self, values: Callable[[], torch.Tensor]) -> torch.Tensor:
-        out = torch.full((1,), NAN, dtype=torch.float64)
+    def _compute(self, values: Callable[[], torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            out = torch.full((1,), NAN, dtype=torch.float64)
         self._enqueue(lambda: out.copy_(values()))
         return out
 
@@ -92,8 +95,11 @@ def expected() -> list[float]:
     return values
 
 
-def on_streams(order: tuple[int, int], left_out: int | None) -> tuple[bool, int]:
-    """Run the step in halves; return whether its results are right, and the number of waits."""
+def on_streams(order: tuple[int, int], left_out: int | None, given: bool) -> tuple[bool, int]:
+    """Run the step in halves; return whether its results are right, and the number of waits.
+
+    With ``given``, the sums of a part have one memory in all layers.
+    """
     streams = EmulatedStreams()
     lanes = StreamLanes(Rank("cpu"), streams=streams)  # type: ignore[arg-type]
     waits = Waits(lanes, left_out)
@@ -103,22 +109,27 @@ def on_streams(order: tuple[int, int], left_out: int | None) -> tuple[bool, int]
     for batch in batches:
         batch.tokens.fill_(NAN)
     streams.enqueue(lambda: [batch.tokens.copy_(one) for batch, one in zip(batches, wanted, strict=True)])
-    found = kernels.model().hidden_of_parts(batches, kernels.caches, Controller(lanes))  # type: ignore[arg-type]
+    sums = list(torch.full((PARTS, 1), NAN, dtype=torch.float64)) if given else []
+    controller = Controller(lanes)
+    found = kernels.model().hidden_of_parts(batches, kernels.caches, controller, sums=sums)  # type: ignore[arg-type]
+    for one, memory in zip(found, sums, strict=False):
+        assert one is memory
     seen: list[float] = []
     streams.enqueue(lambda: seen.extend(float(one) for one in found))
     streams.run(order)
     return seen == expected(), waits.made
 
 
-def test_every_wait_of_a_step_in_halves_is_needed() -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_every_wait_of_a_step_in_halves_is_needed(given: bool) -> None:
     orders = ((0, 1), (1, 0))
     for order in orders:
-        right, made = on_streams(order, None)
+        right, made = on_streams(order, None, given)
         assert right
     sums = PARTS * (2 * LAYERS + 1)
     assert made == sums + (sums - PARTS) + 1  # for what is summed, for the sums, and for the last of them
     for left_out in range(made):
-        assert not all(on_streams(order, left_out)[0] for order in orders), f"wait {left_out} is not needed"
+        assert not all(on_streams(order, left_out, given)[0] for order in orders), f"wait {left_out} is not needed"
 
 
 @pytest.mark.parametrize("sms", [None, 24])

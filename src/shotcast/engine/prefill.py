@@ -57,11 +57,9 @@ logger = logging.getLogger(__name__)
 LEAST_TOKENS = {True: 512, False: 64}
 """Steps of fewer tokens are not divided, by whether memory is static: products of few rows take nearly as long as those
 of twice as many, on GPUs up to some hundred rows, where a product takes as long as reading its weights."""
-SMS = (16, 24, 32)
-"""The numbers of SMs that sums of halves are tried on."""
-_BESIDE_OWN = 32
-"""The SMs of a sum beside our own products. From 24 on its programs have so few registers with two ranks that one fits
-on an SM beside a block of ours (docs/design/overlap.md)."""
+_SMS, _SMS_BESIDE_OWN = 16, 12
+"""The SMs of sums beside matmuls of the library, which leave them alone, and of ours, where a program of a sum begins
+when any tile ends. 12 fill the wires where the sums lie in mapped memory (docs/design/overlap.md)."""
 MEASURED_LAYERS = 8
 """The layers of a model that a measurement computes: they are alike."""
 
@@ -76,9 +74,9 @@ class Form:
 
 
 WHOLE, HALVES = Form(SEQUENTIAL, 1), Form(PLAIN, 2)
-ON_SMS = tuple(Form(f"{sms} SMs", 2, Shaping(sms, sms)) for sms in SMS)
-BESIDE_OWN = Form(f"{_BESIDE_OWN} SMs beside own products", 2, Shaping(_BESIDE_OWN, 0, True))
-FORMS = {form.name: form for form in (WHOLE, HALVES, *ON_SMS, BESIDE_OWN)}
+ON_SMS = Form(f"{_SMS} SMs", 2, Shaping(_SMS, _SMS))
+BESIDE_OWN = Form(f"{_SMS_BESIDE_OWN} SMs beside own products", 2, Shaping(_SMS_BESIDE_OWN, 0, True))
+FORMS = {form.name: form for form in (WHOLE, HALVES, ON_SMS, BESIDE_OWN)}
 
 
 def overlap_obstacle(parallel: Parallel, overlap: str, static: bool) -> str:
@@ -168,15 +166,13 @@ class PrefillForms:
 
     def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
         """Return the forms that compute a step in halves, and why others are left out."""
-        parallel, forms, shaped = self._model.parallel, [HALVES], list(ON_SMS)
+        parallel, forms, shaped = self._model.parallel, [HALVES], [ON_SMS]
         left_out: dict[str, str] = {}
         if not self._static:
             return forms, left_out
         if parallel.comm.device.type == "cuda":
             if self._model.dtype == torch.float32 or self._model.blocks[0].qkv.takes_float8(size):
                 left_out[BESIDE_OWN.name] = "own products take 16 bits"
-            elif parallel.size > 2:
-                left_out[BESIDE_OWN.name] = "a program for more than two ranks does not fit beside a product"
             else:
                 shaped.append(BESIDE_OWN)
         half = self._message(size // 2)
@@ -296,6 +292,7 @@ class PrefillGraphs:
         self._rows = torch.zeros(sampled, dtype=torch.int64, device=device)
         self._last_hidden = torch.zeros(sampled, model.config.hidden, dtype=model.dtype, device=device)
         self._results: dict[int, Logits] = {}
+        self._sums: torch.Tensor | None = None
 
     def capture(self) -> None:
         """Decide on the forms of steps, and capture the graphs of all sizes. Call this before the first step, while
@@ -374,9 +371,20 @@ class PrefillGraphs:
                 hidden = model.hidden(batches[0], caches)
             else:
                 assert self._forms.controller is not None
-                hidden = torch.cat(model.hidden_of_parts(batches, caches, self._forms.controller, form.shaping))
+                sums = () if form.shaping.sms is None else self._parts_of_sums(size, form.parts)
+                hidden = torch.cat(model.hidden_of_parts(batches, caches, self._forms.controller, form.shaping, sums))
             if hidden is not None:
                 torch.index_select(hidden, 0, packed[layout.logits_indices], out=self._last_hidden)
+
+    def _parts_of_sums(self, size: int, parts: int) -> list[torch.Tensor]:
+        """Return memory that the ranks map for the sums of each part, [tokens, hidden]: few SMs suffice for sums there.
+
+        It is made when a step is first computed, before the capture, in which there would be none.
+        """
+        model = self._state.model
+        if self._sums is None:
+            self._sums = model.parallel.comm.empty(self._sizes[-1], model.config.hidden, dtype=model.dtype)
+        return [self._sums[first:stop] for first, stop in part_bounds(size, parts)]
 
     def _decide(self, size: int) -> None:
         """Find the form of steps of a size. The forms are compared by graphs of the first layers, with prompts that

@@ -83,13 +83,16 @@ class Linear:
 
         return rows > gemv.MAX_ROWS
 
-    def __call__(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
-        """Multiply [rows, inputs] to [rows, outputs]."""
+    def __call__(self, x: torch.Tensor | Float8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply [rows, inputs] to [rows, outputs], in ``out`` if it is given."""
         if self._on_cpu is not None and isinstance(x, torch.Tensor):
-            return self._on_cpu(x)
-        x = self._as_taken(x)
-        out = self._by_own_kernel(x, gated=False)
-        return self._by_library(x) if out is None else out
+            found: torch.Tensor | None = self._on_cpu(x)
+        else:
+            x = self._as_taken(x)
+            found = self._by_own_kernel(x, gated=False)
+        if found is None:
+            return self._by_library(x, out)
+        return found if out is None else out.copy_(found)
 
     def gated(self, x: torch.Tensor | Float8Rows, activation: Activation = "silu") -> torch.Tensor | Float8Rows:
         """Return ``activation(first half of the outputs) * second half``, in FP8 where a layer like this one takes it
@@ -135,11 +138,11 @@ class Linear:
             return skinny_gemm.linear(values, self.weight, self._counters, x_scale, self._scale, self.bias, gated)
         return None
 
-    def _by_library(self, x: torch.Tensor | Float8Rows) -> torch.Tensor:
+    def _by_library(self, x: torch.Tensor | Float8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._scale is not None:
             if not isinstance(x, Float8Rows):
                 x = self._quantized(x)
-            return quantized.scaled_matmul(x, Float8Rows(self.weight, self._scale), self.bias)
+            return quantized.scaled_matmul(x, Float8Rows(self.weight, self._scale), self.bias, out)
         assert not isinstance(x, Float8Rows)
         weight = self.weight
         if self._grouped is not None:
@@ -148,8 +151,10 @@ class Linear:
             weight = dequantize(*self._grouped, x.dtype)
         own = _own_product.get()
         if own is not None and self.bias is None and x.dtype in (torch.bfloat16, torch.float16):
-            return own(x, weight.t())
-        return F.linear(x, weight, self.bias)
+            return own(x, weight.t(), out)
+        if out is None:
+            return F.linear(x, weight, self.bias)
+        return torch.mm(x, weight.t(), out=out) if self.bias is None else torch.addmm(self.bias, x, weight.t(), out=out)
 
 
 def _product_on_cpu(

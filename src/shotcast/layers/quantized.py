@@ -86,8 +86,10 @@ def quantize(matrix: torch.Tensor) -> Float8Rows:
     return Float8Rows(values, scale)
 
 
-def scaled_matmul(x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` in bfloat16, summed in float32.
+def scaled_matmul(
+    x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` in bfloat16, summed in float32, in ``out`` if it is given.
 
     Args:
         x: [rows, inputs].
@@ -102,6 +104,7 @@ def scaled_matmul(x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None =
         bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
+        **({} if out is None else {"out": out}),
     )
 
 

@@ -138,12 +138,14 @@ class Block:
         normed, residual = self.mlp_input(self.attend(normed, cache, batch), residual)
         return self.feed_forward(normed), residual
 
-    def attend(self, normed: torch.Tensor | Float8Rows, cache: KVCache, batch: Batch) -> torch.Tensor:
-        """Compute partial sums of the attention's output."""
+    def attend(
+        self, normed: torch.Tensor | Float8Rows, cache: KVCache, batch: Batch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute partial sums of the attention's output, in ``out`` if it is given, which may be ``normed``."""
         qkv = self.qkv(normed)
         if self._projection_norm is not None:
             qkv = self._projection_norm(qkv)
-        return self.output(self.attention(qkv, cache, batch))
+        return self.output(self.attention(qkv, cache, batch), out)
 
     def mlp_input(
         self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
@@ -152,9 +154,9 @@ class Block:
         MLP and the new residual."""
         return self._reduce_norm(partial, residual, self.attention_post_norm, self.mlp_norm, self.gate_up, sms)
 
-    def feed_forward(self, normed: torch.Tensor | Float8Rows) -> torch.Tensor:
-        """Compute partial sums of the MLP's output."""
-        return self.down(self.gate_up.gated(normed, self._activation))
+    def feed_forward(self, normed: torch.Tensor | Float8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute partial sums of the MLP's output, in ``out`` if it is given, which may be ``normed``."""
+        return self.down(self.gate_up.gated(normed, self._activation), out)
 
     def normed_input(
         self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None

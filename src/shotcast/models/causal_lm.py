@@ -139,9 +139,17 @@ class CausalLM:
         return self.logits(rows) if rows.shape[0] else None
 
     def hidden_of_parts(
-        self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller, shaping: Shaping = UNSHAPED
+        self,
+        batches: Sequence[Batch],
+        caches: list[KVCache],
+        controller: Controller,
+        shaping: Shaping = UNSHAPED,
+        sums: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
         """Do the work of :meth:`overlapped` up to the head: return the last normed hidden states of each part.
+
+        ``sums`` are [tokens, hidden] for each part, where its sums over the ranks are formed; memory that the ranks map
+        is read and written in place.
 
         Computation and communication are given to the lanes layer by layer, one part at a time. A tensor that both use
         is freed only when the next work of its part has waited for both.
@@ -161,12 +169,13 @@ class CausalLM:
                 partial[part] = embeddings.embed(batch.tokens)
                 residual[part] = torch.zeros_like(partial[part])
                 return
+            out = sums[part] if sums else None
             with shaping.scope(device):
                 if stage % 2:
                     index = stage // 2
-                    partial[part] = blocks[index].attend(normed[part], caches[index], batch)
+                    partial[part] = blocks[index].attend(normed[part], caches[index], batch, out)
                 else:
-                    partial[part] = blocks[stage // 2 - 1].feed_forward(normed[part])
+                    partial[part] = blocks[stage // 2 - 1].feed_forward(normed[part], out)
 
         def reduce(stage: int, part: int) -> None:
             x, before = partial[part], residual[part]
