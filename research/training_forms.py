@@ -48,8 +48,8 @@ def of_all(comm: shotcast.Communicator, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def named_average(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean by the named order: the sum in the order of ranks in float32, rounded, and then divided."""
-    return ordered_sum(xs) / len(xs)
+    """Return the mean by the named order: the sum in the order of ranks in float32, divided and then rounded."""
+    return (ordered_sum([x.float() for x in xs]) / len(xs)).to(xs[0].dtype)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -154,7 +154,7 @@ def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) ->
     yield Form("ours", OWN, lambda: ddp(any_group(comm), Kept(comm)))
     yield Form(f"ours, {_LARGE_BUCKET_MB} MB", OWN, lambda: ddp(any_group(comm), Kept(comm), **large))
     if comm.device.type == "cuda":
-        for sms in (8, 16, 24):
+        for sms in (8, 12, 24):
             yield Form(f"ours, {sms} SMs", OWN, lambda sms=sms: ddp(any_group(comm), Kept(comm, sms)))
 
 

@@ -166,6 +166,16 @@ def trained(lanes: int, device: str = "cpu") -> dict[str, Any]:
     return found
 
 
+def averaged(algorithm: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Average a bucket; return this rank's gradients, and the averages."""
+    with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
+        own = torch.randn(4099, generator=torch.Generator().manual_seed(comm.rank)).bfloat16()
+        state = shotcast.overlap.GradientBuckets(comm, algorithm)
+        found = state.average(own.clone()).wait()
+        state.close()
+        return own, found
+
+
 def failing_bucket() -> list[str]:
     """Make rank 1 absent from the all-reduce of a bucket; return what rank 0 gets, now and at the next bucket."""
     from torch.nn.parallel import DistributedDataParallel

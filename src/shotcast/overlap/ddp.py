@@ -5,7 +5,7 @@
     model.register_comm_hook(state, shotcast.overlap.average_gradients)
 
 The order of reduction is that of the communicator: the sum of the ranks' gradients in the order of ranks, in float32,
-rounded once, and then divided by the number of ranks (``docs/reference/numerics.md``).
+divided by the number of ranks and rounded once (``docs/reference/numerics.md``).
 """
 
 # no postponed annotations: PyTorch reads those of the hook
@@ -19,13 +19,18 @@ import torch.distributed as dist
 from shotcast.collectives.communicator import Communicator
 from shotcast.overlap.lanes import Lanes, lanes_of
 
+SMS = 16
+"""The SMs that all-reduces of gradients take by default: the matmuls of the backward have the others."""
+
 
 class GradientBuckets:
     """The state of :func:`average_gradients`.
 
     Args:
         ranks: a communicator; or, on CPU ranks, several, if so many buckets are to be under way at once.
-        algorithm, sms: of the all-reduces, as for :meth:`Communicator.all_reduce`.
+        algorithm: of the all-reduces, as for :meth:`Communicator.all_reduce`.
+        sms: the SMs that they may take; None for :data:`SMS` on the GPUs of one node, and for all elsewhere or where an
+            algorithm is named.
 
     Attributes:
         error: what the first failed all-reduce raised.
@@ -33,7 +38,11 @@ class GradientBuckets:
 
     def __init__(self, ranks: Communicator | Sequence[Communicator], algorithm: str = "auto", sms: int | None = None):
         self._lanes: Lanes = lanes_of(ranks)
-        self._algorithm, self._sms, self._turn = algorithm, sms, 0
+        self._algorithm, self._turn = algorithm, 0
+        first = self._lanes.communicators[0]
+        one_node = first.topology.shape.nodes == 1 and algorithm == "auto"
+        self._sms = SMS if sms is None and one_node and first.device.type == "cuda" else sms
+        self._divides = not one_node  # other kernels than those of one node only sum
         self.error: Exception | None = None
 
     def average(self, gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -51,8 +60,15 @@ class GradientBuckets:
 
         def work() -> None:
             with torch.no_grad():
-                total = comm.all_reduce(gradients, out=gradients, algorithm=self._algorithm, sms=self._sms)
-                total /= comm.world_size
+                total = comm.all_reduce(
+                    gradients,
+                    out=gradients,
+                    algorithm=self._algorithm,
+                    reduction="sum" if self._divides else "avg",
+                    sms=self._sms,
+                )
+                if self._divides:
+                    total /= comm.world_size
 
         if cuda:  # an error is one of the call; what fails later, the next call or check reports
 
