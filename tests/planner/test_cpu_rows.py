@@ -98,7 +98,7 @@ def test_prompts_are_attended_to_one_after_the_other() -> None:
 
 
 def test_other_numbers_of_ranks_were_not_measured() -> None:
-    with pytest.raises(ConfigError, match=r"of 1 ranks, and 3 are asked for.*shotcast calibrate"):
+    with pytest.raises(ConfigError, match=r"of 1 rank, and 3 are asked for.*shotcast calibrate"):
         kept().of_ranks(3)
 
 

@@ -448,7 +448,7 @@ def test_a_link_without_calibration_is_said(tmp_path: Path) -> None:
     assert "The H200 SXM has no calibration" not in text
     result = json.loads((tmp_path / "plan.json").read_text())
     assert (result["calibrated"], result["link_calibrated"]) == (True, False)
-    assert "is 2 nodes of 4 GPUs, and 16 GPUs are asked for" in run(*question, "-g", "16", code=2)
+    assert "is 2 nodes of 4 GPUs, and 16 are asked for" in run(*question, "-g", "16", code=2)
     spec = cluster.with_astra_sim_network(cluster.load("h200x8"), file.read_text(), "network.yml")
     assert CollectiveCosts.on(spec, load("NVIDIA H200").link).link.step_us == 2.0
 

@@ -17,6 +17,7 @@ from shotcast.hardware.detect import detect
 from shotcast.launcher.spawn import spawn
 from shotcast.planner.calibration import Calibration, Share
 from shotcast.planner.cpu_rows import fit_rows
+from shotcast.units import counted
 from shotcast.wire import MAX_WORLD_SIZE
 
 _DTYPE = "float32"
@@ -59,7 +60,7 @@ def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS, shown: bool = False)
     rows, cost = int(product.partition("@")[2]), kinds[product].cost
     flops = 2 * rows * cost.first_rate * 1e9 / 4  # a weight of 4 bytes has two operations a row
     cluster = f"""\
-name: {part}, {ranks} ranks
+name: {part}, {counted(ranks, "rank")}
 gpu:  # a rank
   name: {part}
   mem_bw: {copy_gbps * 1e9:.3e}  # bytes/s

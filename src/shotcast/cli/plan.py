@@ -156,10 +156,11 @@ def _met(traffic: Traffic, requests: int) -> str:
     median_ms, most_ms = traffic.tpot_ms(50), traffic.tpot_ms(99)
     later = "no later tokens"
     if median_ms is not None and most_ms is not None:
-        later = f"each later token {median_ms:.4g} ms (99%: {most_ms:.4g})"
+        later = f"each later token {about(median_ms)} ms (99%: {about(most_ms)})"
     return (
-        f"Simulated, {counted(requests, 'request')}: first token {traffic.ttft_ms(50):.4g} ms (99%: "
-        f"{traffic.ttft_ms(99):.4g}), {later}, {about(traffic.tokens_per_s)} tokens/s, {traffic.preemptions} preempted."
+        f"Simulated, {counted(requests, 'request')}: first token {about(traffic.ttft_ms(50))} ms (99%: "
+        f"{about(traffic.ttft_ms(99))}), {later}, {about(traffic.tokens_per_s)} tokens/s, {traffic.preemptions} "
+        "preempted."
     )
 
 
@@ -247,8 +248,8 @@ def _table(result: Plan) -> Table:
             str(point.layout),
             str(point.engines),
             str(point.sequences),
-            f"{point.ttft_ms:.4g} ms ±{point.ttft_error:.0%}",
-            f"{point.tpot_ms:.4g} ms ±{point.tpot_error:.0%}",
+            f"{about(point.ttft_ms)} ms ±{point.ttft_error:.0%}",
+            f"{about(point.tpot_ms)} ms ±{point.tpot_error:.0%}",
             about(point.tokens_per_s),
             about(point.tokens_per_s_per_gpu),
             point.algorithm or "none",

@@ -86,9 +86,9 @@ class Calibration:
             return self
         share = self.shares.get(ranks)
         if share is None:
-            known = " or ".join(map(str, sorted(self.shares)))
+            known = " or ".join(map(str, sorted(self.shares))) + (" ranks" if max(self.shares) > 1 else " rank")
             raise ConfigError(
-                f"the calibration of {self.part} is of {known} ranks, and {ranks} are asked for; measure them by "
+                f"the calibration of {self.part} is of {known}, and {ranks} are asked for; measure them by "
                 f"shotcast calibrate --world-size {ranks}"
             )
         return replace(self, kinds=share.kinds, host=share.host)

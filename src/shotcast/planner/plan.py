@@ -39,7 +39,7 @@ from shotcast.planner.collectives import CollectiveCosts, modelled_algorithms
 from shotcast.planner.cpu_rows import step_model
 from shotcast.planner.step import Estimate, Layout, StepModel, StepWork, kernel_error, largest_share
 from shotcast.transport.triton.layout import MOST_RANKS
-from shotcast.units import about_size
+from shotcast.units import about_size, counted
 from shotcast.wire import MAX_WORLD_SIZE, NodeShape
 
 MAX_RANKS = 1024
@@ -122,12 +122,12 @@ class Job:
             raise ConfigError(f"gpus must be from 1 to {MAX_RANKS}, not {self.gpus}")
         per_node = self.cluster.gpus_per_node
         if self.gpus > per_node and self.cluster.network is None:
-            raise ConfigError(f"{self.cluster.name} is one node of {per_node} GPUs, and {self.gpus} are asked for")
+            one = f"{self.cluster.name} is one node of {counted(per_node, 'GPU')}"
+            raise ConfigError(f"{one}, and {self.gpus} are asked for")
         nodes = self.cluster.nodes
         if nodes is not None and self.gpus > nodes * per_node:
-            raise ConfigError(
-                f"{self.cluster.name} is {nodes} nodes of {per_node} GPUs, and {self.gpus} GPUs are asked for"
-            )
+            several = f"{self.cluster.name} is {counted(nodes, 'node')} of {counted(per_node, 'GPU')}"
+            raise ConfigError(f"{several}, and {self.gpus} are asked for")
         if self.gpus > per_node and self.gpus % per_node:
             raise ConfigError(f"{self.gpus} GPUs are no whole number of nodes of {per_node}")
         if self.prompt < 1 or self.output < 2:

@@ -83,8 +83,8 @@ def _no_best(plan: Plan) -> str:
     nearest = min(plan.points, key=lambda one: max(one.ttft_ms / target.ttft_ms, one.tpot_ms / target.tpot_ms))
     return (
         f"No layout has {plan.job.target}. The nearest is {_layout(nearest)} with "
-        f"{counted(nearest.sequences, 'sequence')}: first token {nearest.ttft_ms:.4g} ms, each later token "
-        f"{nearest.tpot_ms:.4g} ms."
+        f"{counted(nearest.sequences, 'sequence')}: first token {about(nearest.ttft_ms)} ms, each later token "
+        f"{about(nearest.tpot_ms)} ms."
     )
 
 
