@@ -87,6 +87,17 @@ def test_scores_that_overflow_without_their_maximum() -> None:
     assert torch.equal(out, torch.full_like(out, 2.0))
 
 
+@pytest.mark.parametrize("place", [0, 17, 99])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_shows(place: int, bad: float) -> None:
+    keys, values = torch.randn(112, 1, 16), torch.randn(112, 1, 16)
+    keys[place] = bad
+    queries, out = torch.rand(1, 1, 16) + 0.1, torch.empty(1, 1, 16)
+    tables, lengths = torch.arange(7, dtype=torch.int32)[None], torch.tensor([100], dtype=torch.int32)
+    decode(queries, keys, values, tables, torch.tensor([0]), lengths, torch.tensor([0]), 16, 0, out)
+    assert out.isnan().all()
+
+
 @settings(max_examples=20)
 @given(
     tokens=st.integers(1, 6),

@@ -48,6 +48,14 @@ def reduce_lanes(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -
     return builder.extract_element(lanes, ir.Constant(I32, 0))
 
 
+def fused_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """Return ``x * y + z``, of floats or vectors of them, rounded once where the machine can."""
+    kind = x.type
+    name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fmuladd.{name}")
+    return builder.call(function, [x, y, z])
+
+
 def for_each_vector(builder: Any, count: Any, body: Callable[[Any, int], None]) -> None:
     """Call ``body(index, lanes)`` for ``count`` elements: for vectors, then for single elements."""
     blocks = builder.udiv(count, number(LANES))

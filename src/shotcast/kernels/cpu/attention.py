@@ -12,12 +12,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from shotcast.device.cpu.compilation import keep_on_disk
+from shotcast.device.cpu.floats import F32, splat
 from shotcast.device.cpu.threads import in_parallel
+from shotcast.device.cpu.vectors import (
+    broadcast_lanes,
+    fused_multiply_add,
+    load_at,
+    number,
+    reduce_lanes,
+    store_at,
+)
 
-_THREADS_FROM = 4 << 20
+_THREADS_FROM = 1 << 20
 """The number of products of queries with keys from which a second thread saves more time than waking it costs."""
 
 _MATRIX = types.Array(types.float32, 2, "C")
@@ -49,6 +61,99 @@ def _rotate(
                 values[slot, head, i] = row[begin + i]
 
 
+def _dots_of(lanes: int) -> Any:
+    """Return a function that multiplies a query with keys that follow each other, ``lanes`` numbers at once.
+
+    Its arguments are the addresses of the query, of the first key and of the first score, the bytes from key to key,
+    the number of keys, and the size of a head, a multiple of ``lanes``.
+    """
+    vector = F32 if lanes == 1 else ir.VectorType(F32, lanes)
+
+    @intrinsic
+    def multiply(_context: Any, query: Any, key: Any, out: Any, stride: Any, count: Any, size: Any) -> Any:
+        def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            query, key, out, stride, count, size = arguments
+            total = cgutils.alloca_once(builder, vector)
+            with cgutils.for_range(builder, count) as each:
+                at = builder.add(key, builder.mul(each.index, stride))
+                builder.store(splat(F32, lanes, 0.0), total)
+                with cgutils.for_range(builder, builder.udiv(size, number(lanes))) as part:
+                    offset = builder.mul(part.index, number(4 * lanes))
+                    xs, ys = (load_at(builder, vector, builder.add(base, offset)) for base in (query, at))
+                    builder.store(fused_multiply_add(builder, xs, ys, builder.load(total)), total)
+                score = builder.load(total)
+                if lanes > 1:
+                    score = reduce_lanes(builder, score, builder.fadd)
+                store_at(builder, score, builder.add(out, builder.mul(each.index, number(4))))
+            return target.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), generate
+
+    return multiply
+
+
+def _sums_of(lanes: int) -> Any:
+    """Return a function that adds values that follow each other, each times its weight, to ``out``.
+
+    Its arguments are the addresses of the first weight, of the first value and of ``out``, the bytes from value to
+    value, the number of values, and the size of a head, a multiple of ``lanes``.
+    """
+    vector = F32 if lanes == 1 else ir.VectorType(F32, lanes)
+
+    @intrinsic
+    def add(_context: Any, weight: Any, value: Any, out: Any, stride: Any, count: Any, size: Any) -> Any:
+        def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            weight, value, out, stride, count, size = arguments
+            total = cgutils.alloca_once(builder, vector)
+            with cgutils.for_range(builder, builder.udiv(size, number(lanes))) as part:
+                offset = builder.mul(part.index, number(4 * lanes))
+                to = builder.add(out, offset)
+                builder.store(load_at(builder, vector, to), total)
+                with cgutils.for_range(builder, count) as each:
+                    at = builder.add(builder.add(value, offset), builder.mul(each.index, stride))
+                    factor = load_at(builder, F32, builder.add(weight, builder.mul(each.index, number(4))))
+                    factors, values = broadcast_lanes(builder, factor, lanes), load_at(builder, vector, at)
+                    builder.store(fused_multiply_add(builder, factors, values, builder.load(total)), total)
+                store_at(builder, builder.load(total), to)
+            return target.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), generate
+
+    return add
+
+
+# numba finds functions by name
+_dots_64, _dots_16, _dots_1 = (_dots_of(lanes) for lanes in (64, 16, 1))
+_sums_64, _sums_16, _sums_1 = (_sums_of(lanes) for lanes in (64, 16, 1))
+
+
+@njit(nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+def _softmax(scores: Any, scale: Any, cap: Any) -> None:
+    """Replace scores by their weights, which add up to 1."""
+    largest = np.float32(-np.inf)
+    for i in range(scores.shape[0]):
+        scores[i] *= scale
+        if cap > 0:
+            scores[i] = np.float32(cap * math.tanh(scores[i] / cap))
+        largest = max(largest, scores[i])
+    total = np.float32(0.0)
+    for i in range(scores.shape[0]):
+        # exp(x) = 2^n exp(r), where |r| <= ln(2) / 2
+        x = max(scores[i] - largest, np.float32(-87.0))
+        n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+        r = x - n * np.float32(0.693147181)
+        e = np.float32(1.3888889e-3) * r + np.float32(8.3333333e-3)
+        e = e * r + np.float32(4.1666667e-2)
+        e = e * r + np.float32(1.6666667e-1)
+        e = e * r + np.float32(0.5)
+        e = e * r + np.float32(1.0)
+        e = e * r + np.float32(1.0)
+        scores[i] = e * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+        total += scores[i]
+    for i in range(scores.shape[0]):
+        scores[i] /= total
+
+
 def _decode(
     queries: Any,
     keys: Any,
@@ -65,42 +170,52 @@ def _decode(
     stop: int,
     out: Any,
 ) -> None:
-    head_dim = queries.shape[2]
+    heads, size = queries.shape[1], queries.shape[2]
+    stride = 4 * keys.shape[1] * size
     longest = 0
-    for sequence in range(first, stop):
-        longest = max(longest, lengths[sequence])
-    scores = np.empty(longest, np.float32)
-    for sequence in range(first, stop):
+    for unit in range(first, stop):
+        longest = max(longest, lengths[unit // heads])
+    scores = np.empty((min(heads, stop - first), longest), np.float32)
+    unit = first
+    while unit < stop:
+        sequence, head = unit // heads, unit % heads
+        group = min(heads - head, stop - unit)  # heads of the sequence, for all of which a block is read at once
         length, table = lengths[sequence], tables[rows[sequence]]
         begin = max(0, length - window) if window > 0 else 0
-        for head in range(queries.shape[1]):
-            query, kv = queries[sequence, head], kv_head_of[head]
-            largest = np.float32(-np.inf)
-            for position in range(begin, length):
-                slot = table[position // block_size] * block_size + position % block_size
-                key = keys[slot, kv]
-                score = np.float32(0.0)
-                for i in range(head_dim):
-                    score += query[i] * key[i]
-                score *= scale
-                if cap > 0:
-                    score = np.float32(cap * math.tanh(score / cap))
-                scores[position] = score
-                largest = max(largest, score)
-            total = np.float32(0.0)
-            for position in range(begin, length):
-                weight = np.float32(math.exp(scores[position] - largest))
-                scores[position] = weight
-                total += weight
-            target = out[sequence, head]
-            for i in range(head_dim):
-                target[i] = np.float32(0.0)
-            for position in range(begin, length):
-                slot = table[position // block_size] * block_size + position % block_size
-                weight = scores[position] / total
-                value = values[slot, kv]
-                for i in range(head_dim):
-                    target[i] += weight * value[i]
+        query, target = queries[sequence, head].ctypes.data, out[sequence, head].ctypes.data
+        position = begin
+        while position < length:  # the positions of a block follow each other
+            count = min(length - position, block_size - position % block_size)
+            slot = table[position // block_size] * block_size + position % block_size
+            for each in range(group):
+                key = keys.ctypes.data + slot * stride + 4 * size * kv_head_of[head + each]
+                to, x = scores[each].ctypes.data + 4 * position, query + 4 * size * each
+                if size % 64 == 0:
+                    _dots_64(x, key, to, stride, count, size)
+                elif size % 16 == 0:
+                    _dots_16(x, key, to, stride, count, size)
+                else:
+                    _dots_1(x, key, to, stride, count, size)
+            position += count
+        for each in range(group):
+            _softmax(scores[each, begin:length], scale, cap)
+            for i in range(size):
+                out[sequence, head + each, i] = np.float32(0.0)
+        position = begin
+        while position < length:
+            count = min(length - position, block_size - position % block_size)
+            slot = table[position // block_size] * block_size + position % block_size
+            for each in range(group):
+                value = values.ctypes.data + slot * stride + 4 * size * kv_head_of[head + each]
+                weight, to = scores[each].ctypes.data + 4 * position, target + 4 * size * each
+                if size % 64 == 0:
+                    _sums_64(weight, value, to, stride, count, size)
+                elif size % 16 == 0:
+                    _sums_16(weight, value, to, stride, count, size)
+                else:
+                    _sums_1(weight, value, to, stride, count, size)
+            position += count
+        unit += group
 
 
 _SIGNATURES: dict[Callable[..., None], Any] = {
@@ -181,7 +296,7 @@ def decode(
 ) -> None:
     """Attend with one query a sequence to the sequence's blocks.
 
-    Sequences are divided among as many threads as PyTorch has.
+    Heads of sequences are divided among as many threads as PyTorch has.
 
     Args:
         queries, out: float32 [sequences, heads, head_dim].
@@ -201,4 +316,4 @@ def decode(
     def attend(first: int, stop: int) -> None:
         run(*arrays, block_size, scale, cap, window, first, stop, result)
 
-    in_parallel(attend, queries.shape[0], parts)
+    in_parallel(attend, queries.shape[0] * queries.shape[1], parts)

@@ -29,7 +29,7 @@ from numba.extending import intrinsic
 from shotcast.device.cpu.compilation import keep_on_disk
 from shotcast.device.cpu.floats import F32, FORMATS, form_of, splat
 from shotcast.device.cpu.threads import in_parallel
-from shotcast.device.cpu.vectors import broadcast_lanes, load_at, number, reduce_lanes, store_at
+from shotcast.device.cpu.vectors import broadcast_lanes, fused_multiply_add, load_at, number, reduce_lanes, store_at
 from shotcast.kernels.block_formats import BLOCKS
 
 MAX_ROWS = 32
@@ -182,10 +182,6 @@ def _dots_of(kind: str, rows: int) -> Any:
             for total, least in zip(totals, leasts, strict=True):
                 builder.store(splat(F32, _LANES, 0.0), total)
                 builder.store(ir.Constant(F32, 0.0), least)
-            wide, single = (
-                cgutils.get_or_insert_function(builder.module, ir.FunctionType(of, [of] * 3), f"llvm.fmuladd.{name}")
-                for of, name in ((_FLOATS, f"v{_LANES}f32"), (F32, "f32"))
-            )
             parts = BLOCKS[kind][0] // _SUMMED
 
             def use(block: Any, value: int, place: int, part: _Part) -> None:
@@ -197,13 +193,13 @@ def _dots_of(kind: str, rows: int) -> Any:
                     xs = [load_at(builder, _FLOATS, builder.add(at, number(64 * index))) for index in range(len(codes))]
                     product = builder.fmul(codes[0], xs[0])
                     for code, each in zip(codes[1:], xs[1:], strict=True):
-                        product = builder.call(wide, [code, each, product])
-                    builder.store(builder.call(wide, [scale, product, builder.load(totals[row])]), totals[row])
+                        product = fused_multiply_add(builder, code, each, product)
+                    builder.store(fused_multiply_add(builder, scale, product, builder.load(totals[row])), totals[row])
                     if part.least is not None:
                         index = builder.add(builder.mul(block, number(4 * parts)), number(4 * place))
                         at = builder.add(builder.add(sums, index), builder.mul(sums_bytes, number(row)))
-                        least = builder.call(single, [part.least, load_at(builder, F32, at), builder.load(leasts[row])])
-                        builder.store(least, leasts[row])
+                        sum_of_x, before = load_at(builder, F32, at), builder.load(leasts[row])
+                        builder.store(fused_multiply_add(builder, part.least, sum_of_x, before), leasts[row])
 
             _in_blocks(builder, kind, stored, count, use)
             for row in range(rows):
