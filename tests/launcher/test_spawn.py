@@ -436,8 +436,19 @@ class TestMisuse:
             shotcast.spawn("work", 2)  # type: ignore[arg-type]
 
     def test_argument_that_cannot_be_pickled(self) -> None:
+        with pytest.raises(ConfigError, match=r"^argument 'text' of says cannot be pickled: .*lock"):
+            shotcast.spawn(targets.says, 2, threading.Lock())
         with pytest.raises(ConfigError, match=r"^threads with its arguments cannot be pickled: .*lock"):
-            shotcast.spawn(targets.threads, 2, threading.Lock())
+            shotcast.spawn(targets.threads, 2, threading.Lock())  # which takes none
+
+    def test_variable_that_cannot_be_pickled(self) -> None:
+        count, lock = 3, threading.Lock()
+
+        def work(number: int) -> bool:
+            return lock.acquire(timeout=count + number)
+
+        with pytest.raises(ConfigError, match=r"^variable 'lock' of .*\.work cannot be pickled: .*lock"):
+            shotcast.spawn(work, 2, 1)
 
     def test_closure_without_cloudpickle(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("cloudpickle", "numba.cloudpickle"):

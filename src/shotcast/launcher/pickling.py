@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shotcast.errors import ConfigError
@@ -40,3 +42,26 @@ def dumps(value: Any, what: str, imports_main: bool = True) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigError(f"{what} cannot be pickled: {error}") from error
+
+
+def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], imports_main: bool) -> bytes:
+    """Pickle ``(fn, args)`` as :func:`dumps` does. The ConfigError names the variable that cannot be pickled, if found.
+
+    Variables are the arguments, and those outside ``fn`` that it reads.
+    """
+    name = getattr(fn, "__qualname__", repr(fn))
+    try:
+        return dumps((fn, args), f"{name} with its arguments", imports_main)
+    except ConfigError:
+        for what, value in _variables(fn, args):
+            dumps(value, f"{what} of {name}", imports_main)
+        raise
+
+
+def _variables(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    with contextlib.suppress(TypeError, ValueError):  # not a Python function of these arguments, or an empty cell
+        for name, value in inspect.signature(fn).bind(*args).arguments.items():
+            yield f"argument {name!r}", value
+        outer = inspect.getclosurevars(fn)
+        for name, value in {**outer.globals, **outer.nonlocals}.items():
+            yield f"variable {name!r}", value

@@ -31,7 +31,7 @@ from shotcast.launcher import rank_process
 from shotcast.launcher.job import JobLeader, RemoteRank, Word
 from shotcast.launcher.job_store import HOST, JobStore
 from shotcast.launcher.monitor import WatchedRank, join_all, root_cause, terminate_all, timeout_detail, wait_for_reports
-from shotcast.launcher.pickling import dumps
+from shotcast.launcher.pickling import dumps_call
 from shotcast.launcher.rank_handle import Failure, RankHandle
 from shotcast.launcher.rank_process import imports_main
 
@@ -260,7 +260,7 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "this script starts ranks while a rank imports it, which would start ranks without end. "
             'Put the call under: if __name__ == "__main__":'
         )
-    return dumps((fn, args), f"{getattr(fn, '__qualname__', repr(fn))} with its arguments", imports_main())
+    return dumps_call(fn, args, imports_main())
 
 
 def _with_threads(environment: dict[str, str], local_world_size: int) -> dict[str, str]:
