@@ -90,4 +90,5 @@ def _download(model: str, files: list[str]) -> Path:
 
 def _remedy(model: str) -> str:
     name, _, revision = model.partition("@")
-    return f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    return f"{command} (gated models: first hf auth login, or set HF_TOKEN)"
