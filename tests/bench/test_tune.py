@@ -225,7 +225,7 @@ class TestSms:
                 assert registered()["few_sms"].forms[Op.ALL_REDUCE].launch_obstacle(asked, shape) == ""
 
     def test_where_the_library_alone_serves_it_is_the_choice(self) -> None:
-        asked = dataclasses.replace(problem(), sms=24, reduction="max")
+        asked = dataclasses.replace(problem(Op.REDUCE), sms=24)
         assert search(asked, Bench(lambda c: 1.0), 1.0).best.algorithm == "vendor"
 
     def test_rows_are_read_as_they_were_written(self) -> None:
