@@ -94,7 +94,7 @@ def test_cells_exist_or_say_why_not(device: str) -> None:
 
 def test_draws_reach_every_value() -> None:
     for device in ("cpu", "cuda"):
-        drawn = matrix.draws(3000, 1, device, (2, 3), (0.3, 1.0))
+        drawn = matrix.draws(6000, 1, device, (2, 3), (0.3, 1.0))
         assert {case.cell for case in drawn} == set(matrix.cells(device))
         for values in (matrix.DIFFERENCES, matrix.DTYPES):
             reached = {(case.cell.operation, case.difference) for case in drawn}
