@@ -31,8 +31,9 @@ def test_pythons() -> None:
     classified = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Language :: Python ::" in name]
     assert classified == [text_of(version) for version in ran]
     assert PROJECT["requires-python"] == f">={text_of(ran[0])}"
-    promised = f"Python {' or '.join(classified)}"
-    for file in ("README.md", "docs/reference/hardware.md"):
+    promised = f"Python {classified[0]} to {classified[-1]}"
+    assert [minor for _, minor in ran] == list(range(ran[0][1], ran[-1][1] + 1)), "none between them is left out"
+    for file in ("README.md", "CONTRIBUTING.md", "docs/reference/hardware.md"):
         assert promised in (ROOT / file).read_text(), file
 
 
