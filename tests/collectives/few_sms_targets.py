@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 import re
@@ -227,24 +228,24 @@ def absent(device: str, victim: int, timeout_s: float, killed: bool) -> dict[str
 
 def stops_between_chunks(victim: int, step: int, timeout_s: float, killed: bool) -> Any:
     """Have rank ``victim`` stop, or end, before it says that it has done ``step`` steps. Return this rank's error."""
-    from shotcast.transport.triton import few_sms
+    from shotcast.transport.triton import sync
 
     comm = shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=100)
     x = torch.ones(20_000)
     comm.all_reduce(x, sms=1)
     comm._host.barrier()
-    original = few_sms.raise_progress
+    original = sync.raise_progress
 
     def stall(call: Any, quads: Any, steps: Any, *rest: Any) -> None:
         if steps == step and killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if steps == step:
-            few_sms.raise_progress = original
+            sync.raise_progress = original
             comm._host.barrier()  # the others have given up
         original(call, quads, steps, *rest)
 
     if comm.rank == victim:
-        few_sms.raise_progress = stall
+        sync.raise_progress = stall
     else:
         comm.set_timeout(timeout_s)
     error = None
@@ -257,6 +258,47 @@ def stops_between_chunks(victim: int, step: int, timeout_s: float, killed: bool)
             comm._host.barrier()
     comm.close()
     return error
+
+
+def stops_in_place(victim: int, timeout_s: float) -> tuple[Any, torch.Tensor, list[int]]:
+    """Have rank ``victim`` stop before it says that its sums lie in the mapped tensors of all. Return this rank's error
+    and result, and the ends of the ranges of the tensor that it read."""
+    from shotcast.transport.triton import few_sms, sync
+
+    comm = shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=100)
+    x = comm.empty(20_001)
+    comm.all_reduce(x.fill_(1.0), out=x, sms=1)
+    comm._host.barrier()
+    ends: list[int] = []
+    load, announce = few_sms.load_words, sync.raise_progress
+
+    def noted(address: Any, start: Any, offs: Any, nbytes: Any, unit: Any) -> Any:
+        if operator.index(address) == x.data_ptr() and operator.index(nbytes):
+            ends.append(operator.index(start) + operator.index(nbytes))
+        return load(address, start, offs, nbytes, unit)
+
+    def stall(call: Any, quads: Any, steps: Any, *rest: Any) -> None:
+        if steps == 1:
+            sync.raise_progress = announce
+            comm._host.barrier()  # the others have given up
+        announce(call, quads, steps, *rest)
+
+    few_sms.load_words = noted
+    if comm.rank == victim:
+        sync.raise_progress = stall
+    else:
+        comm.set_timeout(timeout_s)
+    error = None
+    try:
+        comm.all_reduce(x.fill_(1.0), out=x, sms=1)
+    except shotcast.ShotcastError as caught:
+        error = caught
+    result = x.clone()
+    if comm.rank != victim:
+        comm._host.barrier()
+    comm._host.barrier()
+    comm.close()
+    return error, result, ends
 
 
 def graphs(count: int, sms: int) -> int:

@@ -16,6 +16,7 @@ from few_sms_targets import (
     many_chunks,
     mismatched,
     stops_between_chunks,
+    stops_in_place,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,6 +110,19 @@ def test_rank_that_stops_between_chunks_is_named(killed: bool, timeout_s: float)
         if rank != 1:
             assert isinstance(error, shotcast.CollectiveTimeout), error
             assert (error.missing, error.reason) == ((1,), "dead" if killed else "late")
+
+
+@pytest.mark.full
+@pytest.mark.timing
+def test_sums_that_may_not_have_come_into_mapped_memory_are_nan() -> None:
+    """Nothing is read beyond the tensor, where no memory may be."""
+    options = {"fresh": True, "timeout_s": 300, "return_exceptions": True}
+    error, result, ends = interpreted(stops_in_place, 2, 1, 4.0, **options)[0]
+    assert isinstance(error, shotcast.CollectiveTimeout), error
+    assert error.missing == (1,)
+    assert (result[:10_004] == 2.0).all(), "the slice of this rank"
+    assert result[10_004:].isnan().all()
+    assert max(ends) == result.nbytes
 
 
 def test_numbers_that_are_no_sms_are_refused_and_cpu_ranks_ignore_others() -> None:

@@ -1,6 +1,7 @@
 """Collectives of large messages on few SMs: a grid of as many programs as the call may have SMs, one for each.
 
-    reduce_scatter:  each rank sends part j to rank j, which adds up:  out_i = x_0[i] + x_1[i] + ...  in rank order
+    reduce_scatter:  each rank sends part j to rank j, which adds up:  out_i = x_0[i] + x_1[i] + ...  in rank order,
+                     or makes another reduction
     all_reduce:      the same by slices, and then rank j sends its sum to all
     all_gather:      each rank sends x to all
     all_to_all:      each rank sends part j to rank j
@@ -199,9 +200,10 @@ def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.cons
             missing = tl.where(call.live == 0, missing, 0)  # the sums of a peer may not have come
             for tile in range(worker, missing, workers):
                 start = (call.epoch * 0 + tile) * TILE
-                words = load_words(out, begins[i] + start, offs, TILE, UNIT)
+                size = bytes_in_chunk(sizes[i], start, TILE)
+                words = load_words(out, begins[i] + start, offs, size, UNIT)
                 words = reduced_unless_stopped(call.live, words, SHAPE.DTYPE)
-                store_words(out, begins[i] + start, offs, words, bytes_in_chunk(sizes[i], start, TILE), UNIT)
+                store_words(out, begins[i] + start, offs, words, size, UNIT)
 
 
 @triton.jit
