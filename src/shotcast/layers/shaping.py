@@ -15,7 +15,7 @@ from shotcast.layers.linear import products_by
 class Shaping:
     """The part of a GPU that sums over ranks may take, and that products leave to them."""
 
-    sms: int | None = None  # the most SMs that a sum and its norm take; None for what the fused operation takes
+    sms: int | None = None  # the most SMs that a sum takes, without its norm; None for what the fused operation takes
     left_sms: int = 0  # the number of SMs that products of the vendor's library leave alone
     own_products: bool = False  # multiply by our own kernel where it serves, whose blocks leave room on every SM
 

@@ -28,7 +28,8 @@ class GradientBuckets:
 
     Args:
         ranks: a communicator; or, on CPU ranks, several, if so many buckets are to be under way at once.
-        algorithm: of the all-reduces, as for :meth:`Communicator.all_reduce`.
+        algorithm: of the all-reduces, as for :meth:`Communicator.all_reduce`. On one node ``auto`` takes none that
+            loses precision.
         sms: the SMs that they may take; None for :data:`SMS` on the GPUs of one node, and for all elsewhere or where an
             algorithm is named.
 
