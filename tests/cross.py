@@ -48,7 +48,7 @@ from shotcast.transport.triton.sync import Blocks, Entry, EntryWithPuts, Places
 from shotcast.transport.triton.two_shot import two_shot_all_reduce
 from shotcast.transport.triton.two_shot_fp8 import compile_options, two_shot_fp8_all_reduce
 from shotcast.transport.triton.uneven import Spans, exchange_parts
-from shotcast.wire import NORM_KINDS, QUANTIZATIONS, REDUCED, REDUCIBLE, RMS
+from shotcast.wire import NORM_KINDS, QUANTIZATIONS, REDUCED, REDUCIBLE, REDUCTIONS, RMS
 
 NORM = NormAddresses(*["i64"] * 7, "fp32")
 KINDS: dict[str, Any] = {
@@ -242,8 +242,9 @@ def compiled_few_sms(
 ) -> Any:
     """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's.
 
-    Its threads have at most ``registers``; 0 for as many as they need.
+    Its threads have at most ``registers``; 0 for as many as they need. ``reduction`` is a code.
     """
+    whole = reduction in (0, REDUCTIONS.index("avg")) and dtype in (*REDUCIBLE, "int32")
     values = {
         "KIND": kind,
         "REDUCTION": reduction,
@@ -252,7 +253,7 @@ def compiled_few_sms(
         "UNIT": unit,
         "WORLD": world_size,
         "BLOCK": block,
-        "MAPPED_BLOCK": mapped_block(block, warps, world_size, unit),
+        "MAPPED_BLOCK": mapped_block(block, warps, world_size, unit if whole else 1),
         "WARPS": warps,
         "PDL": capability >= 90,
     }

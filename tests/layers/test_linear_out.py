@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shotcast.layers.linear import Linear, products_by
+from shotcast.layers.quantized import quantize, scaled_matmul
 
 
 @pytest.mark.parametrize("rows", [1, 4, 300])
@@ -28,6 +29,16 @@ def test_a_library_product_is_written_where_it_is_told() -> None:
         linear, out = Linear(weight, bias), torch.empty(300, 48)
         assert linear._by_library(x, out) is out
         torch.testing.assert_close(out, linear._by_library(x))
+
+
+def test_a_product_in_fp8_is_written_where_it_is_told() -> None:
+    x, weight = (quantize(torch.randn(rows, 64).bfloat16()) for rows in (32, 48))
+    memory = torch.full((34, 48), torch.nan, dtype=torch.bfloat16)
+    out = memory[1:-1]
+    for bias in (None, torch.randn(48).bfloat16()):
+        assert scaled_matmul(x, weight, bias, out) is out
+        assert torch.equal(out, scaled_matmul(x, weight, bias))
+        assert memory[[0, -1]].isnan().all()
 
 
 def test_a_product_of_ours_is_written_where_it_is_told() -> None:

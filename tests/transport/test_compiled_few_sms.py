@@ -12,7 +12,8 @@ import cross
 from shotcast.collectives.algorithms.few_sms import launch
 from shotcast.transport.triton import GPUS
 from shotcast.transport.triton.few_sms import _KINDS, BESIDE_REGISTERS, BESIDE_WORDS
-from shotcast.wire import Op
+from shotcast.transport.triton.reductions import reduction_of
+from shotcast.wire import REDUCIBLE, Op
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = (
     _KINDS[op].value for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
@@ -32,15 +33,45 @@ FORMS = [
 WINDOW_PARTS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1, ALL_TO_ALL: 1}
 
 
-def kernel(kind: int, dtype: str, unit: int, world_size: int, capability: int = 90) -> tuple[Any, int, int]:
+def kernel(
+    kind: int, dtype: str, unit: int, world_size: int, capability: int = 90, reduction: str = "sum"
+) -> tuple[Any, int, int]:
     """Return the compiled kernel, as a large message launches it, with the words of its tiles and its warps."""
     topology: Any = SimpleNamespace(world_size=world_size, transport=GPUS, max_bytes=64 << 20)
     op = next(op for op, constant in _KINDS.items() if constant.value == kind)
     problem: Any = SimpleNamespace(op=op, topology=topology, nbytes=256 << 20, sizes=(), sms=16)
     shape = launch(problem)
-    block = shape.block_words if unit == 16 else min(shape.block_words, 64 * shape.num_warps)
-    made = cross.compiled_few_sms(kind, dtype, unit, world_size, block, shape.num_warps, capability)
+    whole = unit == 16 and reduction in ("sum", "avg") and dtype in (*REDUCIBLE, "int32")
+    block = shape.block_words if whole else min(shape.block_words, 64 * shape.num_warps)
+    code = reduction_of(dtype, reduction)
+    made = cross.compiled_few_sms(kind, dtype, unit, world_size, block, shape.num_warps, capability, reduction=code)
     return made, block, shape.num_warps
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "form",
+    [
+        (ALL_REDUCE, "bfloat16", 16, 2, "avg", "div.rn.f32"),
+        (ALL_REDUCE, "float64", 4, 4, "avg", "div.rn.f64"),
+        (REDUCE_SCATTER, "uint8", 16, 8, "max", ""),
+    ],
+    ids=str,
+)
+def test_other_reductions(form: tuple[int, str, int, int, str, str], tmp_path: Path) -> None:
+    """A tile of numbers that take several registers each is smaller, so that all stay in registers."""
+    *call, reduction, division = form
+    made, _, warps = kernel(*call, reduction=reduction)  # type: ignore[arg-type]
+    counts = cross.instructions(made.asm["ptx"])
+    assert [key for key in counts if key.startswith("div.") and key.endswith(("f32", "f64"))] == [division] * bool(
+        division
+    )
+    assert counts["st.release.sys.global.b64"] == 3
+    assert not [key for key in counts if key.startswith(("fence", "membar", "fma"))]
+    used = cross.resources(made, tmp_path)
+    assert used["LOCAL"] == 0
+    assert used["REG"] * 32 * warps <= 65536
+    assert used["STACK"] <= (400 if call[3] == 8 else 64), "addresses and sizes, and no data"
 
 
 @pytest.mark.full
