@@ -219,8 +219,9 @@ def test_every_reduction() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_every_reduction_on_every_number_of_ranks(world_size: int) -> None:
-    interpreted(communicator_targets.every_reduction, world_size, 0, 1)
+@pytest.mark.parametrize("part", range(3))
+def test_every_reduction_on_every_number_of_ranks(world_size: int, part: int) -> None:
+    interpreted(communicator_targets.every_reduction, world_size, part, 3)
 
 
 @pytest.mark.full
