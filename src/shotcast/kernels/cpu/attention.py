@@ -29,7 +29,7 @@ from shotcast.device.cpu.vectors import (
     store_at,
 )
 
-_THREADS_FROM = 1 << 20
+_THREADS_FROM = 1 << 21
 """The number of products of queries with keys from which a second thread saves more time than waking it costs."""
 
 _MATRIX = types.Array(types.float32, 2, "C")
