@@ -326,10 +326,10 @@ def test_reset_after_a_late_rank(
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_mismatch(world_size: int, what: str, record_property: Callable[[str, object], None]) -> None:
     odd = world_size - 1
-    for rank, outcome in enumerate(shotcast.spawn(mismatched, world_size, "cuda", what, odd, 20.0, timeout_s=90)):
+    for rank, outcome in enumerate(shotcast.spawn(mismatched, world_size, "cuda", what, odd, 5.0, timeout_s=60)):
         record_property(f"rank_{rank}", f"{outcome['took']:.3f} s: {outcome['error']}")
         error = outcome["error"]
         assert isinstance(error, shotcast.CollectiveMismatch), error
         assert error.differing == (odd,)
         assert error.fields == (what.split()[0],)
-        assert outcome["took"] < 15  # a kernel may be compiled first
+        assert outcome["took"] < 2

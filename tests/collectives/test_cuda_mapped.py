@@ -43,5 +43,6 @@ def test_blocks_are_made_beside_calls_that_wait(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_memory_is_used_again_and_given_back(world_size: int) -> None:
     for grown, kept in shotcast.spawn(targets.many_tensors, world_size, timeout_s=200):
-        assert grown <= 5 << 28, "tensors of many sizes, beside what other processes take meanwhile"
+        # blocks of 64, 64, 128, 256 and 512 MiB; the next has 1 GiB, and other processes may take a little too
+        assert grown <= 5 << 28, "tensors of many sizes"
         assert kept <= 32 << 20

@@ -372,11 +372,9 @@ def mismatched(device: str, what: str, odd: int, timeout_s: float) -> dict[str, 
     with shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=1 << 18) as comm:
         warm(comm, "one_shot")
         warm(comm, "two_shot")
-        is_odd = comm.rank == odd
         x = torch.ones(512, device=comm.device)
-        started = time.monotonic()
-        error: BaseException | None = None
-        try:
+
+        def call(is_odd: bool) -> None:
             if what == "op":
                 comm.broadcast(x, 0) if is_odd else comm.all_reduce(x, algorithm="one_shot")
             elif what == "nbytes":
@@ -394,6 +392,14 @@ def mismatched(device: str, what: str, odd: int, timeout_s: float) -> dict[str, 
                     comm.all_reduce(part, algorithm="two_shot")
             else:
                 comm.broadcast(x, 1 if is_odd else 0)
+
+        call(True)  # by all ranks, so that nothing is compiled later
+        call(False)
+        settle(comm)
+        started = time.monotonic()
+        error: BaseException | None = None
+        try:
+            call(comm.rank == odd)
             settle(comm)
         except shotcast.ShotcastError as caught:
             error = caught
