@@ -1,11 +1,12 @@
 """Training steps (forward and backward) of a few layers of Llama, with gradients or activations summed under them.
 
-    python research/training.py --set data,tensor [--world-size 2] [--json FILE]
+    python research/training.py --set data,sharded,tensor [--world-size 2] [--json FILE]
 
-``data``: every rank has its own tokens, and gradients are averaged in buckets: by DistributedDataParallel (DDP) at its
-default, and with its options, and by the hook ``shotcast.overlap.average_gradients``. ``tensor``: the ranks divide the
-layers; sums of activations are made one after the other, as Megatron overlaps them, and by
-``shotcast.overlap.ColumnParallelLinear`` and ``RowParallelLinear``.
+``data``: every rank has its own tokens, and gradients are averaged in buckets: by DistributedDataParallel (DDP) over
+the vendor library, at its default and with its options, over the backend "shotcast", and by the hook
+``shotcast.overlap.average_gradients``. ``sharded``: the same by FSDP2, whose ranks keep parts of the layers.
+``tensor``: the ranks divide the layers; sums of activations are made one after the other, as Megatron overlaps them,
+and by ``shotcast.overlap.ColumnParallelLinear`` and ``RowParallelLinear``.
 
 The exposed communication of a form is its step less the step without communication. All forms of a set take turns in
 rounds: a time is the median of a rank, and then the maximum over the ranks.
@@ -28,14 +29,14 @@ import torch
 from gpu_timing import write
 from rich.console import Console
 from rich.table import Table
-from training_forms import LIBRARY, NONE, OWN, Form, data_forms, tensor_forms
+from training_forms import LIBRARY, NONE, OWN, Form, data_forms, sharded_forms, tensor_forms
 from training_model import shape_of
 
 import shotcast
 from shotcast.bench import kernels
 from shotcast.overlap.policy import Way, agreed, measure
 
-DATA, TENSOR = "data", "tensor"
+DATA, SHARDED, TENSOR = "data", "sharded", "tensor"
 _ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """The most by which all gradients together may be off, relative to their size."""
 
@@ -75,7 +76,7 @@ class Row:
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", dest="sets", type=lambda text: tuple(text.split(",")), default=(DATA, TENSOR))
+    parser.add_argument("--set", dest="sets", type=lambda text: tuple(text.split(",")), default=(DATA, SHARDED, TENSOR))
     parser.add_argument("--model", default="llama-3.1-8b", help="a preset, or tiny")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank")
@@ -90,7 +91,7 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-FORMS = {DATA: data_forms, TENSOR: tensor_forms}
+FORMS = {DATA: data_forms, SHARDED: sharded_forms, TENSOR: tensor_forms}
 
 
 # -- measurement ------------------------------------------------------------------------------------------------------

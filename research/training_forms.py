@@ -1,4 +1,4 @@
-"""Forms of training steps: data and tensor parallelism by ours, by DDP and by ``torch.distributed``, each checked."""
+"""Forms of training steps: DDP, FSDP2 and tensor parallelism by ours and by the vendor library, each checked."""
 
 # no postponed annotations: DDP reads those of hooks
 
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from training_model import Begin, Divided, Model, Shape
@@ -53,8 +55,9 @@ def named_average(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Return the gradients of all parameters."""
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    """Return the gradients of all parameters; collective where FSDP2 has divided them."""
+    found: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [one.full_tensor() if hasattr(one, "full_tensor") else one.clone() for one in found]
 
 
 def distance(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
@@ -101,25 +104,41 @@ def keep_and_average(kept: Kept, bucket: dist.GradBucket) -> torch.futures.Futur
     return overlap.average_gradients(kept.state, bucket)
 
 
-def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) -> Iterator[Form]:
-    """Yield the forms of data parallelism."""
-    seed = torch.Generator(comm.device).manual_seed(comm.rank)
-    x = torch.randn(shape.tokens, shape.hidden, generator=seed, device=comm.device).to(dtype)
+class Batch:
+    """A rank's own tokens, and what its gradients are to be."""
 
-    @functools.cache
-    def averaged() -> list[torch.Tensor]:
-        model = Model(shape, dtype, comm.device)
+    def __init__(self, comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype):
+        self.comm, self.shape, self.dtype = comm, shape, dtype
+        seed = torch.Generator(comm.device).manual_seed(comm.rank)
+        self.x = torch.randn(shape.tokens, shape.hidden, generator=seed, device=comm.device).to(dtype)
+
+    def model(self) -> nn.Module:
+        return Model(self.shape, self.dtype, self.comm.device)
+
+    @functools.cached_property
+    def averaged(self) -> list[torch.Tensor]:
+        """The averages over the ranks, by the named order. Collective."""
+        model = self.model()
         with repeatable():
-            step_of(model, x)()
-        return [named_average(of_all(comm, one)).view(one.shape) for one in gradients(model)]
+            step_of(model, self.x)()
+        return [named_average(of_all(self.comm, one)).view(one.shape) for one in gradients(model)]
+
+    def alone(self) -> Any:
+        """Build a step without communication."""
+        return step_of(self.model(), self.x), lambda: 0.0
+
+
+def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) -> Iterator[Form]:
+    """Yield the forms of data parallelism by DDP."""
+    batch = Batch(comm, shape, dtype)
 
     def ddp(group: dist.ProcessGroup, kept: Kept | None = None, **settings: Any) -> Any:
-        model: nn.Module = Model(shape, dtype, comm.device)
+        model = batch.model()
         ids = [comm.device.index] if comm.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=ids, process_group=group, **settings)
         if kept is not None:
             model.register_comm_hook(kept, keep_and_average)
-        step = step_of(model, x)
+        step = step_of(model, batch.x)
 
         def off() -> float:
             if kept is not None:
@@ -131,14 +150,11 @@ def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) ->
                     if not torch.equal(found, named_average(of_all(comm, own))):
                         raise ArithmeticError("a bucket has not the bits of the named order")
                 kept.buckets = None
-            return distance(gradients(model), averaged())
+            return distance(gradients(model), batch.averaged)
 
         return step, off
 
-    def alone() -> Any:
-        return step_of(Model(shape, dtype, comm.device), x), lambda: 0.0
-
-    yield Form(NONE, "", alone)
+    yield Form(NONE, "", batch.alone)
     yield Form("DDP", LIBRARY, lambda: ddp(group_of(comm)))
     large = {"bucket_cap_mb": _LARGE_BUCKET_MB}
     yield Form(f"DDP, {_LARGE_BUCKET_MB} MB", LIBRARY, lambda: ddp(group_of(comm), **large))
@@ -151,11 +167,47 @@ def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) ->
                 LIBRARY,
                 lambda ctas=ctas: ddp(group_of(comm, priority=True, max_ctas=ctas)),
             )
+    yield Form("DDP by shotcast", OWN, lambda: ddp(own_group(comm)))
+    yield Form(f"DDP by shotcast, {_LARGE_BUCKET_MB} MB", OWN, lambda: ddp(own_group(comm), **large))
     yield Form("ours", OWN, lambda: ddp(any_group(comm), Kept(comm)))
     yield Form(f"ours, {_LARGE_BUCKET_MB} MB", OWN, lambda: ddp(any_group(comm), Kept(comm), **large))
     if comm.device.type == "cuda":
         for sms in (8, 12, 24):
             yield Form(f"ours, {sms} SMs", OWN, lambda sms=sms: ddp(any_group(comm), Kept(comm, sms)))
+
+
+def sharded_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) -> Iterator[Form]:
+    """Yield the forms of data parallelism by FSDP2, whose ranks keep a part of every layer."""
+    batch = Batch(comm, shape, dtype)
+
+    def fsdp(group: dist.ProcessGroup, mapped: bool = False) -> Any:
+        mesh = DeviceMesh.from_group(group, comm.device.type)
+        model: Any = batch.model()
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+            if mapped:
+                module.set_allocate_memory_from_process_group_for_comm(True)
+        step = step_of(model, batch.x)
+
+        def off() -> float:
+            with repeatable():
+                step()
+            return distance(gradients(model), batch.averaged)
+
+        return step, off
+
+    yield Form(NONE, "", batch.alone)
+    yield Form("FSDP2", LIBRARY, lambda: fsdp(group_of(comm)))
+    if comm.device.type == "cuda":
+        yield Form("FSDP2, priority", LIBRARY, lambda: fsdp(group_of(comm, priority=True)))
+        for ctas in (8, 16):
+            yield Form(
+                f"FSDP2, priority, at most {ctas} CTAs",
+                LIBRARY,
+                lambda ctas=ctas: fsdp(group_of(comm, priority=True, max_ctas=ctas)),
+            )
+    yield Form("FSDP2 by shotcast", OWN, lambda: fsdp(own_group(comm)))
+    yield Form("FSDP2 by shotcast, in mapped memory", OWN, lambda: fsdp(own_group(comm), mapped=True))
 
 
 @functools.cache
@@ -167,6 +219,12 @@ def group_of(comm: shotcast.Communicator, priority: bool = False, max_ctas: int 
     if max_ctas:
         settings.config.max_ctas = max_ctas
     return dist.new_group(backend="nccl", timeout=_GROUP_TIMEOUT, pg_options=settings)
+
+
+@functools.cache
+def own_group(comm: shotcast.Communicator) -> dist.ProcessGroup:
+    """Return a group of the backend "shotcast", as a script has one that names it."""
+    return dist.new_group(backend="shotcast", timeout=_GROUP_TIMEOUT)
 
 
 @functools.cache

@@ -13,20 +13,23 @@ from training_forms import NONE, distance, named_average
 from shotcast.errors import RankFailed
 from shotcast.launcher.spawn import spawn
 
-SETTING = training.Setting(("data", "tensor"), "tiny", 1, 32, 16, "cpu", "float32", rounds=1, repeats=1)
+SETTING = training.Setting(("data", "sharded", "tensor"), "tiny", 1, 32, 16, "cpu", "float32", rounds=1, repeats=1)
 
 
 @pytest.mark.full
 def test_all_forms_are_checked_and_timed() -> None:
     rows = spawn(training.rows, 2, SETTING, timeout_s=300)[0]
     found = {(row.set, row.form): row for row in rows}
-    data, tensor = ("DDP", "DDP, 100 MB", "ours", "ours, 100 MB"), ("library, sequential", "library, overlapped")
+    data = ("DDP", "DDP, 100 MB", "DDP by shotcast", "DDP by shotcast, 100 MB", "ours", "ours, 100 MB")
+    sharded = ("FSDP2", "FSDP2 by shotcast", "FSDP2 by shotcast, in mapped memory")
+    tensor = ("library, sequential", "library, overlapped")
     assert [form for name, form in found if name == "data"] == [NONE, *data]
+    assert [form for name, form in found if name == "sharded"] == [NONE, *sharded]
     assert [form for name, form in found if name == "tensor"] == [NONE, *tensor, "ours, sequential", "ours"]
     assert all(row.step_us is not None and row.off is not None and row.off < 1e-5 for row in rows), rows
-    assert found["data", NONE].exposed_us == found["tensor", NONE].exposed_us == 0
+    assert [found[name, NONE].exposed_us for name in SETTING.sets] == [0, 0, 0]
     assert found["tensor", "ours, sequential"].off == 0
-    assert len(training.sentences(rows)) == 2
+    assert len(training.sentences(rows)) == 3
 
 
 @pytest.mark.full
