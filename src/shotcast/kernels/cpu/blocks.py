@@ -9,6 +9,9 @@ Values are made with the arithmetic of the ``gguf`` package. A product with few 
 the values that share a scale, and multiplies that sum by the scale; the least value is multiplied by the sum of x. The
 bits of a row do not depend on how many rows there are.
 
+Codes are cut out of words of 32 bits by shifts, of which a processor makes more at once than of what widens bytes. So
+they come in another order than in the file, and x is brought into that order first.
+
 Format: github.com/ggml-org/ggml, src/ggml-common.h.
 """
 
@@ -27,7 +30,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from shotcast.device.cpu.compilation import keep_on_disk
-from shotcast.device.cpu.floats import F32, FORMATS, form_of, splat
+from shotcast.device.cpu.floats import F32, FORMATS, I32, form_of, splat
 from shotcast.device.cpu.threads import in_parallel
 from shotcast.device.cpu.vectors import broadcast_lanes, fused_multiply_add, load_at, number, reduce_lanes, store_at
 from shotcast.kernels.block_formats import BLOCKS
@@ -42,46 +45,76 @@ _AT_ONCE = 1 << 20
 _scratch = threading.local()
 """Memory for these values, kept between products: new memory would cost a page fault for each 4 KiB."""
 
-_LANES = 16
-_I8, _CODES, _FLOATS = ir.IntType(8), ir.VectorType(ir.IntType(8), _LANES), ir.VectorType(F32, _LANES)
+_LANES = 8
+_I8, _WORDS, _FLOATS = ir.IntType(8), ir.VectorType(I32, _LANES), ir.VectorType(F32, _LANES)
+_PART = 32
+"""The values of a part: four vectors of codes."""
+_OF_BYTES = [4 * lane + code for code in range(4) for lane in range(_LANES)]
+_OF_NIBBLES = [16 * (code % 2) + 4 * (lane % 4) + 2 * (lane // 4) + code // 2 for code in range(4) for lane in range(8)]
+"""The values whose codes are in the lanes of the four vectors: one in each byte of eight words, or two in each of four
+words, of which the upper lanes have the upper halves."""
 
 
 class _Part(NamedTuple):
-    """Values that share a scale: float32 ``scale`` and ``least`` (None for none), and codes, 16 in a vector."""
+    """Codes and their float32 ``scale``, for all lanes or for each, and ``least`` (None for none)."""
 
     scale: Any
     least: Any
     codes: list[Any]
 
 
-def _half(builder: Any, at: Any, offset: int) -> Any:
+def _half(builder: Any, at: Any, offset: int, lanes: int = 1) -> Any:
+    """Return a float16 as float32, in this many lanes."""
     half = FORMATS[form_of("float16")]
-    return half.widen(builder, load_at(builder, half.stored, builder.add(at, number(offset))), 1)
+    found = load_at(builder, half.stored, builder.add(at, number(offset)))
+    return half.widen(builder, broadcast_lanes(builder, found, lanes), lanes)
 
 
-def _bytes(builder: Any, at: Any, offset: int, shift: int = 0, mask: int = 255) -> Any:
-    """Return ``byte >> shift & mask`` of 16 bytes."""
-    found = load_at(builder, _CODES, builder.add(at, number(offset)))
-    shifted = builder.lshr(found, splat(_I8, _LANES, shift)) if shift else found
-    return builder.and_(shifted, splat(_I8, _LANES, mask)) if mask < 255 else shifted
+def _two_halves(builder: Any, at: Any) -> list[Any]:
+    half = FORMATS[form_of("float16")]
+    both = half.widen(builder, load_at(builder, ir.VectorType(half.stored, 2), at), 2)
+    return [builder.extract_element(both, ir.Constant(I32, lane)) for lane in range(2)]
 
 
-def _less(builder: Any, codes: Any, amount: int) -> Any:
-    return builder.sub(codes, splat(_I8, _LANES, amount))
+def _words(builder: Any, at: Any, offset: int) -> Any:
+    return load_at(builder, _WORDS, builder.add(at, number(offset)))
+
+
+def _words_twice(builder: Any, at: Any, offset: int) -> Any:
+    """Return four words, and then their upper halves."""
+    four = load_at(builder, ir.VectorType(I32, 4), builder.add(at, number(offset)))
+    both = builder.shuffle_vector(four, four, ir.Constant(_WORDS, [0, 1, 2, 3] * 2))
+    return builder.lshr(both, ir.Constant(_WORDS, [0] * 4 + [16] * 4))
+
+
+def _bits(builder: Any, words: Any, shift: int, mask: int) -> Any:
+    """Return ``words >> shift & mask``; a negative shift is one to the left."""
+    shifted = builder.lshr(words, splat(I32, _LANES, shift)) if shift > 0 else words
+    shifted = builder.shl(words, splat(I32, _LANES, -shift)) if shift < 0 else shifted
+    return builder.and_(shifted, splat(I32, _LANES, mask))
+
+
+def _signed(builder: Any, words: Any, first: int, bits: int) -> Any:
+    """Return the signed numbers in ``bits`` bits from bit ``first`` on."""
+    left = builder.shl(words, splat(I32, _LANES, 32 - bits - first)) if first + bits < 32 else words
+    return builder.ashr(left, splat(I32, _LANES, 32 - bits))
 
 
 def _q4_0(builder: Any, at: Any) -> Iterator[_Part]:
-    codes = [_less(builder, _bytes(builder, at, 2, shift, 15), 8) for shift in (0, 4)]
-    yield _Part(_half(builder, at, 0), None, codes)
+    words = builder.xor(_words_twice(builder, at, 2), splat(I32, _LANES, 0x88888888))  # less 8, as signed numbers
+    yield _Part(_half(builder, at, 0, _LANES), None, [_signed(builder, words, 4 * code, 4) for code in range(4)])
 
 
 def _q4_1(builder: Any, at: Any) -> Iterator[_Part]:
-    codes = [_bytes(builder, at, 4, shift, 15) for shift in (0, 4)]
-    yield _Part(_half(builder, at, 0), _half(builder, at, 2), codes)
+    words = _words_twice(builder, at, 4)
+    scale, least = _two_halves(builder, at)
+    yield _Part(scale, least, [_bits(builder, words, 4 * code, 15) for code in range(4)])
 
 
 def _q8_0(builder: Any, at: Any) -> Iterator[_Part]:
-    yield _Part(_half(builder, at, 0), None, [_bytes(builder, at, 2), _bytes(builder, at, 18)])
+    places = [builder.add(at, number(2 + _LANES * code)) for code in range(4)]
+    codes = [builder.sext(load_at(builder, ir.VectorType(_I8, _LANES), place), _WORDS) for place in places]
+    yield _Part(_half(builder, at, 0, _LANES), None, codes)
 
 
 def _q4_k(builder: Any, at: Any) -> Iterator[_Part]:
@@ -90,7 +123,7 @@ def _q4_k(builder: Any, at: Any) -> Iterator[_Part]:
         kept = builder.and_(builder.lshr(byte, ir.Constant(_I8, shift)), ir.Constant(_I8, mask))
         return builder.shl(kept, ir.Constant(_I8, left))
 
-    of_scales, of_leasts = _half(builder, at, 0), _half(builder, at, 2)
+    of_scales, of_leasts = _two_halves(builder, at)
     for part in range(8):
         scales = 4 + part
         if part < 4:
@@ -100,19 +133,28 @@ def _q4_k(builder: Any, at: Any) -> Iterator[_Part]:
             offset = builder.or_(bits(scales + 4, 4, 15), bits(scales, 6, 3, 4))
         scale = builder.fmul(of_scales, builder.uitofp(factor, F32))
         least = builder.fneg(builder.fmul(of_leasts, builder.uitofp(offset, F32)))
-        place = 16 + 32 * (part // 2)
-        yield _Part(scale, least, [_bytes(builder, at, place + half, 4 * (part % 2), 15) for half in (0, 16)])
+        words = _words(builder, at, 16 + 32 * (part // 2))
+        yield _Part(scale, least, [_bits(builder, words, 8 * code + 4 * (part % 2), 15) for code in range(4)])
 
 
 def _q6_k(builder: Any, at: Any) -> Iterator[_Part]:
     whole = _half(builder, at, 208)
-    for part in range(16):  # of two halves, of which each has four quarters of two parts
-        half, quarter, place = part // 8, part // 2 % 4, part % 2
-        low = _bytes(builder, at, 64 * half + 32 * (quarter % 2) + 16 * place, 4 * (quarter // 2), 15)
-        high = _bytes(builder, at, 128 + 32 * half + 16 * place, 2 * quarter, 3)  # 2 bits, apart from the others
-        codes = builder.or_(low, builder.shl(high, splat(_I8, _LANES, 4)))
-        scale = builder.sitofp(load_at(builder, _I8, builder.add(at, number(192 + part))), F32)
-        yield _Part(builder.fmul(whole, scale), None, [_less(builder, codes, 32)])
+    for part in range(8):
+        half, quarter = part // 4, part % 4
+        low = _words(builder, at, 64 * half + 32 * (quarter % 2))
+        high = _words(builder, at, 128 + 32 * half)  # 2 bits, apart from the others
+        codes = []
+        for code in range(4):
+            lower = _bits(builder, low, 8 * code + 4 * (quarter // 2), 15)
+            upper = _bits(builder, high, 8 * code + 2 * quarter - 4, 48)
+            codes.append(builder.sub(builder.or_(lower, upper), splat(I32, _LANES, 32)))
+        two = [
+            builder.fmul(whole, builder.sitofp(load_at(builder, _I8, builder.add(at, number(place))), F32))
+            for place in (192 + 2 * part, 193 + 2 * part)
+        ]
+        lower, upper = (broadcast_lanes(builder, one, _LANES) for one in two)
+        scale = builder.shuffle_vector(lower, upper, ir.Constant(_WORDS, [0] * 4 + [8] * 4))
+        yield _Part(scale, None, codes)
 
 
 _READERS: dict[str, Callable[[Any, Any], Iterator[_Part]]] = {
@@ -123,38 +165,48 @@ _READERS: dict[str, Callable[[Any, Any], Iterator[_Part]]] = {
     "Q6_K": _q6_k,
 }
 _KINDS = list(_READERS)
-_SUMMED = 32
-"""The values of a part, in the formats that have a least value."""
 _TILE = 4
 """The rows of x that are multiplied at once, so that codes are converted once for all."""
 
 
-def _in_blocks(builder: Any, kind: str, stored: Any, count: Any, use: Callable[[Any, int, int, _Part], None]) -> None:
-    """Call ``use(block, first value, place, part)`` for the parts of ``count`` blocks."""
+def _order(kind: str) -> list[int]:
+    return {"Q4_0": _OF_NIBBLES, "Q4_1": _OF_NIBBLES, "Q8_0": list(range(_PART))}.get(kind, _OF_BYTES)
+
+
+def _in_blocks(builder: Any, kind: str, stored: Any, count: Any, use: Callable[[Any, _Part], None]) -> None:
+    """Call ``use(number of a part, part)`` for the parts of ``count`` blocks."""
+    parts = BLOCKS[kind][0] // _PART
     with cgutils.for_range(builder, count) as loop:
         at = builder.add(stored, builder.mul(loop.index, number(BLOCKS[kind][1])))
-        value = 0
+        first = builder.mul(loop.index, number(parts))
         for place, part in enumerate(_READERS[kind](builder, at)):
-            use(loop.index, value, place, part)
-            value += _LANES * len(part.codes)
+            scale = part.scale if part.scale.type == _FLOATS else broadcast_lanes(builder, part.scale, _LANES)
+            use(builder.add(first, number(place)), part._replace(scale=scale))
 
 
 def _values_of(kind: str) -> Any:
     """Return a function that writes the values of blocks: (stored, blocks, address of float32)."""
+    order = _order(kind)
+    places = [order.index(value) for value in range(_PART)]
 
     @intrinsic
     def write(_context: Any, stored: Any, count: Any, out: Any) -> Any:
         def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             stored, count, out = arguments
 
-            def use(block: Any, value: int, _place: int, part: _Part) -> None:
-                scale = broadcast_lanes(builder, part.scale, _LANES)
+            def joined(low: Any, high: Any) -> Any:
+                lanes = low.type.count + high.type.count
+                return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, lanes), list(range(lanes))))
+
+            def use(part_number: Any, part: _Part) -> None:
                 least = ir.Constant(F32, -0.0) if part.least is None else part.least
-                to = builder.add(out, builder.mul(block, number(4 * BLOCKS[kind][0])))
-                for index, codes in enumerate(part.codes):
-                    scaled = builder.fmul(scale, builder.sitofp(codes, _FLOATS))
-                    values = builder.fadd(scaled, broadcast_lanes(builder, least, _LANES))
-                    store_at(builder, values, builder.add(to, number(4 * (value + _LANES * index))))
+                offset = broadcast_lanes(builder, least, _LANES)
+                a, b, c, d = (
+                    builder.fadd(builder.fmul(part.scale, builder.sitofp(each, _FLOATS)), offset) for each in part.codes
+                )
+                mask = ir.Constant(ir.VectorType(I32, _PART), places)
+                values = builder.shuffle_vector(joined(a, b), joined(c, d), mask)
+                store_at(builder, values, builder.add(out, builder.mul(part_number, number(4 * _PART))))
 
             _in_blocks(builder, kind, stored, count, use)
             return target.get_dummy_value()
@@ -167,8 +219,8 @@ def _values_of(kind: str) -> Any:
 def _dots_of(kind: str, rows: int) -> Any:
     """Return a function that multiplies blocks with ``rows`` rows of x, and writes the sums.
 
-    Its arguments are (stored, blocks, x, bytes of a row of x, sums of x over each 32 values, bytes of a row of these,
-    out, bytes to the next row of out).
+    Its arguments are (stored, blocks, x in the order of codes, bytes of a row of x, sums of x over each part, bytes of
+    a row of these, out, bytes to the next row of out).
     """
 
     @intrinsic
@@ -182,23 +234,21 @@ def _dots_of(kind: str, rows: int) -> Any:
             for total, least in zip(totals, leasts, strict=True):
                 builder.store(splat(F32, _LANES, 0.0), total)
                 builder.store(ir.Constant(F32, 0.0), least)
-            parts = BLOCKS[kind][0] // _SUMMED
 
-            def use(block: Any, value: int, place: int, part: _Part) -> None:
-                scale = broadcast_lanes(builder, part.scale, _LANES)
+            def use(part_number: Any, part: _Part) -> None:
                 codes = [builder.sitofp(each, _FLOATS) for each in part.codes]
-                first = builder.add(builder.mul(block, number(4 * BLOCKS[kind][0])), number(4 * value))
                 for row in range(rows):
-                    at = builder.add(builder.add(x, first), builder.mul(x_bytes, number(row)))
-                    xs = [load_at(builder, _FLOATS, builder.add(at, number(64 * index))) for index in range(len(codes))]
+                    at = builder.add(builder.mul(part_number, number(4 * _PART)), builder.mul(x_bytes, number(row)))
+                    at = builder.add(x, at)
+                    xs = [load_at(builder, _FLOATS, builder.add(at, number(32 * index))) for index in range(len(codes))]
                     product = builder.fmul(codes[0], xs[0])
                     for code, each in zip(codes[1:], xs[1:], strict=True):
                         product = fused_multiply_add(builder, code, each, product)
-                    builder.store(fused_multiply_add(builder, scale, product, builder.load(totals[row])), totals[row])
+                    total = fused_multiply_add(builder, part.scale, product, builder.load(totals[row]))
+                    builder.store(total, totals[row])
                     if part.least is not None:
-                        index = builder.add(builder.mul(block, number(4 * parts)), number(4 * place))
-                        at = builder.add(builder.add(sums, index), builder.mul(sums_bytes, number(row)))
-                        sum_of_x, before = load_at(builder, F32, at), builder.load(leasts[row])
+                        at = builder.add(builder.mul(part_number, number(4)), builder.mul(sums_bytes, number(row)))
+                        sum_of_x, before = load_at(builder, F32, builder.add(sums, at)), builder.load(leasts[row])
                         builder.store(fused_multiply_add(builder, part.least, sum_of_x, before), leasts[row])
 
             _in_blocks(builder, kind, stored, count, use)
@@ -213,20 +263,29 @@ def _dots_of(kind: str, rows: int) -> Any:
     return multiply
 
 
+def _moved_by(order: list[int]) -> Any:
+    """Return a function that writes the values of a part in the order of codes, and returns their sum."""
+
+    @intrinsic
+    def move(_context: Any, source: Any, out: Any) -> Any:
+        def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            values = load_at(builder, ir.VectorType(F32, _PART), arguments[0])
+            mask = ir.Constant(ir.VectorType(I32, _PART), order)
+            store_at(builder, builder.shuffle_vector(values, values, mask), arguments[1])
+            return reduce_lanes(builder, values, builder.fadd)
+
+        return types.float32(types.int64, types.int64), generate
+
+    return move
+
+
 # numba finds functions by name, and chooses among them when it compiles, so they cannot be in a list
 _write_q4_0, _write_q4_1, _write_q8_0, _write_q4_k, _write_q6_k = (_values_of(kind) for kind in _KINDS)
 _dot_q4_0, _dot_q4_1, _dot_q8_0, _dot_q4_k, _dot_q6_k = (_dots_of(kind, 1) for kind in _KINDS)
 _dots_q4_0, _dots_q4_1, _dots_q8_0, _dots_q4_k, _dots_q6_k = (_dots_of(kind, _TILE) for kind in _KINDS)
 
 
-@intrinsic
-def _sum(_context: Any, address: Any) -> Any:
-    """Return the sum of the values of a part."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return reduce_lanes(builder, load_at(builder, ir.VectorType(F32, _SUMMED), arguments[0]), builder.fadd)
-
-    return types.float32(types.int64), generate
+_move_nibbles, _move_none, _move_bytes = (_moved_by(_order(kind)) for kind in ("Q4_0", "Q8_0", "Q4_K"))
 
 
 def _dequantize(
@@ -259,17 +318,21 @@ def _multiply(
     first: int,
     stop: int,
 ) -> None:
-    stride, parts = 4 * outputs, 0
-    if kind == 1 or kind == 3:  # which have least values
-        parts = x_bytes // (4 * _SUMMED)
-    summed = np.empty(rows * parts, np.float32)
+    stride, parts = 4 * outputs, x_bytes // (4 * _PART)
+    summed, moved = np.empty(rows * parts, np.float32), np.empty(rows * parts * _PART, np.float32)
+    sums, sums_bytes, ordered = summed.ctypes.data, 4 * parts, moved.ctypes.data
     for part in range(rows * parts):
-        summed[part] = _sum(x + part * 4 * _SUMMED)
-    sums, sums_bytes = summed.ctypes.data, 4 * parts
+        at = part * 4 * _PART
+        if kind < 2:
+            summed[part] = _move_nibbles(x + at, ordered + at)
+        elif kind == 2:
+            summed[part] = _move_none(x + at, ordered + at)
+        else:
+            summed[part] = _move_bytes(x + at, ordered + at)
     for output in range(first, stop):
         at, row = stored + output * row_bytes, 0
         while row < rows:
-            xs, ss, to = x + row * x_bytes, sums + row * sums_bytes, out + row * stride + 4 * output
+            xs, ss, to = ordered + row * x_bytes, sums + row * sums_bytes, out + row * stride + 4 * output
             if row + _TILE <= rows:
                 if kind == 0:
                     _dots_q4_0(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
