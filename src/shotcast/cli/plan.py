@@ -29,48 +29,39 @@ def plan(
     ],
     gpus: Annotated[int, typer.Option("-g", "--gpus", help="GPUs of the cluster that may be used.")] = 8,
     cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster", help=f"{', '.join(clusters.PACKAGED)}, a YAML file, or here for the GPUs of this machine."
-        ),
+        str, typer.Option(help=f"{', '.join(clusters.PACKAGED)}, a YAML file, or here for the GPUs of this machine.")
     ] = "h200x8",
     network: Annotated[
-        Path | None, typer.Option("--network", help="A network file of ASTRA-sim, instead of the cluster's own links.")
+        Path | None, typer.Option(help="A network file of ASTRA-sim, instead of the cluster's own links.")
     ] = None,
-    quantization: Annotated[str, typer.Option("--quantization", help="fp8, or none by default.")] = "",
+    quantization: Annotated[str, typer.Option(help="fp8, or none by default.")] = "",
     prompt: Annotated[int, typer.Option("--input", help="Tokens of a prompt.")] = 2048,
-    output: Annotated[int, typer.Option("--output", help="Tokens of an output.")] = 128,
+    output: Annotated[int, typer.Option(help="Tokens of an output.")] = 128,
     target: Annotated[
-        str, typer.Option("--target", help="latency, throughput, or bounds in ms such as ttft=500,tpot=20.")
+        str, typer.Option(help="latency, throughput, or bounds in ms such as ttft=500,tpot=20.")
     ] = "throughput",
     algorithm: Annotated[
-        str,
-        typer.Option("--algorithm", callback=with_underscores, help="The sums: auto, vendor (NCCL), or one of ours."),
+        str, typer.Option(callback=with_underscores, help="The sums: auto, vendor (NCCL), or one of ours.")
     ] = "auto",
     engines: Annotated[
-        int | None, typer.Option("--engines", min=1, help="Equal engines; 1 as --layout auto. Default: any number.")
+        int | None, typer.Option(min=1, help="Equal engines; 1 as --layout auto. Default: any number.")
     ] = None,
     max_sequences: Annotated[
-        int | None,
-        typer.Option("--max-sequences", min=1, help="The most sequences of an engine. Default: what memory allows."),
+        int | None, typer.Option(min=1, help="The most sequences of an engine. Default: what memory allows.")
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(
-            "--calibration", help="A file of shotcast calibrate. Default: SHOTCAST_CALIBRATION, or the packaged one."
-        ),
+        typer.Option(help="A file of shotcast calibrate. Default: SHOTCAST_CALIBRATION, or the packaged one."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Simulate requests that arrive at so many a second on average.")
+        float | None, typer.Option(help="Simulate requests that arrive at so many a second on average.")
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option("--requests", help="How many requests --rate simulates. Default: 200.")
-    ] = None,
+    requests: Annotated[int | None, typer.Option(help="How many requests --rate simulates. Default: 200.")] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Simulate requests of a file: JSON lines of time_s, prompt, output.")
+        Path | None, typer.Option(help="Simulate requests of a file: JSON lines of time_s, prompt, output.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all points, with InferenceX's keys.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw tokens/s a GPU over tokens/s a user.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens/s a GPU over tokens/s a user.")] = None,
 ) -> None:
     """Predict how fast each layout of a model serves on a cluster, and say which one to take."""
     from shotcast.planner import machine, picture, report
