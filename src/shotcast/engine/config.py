@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shotcast.collectives.registry import import_named, registered
 from shotcast.engine.speculative_config import SpeculativeConfig
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 
 if TYPE_CHECKING:
     from shotcast.models.config import ModelConfig
@@ -260,8 +259,7 @@ class EngineConfig:
                 ``pipeline_parallel``.
         """
         for name in options.keys() - (known := {field.name for field in fields(cls)} - {"model"}):
-            similar = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {similar[0]}?" if similar else f"accepted: {', '.join(sorted(known))}"
+            hint = similar("did you mean {}?", name, known) or f"accepted: {', '.join(sorted(known))}"
             raise ConfigError(f"the engine has no option {name!r}; {hint}")
         if options.get("layout") and any(name in options for name in _DIVISION):
             raise _two_layouts(options["layout"], *(options.get(name, 1) for name in _DIVISION))

@@ -6,8 +6,10 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from operator import index
+from typing import Any
 
 from shotcast.engine.grammar import Grammar
 from shotcast.errors import ConfigError
@@ -127,15 +129,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        def require_number(name: str, low: float, high: float, accepted: str) -> None:
+        def require_number(name: str, low: float, high: float, accepted: str, kind: Any = int | float) -> None:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
                 raise ConfigError(f"{name} must be {accepted}, not {value!r}")
 
-        def require_int(name: str, low: int, high: float, accepted: str) -> None:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"{name} must be {accepted}, not {value!r}")
+        require_int = partial(require_number, kind=int)
 
         require_number("temperature", 0.0, 1e6, "a number of at least 0")
         require_int("top_k", 0, math.inf, "a whole number of at least 0 (all tokens)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +13,7 @@ from pydantic_core import from_json
 
 from shotcast.engine.grammar import Grammar, styled
 from shotcast.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 from shotcast.server.api_error import ApiError
 from shotcast.server.tool_calls import Function, ToolFormat, calls_grammar, find_format
 
@@ -498,8 +497,7 @@ class ChatBody(Body):
                 raise bad_request("tool_choice", "tool_choice needs tools")
             names = [function.name for function in self.functions]
             if isinstance(self.tool_choice, dict) and (name := self.tool_choice["function"]["name"]) not in names:
-                near = difflib.get_close_matches(name[:_MAX_SHOWN], names, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = similar("; did you mean {}?", name[:_MAX_SHOWN], names)
                 raise bad_request("tool_choice", f"there is no tool {shown(name)}{hint}")
         return self
 
@@ -798,8 +796,7 @@ def _require_known(values: dict[str, Any], known: Collection[str], prefix: str =
     for name in values:
         if name not in known:
             path = prefix + (name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")
-            near = difflib.get_close_matches(name[:_MAX_SHOWN], known, 1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            hint = similar(f"; did you mean {prefix}{{}}?", name[:_MAX_SHOWN], known)
             raise bad_request(path, f"there is no parameter {path}{hint}", "unknown_parameter")
 
 
