@@ -234,16 +234,14 @@ class EngineConfig:
 
     def _divide(self) -> None:
         """Set how the ranks are divided by ``layout``. Raise ConfigError if it is none, or they are said twice."""
-        given = self.tensor_parallel, self.pipeline_parallel
-        if self.layout and not self.plans_layout:
-            divided = parse_layout(self.layout, "auto, auto:N for N ranks, or ")
-            if given not in ((1, 1), divided):
-                raise _two_layouts(self.layout, *given)
-            for name, value in zip(_DIVISION, divided, strict=True):
-                object.__setattr__(self, name, value)
+        given = divided = self.tensor_parallel, self.pipeline_parallel
+        if self.layout:
+            divided = (1, 1) if self.plans_layout else parse_layout(self.layout, "auto, auto:N for N ranks, or ")
+        if given not in ((1, 1), divided):
+            raise _two_layouts(self.layout, *given)
+        for name, value in zip(_DIVISION, divided, strict=True):
+            object.__setattr__(self, name, value)
         if self.plans_layout:
-            if given != (1, 1):
-                raise _two_layouts(self.layout, *given)
             parse_workload(self.workload)
             return
         for name, default in (("target", DEFAULT_TARGET), ("workload", "")):
