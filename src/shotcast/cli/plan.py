@@ -66,7 +66,7 @@ def plan(
     """Predict how fast each layout of a model serves on a cluster, and say which one to take."""
     from shotcast.planner import machine, picture, report
     from shotcast.planner.model_name import named_model
-    from shotcast.planner.plan import MOST_SEQUENCES, Job, Limits, Target, layouts
+    from shotcast.planner.plan import MOST_SEQUENCES, Limits, Query, Target, layouts
     from shotcast.planner.plan import plan as planned
     from shotcast.simulator import traffic
 
@@ -85,18 +85,18 @@ def plan(
     elif trace is not None:
         arrivals = traffic.read_trace(trace)
     limits = Limits(max_sequences or MOST_SEQUENCES, algorithm=algorithm)
-    job = Job(config, name, quantization, found, gpus, prompt, output, Target.parse(target), limits)
-    asked = [each for each in layouts(job) if engines in (None, each[1])]
+    query = Query(config, name, quantization, found, gpus, prompt, output, Target.parse(target), limits)
+    asked = [each for each in layouts(query) if engines in (None, each[1])]
     if not asked:
         raise ConfigError(f"{gpus} GPUs are no {engines} equal engines; accepted: a divisor")
-    longest = traffic.longest(job, arrivals) if arrivals else 0
+    longest = traffic.longest(query, arrivals) if arrivals else 0
     if plot is not None:
         picture.check_format(plot)
     read = [Path(model), Path(model, "config.json"), Path(cluster), network, calibration, trace]
     _require_apart([json_file, plot], read)
     ready_to_write(json_file, plot)
     constants = machine.calibration_of(found.gpu, calibration)
-    result = planned(job, constants, asked)
+    result = planned(query, constants, asked)
     # files come first: what is printed may end in a closed pipe, and a simulation in an error
     value = report.as_json(result, longest)
     if json_file is not None:
@@ -128,12 +128,13 @@ def plan(
         screen.print(why, soft_wrap=True)
     elif result.best:
         one = "an engine of it" if result.best.engines > 1 else "it"
-        files = f", with the model's files in {report.folder(job.name)}" if report.folder(job.name) != job.name else ""
+        folder = report.folder(query.name)
+        files = f", with the model's files in {folder}" if folder != query.name else ""
         screen.print(
             f"To start {one}{files}: {report.command(result, longest)}", soft_wrap=True, markup=False, highlight=False
         )
     if arrivals and result.best:
-        met = traffic.simulate(job, result.best, constants, arrivals)
+        met = traffic.simulate(query, result.best, constants, arrivals)
         if json_file is not None:
             _write_json(json_file, value | {"simulated": met.as_json()})
         screen.print(_met(met, len(arrivals)), soft_wrap=True, highlight=False)
@@ -226,9 +227,9 @@ def _table(result: Plan) -> Table:
 
     from shotcast.planner.report import memory_text
 
-    job = result.job
-    title = f"{job.name} {result.precision} on {job.gpus} x {job.cluster.gpu.name}, "
-    title += f"{job.prompt} tokens in, {job.output} out, for {job.target}"
+    query = result.query
+    title = f"{query.name} {result.precision} on {query.gpus} x {query.cluster.gpu.name}, "
+    title += f"{query.prompt} tokens in, {query.output} out, for {query.target}"
     points = result.best_of_each_layout()
     more = f"{len(points) - _ROWS} more layouts are in the file of --json" if len(points) > _ROWS else None
     table = Table(title=Text(title), title_justify="left", caption=more, caption_justify="left")
