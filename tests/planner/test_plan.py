@@ -253,7 +253,7 @@ def test_a_rack_of_one_link_has_several_hosts() -> None:
         assert found.best is not None
         assert found.best.layout == Layout(gpus, 1)
         assert (report.command(found) is not None) == within
-        assert ("has several hosts of 4 GPUs" in report.obstacle(found)) != within
+        assert ("has several hosts of 4 GPUs" in report.unsupported_reason(found)) != within
 
 
 def test_the_reason_leaves_no_part_out() -> None:

@@ -124,7 +124,7 @@ def plan(
         )
     for line in report.refusals(result, _ROWS):
         screen.print(line, soft_wrap=True, markup=False)
-    if why := report.obstacle(result):
+    if why := report.unsupported_reason(result):
         screen.print(why, soft_wrap=True)
     elif result.best:
         one = "an engine of it" if result.best.engines > 1 else "it"

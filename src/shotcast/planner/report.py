@@ -109,7 +109,7 @@ def _layout(point: Point) -> str:
     return f"{point.layout.label}{engines}"
 
 
-def obstacle(plan: Plan) -> str:
+def unsupported_reason(plan: Plan) -> str:
     """Return why the engine does not run what was planned; "" if it does."""
     cluster, best = plan.query.cluster, plan.best
     if best is not None and cluster.gpus_per_host is not None and best.layout.ranks > cluster.gpus_per_host:
@@ -134,7 +134,7 @@ def command(plan: Plan, longest: int = 0) -> str | None:
         longest: tokens of the longest request that the engine is to take, if it is longer than those of the query.
     """
     best, query = plan.best, plan.query
-    if best is None or obstacle(plan):
+    if best is None or unsupported_reason(plan):
         return None
     # a step must have room for a token of each sequence
     tokens = max(BATCH_TOKENS, best.sequences)
