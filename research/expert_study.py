@@ -24,7 +24,7 @@ from shotcast.hardware.cluster import Cluster
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import Calibration, load
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.plan import Job, Limits
+from shotcast.planner.plan import Limits, Query
 from shotcast.planner.step import StepModel, StepWork
 
 EXTERNAL = Path(__file__).parents[1] / "benchmarks" / "data" / "external" / "experts.json"
@@ -144,8 +144,10 @@ def deepseek_table(calibration: Calibration) -> str:
     (row,) = [row for row in external()["rows"] if row["table"] == "deepseek"]
     name, prompt, output, each = "deepseek-v3", row["prompt"], row["output"], row["sequences"] // 8
     theirs = row["sequences"] * output / (row["ttft_ms"] + (output - 1) * row["tpot_ms"]) * 1e3
-    job = Job(EXPERT_PRESETS[name], name, "fp8", CLUSTER, 8, prompt, output, limits=Limits(each, DEEPSEEK_STEP, 0.95))
-    points = plan(job, calibration, [(ExpertLayout(8, 1, 8, True), 1)]).points
+    query = Query(
+        EXPERT_PRESETS[name], name, "fp8", CLUSTER, 8, prompt, output, limits=Limits(each, DEEPSEEK_STEP, 0.95)
+    )
+    points = plan(query, calibration, [(ExpertLayout(8, 1, 8, True), 1)]).points
     point = max(points, key=lambda point: point.sequences)
     lines = ["| | sequences | tokens/s | a step that decodes, ms |", "|---|---|---|---|"]
     lines.append(f"| TensorRT-LLM, published | {row['sequences']} | {DEEPSEEK} | |")
@@ -212,8 +214,8 @@ def tokens_table(calibration: Calibration) -> str:
     lines.append("|---|---|---|---|---|---|")
     for (prompt, output), published in PUBLISHED.items():
         limits = Limits(batch_tokens=LARGEST_STEP, kv_item=1)
-        job = Job(EXPERT_PRESETS[name], name, "fp8", CLUSTER, 8, prompt, output, limits=limits)
-        points = plan(job, calibration, [(layout, 1) for layout in layouts.values()]).points
+        query = Query(EXPERT_PRESETS[name], name, "fp8", CLUSTER, 8, prompt, output, limits=limits)
+        points = plan(query, calibration, [(layout, 1) for layout in layouts.values()]).points
         cells = [f"{prompt}, {output}", f"{published}"]
         cells += [f"{answers[prompt, output, dp]['tokens_per_s']:.0f}" for dp in layouts]
         for layout in layouts.values():

@@ -21,7 +21,7 @@ from shotcast.hardware import cluster
 from shotcast.models.checkpoint import read_json
 from shotcast.models.config import ModelConfig
 from shotcast.planner import machine
-from shotcast.planner.plan import Job, Target
+from shotcast.planner.plan import Query, Target
 
 COLUMNS = ("TP x PP", "engines", "sequences", "first token, ms", "each later, ms", "tokens/s", "sums")
 
@@ -62,8 +62,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     asked = options().parse_args(None if arguments is None else list(arguments))
     where, target = cluster.load(asked.cluster), Target.parse(asked.target)
     model = named_model(asked.model)
-    job = Job(model, asked.model, asked.quantization, where, asked.gpus, asked.input, asked.output, target)
-    found = plan(job, machine.calibration_of(where.gpu, None))
+    query = Query(model, asked.model, asked.quantization, where, asked.gpus, asked.input, asked.output, target)
+    found = plan(query, machine.calibration_of(where.gpu, None))
     rows = [
         [
             str(point.layout),

@@ -17,7 +17,7 @@ from shotcast.hardware import cluster
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.plan import MOST_SEQUENCES, Job, Limits, Plan, Point, plan
+from shotcast.planner.plan import MOST_SEQUENCES, Limits, Plan, Point, Query, plan
 from shotcast.planner.step import Layout, StepModel, StepWork
 
 CLUSTER = cluster.load("dgx-h200")
@@ -73,16 +73,16 @@ class LayoutRow:
 
 def plan_of_405b(calibration: Calibration, limits: Limits, collectives: CollectiveCosts | None = None) -> Plan:
     """Return the plan of 405B in FP8 on 8 H200, every layout."""
-    job = Job(preset("llama-3.1-405b"), "llama-3.1-405b", "fp8", CLUSTER, 8, 2048, 128, limits=limits)
-    return plan(job, calibration, collectives=collectives)
+    query = Query(preset("llama-3.1-405b"), "llama-3.1-405b", "fp8", CLUSTER, 8, 2048, 128, limits=limits)
+    return plan(query, calibration, collectives=collectives)
 
 
 def layout_rows(planned: Plan) -> list[LayoutRow]:
     """Return the four layouts of one engine."""
-    job, rows = planned.job, []
+    query, rows = planned.query, []
     for layout in FOUR_LAYOUTS:
         points = [point for point in planned.points if (point.layout, point.engines) == (layout, 1)]
-        alone = 1e3 * job.output / points[0].latency_ms(job.output)
+        alone = 1e3 * query.output / points[0].latency_ms(query.output)
         most = max(points, key=lambda point: point.tokens_per_s)
         one = external_answers.batch_tokens_per_s(answer("layouts", "batch", layout))
         many = float(answer("layouts", "search", layout)["tokens_per_s"])
@@ -196,8 +196,8 @@ def tokens_rows(calibration: Calibration) -> list[TokensRow]:
             most, external = [], []
             for kv_item, name in ((2, "bfloat16"), (1, "fp8")):
                 limits = Limits(kv_item=kv_item)
-                job = Job(preset(model), model, "fp8", CLUSTER, gpus, prompt, output, limits=limits)
-                most.append(max(plan(job, calibration, [(layout, 1)]).points, key=lambda point: point.tokens_per_s))
+                query = Query(preset(model), model, "fp8", CLUSTER, gpus, prompt, output, limits=limits)
+                most.append(max(plan(query, calibration, [(layout, 1)]).points, key=lambda point: point.tokens_per_s))
                 lengths = {"prompt": prompt, "output": output}
                 found = answer("tokens", "search", layout, model=model, kv=name, **lengths)
                 external.append(float(found["tokens_per_s"]))

@@ -17,7 +17,7 @@ from shotcast.engine.scheduler import SchedulerConfig
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.plan import Job, Limits, plan
+from shotcast.planner.plan import Limits, Query, plan
 from shotcast.planner.step import Layout, StepModel
 from shotcast.simulator.serving import Arrival, serve
 from shotcast.simulator.traffic import PricedSteps
@@ -60,12 +60,12 @@ def stage_rows(calibration: Calibration) -> list[StageRow]:
     found = []
     for stages, published in PUBLISHED.items():
         layout, limits = Layout(1, stages), Limits(each * stages, STEP_TOKENS, kv_item=1)
-        job = Job(preset("llama-3.1-70b"), "llama-3.1-70b", "fp8", CLUSTER, stages, 2048, 128, limits=limits)
-        point = plan(job, calibration, [(layout, 1)]).points[-1]
+        query = Query(preset("llama-3.1-70b"), "llama-3.1-70b", "fp8", CLUSTER, stages, 2048, 128, limits=limits)
+        point = plan(query, calibration, [(layout, 1)]).points[-1]
         if point.sequences != limits.sequences:
             raise ValueError(f"{limits.sequences} sequences do not fit {stages} stages, only {point.sequences}")
         values = [published, *(answer("stages", "search", layout, system=system)["tokens_per_s"] for system in SYSTEMS)]
-        served = [_served(job, layout, calibration, stages * sequences) for sequences in (each, FEW_SEQUENCES)]
+        served = [_served(query, layout, calibration, stages * sequences) for sequences in (each, FEW_SEQUENCES)]
         found.append([*values, point.tokens_per_s, *served])
     ratios = [[value / first for value, first in zip(values, found[0], strict=True)] for values in found]
     return [
@@ -74,14 +74,14 @@ def stage_rows(calibration: Calibration) -> list[StageRow]:
     ]
 
 
-def _served(job: Job, layout: Layout, calibration: Calibration, sequences: int) -> float:
+def _served(query: Query, layout: Layout, calibration: Calibration, sequences: int) -> float:
     """Return tokens/s from the first of all requests to the last token, simulated."""
-    own = CollectiveCosts.on(job.cluster, calibration.link)
-    model = StepModel(job.model, layout, calibration, own, job.quantization, kv_item=job.limits.kv_item)
-    tokens = job.prompt + job.output
+    own = CollectiveCosts.on(query.cluster, calibration.link)
+    model = StepModel(query.model, layout, calibration, own, query.quantization, kv_item=query.limits.kv_item)
+    tokens = query.prompt + query.output
     config = SchedulerConfig(
         max_sequences=sequences,
-        max_batch_tokens=job.limits.batch_tokens,
+        max_batch_tokens=query.limits.batch_tokens,
         block_size=16,
         num_blocks=sequences * tokens,  # never short
         max_model_len=tokens,
@@ -89,7 +89,7 @@ def _served(job: Job, layout: Layout, calibration: Calibration, sequences: int) 
         lookahead=1,
         pipeline=layout.pipeline_parallel,
     )
-    return serve([Arrival(0.0, job.prompt, job.output)] * REQUESTS, config, PricedSteps(model)).tokens_per_s
+    return serve([Arrival(0.0, query.prompt, query.output)] * REQUESTS, config, PricedSteps(model)).tokens_per_s
 
 
 def curves(rows: Sequence[StageRow]) -> dict[str, list[float]]:

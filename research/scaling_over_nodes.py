@@ -13,7 +13,7 @@ from shotcast.hardware import cluster
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.plan import BATCH_TOKENS, MAX_RANKS, Job, memory_of
+from shotcast.planner.plan import BATCH_TOKENS, MAX_RANKS, Query, memory_of
 from shotcast.planner.step import Layout, StepModel, StepWork
 
 MODELS = ("llama-3.1-405b", "llama-3.1-70b")
@@ -86,8 +86,8 @@ def _seconds(
     if layout.pipeline_parallel > config.layers:
         return None
     quantization = "fp8" if spec.gpu.fp8_tflops else ""
-    job = Job(config, model, quantization, spec, min(layout.ranks, MAX_RANKS), prompt, output)
-    if memory_of(job, layout).sequences(prompt + output) < SEQUENCES:
+    query = Query(config, model, quantization, spec, min(layout.ranks, MAX_RANKS), prompt, output)
+    if memory_of(query, layout).sequences(prompt + output) < SEQUENCES:
         return None
     constants = calibration.scaled_to(spec.gpu)
     return batch_s(StepModel(config, layout, constants, collectives, quantization, algorithm), prompt, output)

@@ -19,7 +19,7 @@ from shotcast.layers.partition import partition
 from shotcast.planner import plan as dense_plans
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.plan import Job, Memory, Plan, Point, best_of, points_of, require_place, require_served
+from shotcast.planner.plan import Memory, Plan, Point, Query, best_of, points_of, require_place, require_served
 from shotcast.planner.step import Estimate, Layout, Priced, StepModel, StepWork, crossings
 
 
@@ -121,9 +121,9 @@ class ExpertStepModel(StepModel):
         return stages
 
 
-def layouts(job: Job) -> Iterator[tuple[ExpertLayout, int]]:
+def layouts(query: Query) -> Iterator[tuple[ExpertLayout, int]]:
     """Yield every layout of one engine, and how many such engines the GPUs hold."""
-    for dense, engines in dense_plans.layouts(job):
+    for dense, engines in dense_plans.layouts(query):
         yield ExpertLayout(*dense), engines
         for groups in range(2, dense.tensor_parallel + 1):
             if dense.tensor_parallel % groups == 0:
@@ -132,50 +132,50 @@ def layouts(job: Job) -> Iterator[tuple[ExpertLayout, int]]:
             yield ExpertLayout(*dense, dense.tensor_parallel, dp_attention=True), engines
 
 
-def memory_of(job: Job, layout: ExpertLayout, itemsize: int = 2) -> Memory:
+def memory_of(query: Query, layout: ExpertLayout, itemsize: int = 2) -> Memory:
     """Return the memory of the rank that has most, on a GPU of the cluster.
 
     Raises:
         ConfigError: the model cannot be divided so.
     """
-    model, dense = job.model, dense_plans.memory_of(job, layout.dense, itemsize)
+    model, dense = query.model, dense_plans.memory_of(query, layout.dense, itemsize)
     require_sharing(model, layout.experts)
     columns = dense_plans.largest_share(model, layout.dense.tensor_parallel).columns
-    beyond = max(0, row_width(model, layout.experts, job.limits.batch_tokens) - 3 * columns)
+    beyond = max(0, row_width(model, layout.experts, query.limits.batch_tokens) - 3 * columns)
     per_token = dense.per_token
     if model.latent is not None:
         layers = -(-model.layers // layout.pipeline_parallel)
-        per_token = layers * (model.latent.kv_rank + model.latent.position) * (job.limits.kv_item or itemsize)
+        per_token = layers * (model.latent.kv_rank + model.latent.position) * (query.limits.kv_item or itemsize)
     return replace(
         dense,
-        weights=expert_weight_bytes(model, layout.experts, itemsize, layout.pipeline_parallel, job.quantization),
+        weights=expert_weight_bytes(model, layout.experts, itemsize, layout.pipeline_parallel, query.quantization),
         per_row=dense.per_row + 2 * beyond * itemsize,
         per_token=per_token,
     )
 
 
-def plan(job: Job, calibration: Calibration, candidates: Iterable[tuple[ExpertLayout, int]] | None = None) -> Plan:
-    """Return the plan of a job whose model has experts, as :func:`shotcast.planner.plan.plan` does of others.
+def plan(query: Query, calibration: Calibration, candidates: Iterable[tuple[ExpertLayout, int]] | None = None) -> Plan:
+    """Return the plan of a query whose model has experts, as :func:`shotcast.planner.plan.plan` does of others.
 
     The sequences of a point are those of each rank where these have sequences of their own.
     """
-    constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
-    collectives = CollectiveCosts.on(job.cluster, constants.link)
-    limits = job.limits
+    constants = calibration.scaled_to(query.cluster.gpu).of_ranks(query.gpus)
+    collectives = CollectiveCosts.on(query.cluster, constants.link)
+    limits = query.limits
     points: list[Point] = []
     refused: dict[str, str] = {}
-    for layout, engines in layouts(job) if candidates is None else candidates:
+    for layout, engines in layouts(query) if candidates is None else candidates:
         try:
-            require_place(job, layout)
+            require_place(query, layout)
             if limits.algorithm != LIBRARY:
                 require_served(layout.dense, collectives)
             model = ExpertStepModel(
-                job.model, layout, constants, collectives, job.quantization, limits.algorithm, limits.kv_item
+                query.model, layout, constants, collectives, query.quantization, limits.algorithm, limits.kv_item
             )
-            found = points_of(job, model, engines, memory_of(job, layout, constants.itemsize), collectives)
+            found = points_of(query, model, engines, memory_of(query, layout, constants.itemsize), collectives)
             points += [
                 replace(point, layout=layout, tokens_per_s=layout.replicas * point.tokens_per_s) for point in found
             ]
         except ConfigError as error:
             refused[f"{layout}" if engines == 1 else f"{layout} x {engines}"] = str(error)
-    return best_of(job, calibration, points, refused)
+    return best_of(query, calibration, points, refused)

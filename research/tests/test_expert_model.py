@@ -21,7 +21,7 @@ from shotcast.hardware import cluster
 from shotcast.models.hf_config import read_hf_config
 from shotcast.models.presets import PRESETS
 from shotcast.planner.calibration import load
-from shotcast.planner.plan import Job
+from shotcast.planner.plan import Query
 
 QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -268,10 +268,10 @@ def test_whatever_is_said_is_refused_or_can_be_planned(config: dict[str, Any], d
     changed = data.draw(st.dictionaries(st.sampled_from(sorted(config)), VALUES, max_size=3))
     try:
         model = read_planned_config(config | {"max_position_embeddings": 4096} | changed)
-        job = Job(model, "x", "", cluster.load("dgx-h200"), 2, 64, 16)
+        query = Query(model, "x", "", cluster.load("dgx-h200"), 2, 64, 16)
     except (ConfigError, UnsupportedError):
         return
-    found = plan(job, load("NVIDIA H200"))
+    found = plan(query, load("NVIDIA H200"))
     assert all(0 < point.tpot_ms < math.inf and point.memory.cache(1) >= 0 for point in found.points)
     assert found.points or found.refused
 

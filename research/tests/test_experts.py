@@ -18,7 +18,7 @@ from shotcast.hardware import cluster
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import load
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.plan import Job, Plan, Target
+from shotcast.planner.plan import Plan, Query, Target
 from shotcast.planner.step import Layout, StepModel, StepWork
 
 H200 = load("NVIDIA H200")
@@ -170,29 +170,29 @@ def test_shared_experts_of_ranks_with_sequences_of_their_own() -> None:
     layouts = [ExpertLayout(4, 1, 4, dp_attention=apart) for apart in (False, True)]
     together, apart = (parts(SHARED, layout, decode(64))["shared"] for layout in layouts)
     assert apart > 2 * together
-    job = Job(SHARED, "x", "", DGX, 8, 512, 128)
-    weights = [memory_of(job, layout).weights for layout in layouts]
+    query = Query(SHARED, "x", "", DGX, 8, 512, 128)
+    weights = [memory_of(query, layout).weights for layout in layouts]
     shared = 4 * 3 * SHARED.hidden * 5632 * 2
-    without = replace(job, model=replace(SHARED, experts=replace(SHARED.experts, shared=0, shared_gate=False)))
+    without = replace(query, model=replace(SHARED, experts=replace(SHARED.experts, shared=0, shared_gate=False)))
     assert weights[1] - memory_of(without, layouts[1]).weights == pytest.approx(shared, rel=1e-3)
     assert weights[0] - memory_of(without, layouts[0]).weights == pytest.approx(shared / 4, rel=1e-3)
 
 
 def test_rows_of_experts_take_memory() -> None:
     """A row of a step is there for each of its experts: thrice with its width, twice with that of the residual."""
-    job = Job(QWEN, "x", "", DGX, 8, 512, 128)
+    query = Query(QWEN, "x", "", DGX, 8, 512, 128)
     # queries, keys and values and three rows; eight experts a row; each value twice, in bfloat16
     expected = 2 * 2 * (3 * 2048 + (32 + 2 * 4) * 128 + 8 * (2 * 2048 + 3 * 768))
-    assert memory_of(job, ExpertLayout(1, 1)).per_row == expected
+    assert memory_of(query, ExpertLayout(1, 1)).per_row == expected
 
 
 def test_latent_attention_keeps_one_latent_on_every_rank() -> None:
     """DeepSeek-V3 keeps 576 values of a token in a layer, however many ranks share the heads."""
-    job = Job(DEEPSEEK, "deepseek-v3", "fp8", DGX, 8, 512, 128)
+    query = Query(DEEPSEEK, "deepseek-v3", "fp8", DGX, 8, 512, 128)
     for ranks in (1, 8):
-        assert memory_of(job, ExpertLayout(ranks, 1)).per_token == 61 * 576 * 2
-    assert memory_of(job, ExpertLayout(2, 4)).per_token == 16 * 576 * 2
-    whole, shared = memory_of(job, ExpertLayout(1, 1)).weights, memory_of(job, ExpertLayout(8, 1)).weights
+        assert memory_of(query, ExpertLayout(ranks, 1)).per_token == 61 * 576 * 2
+    assert memory_of(query, ExpertLayout(2, 4)).per_token == 16 * 576 * 2
+    whole, shared = memory_of(query, ExpertLayout(1, 1)).weights, memory_of(query, ExpertLayout(8, 1)).weights
     assert whole == pytest.approx(DEEPSEEK.parameters + DEEPSEEK.vocab * DEEPSEEK.hidden * 2, rel=0.01)
     assert shared == pytest.approx(whole / 8, rel=0.04), "the latents' own products are on every rank"
 
@@ -217,12 +217,12 @@ def test_latent_attention_is_bound_by_reading_or_arithmetic() -> None:
 @pytest.mark.parametrize("name", sorted(EXPERT_PRESETS))
 @pytest.mark.parametrize("quantization", ["", "fp8"])
 def test_expert_parallel_divides_the_memory_of_experts(name: str, quantization: str) -> None:
-    job = Job(EXPERT_PRESETS[name], name, quantization, DGX, 8, 512, 128)
+    query = Query(EXPERT_PRESETS[name], name, quantization, DGX, 8, 512, 128)
 
     def held(*layout: int, dp: bool = False) -> int:
-        return memory_of(job, ExpertLayout(*layout, dp_attention=dp)).weights
+        return memory_of(query, ExpertLayout(*layout, dp_attention=dp)).weights
 
-    model = job.model
+    model = query.model
     assert isinstance(model, ExpertModel)
     item = 1 if quantization else 2
     routed = (
@@ -246,8 +246,8 @@ def test_expert_parallel_divides_the_memory_of_experts(name: str, quantization: 
 
 
 def test_all_layouts_are_tried() -> None:
-    job = Job(MIXTRAL, "mixtral-8x7b", "", DGX, 8, 512, 128)
-    found = {layout for layout, _ in layouts(job)}
+    query = Query(MIXTRAL, "mixtral-8x7b", "", DGX, 8, 512, 128)
+    found = {layout for layout, _ in layouts(query)}
     assert {
         ExpertLayout(8, 1),
         ExpertLayout(8, 1, 2),
@@ -272,12 +272,12 @@ def test_refused_layouts(model: ExpertModel, layout: ExpertLayout, message: str)
     with pytest.raises(ConfigError, match=message):
         step_model(model, layout)
     with pytest.raises(ConfigError, match=message):
-        memory_of(Job(model, "x", "", DGX, 8, 512, 128), layout)
+        memory_of(Query(model, "x", "", DGX, 8, 512, 128), layout)
 
 
 def planned(name: str, gpus: int, target: str = "throughput", where: str = "dgx-h200") -> Plan:
-    job = Job(EXPERT_PRESETS[name], name, "fp8", cluster.load(where), gpus, 1024, 256, Target.parse(target))
-    return plan(job, H200)
+    query = Query(EXPERT_PRESETS[name], name, "fp8", cluster.load(where), gpus, 1024, 256, Target.parse(target))
+    return plan(query, H200)
 
 
 def test_plans_of_experts() -> None:
@@ -315,7 +315,7 @@ def test_the_sequences_of_a_point_are_those_of_each_rank() -> None:
     found = planned("qwen3-30b-a3b", 2)
     apart = ExpertLayout(2, 1, 2, True)
     point = next(point for point in found.points if point.layout == apart and point.sequences == 64)
-    model = ExpertStepModel(found.job.model, apart, H200, CollectiveCosts.on(DGX, H200.link), "fp8")
+    model = ExpertStepModel(found.query.model, apart, H200, CollectiveCosts.on(DGX, H200.link), "fp8")
     (stage,) = model.stages(StepWork(64, 1024 + 256 / 2, (), 64))
     assert sum(point.parts.values()) == pytest.approx(stage.time_us)
     assert 0.5 < point.tokens_per_s * stage.time_us / (2 * 64 * 1e6) < 1, "prompts take the rest of the time"

@@ -16,7 +16,7 @@ from gpu_calibration.passes import pass_shapes
 
 from shotcast.hardware import cluster
 from shotcast.models.presets import preset
-from shotcast.planner.plan import Job, plan
+from shotcast.planner.plan import Query, plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,6 +61,6 @@ def test_a_few_points_make_a_calibration(tmp_path: Path) -> None:
     assert found.gpu == spec
     assert found.sources[-1].startswith("link, fused_norm, fused_norm_fp8 of the packaged calibration")
     here = cluster.parse(measurement.cluster_text(), "here.yaml")
-    best = plan(Job(preset("llama-3.1-8b"), "8b", "", here, 1, 512, 64), found).best
+    best = plan(Query(preset("llama-3.1-8b"), "8b", "", here, 1, 512, 64), found).best
     assert best is not None
     assert 0 < best.tpot_ms < 1e3

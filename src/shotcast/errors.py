@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _STOPPED = "The communicator is stopped: reset() it when every rank is alive, otherwise close() it and build a new one"
 
@@ -211,6 +211,14 @@ class EngineDead(ShotcastError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.reason,)
+
+
+def similar(text: str, name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
+    """Return a text with the known names that resemble ``name`` in place of {}; "" if none does."""
+    import difflib
+
+    found = difflib.get_close_matches(name, list(known), most, cutoff)
+    return text.format(", ".join(found)) if found else ""
 
 
 def shorten(value: object) -> str:

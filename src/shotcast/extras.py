@@ -8,7 +8,7 @@ from shotcast.errors import ConfigError
 
 _PACKAGES = (
     ("engine", ("gguf", "llguidance", "safetensors", "transformers")),
-    ("server", ("fastapi", "prometheus_client", "uvicorn")),
+    ("server", ("fastapi", "prometheus_client", "pydantic", "uvicorn")),
     ("plots", ("matplotlib",)),
     ("ray", ("ray",)),
     ("triton", ("triton",)),

@@ -16,6 +16,7 @@ import shotcast
 from shotcast import Algorithm, Form, errors, functional, overlap
 from shotcast.cli import app
 from shotcast.engine.async_llm import AsyncLLM
+from shotcast.engine.client import EngineClient
 from shotcast.engine.config import EngineConfig
 from shotcast.engine.llm import LLM
 from shotcast.engine.outputs import EngineStats, RequestOutput
@@ -76,7 +77,8 @@ def test_attributes_of_a_communicator_are_those_of_an_instance() -> None:
 
 
 def test_engines() -> None:
-    assert set(listed("LLM")) == members(LLM)
+    assigned = {name for name in EngineClient.__annotations__ if not name.startswith("_")}
+    assert set(listed("LLM")) == members(LLM) | assigned
     for kind in (LLM, AsyncLLM):
         assert f"shotcast.{kind.__name__}(model, **options)`" in section("Engine")
 

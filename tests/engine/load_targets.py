@@ -15,18 +15,18 @@ def workspace_bytes(tensor: int, stages: int, max_bytes: int) -> tuple[int, int]
     """Return the bytes of this rank's memory that the communicators of all ranks and of the stage share."""
     with contextlib.ExitStack() as stack:
         config = EngineConfig("m", tensor_parallel=tensor, pipeline_parallel=stages, device="cpu")
-        job, comm = communicators(config, max_bytes, stack)
-        assert (job.world_size, comm.world_size) == (tensor * stages, tensor)
-        assert (job is comm) == (stages == 1)
+        world, comm = communicators(config, max_bytes, stack)
+        assert (world.world_size, comm.world_size) == (tensor * stages, tensor)
+        assert (world is comm) == (stages == 1)
         for communicator in (
-            job,
+            world,
             comm,
         ):  # the project's own kernels carry what all ranks agree on, as they must in a graph
             assert (
                 communicator.world_size == 1
                 or communicator.explain(torch.empty(512, dtype=torch.uint8), "broadcast").algorithm != "vendor"
             )
-        return job._executor.held_bytes, comm._executor.held_bytes
+        return world._executor.held_bytes, comm._executor.held_bytes
 
 
 def norm_on_one_rank(algorithm: str) -> None:
@@ -46,12 +46,12 @@ def pass_to_next_stage(tensor: int, stages: int, nbytes: int) -> None:
     """Send so many bytes from each rank to the same rank of the next stage."""
     with contextlib.ExitStack() as stack:
         config = EngineConfig("m", tensor_parallel=tensor, pipeline_parallel=stages, device="cpu")
-        job, comm = communicators(config, nbytes, stack)
-        assert job.max_bytes < nbytes == comm.max_bytes
+        world, comm = communicators(config, nbytes, stack)
+        assert world.max_bytes < nbytes == comm.max_bytes
         sent = torch.arange(nbytes // 4) + comm.rank
-        if job.rank < tensor:
-            job.send(sent.int(), job.rank + tensor)
+        if world.rank < tensor:
+            world.send(sent.int(), world.rank + tensor)
         else:
-            received = job.recv(torch.zeros(nbytes // 4, dtype=torch.int32), job.rank - tensor)
+            received = world.recv(torch.zeros(nbytes // 4, dtype=torch.int32), world.rank - tensor)
             assert torch.equal(received, sent.int())
-        job.check()
+        world.check()

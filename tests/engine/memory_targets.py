@@ -58,12 +58,12 @@ def measured_blocks(sequences: int, blocks_each: int, gib_of_first: int = 1) -> 
     memory = FakeMemory(10 * GIB, 10 * GIB)
     budget = MemoryBudget.find(config, memory, 1, 0, "bfloat16")
     part: Any = SimpleNamespace(allocate_caches=allocate)
-    with shotcast.Communicator(device="cpu") as job:
+    with shotcast.Communicator(device="cpu") as world:
 
         def new_runner(num_blocks: int) -> Any:
-            return FakeRunner(memory, num_blocks, (gib_of_first + job.rank) * GIB)
+            return FakeRunner(memory, num_blocks, (gib_of_first + world.rank) * GIB)
 
-        blocks = _num_cache_blocks(config, [part], budget, blocks_each * config.block_size, job, new_runner)
+        blocks = _num_cache_blocks(config, [part], budget, blocks_each * config.block_size, world, new_runner)
     return blocks, memory.calls
 
 

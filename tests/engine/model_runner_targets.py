@@ -63,12 +63,12 @@ def outputs_of(
     prefill.LEAST_TOKENS.update({True: 4, False: 4})
     checkpoint = open_checkpoint(folder)
     with contextlib.ExitStack() as stack:
-        job = comm = stack.enter_context(shotcast.Communicator(device=device))
+        world = comm = stack.enter_context(shotcast.Communicator(device=device))
         if stages > 1:
-            comm = stack.enter_context(job.split(job.rank // (job.world_size // stages)))
+            comm = stack.enter_context(world.split(world.rank // (world.world_size // stages)))
         weights = Weights(checkpoint, torch.float32, comm.device)
         timer: StepTimer = DeviceStepTimer(comm.device) if device == "cuda" else HostStepTimer()
-        model = CausalLM(checkpoint.config, weights, Parallel(comm, job, stages, timer=timer), LIMIT, sequences)
+        model = CausalLM(checkpoint.config, weights, Parallel(comm, world, stages, timer=timer), LIMIT, sequences)
         sizes = decode_capture_sizes(sequences) if static else ()
         limits = blocks, BLOCK, sequences, LIMIT, 11, sizes, static
         proposals = 0 if proposer is None else 3 * sequences
@@ -100,11 +100,11 @@ def outputs_of(
             heads.reset_mock()
             divided.reset_mock()
             measured = sum(len(decision.median_us) for decision in runner.overlap.values())
-            found, counts = run_requests(runner, scheduler(), requests, sizes, static, job, False)
+            found, counts = run_requests(runner, scheduler(), requests, sizes, static, world, False)
             counts |= {"eager": eager.call_count, "heads": heads.call_count}
             counts |= {"divided": divided.call_count, "measured": measured}
         if device == "cuda" or stages > 1:  # everything is compiled by now
-            again, _ = run_requests(runner, scheduler(), requests, sizes, static, job, device == "cuda")
+            again, _ = run_requests(runner, scheduler(), requests, sizes, static, world, device == "cuda")
             assert again == found, "another run gives something else"
         runner.close()
     return found, counts

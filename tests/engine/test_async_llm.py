@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -13,35 +12,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shotcast.engine.async_llm import AsyncLLM
-from shotcast.engine.client import RequestUpdate, UpdateCallback
+from shotcast.engine.client import EngineClient, RequestUpdate, UpdateCallback
 from shotcast.engine.outputs import EngineCoreOutput, RequestOutput
 from shotcast.engine.requests import CheckedPrompt
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import EngineDead
 
 
-class Client:
-    """A client whose steps the test scripts. Tokens are letters."""
+class ScriptedLLM(AsyncLLM):
+    """An AsyncLLM whose steps the test scripts. Tokens are letters."""
 
-    has_tokenizer = True
+    _has_tokenizer = True
+    _end_tokens = (0,)
     byte_tokens: ClassVar[dict[int, bytes]] = {}
 
     def __init__(self) -> None:
-        self.tokenizer = self
-        self.info = SimpleNamespace(model=SimpleNamespace(eos=(0,)))
-        self.end_tokens = (0,)
+        with patch.object(EngineClient, "__init__", lambda self, model: None):
+            super().__init__("letters")
         self.callbacks: dict[str, UpdateCallback] = {}
         self.aborted: list[str] = []
 
-    def check_prompt(self, prompt: list[int]) -> CheckedPrompt:
+    @property
+    def tokenizer(self) -> ScriptedLLM:
+        return self
+
+    def _check_prompt(self, prompt: list[int]) -> CheckedPrompt:
         return CheckedPrompt(tuple(prompt))
 
-    def submit(
+    def _send(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, on_update: UpdateCallback
     ) -> None:
         self.callbacks[request_id] = on_update
 
-    def abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
@@ -73,12 +76,6 @@ class Client:
 FAULT = 7
 
 
-def engine() -> tuple[AsyncLLM, Client]:
-    client = Client()
-    with patch("shotcast.engine.llm.EngineClient", lambda config: client):
-        return AsyncLLM("letters"), client
-
-
 async def settle() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
@@ -90,7 +87,7 @@ def test_all_tokens_arrive_in_order(data: st.DataObject) -> None:
     """The order holds for any interleaving of steps with the event loop."""
 
     async def main() -> None:
-        llm, client = engine()
+        llm = ScriptedLLM()
         names = ["a", "b", "c"]
         tokens: dict[str, list[int]] = {name: [] for name in names}
         received: dict[str, list[Any]] = {name: [] for name in names}
@@ -100,7 +97,7 @@ def test_all_tokens_arrive_in_order(data: st.DataObject) -> None:
             stepping = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
             for name in stepping:
                 tokens[name].append(ord("a") + len(tokens[name]))
-            client.step(**{name: tokens[name][-1] for name in stepping})
+            llm.step(**{name: tokens[name][-1] for name in stepping})
             if data.draw(st.booleans()):
                 await settle()
         await settle()
@@ -113,14 +110,14 @@ def test_all_tokens_arrive_in_order(data: st.DataObject) -> None:
 
 def test_the_loop_wakes_up_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        llm, client = engine()
+        llm = ScriptedLLM()
         loop = asyncio.get_running_loop()
         woken = []
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: woken.append(args))
         names = [f"r{number}" for number in range(64)]
         for name in names:
             llm.start([1], SamplingParams(), name, lambda output: None)
-        client.step(**dict.fromkeys(names, ord("a")))
+        llm.step(**dict.fromkeys(names, ord("a")))
         assert len(woken) == 1
 
     asyncio.run(main())
@@ -128,12 +125,12 @@ def test_the_loop_wakes_up_once_per_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_error_reaches_only_its_own_request() -> None:
     async def main() -> None:
-        llm, client = engine()
+        llm = ScriptedLLM()
         received: dict[str, list[Any]] = {"a": [], "b": [], "c": []}
         for name in received:
             llm.start([1], SamplingParams(), name, received[name].append)
-        client.step(a=FAULT, b=EngineDead("gone"), c=ord("x"))
-        client.step(a=ord("y"), b=ord("y"), c=None)
+        llm.step(a=FAULT, b=EngineDead("gone"), c=ord("x"))
+        llm.step(a=ord("y"), b=ord("y"), c=None)
         await settle()
         assert [type(one) for one in received["a"]] == [ZeroDivisionError]
         assert [type(one) for one in received["b"]] == [EngineDead]
@@ -146,7 +143,7 @@ def test_an_error_reaches_only_its_own_request() -> None:
 
 def test_a_failing_callback_does_not_affect_the_others(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        llm, client = engine()
+        llm = ScriptedLLM()
         received: list[Any] = []
 
         def fail(output: RequestOutput | Exception) -> None:
@@ -154,7 +151,7 @@ def test_a_failing_callback_does_not_affect_the_others(caplog: pytest.LogCapture
 
         llm.start([1], SamplingParams(), "a", fail)
         llm.start([1], SamplingParams(), "b", received.append)
-        client.step(a=ord("x"), b=ord("x"))
+        llm.step(a=ord("x"), b=ord("x"))
         await settle()
         assert [one.text for one in received] == ["x"]
         assert "request a" in caplog.text
@@ -164,33 +161,33 @@ def test_a_failing_callback_does_not_affect_the_others(caplog: pytest.LogCapture
 
 def test_updates_for_a_closed_loop_do_no_harm() -> None:
     """They must not stop the client's thread, which serves other loops too."""
-    llm, client = engine()
+    llm = ScriptedLLM()
 
     async def main() -> None:
         llm.start([1], SamplingParams(), "a", lambda output: None)
 
     asyncio.run(main())
-    client.callbacks["a"]([RequestUpdate("a", EngineCoreOutput("a", (1,)), 0.0)])
+    llm.callbacks["a"]([RequestUpdate("a", EngineCoreOutput("a", (1,)), 0.0)])
 
 
 def test_the_ranks_learn_of_an_end_by_a_stop_string() -> None:
     """A stop string ends a request; and the callback of an aborted request is not called again."""
 
     async def main() -> None:
-        llm, client = engine()
+        llm = ScriptedLLM()
         received: list[RequestOutput | Exception] = []
         llm.start([1], SamplingParams(stop=("b",)), "a", received.append)
         llm.start([1], SamplingParams(), "c", received.append)
-        client.step(a=ord("a"))
-        client.step(a=ord("b"))
+        llm.step(a=ord("a"))
+        llm.step(a=ord("b"))
         await settle()
-        assert client.aborted == ["a"]
+        assert llm.aborted == ["a"]
         llm.abort("c")
         llm.abort("c")
         count = len(received)
-        client.step(a=ord("x"), c=ord("x"))
+        llm.step(a=ord("x"), c=ord("x"))
         await settle()
-        assert client.aborted == ["a", "c"]
+        assert llm.aborted == ["a", "c"]
         assert len(received) == count == 2
         (output,) = {id(one): one for one in received}.values()
         assert isinstance(output, RequestOutput)

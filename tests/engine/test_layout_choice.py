@@ -32,7 +32,7 @@ from shotcast.models.config import ModelConfig
 from shotcast.models.memory_estimate import require_division, weight_bytes
 from shotcast.models.presets import preset
 from shotcast.planner.machine import calibration_of, cluster_of_gpus
-from shotcast.planner.plan import Job, Limits, Target, fullest_rank, plan
+from shotcast.planner.plan import Limits, Query, Target, fullest_rank, plan
 from shotcast.planner.step import Layout
 
 CALIBRATION = Path(__file__).parents[2] / "benchmarks" / "data" / "cpu" / "calibration_x1.json"
@@ -178,12 +178,12 @@ def test_what_is_taken_is_accepted_and_the_best_of_what_is(
 
     # the planner, asked about the same layouts at once, with all memory of the GPU
     assert found.plan is not None
-    asked = found.plan.job
+    asked = found.plan.query
     cluster = cluster_of_gpus([name], gpus)
     usable = int(total * config.gpu_memory_utilization)
     limits = Limits(sequences, config.max_batch_tokens, usable / cluster.gpu.memory_bytes)
-    job = Job(model, "m", asked.quantization, cluster, gpus, asked.prompt, asked.output, Target(target), limits)
-    best = plan(job, calibration_of(cluster.gpu), [(layout, 1) for layout in possible]).best
+    query = Query(model, "m", asked.quantization, cluster, gpus, asked.prompt, asked.output, Target(target), limits)
+    best = plan(query, calibration_of(cluster.gpu), [(layout, 1) for layout in possible]).best
     assert best is not None
     mine = found.plan.best
     assert mine is not None

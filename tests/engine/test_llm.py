@@ -432,7 +432,7 @@ def test_close_with_a_step_in_each_stage_is_no_death(tiny: str) -> None:
     for stream in streams:
         with pytest.raises(EngineDead, match="closed"):
             list(stream)
-    assert llm._client.dead is None
+    assert llm._dead is None
     assert_gone(llm.pids)
 
 
@@ -444,7 +444,7 @@ def test_a_stopped_rank_0_blocks_nobody_and_gives_no_sign_of_life(tmp_path: Path
         started = time.monotonic()
         steps: queue.SimpleQueue[list[RequestUpdate]] = queue.SimpleQueue()
         for number in range(400):  # far more than fit into a pipe
-            llm._client.submit(str(number), (1,) * 2000, greedy(2), steps.put)
+            llm._send(str(number), (1,) * 2000, greedy(2), steps.put)
         assert time.monotonic() - started < 2
         for _ in range(400):
             ((_, error, _),) = steps.get(timeout=15)
@@ -509,7 +509,7 @@ def run(script: Path, status: int = 0) -> str:
 def test_a_callback_is_called_once_per_step_for_all_its_requests(llm: LLM) -> None:
     steps: queue.SimpleQueue[list[RequestUpdate]] = queue.SimpleQueue()
     for number in range(4):
-        llm._client.submit(f"shared-{number}", (number + 5,), greedy(40), steps.put)
+        llm._send(f"shared-{number}", (number + 5,), greedy(40), steps.put)
     tokens: dict[str, int] = dict.fromkeys((f"shared-{number}" for number in range(4)), 0)
     together = 0
     while set(tokens.values()) != {40}:

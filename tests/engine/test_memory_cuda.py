@@ -35,7 +35,7 @@ def test_an_engine_takes_what_it_may_and_no_more(utilization: float) -> None:
     with LLM(MODEL, device="cuda", gpu_memory_utilization=utilization, stamp_every=2, **options) as llm:
         taken = free - torch.cuda.mem_get_info()[0]
         assert taken <= utilization * total + CONTEXT
-        cache = llm._client.info.kv_blocks
+        cache = llm._info.kv_blocks
         assert cache * llm.config.block_size < 128 * 131072, "all sequences fit: nothing limits the cache"
         sampling = SamplingParams(
             temperature=0.9, top_k=50, top_p=0.9, presence_penalty=0.5, logprobs=MAX_LOGPROBS, max_tokens=8, seed=1

@@ -48,7 +48,7 @@ def forms_of(
         setattr(parallel, name, value)
     block = SimpleNamespace(qkv=SimpleNamespace(takes_float8=lambda rows: False))
     model: Any = SimpleNamespace(
-        parallel=parallel, dtype=dtype, blocks=[block], overlap_obstacle=others.get("obstacle", "")
+        parallel=parallel, dtype=dtype, blocks=[block], overlap_unsupported_reason=others.get("obstacle", "")
     )
     return PrefillForms(model, overlap, {} if decisions is None else decisions)
 

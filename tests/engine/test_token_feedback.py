@@ -167,8 +167,8 @@ def test_a_step_waits_only_for_the_tokens_that_it_needs() -> None:
 @pytest.mark.parametrize(("stages", "room", "ahead"), [(1, 0, True), (2, 0, False), (2, 2, False), (2, 3, True)])
 def test_a_mailbox_must_hold_a_message_more_than_there_are_stages(stages: int, room: int, ahead: bool) -> None:
     comm: Any = SimpleNamespace(rank=0, world_size=1)
-    job: Any = SimpleNamespace(rank=0, waiting_messages=lambda x: room)
-    assert Parallel(comm, job, stages).can_send_back(torch.zeros(3)) == ahead
+    world: Any = SimpleNamespace(rank=0, waiting_messages=lambda x: room)
+    assert Parallel(comm, world, stages).can_send_back(torch.zeros(3)) == ahead
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -235,7 +235,7 @@ def vllm_without_kernels(folder: str) -> list[str]:
         time.sleep(0.6)  # it is late to tell, and the other does not wait for it without end
     else:
         with pytest.raises(shotcast.ShotcastError, match=r"a rank has ended, or has not told within 0\.2 s whether"):
-            tensor_parallel._obstacles(dist.group.WORLD, False, "")
+            tensor_parallel._unsupported_reasons(dist.group.WORLD, False, "")
     return logged
 
 

@@ -166,19 +166,25 @@ class TestObstacle:
             monkeypatch.delenv(name, raising=False)
         write_host(tmp_path / "vllm", VLLM[0])
         write_host(tmp_path / "sglang", SGLANG[0])
-        assert (vllm.obstacle(), sglang.obstacle()) == ("SHOTCAST_VLLM is not 1", "SHOTCAST_SGLANG is not 1")
+        assert (vllm.unsupported_reason(), sglang.unsupported_reason()) == (
+            "SHOTCAST_VLLM is not 1",
+            "SHOTCAST_SGLANG is not 1",
+        )
         monkeypatch.setenv("SHOTCAST_VLLM", "1")
         monkeypatch.setenv("SHOTCAST_SGLANG", "1")
-        assert (vllm.obstacle(), sglang.obstacle()) == ("vLLM is not installed", "SGLang is not installed")
+        assert (vllm.unsupported_reason(), sglang.unsupported_reason()) == (
+            "vLLM is not installed",
+            "SGLang is not installed",
+        )
         monkeypatch.syspath_prepend(str(tmp_path / "vllm"))
         monkeypatch.syspath_prepend(str(tmp_path / "sglang"))
-        assert (vllm.obstacle(), sglang.obstacle()) == ("", "")
+        assert (vllm.unsupported_reason(), sglang.unsupported_reason()) == ("", "")
         monkeypatch.setenv("VLLM_PLUGINS", "other")
         monkeypatch.setenv("SGLANG_PLUGINS", "other, another")
-        assert vllm.obstacle() == "VLLM_PLUGINS=other leaves it out"
-        assert sglang.obstacle() == "SGLANG_PLUGINS=other, another leaves it out"
+        assert vllm.unsupported_reason() == "VLLM_PLUGINS=other leaves it out"
+        assert sglang.unsupported_reason() == "SGLANG_PLUGINS=other, another leaves it out"
         monkeypatch.setenv("SHOTCAST_VLLM", "maybe")
-        assert "SHOTCAST_VLLM='maybe' is not accepted" in vllm.obstacle()
+        assert "SHOTCAST_VLLM='maybe' is not accepted" in vllm.unsupported_reason()
         assert not {name.split(".")[0] for name in sys.modules} & {"vllm", "sglang"}
 
 

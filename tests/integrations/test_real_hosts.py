@@ -30,7 +30,7 @@ pytestmark = pytest.mark.full
 @pytest.mark.parametrize("mode", ["0", "1"])
 def test_vllm(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOTCAST_VLLM", "1")
-    assert vllm.obstacle() == ""
+    assert vllm.unsupported_reason() == ""
     write_entry_points(tmp_path)
     environment = {"VLLM_BATCH_INVARIANT": mode}
     for version, calls, invariant in shotcast.spawn(targets.vllm, 2, str(tmp_path), env=environment, timeout_s=400):
@@ -134,7 +134,7 @@ def test_vllm_is_told_which_rank(trouble: str, engine: dict[str, Any]) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOTCAST_SGLANG", "1")
-    assert sglang.obstacle() == ""
+    assert sglang.unsupported_reason() == ""
     write_entry_points(tmp_path)
     for version, calls in shotcast.spawn(targets.sglang, 2, str(tmp_path), timeout_s=400):
         assert version.startswith("0.5.23")

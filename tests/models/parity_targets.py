@@ -67,10 +67,10 @@ def logits(
     Sequences are shifted by a step each, so that steps hold chunks and single tokens together.
     """
     checkpoint = open_checkpoint(folder)
-    with shotcast.Communicator(device="cpu") as job:
-        ranks = job.world_size // stages
-        comm = job.split(job.rank // ranks) if stages > 1 else job
-        parallel = Parallel(comm, job, stages, **options)
+    with shotcast.Communicator(device="cpu") as world:
+        ranks = world.world_size // stages
+        comm = world.split(world.rank // ranks) if stages > 1 else world
+        parallel = Parallel(comm, world, stages, **options)
         model = CausalLM(
             checkpoint.config, Weights(checkpoint, torch.float32, torch.device("cpu")), parallel, 128, len(prompts)
         )

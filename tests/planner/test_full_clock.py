@@ -15,7 +15,7 @@ from shotcast.models.config import ModelConfig
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import Calibration, load
 from shotcast.planner.collectives import CollectiveCosts
-from shotcast.planner.plan import Job, plan
+from shotcast.planner.plan import Query, plan
 from shotcast.planner.step import Layout, StepModel, StepWork
 from shotcast.simulator.serving import Arrival, StepTimes, serve
 
@@ -82,14 +82,14 @@ def test_an_engine_that_has_rested_begins_at_the_full_clock() -> None:
 @pytest.mark.parametrize(("layout", "prompt", "slower"), [((1, 1), 512, 1.2), ((1, 2), 512, 1.2), ((1, 2), 2048, 2.0)])
 def test_stages_that_wait_for_a_prompt_rest(layout: tuple[int, int], prompt: int, slower: float) -> None:
     """The first stage rests while the request comes and the host plans, others besides while those before compute."""
-    jobs = Job(preset("llama-3.1-8b"), "8b", "", DGX, layout[1], prompt, 64)
+    query = Query(preset("llama-3.1-8b"), "8b", "", DGX, layout[1], prompt, 64)
 
     def first_us(slower: float) -> float:
-        found = plan(jobs, with_sustained(slower)).points
+        found = plan(query, with_sustained(slower)).points
         return next(1e3 * point.ttft_ms for point in found if (point.layout, point.sequences) == (Layout(*layout), 1))
 
     calibration = with_sustained(slower)
-    steps = StepModel(jobs.model, Layout(*layout), calibration, CollectiveCosts.on(DGX, calibration.link))
+    steps = StepModel(query.model, Layout(*layout), calibration, CollectiveCosts.on(DGX, calibration.link))
     work = StepWork(0, 0.0, ((prompt, 0),), 1)
     saved_us = [stage.saved_us for stage in steps.stages(work)]
     left_us = max(0.0, saved_us[0] - steps.client_us - steps.host_us(work))
@@ -102,7 +102,7 @@ def test_steps_of_many_prompts_are_in_a_row() -> None:
     points = [
         next(
             point
-            for point in plan(Job(preset("llama-3.1-8b"), "8b", "", DGX, 1, 512, 64), with_sustained(slower)).points
+            for point in plan(Query(preset("llama-3.1-8b"), "8b", "", DGX, 1, 512, 64), with_sustained(slower)).points
             if point.sequences == 256
         )
         for slower in (0, 1.2)
@@ -116,7 +116,7 @@ def test_the_host_is_hidden_but_for_first_tokens(name: str, hidden: bool) -> Non
     quick = with_sustained(0)
     slow = replace(quick, host=replace(quick.host, fixed_us=6000.0, client_us=quick.host.client_us + 500.0))
     before, after = (
-        next(point for point in plan(Job(preset(name), name, "fp8", DGX, 1, 512, 64), each).points)
+        next(point for point in plan(Query(preset(name), name, "fp8", DGX, 1, 512, 64), each).points)
         for each in (quick, slow)
     )
     added_ms = (6000.0 - quick.host.fixed_us + 500.0) / 1e3

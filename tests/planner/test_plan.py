@@ -28,7 +28,7 @@ from shotcast.planner import picture, report
 from shotcast.planner.calibration import load
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.model_name import named_model
-from shotcast.planner.plan import Job, Limits, Plan, Target, memory_of, plan
+from shotcast.planner.plan import Limits, Plan, Query, Target, memory_of, plan
 from shotcast.planner.step import Layout, StepModel, StepWork
 from shotcast.simulator.serving import Arrival, serve
 from shotcast.simulator.traffic import PricedSteps
@@ -45,8 +45,8 @@ def planned(
     output: int = 128,
     target: str = "throughput",
 ) -> Plan:
-    job = Job(preset(model), model, quantization, cluster.load(where), gpus, prompt, output, Target.parse(target))
-    return plan(job, load("NVIDIA H200"))
+    query = Query(preset(model), model, quantization, cluster.load(where), gpus, prompt, output, Target.parse(target))
+    return plan(query, load("NVIDIA H200"))
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -120,14 +120,14 @@ def test_every_point_is_possible(model: str, gpus: int, where: str, prompt: int,
 @pytest.mark.parametrize(("layout", "sequences"), [(Layout(8, 1), 64), (Layout(2, 4), 64), (Layout(1, 8), 128)])
 def test_closed_forms_are_those_of_the_simulated_engine(layout: Layout, sequences: int) -> None:
     """Throughput by the equation of the page, beside the scheduler on the same steps."""
-    job = Job(preset("llama-3.1-70b"), "x", "", cluster.load("h200x8"), 8, 512, 128)
+    query = Query(preset("llama-3.1-70b"), "x", "", cluster.load("h200x8"), 8, 512, 128)
     calibration = load("NVIDIA H200")
     (point,) = [
         point
-        for point in plan(job, calibration).points
+        for point in plan(query, calibration).points
         if (point.layout, point.engines, point.sequences) == (layout, 1, sequences)
     ]
-    model = StepModel(job.model, layout, calibration, CollectiveCosts.on(job.cluster, calibration.link))
+    model = StepModel(query.model, layout, calibration, CollectiveCosts.on(query.cluster, calibration.link))
     config = SchedulerConfig(sequences, 2048, 16, 1 << 20, 640, False, 1, layout.pipeline_parallel)
     found = metrics(serve([Arrival(0.0, 512, 128)] * sequences, config, PricedSteps(model), model.client_us / 1e6))
     assert point.tokens_per_s == pytest.approx(found["tokens_per_s"], rel=0.12)
@@ -140,13 +140,13 @@ def test_one_sequence_on_stages_of_two_nodes(layout: Layout) -> None:
     """Each token takes every hop, within nodes and between, by the closed form as in the simulated engine."""
     calibration, spec = load("NVIDIA H200"), cluster.load("h200x8")
     slow = replace(spec, network=NetworkSpec("slow", 50.0, 1000.0, "made up"))
-    job = Job(preset("llama-3.1-8b"), "x", "", slow, 16, 512, 64)
+    query = Query(preset("llama-3.1-8b"), "x", "", slow, 16, 512, 64)
     (point,) = [
         point
-        for point in plan(job, calibration).points
+        for point in plan(query, calibration).points
         if (point.layout, point.engines, point.sequences) == (layout, 1, 1)
     ]
-    model = StepModel(job.model, layout, calibration, CollectiveCosts.on(slow, calibration.link))
+    model = StepModel(query.model, layout, calibration, CollectiveCosts.on(slow, calibration.link))
     config = SchedulerConfig(1, 2048, 16, 1 << 20, 640, False, 1, layout.pipeline_parallel)
     found = metrics(serve([Arrival(0.0, 512, 64)], config, PricedSteps(model), model.client_us / 1e6))
     assert point.tpot_ms == pytest.approx(found["tpot_ms"], rel=0.01)
@@ -156,7 +156,7 @@ def test_one_sequence_on_stages_of_two_nodes(layout: Layout) -> None:
     assert 2 < point.tpot_ms - steps_ms < 2.2
     assert sum(point.parts.values()) / 1e3 == pytest.approx(point.tpot_ms)
     share = point.parts["transfer"] / sum(point.parts.values())
-    only = plan(job, calibration, [(layout, 1)])
+    only = plan(query, calibration, [(layout, 1)])
     assert only.best is not None
     assert f"transfers between stages {share:.0%}" in report.reason(replace(only, best=point))
 
@@ -164,16 +164,16 @@ def test_one_sequence_on_stages_of_two_nodes(layout: Layout) -> None:
 def test_sequences_bring_their_logits() -> None:
     """The most sequences that fit have room for keys and values and for logits of all; one more has not."""
     model = preset("llama-3.1-405b")
-    job = Job(model, "405b", "fp8", cluster.load("h200x8"), 8, 128, 256)
+    query = Query(model, "405b", "fp8", cluster.load("h200x8"), 8, 128, 256)
     for tokens in (16, 256, 2048):
-        memory = memory_of(job, Layout(1, 8))
+        memory = memory_of(query, Layout(1, 8))
         most = memory.sequences(tokens)
         held = [sequences * tokens * memory.per_token - memory.cache(sequences) for sequences in (most, most + 1)]
         assert held[0] <= 0 < held[1]
         assert memory.steps(most + 1) - memory.steps(most) >= 2 * 4 * model.vocab
     # with logits of 256 sequences alone, 3004 would fit
     assert (
-        max(point.sequences for point in plan(job, load("NVIDIA H200")).points if point.layout == Layout(1, 8)) < 3004
+        max(point.sequences for point in plan(query, load("NVIDIA H200")).points if point.layout == Layout(1, 8)) < 3004
     )
 
 
@@ -249,18 +249,18 @@ def test_a_rack_of_one_link_has_several_hosts() -> None:
     rack = cluster.parse(text, "rack.yaml")
     model = preset("llama-3.1-405b")
     for gpus, within in ((4, True), (8, False)):
-        found = plan(Job(model, "405b", "fp8", rack, gpus, 2048, 128, Target("latency")), load("NVIDIA H200"))
+        found = plan(Query(model, "405b", "fp8", rack, gpus, 2048, 128, Target("latency")), load("NVIDIA H200"))
         assert found.best is not None
         assert found.best.layout == Layout(gpus, 1)
         assert (report.command(found) is not None) == within
-        assert ("has several hosts of 4 GPUs" in report.obstacle(found)) != within
+        assert ("has several hosts of 4 GPUs" in report.unsupported_reason(found)) != within
 
 
 def test_the_reason_leaves_no_part_out() -> None:
     config, name = named_model("llama-3.1-70b")
-    job = Job(config, name, "fp8", cluster.load("h200x8"), 16, 512, 64)
+    query = Query(config, name, "fp8", cluster.load("h200x8"), 16, 512, 64)
     named = {part for parts in report.KINDS.values() for part in parts}
-    for point in plan(job, load("NVIDIA H200")).points:
+    for point in plan(query, load("NVIDIA H200")).points:
         assert point.parts.keys() <= named
 
 
@@ -311,7 +311,7 @@ def test_a_model_that_does_not_fit() -> None:
     found = planned(gpus=2, quantization="")
     assert "whatever the layout; 2x1: the weights of a rank take 378 GiB" in report.reason(found)
     assert "tokens/s" not in run("plan", "llama-3.1-405b", "-g", "1", code=1), "no empty table"
-    assert memory_of(found.job, Layout(1, 1)).cache(1) < 0
+    assert memory_of(found.query, Layout(1, 1)).cache(1) < 0
 
 
 @pytest.mark.full
@@ -457,25 +457,25 @@ def test_limits_of_an_engine() -> None:
     """Points keep to what an engine is started with, and only the layouts that are asked for have any."""
     calibration, where, layout = load("NVIDIA H200"), cluster.load("h200x8"), Layout(2, 1)
     limits = Limits(sequences=24, batch_tokens=512, utilization=0.8, algorithm="two_shot")
-    job = Job(preset("llama-3.1-8b"), "x", "", where, 2, 1000, 100, limits=limits)
-    found = plan(job, calibration, [(layout, 1)])
+    query = Query(preset("llama-3.1-8b"), "x", "", where, 2, 1000, 100, limits=limits)
+    found = plan(query, calibration, [(layout, 1)])
     assert {point.layout for point in found.points} == {layout}
     assert [point.sequences for point in found.points] == [1, 2, 4, 8, 16, 24]
     assert {point.algorithm for point in found.points} == {"two-shot"}
     assert found.points[0].memory.usable == int(where.gpu.memory_bytes * 0.8)
-    by_default = plan(replace(job, limits=Limits()), calibration, [(layout, 1)])
+    by_default = plan(replace(query, limits=Limits()), calibration, [(layout, 1)])
     # two chunks of a prompt read the weights twice, and have smaller activations
     assert found.points[0].ttft_ms > 1.05 * by_default.points[0].ttft_ms
     assert found.points[0].memory.steps(1) < by_default.points[0].memory.steps(1)
-    assert plan(replace(job, limits=Limits(algorithm="nvrar")), calibration, [(layout, 1)]).refused.keys() == {"2x1"}
+    assert plan(replace(query, limits=Limits(algorithm="nvrar")), calibration, [(layout, 1)]).refused.keys() == {"2x1"}
 
 
 def test_keys_and_values_of_one_byte() -> None:
     """They take half of the memory and less time to read, as far as reading bounds attention; nothing else changes."""
     calibration, layout = load("NVIDIA H200"), Layout(1, 1)
-    job = Job(preset("llama-3.1-70b"), "x", "fp8", cluster.load("h200x8"), 1, 2048, 2048)
-    two, one = (plan(replace(job, limits=Limits(kv_item=item)), calibration) for item in (None, 1))
-    memory = [memory_of(found.job, layout) for found in (two, one)]
+    query = Query(preset("llama-3.1-70b"), "x", "fp8", cluster.load("h200x8"), 1, 2048, 2048)
+    two, one = (plan(replace(query, limits=Limits(kv_item=item)), calibration) for item in (None, 1))
+    memory = [memory_of(found.query, layout) for found in (two, one)]
     assert memory[0].per_token == 2 * memory[1].per_token
     assert replace(memory[0], per_token=0) == replace(memory[1], per_token=0)
     parts = [next(point.parts for point in found.points if point.sequences == 32) for found in (two, one)]
@@ -505,17 +505,17 @@ def test_sums_by_the_library_are_planned_where_own_kernels_end() -> None:
     assert "sums between ranks (vendor)" in library
     assert "--algorithm vendor" in library
     assert "--algorithm" not in own
-    job = Job(preset("llama-3.1-70b"), "x", "", cluster.load("h200x8"), 32, 512, 64)
-    by_nccl = replace(job, limits=Limits(algorithm="vendor"))
-    layouts = [{point.layout for point in plan(each, load("NVIDIA H200")).points} for each in (job, by_nccl)]
+    query = Query(preset("llama-3.1-70b"), "x", "", cluster.load("h200x8"), 32, 512, 64)
+    by_nccl = replace(query, limits=Limits(algorithm="vendor"))
+    layouts = [{point.layout for point in plan(each, load("NVIDIA H200")).points} for each in (query, by_nccl)]
     assert Layout(32, 1) in layouts[1] - layouts[0]
     best = [
         min(point.tpot_ms for point in plan(replace(each, gpus=8), load("NVIDIA H200")).points if point.sequences == 1)
-        for each in (job, by_nccl)
+        for each in (query, by_nccl)
     ]
     assert 1.05 * best[0] < best[1] < 2 * best[0]
     for name in ("nvls", "multimem", "two_shot_fp8"):
         with pytest.raises(
             ConfigError, match=f"there is no model of '{name}'; choose from auto, one_shot, two_shot, ring"
         ):
-            replace(job, limits=Limits(algorithm=name))
+            replace(query, limits=Limits(algorithm=name))

@@ -15,7 +15,7 @@ from shotcast.errors import ConfigError
 from shotcast.hardware import cluster
 from shotcast.models.presets import preset
 from shotcast.planner.calibration import load
-from shotcast.planner.plan import Job, Plan, Point, Target, plan
+from shotcast.planner.plan import Plan, Point, Query, Target, plan
 from shotcast.planner.step import Layout
 from shotcast.simulator.serving import Arrival, percentile
 from shotcast.simulator.traffic import Traffic, poisson, read_trace, simulate
@@ -23,8 +23,8 @@ from shotcast.simulator.traffic import Traffic, poisson, read_trace, simulate
 
 def planned() -> Plan:
     spec = cluster.load("h200x8")
-    job = Job(preset("llama-3.1-8b"), "8b", "", spec, 4, 512, 64, Target("throughput", tpot_ms=30.0))
-    return plan(job, load("NVIDIA H200"))
+    query = Query(preset("llama-3.1-8b"), "8b", "", spec, 4, 512, 64, Target("throughput", tpot_ms=30.0))
+    return plan(query, load("NVIDIA H200"))
 
 
 def point_of(found: Plan, layout: Layout, engines: int, sequences: int) -> Point:
@@ -33,7 +33,7 @@ def point_of(found: Plan, layout: Layout, engines: int, sequences: int) -> Point
 
 
 def met(found: Plan, point: Point, arrivals: list[Arrival]) -> Traffic:
-    return simulate(found.job, point, load("NVIDIA H200"), arrivals)
+    return simulate(found.query, point, load("NVIDIA H200"), arrivals)
 
 
 def test_an_idle_engine_answers_as_planned() -> None:

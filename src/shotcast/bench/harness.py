@@ -26,6 +26,7 @@ With ``host``, the harness instead measures how long the host takes to make a ca
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import functools
@@ -83,12 +84,17 @@ def run_under_torchrun(config: BenchConfig) -> list[Row]:
             f"{', '.join(fixed)} need ranks started with {', '.join(variables)} set; run without torchrun, or set the "
             "variable and name nccl"
         )
-    # No parent watches these ranks as spawn watches its own.
-    faulthandler.dump_traceback_later(config.timeout_s, exit=True)
+    names = (name for name in config.implementations() if name not in implementations.NCCL_SETTINGS)
+    with ending_after(config.timeout_s):
+        return measure(config, tuple(names))
+
+
+@contextlib.contextmanager
+def ending_after(timeout_s: float) -> Iterator[None]:
+    """Exit if the block takes longer: no parent watches the ranks of torchrun as spawn watches its own."""
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
-        return measure(
-            config, tuple(name for name in config.implementations() if name not in implementations.NCCL_SETTINGS)
-        )
+        yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 

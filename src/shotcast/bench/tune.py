@@ -17,7 +17,6 @@ times gathered from all ranks, so all ranks make the same one.
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import functools
 import itertools
 import math
@@ -380,14 +379,3 @@ def run(config: TuneConfig, world_size: int) -> tuple[str, NodeShape, list[Point
     """Start ``world_size`` ranks and tune. Tables and environment overrides have no effect meanwhile."""
     settings = {"SHOTCAST_TABLE": "", "SHOTCAST_ALGORITHM": ""}
     return spawn(measure, world_size, config, timeout_s=config.timeout_s, env=settings)[0]
-
-
-def run_under_torchrun(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
-    """Tune on the ranks that torchrun started. Every rank calls this and gets all points."""
-    faulthandler.dump_traceback_later(
-        config.timeout_s, exit=True
-    )  # no parent watches these ranks as spawn watches its own
-    try:
-        return measure(config)
-    finally:
-        faulthandler.cancel_dump_traceback_later()

@@ -61,43 +61,24 @@ def timing(
     algorithms: Annotated[
         str,
         typer.Option(
-            "--algorithms",
-            callback=with_underscores,
-            help="Algorithms and baselines, comma-separated. Default: all legal ones.",
+            callback=with_underscores, help="Algorithms and baselines, comma-separated. Default: all legal ones."
         ),
     ] = "",
-    seconds: Seconds = 0.4,
+    budget_s: Seconds = 0.4,
     eager: Annotated[bool, typer.Option("--eager", help="CUDA: time single calls, not a captured graph.")] = False,
     between: Annotated[
-        str,
-        typer.Option(
-            "--between", help="gemm also times calls with a matrix product between them: tokens x k by k x hidden."
-        ),
+        str, typer.Option(help="gemm also times calls with a matrix product between them: tokens x k by k x hidden.")
     ] = "",
-    gemm_k: Annotated[
+    inner: Annotated[
         int, typer.Option("--gemm-k", min=0, help="k of the matrix product. Default: hidden / ranks.")
     ] = 0,
     host: Annotated[
         bool, typer.Option("--host", help="Measure the host time of a call, not the call's own time.")
     ] = False,
-    timeout: Timeout = 600.0,
+    timeout_s: Timeout = 600.0,
 ) -> dict[str, Any]:
     """Return the fields of a BenchConfig that every operation has, with the device as it was given."""
-    return {
-        "iters": iters,
-        "warmup_iters": warmup_iters,
-        "check": bool(check),
-        "device": device,
-        "dtype": dtype,
-        "algorithms": names_in(algorithms),
-        "budget_s": seconds,
-        "eager": eager,
-        "between": between,
-        "inner": gemm_k,
-        "host": host,
-        "timeout_s": timeout,
-        "progress": sys.stderr.isatty(),
-    }
+    return locals() | {"check": bool(check), "algorithms": names_in(algorithms), "progress": sys.stderr.isatty()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +131,10 @@ for _op in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadca
 @with_groups(timing, outputs)
 def _fused_command(
     *,
-    norm: Annotated[NormKind, typer.Option("--norm", help="RMSNorm, or LayerNorm with a bias.")] = NormKind.RMS,
+    norm: Annotated[NormKind, typer.Option(help="RMSNorm, or LayerNorm with a bias.")] = NormKind.RMS,
     hidden: Hidden = 8192,
     tokens: Annotated[
-        str, typer.Option("--tokens", help="Numbers of rows of the tensor, comma-separated.")
+        str, typer.Option(help="Numbers of rows of the tensor, comma-separated.")
     ] = "1,2,4,8,16,32,64,128,256,512",
     world_size: WorldSize = "",
     timing: dict[str, Any],
@@ -240,30 +221,26 @@ def _engine_command(
     model: Annotated[str, typer.Argument(help="A model, as for shotcast generate.")] = "smollm2",
     *,
     layouts: Annotated[
-        str, typer.Option("--layouts", help="Layouts TxP: tensor by pipeline parallel; or auto, as for shotcast serve.")
+        str, typer.Option(help="Layouts TxP: tensor by pipeline parallel; or auto, as for shotcast serve.")
     ] = "1x1,2x1",
-    batches: Annotated[str, typer.Option("--batches", help="Numbers of concurrent requests.")] = "1,4,16",
+    batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,16",
     algorithms: Annotated[
-        str,
-        typer.Option(
-            "--algorithms", callback=with_underscores, help="Algorithms of the all-reduces: auto, one_shot, nccl, ..."
-        ),
+        str, typer.Option(callback=with_underscores, help="Algorithms of the all-reduces: auto, one_shot, nccl, ...")
     ] = "auto",
-    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of each prompt.")] = 128,
-    output: Annotated[int, typer.Option("--output", help="Tokens of each output.")] = 32,
-    rounds: Annotated[int, typer.Option("--rounds", help="Timed rounds; one warm-up round comes first.")] = 3,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    output: Annotated[int, typer.Option(help="Tokens of each output.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; one warm-up round comes first.")] = 3,
     device: DeviceOption = Device.AUTO,
     dtype: EngineDtype = "",
-    quantization: Annotated[str, typer.Option("--quantization", help="fp8, as for shotcast generate.")] = "",
+    quantization: Annotated[str, typer.Option(help="fp8, as for shotcast generate.")] = "",
     overlap: Annotated[
-        str,
-        typer.Option("--overlap", help="Ways of long prompts, as for shotcast generate: auto, on, plain, ..., off."),
+        str, typer.Option(help="Ways of long prompts, as for shotcast generate: auto, on, plain, ..., off.")
     ] = "auto",
     speculative_config: Annotated[
-        str, typer.Option("--speculative-config", help="Also time speculative decoding, as for shotcast generate.")
+        str, typer.Option(help="Also time speculative decoding, as for shotcast generate.")
     ] = "",
     period: Annotated[
-        int, typer.Option("--period", help="Random tokens that each prompt repeats. Default: all tokens are random.")
+        int, typer.Option(help="Random tokens that each prompt repeats. Default: all tokens are random.")
     ] = 0,
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also time the generate method of Transformers.")
@@ -318,8 +295,8 @@ def _plot_command(
     json_files: Annotated[
         list[Path], typer.Option("--json", help="A file of stored results; repeat it for several files.")
     ],
-    kind: Annotated[str, typer.Option("--kind", help="latency or engine.")] = "latency",
-    world_size: Annotated[str, typer.Option("--world-size", help="Only rows of these world sizes.")] = "",
+    kind: Annotated[str, typer.Option(help="latency or engine.")] = "latency",
+    world_size: Annotated[str, typer.Option(help="Only rows of these world sizes.")] = "",
 ) -> None:
     """Draw a picture of stored results; measures nothing."""
     from shotcast.bench import engine_report

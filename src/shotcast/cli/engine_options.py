@@ -49,53 +49,27 @@ def engine(
     layout: Annotated[
         str,
         typer.Option(
-            "--layout",
-            help="Both as TxP, such as 4x2; or auto, which plans for all GPUs (auto:4 for 4 ranks) and takes the best.",
+            help="Both as TxP, such as 4x2; or auto, which plans for all GPUs (auto:4 for 4 ranks) and takes the best."
         ),
     ] = "",
     device: DeviceOption = Device.AUTO,
     dtype: Dtype = "",
-    quantization: Annotated[
-        str, typer.Option("--quantization", help="fp8 stores the weights of the layers as e4m3; CUDA only.")
-    ] = "",
-    kv_cache_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", help="fp8 keeps keys and values as e4m3; CUDA only.")
-    ] = "",
+    quantization: Annotated[str, typer.Option(help="fp8 stores the weights of the layers as e4m3; CUDA only.")] = "",
+    kv_cache_dtype: Annotated[str, typer.Option(help="fp8 keeps keys and values as e4m3; CUDA only.")] = "",
     max_model_len: Annotated[
-        int,
-        typer.Option(
-            "--max-model-len", help="Tokens of prompt and output together. Default: the model's limit, at most 8192."
-        ),
+        int, typer.Option(help="Tokens of prompt and output together. Default: the model's limit, at most 8192.")
     ] = 0,
     gpu_memory_utilization: Annotated[
-        float,
-        typer.Option(
-            "--gpu-memory-utilization",
-            help="CUDA: the part of a GPU's memory for weights, steps and KV cache together.",
-        ),
+        float, typer.Option(help="CUDA: the part of a GPU's memory for weights, steps and KV cache together.")
     ] = 0.9,
     speculative_config: Annotated[
         str,
-        typer.Option(
-            "--speculative-config",
-            help='Speculative decoding, in JSON such as {"method": "ngram", "num_speculative_tokens": 4}.',
-        ),
+        typer.Option(help='Speculative decoding, in JSON such as {"method": "ngram", "num_speculative_tokens": 4}.'),
     ] = "",
 ) -> dict[str, Any]:
-    """Return the options of every engine."""
-    division = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-    return {
-        "device": device.value,
-        **{name: number for name, number in division.items() if number is not None},
-        "layout": layout,
-        "dtype": dtype,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "max_model_len": max_model_len,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "speculative_config": speculative_config or None,
-        "progress": sys.stderr.isatty(),
-    }
+    """Return those options of every engine that were given, and the defaults of the others."""
+    given = {name: value for name, value in locals().items() if value not in (None, "")}
+    return given | {"device": device.value, "progress": sys.stderr.isatty()}
 
 
 @contextlib.contextmanager
@@ -111,10 +85,7 @@ def importing() -> Iterator[None]:
 
 def sums(
     algorithm: Annotated[
-        str,
-        typer.Option(
-            "--algorithm", callback=with_underscores, help="The algorithm of the all-reduces: auto, or a name."
-        ),
+        str, typer.Option(callback=with_underscores, help="The algorithm of the all-reduces: auto, or a name.")
     ] = "auto",
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Divide the residual of long steps among the ranks.")
@@ -122,38 +93,30 @@ def sums(
     overlap: Annotated[
         str,
         typer.Option(
-            "--overlap",
-            help="Communicate under the other half of long prompts: auto, on, plain, shaped (on GPUs) or off.",
+            help="Communicate under the other half of long prompts: auto, on, plain, shaped (on GPUs) or off."
         ),
     ] = "auto",
 ) -> dict[str, Any]:
     """Return the options of an engine's sums between ranks."""
-    return {"algorithm": algorithm, "sequence_parallel": sequence_parallel, "overlap": overlap}
+    return locals()
 
 
 def sampling(
     max_tokens: Annotated[
         int | None, typer.Option("-n", "--max-tokens", help="The most tokens that the answer may have.")
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 always takes the likeliest token.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
     top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", help="Sample from the likeliest tokens whose probabilities add up to this."),
+        float | None, typer.Option(help="Sample from the likeliest tokens whose probabilities add up to this.")
     ] = None,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", help="Sample from this many of the likeliest tokens; 0 for all.")
-    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens; 0 for all.")] = None,
     min_p: Annotated[
-        float | None, typer.Option("--min-p", help="Sample from tokens at least this likely relative to the likeliest.")
+        float | None, typer.Option(help="Sample from tokens at least this likely relative to the likeliest.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="The seed, which makes sampling repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed, which makes sampling repeatable.")] = None,
 ) -> dict[str, Any]:
     """Return those options of sampling that were given."""
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    options |= {"min_p": min_p, "seed": seed}
-    return {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in locals().items() if value is not None}
 
 
 def as_started(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:

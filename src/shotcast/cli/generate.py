@@ -56,7 +56,7 @@ def generate(
 @with_groups(engine, sampling)
 def chat(
     model: Model,
-    system: Annotated[str, typer.Option("--system", help="The system message.")] = "",
+    system: Annotated[str, typer.Option(help="The system message.")] = "",
     *,
     engine: dict[str, Any],
     generation_config: GenerationConfig = "auto",

@@ -29,53 +29,44 @@ def plan(
     ],
     gpus: Annotated[int, typer.Option("-g", "--gpus", help="GPUs of the cluster that may be used.")] = 8,
     cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster", help=f"{', '.join(clusters.PACKAGED)}, a YAML file, or here for the GPUs of this machine."
-        ),
+        str, typer.Option(help=f"{', '.join(clusters.PACKAGED)}, a YAML file, or here for the GPUs of this machine.")
     ] = "h200x8",
     network: Annotated[
-        Path | None, typer.Option("--network", help="A network file of ASTRA-sim, instead of the cluster's own links.")
+        Path | None, typer.Option(help="A network file of ASTRA-sim, instead of the cluster's own links.")
     ] = None,
-    quantization: Annotated[str, typer.Option("--quantization", help="fp8, or none by default.")] = "",
+    quantization: Annotated[str, typer.Option(help="fp8, or none by default.")] = "",
     prompt: Annotated[int, typer.Option("--input", help="Tokens of a prompt.")] = 2048,
-    output: Annotated[int, typer.Option("--output", help="Tokens of an output.")] = 128,
+    output: Annotated[int, typer.Option(help="Tokens of an output.")] = 128,
     target: Annotated[
-        str, typer.Option("--target", help="latency, throughput, or bounds in ms such as ttft=500,tpot=20.")
+        str, typer.Option(help="latency, throughput, or bounds in ms such as ttft=500,tpot=20.")
     ] = "throughput",
     algorithm: Annotated[
-        str,
-        typer.Option("--algorithm", callback=with_underscores, help="The sums: auto, vendor (NCCL), or one of ours."),
+        str, typer.Option(callback=with_underscores, help="The sums: auto, vendor (NCCL), or one of ours.")
     ] = "auto",
     engines: Annotated[
-        int | None, typer.Option("--engines", min=1, help="Equal engines; 1 as --layout auto. Default: any number.")
+        int | None, typer.Option(min=1, help="Equal engines; 1 as --layout auto. Default: any number.")
     ] = None,
     max_sequences: Annotated[
-        int | None,
-        typer.Option("--max-sequences", min=1, help="The most sequences of an engine. Default: what memory allows."),
+        int | None, typer.Option(min=1, help="The most sequences of an engine. Default: what memory allows.")
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(
-            "--calibration", help="A file of shotcast calibrate. Default: SHOTCAST_CALIBRATION, or the packaged one."
-        ),
+        typer.Option(help="A file of shotcast calibrate. Default: SHOTCAST_CALIBRATION, or the packaged one."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Simulate requests that arrive at so many a second on average.")
+        float | None, typer.Option(help="Simulate requests that arrive at so many a second on average.")
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option("--requests", help="How many requests --rate simulates. Default: 200.")
-    ] = None,
+    requests: Annotated[int | None, typer.Option(help="How many requests --rate simulates. Default: 200.")] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Simulate requests of a file: JSON lines of time_s, prompt, output.")
+        Path | None, typer.Option(help="Simulate requests of a file: JSON lines of time_s, prompt, output.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all points, with InferenceX's keys.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw tokens/s a GPU over tokens/s a user.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens/s a GPU over tokens/s a user.")] = None,
 ) -> None:
     """Predict how fast each layout of a model serves on a cluster, and say which one to take."""
     from shotcast.planner import machine, picture, report
     from shotcast.planner.model_name import named_model
-    from shotcast.planner.plan import MOST_SEQUENCES, Job, Limits, Target, layouts
+    from shotcast.planner.plan import MOST_SEQUENCES, Limits, Query, Target, layouts
     from shotcast.planner.plan import plan as planned
     from shotcast.simulator import traffic
 
@@ -94,18 +85,18 @@ def plan(
     elif trace is not None:
         arrivals = traffic.read_trace(trace)
     limits = Limits(max_sequences or MOST_SEQUENCES, algorithm=algorithm)
-    job = Job(config, name, quantization, found, gpus, prompt, output, Target.parse(target), limits)
-    asked = [each for each in layouts(job) if engines in (None, each[1])]
+    query = Query(config, name, quantization, found, gpus, prompt, output, Target.parse(target), limits)
+    asked = [each for each in layouts(query) if engines in (None, each[1])]
     if not asked:
         raise ConfigError(f"{gpus} GPUs are no {engines} equal engines; accepted: a divisor")
-    longest = traffic.longest(job, arrivals) if arrivals else 0
+    longest = traffic.longest(query, arrivals) if arrivals else 0
     if plot is not None:
         picture.check_format(plot)
     read = [Path(model), Path(model, "config.json"), Path(cluster), network, calibration, trace]
     _require_apart([json_file, plot], read)
     ready_to_write(json_file, plot)
     constants = machine.calibration_of(found.gpu, calibration)
-    result = planned(job, constants, asked)
+    result = planned(query, constants, asked)
     # files come first: what is printed may end in a closed pipe, and a simulation in an error
     value = report.as_json(result, longest)
     if json_file is not None:
@@ -133,16 +124,17 @@ def plan(
         )
     for line in report.refusals(result, _ROWS):
         screen.print(line, soft_wrap=True, markup=False)
-    if why := report.obstacle(result):
+    if why := report.unsupported_reason(result):
         screen.print(why, soft_wrap=True)
     elif result.best:
         one = "an engine of it" if result.best.engines > 1 else "it"
-        files = f", with the model's files in {report.folder(job.name)}" if report.folder(job.name) != job.name else ""
+        folder = report.folder(query.name)
+        files = f", with the model's files in {folder}" if folder != query.name else ""
         screen.print(
             f"To start {one}{files}: {report.command(result, longest)}", soft_wrap=True, markup=False, highlight=False
         )
     if arrivals and result.best:
-        met = traffic.simulate(job, result.best, constants, arrivals)
+        met = traffic.simulate(query, result.best, constants, arrivals)
         if json_file is not None:
             _write_json(json_file, value | {"simulated": met.as_json()})
         screen.print(_met(met, len(arrivals)), soft_wrap=True, highlight=False)
@@ -235,9 +227,9 @@ def _table(result: Plan) -> Table:
 
     from shotcast.planner.report import memory_text
 
-    job = result.job
-    title = f"{job.name} {result.precision} on {job.gpus} x {job.cluster.gpu.name}, "
-    title += f"{job.prompt} tokens in, {job.output} out, for {job.target}"
+    query = result.query
+    title = f"{query.name} {result.precision} on {query.gpus} x {query.cluster.gpu.name}, "
+    title += f"{query.prompt} tokens in, {query.output} out, for {query.target}"
     points = result.best_of_each_layout()
     more = f"{len(points) - _ROWS} more layouts are in the file of --json" if len(points) > _ROWS else None
     table = Table(title=Text(title), title_justify="left", caption=more, caption_justify="left")

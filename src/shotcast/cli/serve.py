@@ -27,63 +27,42 @@ def _since_start() -> float:
 def serve(
     model: Model,
     *,
-    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
-        str,
-        typer.Option("--api-key", envvar="SHOTCAST_API_KEY", help="The key that clients must send; none by default."),
+        str, typer.Option(envvar="SHOTCAST_API_KEY", help="The key that clients must send; none by default.")
     ] = "",
-    served_model_name: Annotated[
-        str, typer.Option("--served-model-name", help="The name in the API. Default: the model's name.")
-    ] = "",
+    served_model_name: Annotated[str, typer.Option(help="The name in the API. Default: the model's name.")] = "",
     engine: dict[str, Any],
     target: Annotated[
         str,
         typer.Option(
-            "--target",
-            help="What --layout auto plans for: throughput, latency, or bounds in ms such as ttft=500,tpot=20.",
+            help="What --layout auto plans for: throughput, latency, or bounds in ms such as ttft=500,tpot=20."
         ),
     ] = "throughput",
     workload: Annotated[
-        str,
-        typer.Option(
-            "--workload", help="Tokens in and out that --layout auto plans for. Default: 2048+128, or what fits."
-        ),
+        str, typer.Option(help="Tokens in and out that --layout auto plans for. Default: 2048+128, or what fits.")
     ] = "",
-    max_sequences: Annotated[int, typer.Option("--max-sequences", help="Sequences in one batch.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option("--max-batch-tokens", help="Tokens in one step.")] = 2048,
+    max_sequences: Annotated[int, typer.Option(help="Sequences in one batch.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 2048,
     kv_cache: Annotated[
-        str,
-        typer.Option(
-            "--kv-cache", help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows."
-        ),
+        str, typer.Option(help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows.")
     ] = "0",
     generation_config: GenerationConfig = "auto",
     sums: dict[str, Any],
-    rank_timeout: Annotated[
-        float, typer.Option("--rank-timeout", help="Seconds that a rank waits for another.")
-    ] = 60.0,
+    rank_timeout: Annotated[float, typer.Option(help="Seconds that a rank waits for another.")] = 60.0,
     stamp_every: Annotated[
-        int, typer.Option("--stamp-every", min=0, help="CUDA: time one step in this many for /metrics; 0 times none.")
+        int, typer.Option(min=0, help="CUDA: time one step in this many for /metrics; 0 times none.")
     ] = 128,
-    max_queue: Annotated[
-        int, typer.Option("--max-queue", help="Concurrent requests; further ones get status 429.")
-    ] = 256,
-    max_prompt_tokens: Annotated[
-        int, typer.Option("--max-prompt-tokens", help="Tokens of a prompt; 0 for the model's limit.")
-    ] = 0,
-    max_output_tokens: Annotated[
-        int, typer.Option("--max-output-tokens", help="Tokens of an output; 0 for the model's limit.")
-    ] = 0,
-    max_body: Annotated[str, typer.Option("--max-body", help="Bytes of a request body.")] = "1M",
-    ping: Annotated[float, typer.Option("--ping", help="Seconds after which a quiet stream sends a comment.")] = 15.0,
+    max_queue: Annotated[int, typer.Option(help="Concurrent requests; further ones get status 429.")] = 256,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt; 0 for the model's limit.")] = 0,
+    max_output_tokens: Annotated[int, typer.Option(help="Tokens of an output; 0 for the model's limit.")] = 0,
+    max_body: Annotated[str, typer.Option(help="Bytes of a request body.")] = "1M",
+    ping: Annotated[float, typer.Option(help="Seconds after which a quiet stream sends a comment.")] = 15.0,
     allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option("--allowed-origin", help="An origin of web pages that may use the server, or *. Repeatable."),
+        list[str] | None, typer.Option(help="An origin of web pages that may use the server, or *. Repeatable.")
     ] = None,
-    drain: Annotated[
-        float, typer.Option("--drain", help="Seconds that running requests have to finish at shutdown.")
-    ] = 10.0,
+    drain: Annotated[float, typer.Option(help="Seconds that running requests have to finish at shutdown.")] = 10.0,
     restart: Annotated[bool, typer.Option("--restart", help="Restart the ranks when one dies.")] = False,
 ) -> None:
     """Serve a model with the OpenAI HTTP API: /v1/completions, /v1/chat/completions, /metrics."""

@@ -31,13 +31,13 @@ from shotcast.errors import ConfigError
 
 def tune(
     op: Annotated[
-        str, typer.Option("--op", callback=with_underscores, help="Operations, comma-separated.")
+        str, typer.Option(callback=with_underscores, help="Operations, comma-separated.")
     ] = "all_reduce,reduce_scatter,all_gather",
     dtype: Annotated[
         str, typer.Option("-d", "--dtype", callback=dtypes_named, help="Dtypes, comma-separated.")
     ] = "bfloat16,float16,float32",
     mode: Annotated[
-        str, typer.Option("--mode", help="graph, eager or both. Default: both on CUDA; CPU ranks only have eager.")
+        str, typer.Option(help="graph, eager or both. Default: both on CUDA; CPU ranks only have eager.")
     ] = "",
     minbytes: MinBytes = "1K",
     maxbytes: Annotated[
@@ -58,13 +58,12 @@ def tune(
         typer.Option("-g", "--world-size", help="The number of ranks. Default: every GPU, or one rank for each core."),
     ] = "",
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.0, help="Seconds for the timed calls of all candidates at one size.")
+        float, typer.Option(min=0.0, help="Seconds for the timed calls of all candidates at one size.")
     ] = 1.0,
     sms: Annotated[
         str,
         typer.Option(
-            "--sms",
-            help="CUDA: tune calls that are given so many SMs (sms=), comma-separated. Default: none are given.",
+            help="CUDA: tune calls that are given so many SMs (sms=), comma-separated. Default: none are given."
         ),
     ] = "",
     any_bits: Annotated[
@@ -80,9 +79,7 @@ def tune(
         bool, typer.Option("--merge", help="Keep the file's entries for other operations, dtypes and modes.")
     ] = False,
     force: Force = False,
-    timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds for everything; then the ranks are ended.")
-    ] = 1800.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for everything; then the ranks are ended.")] = 1800.0,
 ) -> None:
     """Measure which algorithms are fastest on this machine, and write them as a table for SHOTCAST_TABLE."""
     where = device_name(device)
@@ -90,8 +87,8 @@ def tune(
     world_sizes = world_sizes_of(world_size, where, job.world_size if job else None)
     if len(world_sizes) > 1:
         raise ConfigError("a table is for one number of ranks; tune each number separately")
+    from shotcast.bench import harness, tune_table
     from shotcast.bench import tune as tuning
-    from shotcast.bench import tune_table
     from shotcast.bench.machine_load import quiet
     from shotcast.collectives.choice import table
     from shotcast.hardware.detect import detect, nvidia_driver
@@ -123,7 +120,8 @@ def tune(
         with quiet(world_sizes[0], force):
             measured, shape, points = tuning.run(config, world_sizes[0])
     else:
-        measured, shape, points = tuning.run_under_torchrun(config)
+        with harness.ending_after(config.timeout_s):
+            measured, shape, points = tuning.measure(config)
     if not writes:
         return
     command = command_line()

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from shotcast.engine.client import RequestUpdate
+from shotcast.engine.client import EngineClient, RequestUpdate
 from shotcast.engine.grammar import Grammar
-from shotcast.engine.llm import BaseLLM
 from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import OutputCallback, RequestOutput
 from shotcast.engine.requests import CheckedPrompt
@@ -21,7 +20,7 @@ from shotcast.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM(BaseLLM):
+class AsyncLLM(EngineClient):
     """An :class:`~shotcast.engine.llm.LLM` for an event loop; construction waits until the model is loaded.
 
     Callbacks are called one after another, without a task for each: switching between tasks takes longer than the work
@@ -44,7 +43,7 @@ class AsyncLLM(BaseLLM):
     @property
     def vocab(self) -> int:
         """The number of tokens that the model may sample."""
-        return self._client.info.model.vocab
+        return self._info.model.vocab
 
     def check_grammar(self, grammar: Grammar) -> None:
         """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
@@ -52,12 +51,12 @@ class AsyncLLM(BaseLLM):
         Raises:
             ConfigError: it cannot be compiled, or the model's tokenizer supports none.
         """
-        self._client.check_grammar(grammar)
+        self._check_grammar(grammar)
 
     @property
     def dead(self) -> EngineDead | None:
         """Why the engine has died; None while it is alive, and after :meth:`close`."""
-        return self._client.dead
+        return self._dead
 
     def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
         """Return the token ids of a prompt after checking them, for several calls of :meth:`start`.
@@ -67,7 +66,7 @@ class AsyncLLM(BaseLLM):
         Raises:
             ConfigError: the prompt cannot be served.
         """
-        return self._client.check_prompt(prompt)
+        return self._check_prompt(prompt)
 
     def start(
         self,
@@ -95,15 +94,15 @@ class AsyncLLM(BaseLLM):
     def abort(self, request_id: str) -> None:
         """End a request, whose callback is not called again. Nothing happens if it has ended."""
         if self._running.pop(request_id, None) is not None:
-            self._client.abort(request_id)
+            self._abort(request_id)
 
     def _on_updates(self, updates: list[RequestUpdate]) -> None:
         """Wake up the event loop once per step. This runs on a thread of the client."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._dispatch, updates)
+            self._loop.call_soon_threadsafe(self._deliver, updates)
 
-    def _dispatch(self, updates: list[RequestUpdate]) -> None:
+    def _deliver(self, updates: list[RequestUpdate]) -> None:
         """Route each update of a step to its callback. An error in one request goes to its callback only."""
         for request_id, result, arrived in updates:
             if (running := self._running.get(request_id)) is None:
@@ -133,9 +132,9 @@ class AsyncLLM(BaseLLM):
         def on_death(dead: EngineDead) -> None:
             loop.call_soon_threadsafe(set_result, dead)
 
-        self._client.on_death(on_death)
+        self._on_death(on_death)
         return await death
 
     async def close(self) -> None:
         """End the ranks."""
-        await asyncio.to_thread(self._client.close)
+        await asyncio.to_thread(self._close)

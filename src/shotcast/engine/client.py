@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
+from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from shotcast import env, extras
@@ -33,6 +34,7 @@ from shotcast.engine.messages import (
     RejectedRequest,
     SetStampEvery,
 )
+from shotcast.engine.output_processor import OutputProcessor
 from shotcast.engine.outputs import EngineCoreOutput, EngineStats
 from shotcast.engine.requests import CheckedPrompt, Request, max_output_tokens
 from shotcast.engine.sampling_params import SamplingParams, checked_token_ids
@@ -72,7 +74,7 @@ UpdateCallback = Callable[[list[RequestUpdate]], None]
 
 
 class EngineClient:
-    """Starts the ranks of an engine, passes requests to them, and notices when they end.
+    """Starts the ranks of an engine, passes requests to them, and notices when they end: the base of LLM and AsyncLLM.
 
     Under torchrun, on one host or on several, rank 0 of the job starts one process, which takes its place among the
     ranks; the other ranks become ranks of the engine, and exit when it ends: for them this constructor does not return.
@@ -81,9 +83,28 @@ class EngineClient:
     Raises ConfigError if the configuration cannot be served, which is found before or while the model is loaded. Raises
     UnsupportedError if the kind of model is not implemented. Raises EngineDead if a rank ended while it loaded the
     model.
+
+    Args:
+        model, options: as in :class:`EngineConfig`.
     """
 
-    def __init__(self, config: EngineConfig):
+    config: EngineConfig
+    """The configuration of the engine, with the selected device and layout."""
+
+    layout_choice: LayoutChoice | None = None
+    """Why the engine has its layout, where ``layout="auto"`` chose it; else None."""
+
+    sampling_defaults: Mapping[str, Any]
+    """The sampling parameters, by name, of requests that do not give them, from ``generation_config.json``."""
+
+    pids: list[int]
+    """Process ids of the ranks."""
+
+    _dead: EngineDead | None = None
+    _info: EngineInfo
+
+    def __init__(self, model: str | PathLike[str], **options: Any):
+        config = EngineConfig.from_options(model, **options)
         began = time.perf_counter()
         job = env.job()
         if job is not None and job.rank != 0:
@@ -91,7 +112,7 @@ class EngineClient:
         leader = JobLeader(job, config.timeout_s) if job is not None else None
         with leader.refusing() if leader is not None else contextlib.nullcontext():
             self._start(config, leader)
-        graphs = f", {self.info.capture_s:.1f} s of them for CUDA graphs" if self.config.device == "cuda" else ""
+        graphs = f", {self._info.capture_s:.1f} s of them for CUDA graphs" if self.config.device == "cuda" else ""
         logger.info("the engine started in %.1f s%s", time.perf_counter() - began, graphs)
 
     def _start(self, config: EngineConfig, leader: JobLeader | None) -> None:
@@ -118,7 +139,6 @@ class EngineClient:
         self.sampling_defaults = _sampling_defaults(located)
         if leader is not None:
             leader.gather(start_facts(located))
-        self.layout_choice: LayoutChoice | None = None
         if config.plans_layout:
             # an engine that is told its layout needs no planner
             from shotcast.engine.layout_choice import choose_layout
@@ -129,7 +149,6 @@ class EngineClient:
             located = located.divided(config.layout)
         if leader is not None:
             require_ranks(config, leader.world_size)
-        self._dead: EngineDead | None = None
         self._closing = False
         self._timeout_reason = ""
         self._callbacks: dict[str, UpdateCallback] = {}
@@ -157,9 +176,8 @@ class EngineClient:
                 raise ConfigError(f"no socket can be made at {address}: {error}") from error
             raise
         # This runs before the exit handler of multiprocessing, which waits for the processes that end here.
-        atexit.register(self.close)
+        atexit.register(self._close)
         self.pids = list(self._ranks.pids)
-        self._info: EngineInfo | None = None
         self._loaded = threading.Event()
         self._accepted = False
         self._outgoing: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
@@ -170,23 +188,17 @@ class EngineClient:
         for thread in self._threads:
             thread.start()
         try:
-            if self.has_tokenizer:
+            if self._has_tokenizer:
                 self._load_tokenizer(model)  # while the ranks read the model
             self._loaded.wait()
         except BaseException:
-            self.close()
+            self._close()
             raise
-        if (dead := self.dead) is not None:
-            self.close()
+        if (dead := self._dead) is not None:
+            self._close()
             raise dead.__cause__ if isinstance(dead.__cause__, ConfigError | UnsupportedError) else dead
 
     # -- requests -----------------------------------------------------------------------------------------------------
-
-    @property
-    def info(self) -> EngineInfo:
-        """The properties of the engine, on which the ranks have agreed."""
-        assert self._info is not None
-        return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -196,10 +208,29 @@ class EngineClient:
         return self._tokenizer or Tokenizer.load(self._model)
 
     @property
-    def end_tokens(self) -> tuple[int, ...]:
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have together."""
+        return self._info.max_model_len
+
+    def default_params(self) -> SamplingParams:
+        """Return the sampling parameters of requests without any."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def stats(self) -> EngineStats:
+        """Return the counters of the engine as of the last step."""
+        return self._stats
+
+    def __repr__(self) -> str:
+        config = self.config
+        state = "closed" if self._closing else "running" if self._dead is None else "dead"
+        layout = f"layout={config.tensor_parallel}x{config.pipeline_parallel}"
+        return f"{type(self).__name__}({config.model!r}, {layout}, device={config.device}, {state})"
+
+    @property
+    def _end_tokens(self) -> tuple[int, ...]:
         """The tokens that end a text, by the model's configuration and by its tokenizer."""
         own = self._tokenizer.eos if isinstance(self._tokenizer, Tokenizer) else ()
-        return tuple(dict.fromkeys((*self.info.model.eos, *own)))
+        return tuple(dict.fromkeys((*self._info.model.eos, *own)))
 
     def _load_tokenizer(self, model: ModelConfig) -> None:
         try:
@@ -218,48 +249,33 @@ class EngineClient:
             self._checker = error
 
     @property
-    def has_tokenizer(self) -> bool:
+    def _has_tokenizer(self) -> bool:
         return not self.config.model.startswith(RANDOM) and not isinstance(self._tokenizer, ConfigError)
 
-    @property
-    def dead(self) -> EngineDead | None:
-        """Why the ranks ended; None while they run, and if they were told to end."""
-        return self._dead
-
-    @property
-    def state(self) -> str:
-        """``running``, ``dead`` or ``closed``."""
-        return "closed" if self._closing else "running" if self._dead is None else "dead"
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counters as of the last step."""
-        return self._stats
-
-    def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
+    def _check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
         """Return the token ids of a prompt after checking them. Any thread may call this. Raises ConfigError if the
         prompt is empty, too long, or contains values that are no token ids.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_token_ids(ids, "the prompt")
-        max_output_tokens(len(tokens), self.info.max_model_len)
-        vocab = self.info.model.vocab
+        max_output_tokens(len(tokens), self._info.max_model_len)
+        vocab = self._info.model.vocab
         if max(tokens) >= vocab:
             raise ConfigError(f"the prompt holds {max(tokens)}; its token ids must be from 0 to {vocab - 1}")
         return CheckedPrompt(tokens)
 
-    def check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
         """Check what sampling parameters say about tokens. Any thread may call this, and a grammar may take it a while.
         Raises ConfigError if a token is not in the vocabulary, or the grammar cannot be compiled.
         """
-        vocab = self.info.model.vocab
+        vocab = self._info.model.vocab
         for name, token in params.named_tokens:
             if token >= vocab:
                 raise ConfigError(f"{name} holds {token}; its token ids must be from 0 to {vocab - 1}")
         if params.grammar is not None:
-            self.check_grammar(params.grammar)
+            self._check_grammar(params.grammar)
 
-    def check_grammar(self, grammar: Grammar) -> None:
+    def _check_grammar(self, grammar: Grammar) -> None:
         """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this. Raises
         ConfigError if the grammar cannot be compiled, or the model's tokenizer supports none.
         """
@@ -269,13 +285,30 @@ class EngineClient:
             self._outgoing.put(grammar)
             time.sleep(seconds)  # the ranks take about as long, and a step that samples by the grammar would wait
 
-    def new_id(self) -> str:
+    def _new_id(self) -> str:
         return f"request-{next(self._next_id)}"
 
-    def submit(
+    def _submit(
+        self,
+        prompt: str | Sequence[int] | CheckedPrompt,
+        params: SamplingParams,
+        request_id: str,
+        on_update: UpdateCallback,
+        detokenize_at_end: bool = False,
+    ) -> OutputProcessor:
+        """Start a request, whose updates go to ``on_update``, and return what turns these into its output."""
+        if params.is_constrained:
+            self._check_params(params)
+        tokens = (prompt if isinstance(prompt, CheckedPrompt) else self._check_prompt(prompt)).tokens
+        tokenizer = self.tokenizer if isinstance(prompt, str) or params.stop or self._has_tokenizer else None
+        processor = OutputProcessor(request_id, tokens, params, tokenizer, self._end_tokens, detokenize_at_end)
+        self._send(request_id, tokens, params, on_update)
+        return processor
+
+    def _send(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, on_update: UpdateCallback
     ) -> None:
-        """Start a request. ``on_update`` gets its updates until it has ended."""
+        """Send a request to rank 0. ``on_update`` gets its updates until it has ended."""
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -286,20 +319,13 @@ class EngineClient:
             self._callbacks[request_id] = on_update
             self._outgoing.put(Request(request_id, prompt, params))
 
-    def abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str) -> None:
         """End a request; its callback gets a last update. Nothing happens if it has ended."""
         with self._lock:
             if self._dead is None and not self._closing and request_id in self._callbacks:
                 self._outgoing.put(AbortRequest(request_id))
 
-    def stamp_every(self, steps: int) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ConfigError(f"stamp_every must be a whole number of at least 0, not {steps!r}")
-        with self._lock:
-            if self._dead is None and not self._closing:
-                self._outgoing.put(SetStampEvery(steps))
-
-    def on_death(self, callback: Callable[[EngineDead], None]) -> None:
+    def _on_death(self, callback: Callable[[EngineDead], None]) -> None:
         """Call ``callback`` when the ranks die, or at once if they are dead."""
         with self._lock:
             if self._dead is None:
@@ -401,14 +427,14 @@ class EngineClient:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """End the ranks; running requests end with an error.
 
         A second call does nothing, nor does a call in a process that was forked from this one.
         """
         if os.getpid() != self._owner_pid:
             return
-        atexit.unregister(self.close)
+        atexit.unregister(self._close)
         with self._lock:
             first, self._closing = not self._closing, True
             if first:
@@ -418,7 +444,7 @@ class EngineClient:
         if isinstance(self._checker, GrammarChecker):
             self._checker.close()
         watch, read = self._threads
-        watch.join(_STOP_GRACE_S if self._info is not None else 0)
+        watch.join(_STOP_GRACE_S if self._loaded.is_set() else 0)
         if watch.is_alive():
             self._ranks.kill()
             watch.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shotcast.collectives.registry import import_named, registered
 from shotcast.engine.speculative_config import SpeculativeConfig
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 
 if TYPE_CHECKING:
     from shotcast.models.config import ModelConfig
@@ -235,16 +234,14 @@ class EngineConfig:
 
     def _divide(self) -> None:
         """Set how the ranks are divided by ``layout``. Raise ConfigError if it is none, or they are said twice."""
-        given = self.tensor_parallel, self.pipeline_parallel
-        if self.layout and not self.plans_layout:
-            divided = parse_layout(self.layout, "auto, auto:N for N ranks, or ")
-            if given not in ((1, 1), divided):
-                raise _two_layouts(self.layout, *given)
-            for name, value in zip(_DIVISION, divided, strict=True):
-                object.__setattr__(self, name, value)
+        given = divided = self.tensor_parallel, self.pipeline_parallel
+        if self.layout:
+            divided = (1, 1) if self.plans_layout else parse_layout(self.layout, "auto, auto:N for N ranks, or ")
+        if given not in ((1, 1), divided):
+            raise _two_layouts(self.layout, *given)
+        for name, value in zip(_DIVISION, divided, strict=True):
+            object.__setattr__(self, name, value)
         if self.plans_layout:
-            if given != (1, 1):
-                raise _two_layouts(self.layout, *given)
             parse_workload(self.workload)
             return
         for name, default in (("target", DEFAULT_TARGET), ("workload", "")):
@@ -260,8 +257,7 @@ class EngineConfig:
                 ``pipeline_parallel``.
         """
         for name in options.keys() - (known := {field.name for field in fields(cls)} - {"model"}):
-            similar = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {similar[0]}?" if similar else f"accepted: {', '.join(sorted(known))}"
+            hint = similar("did you mean {}?", name, known) or f"accepted: {', '.join(sorted(known))}"
             raise ConfigError(f"the engine has no option {name!r}; {hint}")
         if options.get("layout") and any(name in options for name in _DIVISION):
             raise _two_layouts(options["layout"], *(options.get(name, 1) for name in _DIVISION))

@@ -22,7 +22,7 @@ from shotcast.models.memory_estimate import require_division
 from shotcast.planner import machine as planned_machine
 from shotcast.planner import report
 from shotcast.planner.calibration import Calibration
-from shotcast.planner.plan import Job, Limits, Plan, Target, fullest_rank, plan
+from shotcast.planner.plan import Limits, Plan, Query, Target, fullest_rank, plan
 from shotcast.planner.step import Layout
 from shotcast.units import about_size
 from shotcast.wire import DTYPES, MAX_WORLD_SIZE
@@ -110,7 +110,8 @@ def choose_layout(config: EngineConfig, model: ModelConfig) -> LayoutChoice:
     reason = f"for {target} of {workload[0]}+{workload[1]} tokens on {machine.words(result.best.layout.ranks)}. "
     reason += report.reason(result)
     if not result.calibrated:
-        reason += f" Rates are scaled by the data sheets, as nothing was measured on the {result.job.cluster.gpu.name}."
+        gpu = result.query.cluster.gpu
+        reason += f" Rates are scaled by the data sheets, as nothing was measured on the {gpu.name}."
     return LayoutChoice(result.best.layout, reason, refused, result)
 
 
@@ -280,8 +281,8 @@ def _priced(
         utilization = (offer.usable + 0.5) / cluster.gpu.memory_bytes
         cache_item = _cache_item(config, model)
         limits = Limits(offer.sequences, config.max_batch_tokens, utilization, config.algorithm, cache_item)
-        job = Job(model, config.model, config.quantization, cluster, ranks, *workload, target, limits)
-        found = plan(job, calibration, [(offer.layout, 1)])
+        query = Query(model, config.model, config.quantization, cluster, ranks, *workload, target, limits)
+        found = plan(query, calibration, [(offer.layout, 1)])
         if found.refused:
             why = next(iter(found.refused.values()))
             raise ConfigError(f"layout {offer.layout} cannot be priced: {why}; give a layout by hand")

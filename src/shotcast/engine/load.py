@@ -58,23 +58,23 @@ def load(
     if config.quantization or config.kv_cache_dtype:
         _require_float8(_device_of(config))
     budget = _memory_budget(config, model, dtype)
-    job, comm = communicators(config, _workspace_bytes(config, model, dtype), stack)
+    world, comm = communicators(config, _workspace_bytes(config, model, dtype), stack)
     sequence_parallel = _SEQUENCE_PARALLEL_TOKENS if config.sequence_parallel else 0
-    timer = DeviceStepTimer(job.device) if device == "cuda" else HostStepTimer()
-    parallel = Parallel(comm, job, config.pipeline_parallel, config.algorithm, sequence_parallel, timer)
+    timer = DeviceStepTimer(world.device) if device == "cuda" else HostStepTimer()
+    parallel = Parallel(comm, world, config.pipeline_parallel, config.algorithm, sequence_parallel, timer)
     reading = budget.explained("reading the weights", "Use more ranks, fp8 or another model")
-    with reading, _progress_bar(config.progress and job.rank == 0, budget.weights) as on_read:
+    with reading, _progress_bar(config.progress and world.rank == 0, budget.weights) as on_read:
         part = CausalLM(
             model,
-            Weights(checkpoint, dtype, job.device, on_read, config.quantization, stored_formats(config, dtype)),
+            Weights(checkpoint, dtype, world.device, on_read, config.quantization, stored_formats(config, dtype)),
             parallel,
             max_model_len,
             config.max_sequences,
             torch.float8_e4m3fn if config.kv_cache_dtype else None,
         )
     draft = _load_draft(config, parallel, dtype, max_model_len, budget)
-    salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=job.device)
-    job.broadcast(salt, 0)
+    salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=world.device)
+    world.broadcast(salt, 0)
     decode_sizes = decode_capture_sizes(config.max_sequences) if device == "cuda" else ()
     prefill_sizes = prefill_capture_sizes(config.max_batch_tokens) if device == "cuda" else ()
 
@@ -91,7 +91,7 @@ def load(
             *limits,
             *static,
             draft=drafting,
-            reports=job.rank == config.output_rank,
+            reports=world.rank == config.output_rank,
             overlap=config.overlap,
             max_batch_tokens=config.max_batch_tokens,
             decisions=decisions,
@@ -100,7 +100,7 @@ def load(
 
     started = time.perf_counter()
     blocks = _num_cache_blocks(
-        config, [part, *([draft] if draft is not None else [])], budget, max_model_len, job, new_runner
+        config, [part, *([draft] if draft is not None else [])], budget, max_model_len, world, new_runner
     )
     allocating = f"allocating a cache of {blocks * config.block_size} tokens and capturing graphs on it"
     with budget.explained(allocating, "Lower gpu_memory_utilization, kv_cache_bytes or max_sequences"):
@@ -109,7 +109,7 @@ def load(
         runner.capture(stamped=config.stamp_every > 0)
     capture_s = time.perf_counter() - started
     info = EngineInfo(model, max_model_len, blocks, config.block_size, device, dtype_name, capture_s)
-    return runner, info, job, comm
+    return runner, info, world, comm
 
 
 def _load_draft(
@@ -147,7 +147,7 @@ def communicators(
     """
     pipelined = config.pipeline_parallel > 1
     stage_bytes = max_bytes if config.tensor_parallel > 1 else _MIN_WORKSPACE
-    job = stack.enter_context(
+    world = stack.enter_context(
         Communicator(
             device=config.device,
             max_bytes=_MIN_WORKSPACE if pipelined else stage_bytes,
@@ -156,10 +156,10 @@ def communicators(
         )
     )
     if not pipelined:
-        return job, job
-    comm = job.split(job.rank // config.tensor_parallel, max_bytes=stage_bytes)
+        return world, world
+    comm = world.split(world.rank // config.tensor_parallel, max_bytes=stage_bytes)
     assert comm is not None
-    return job, stack.enter_context(comm)
+    return world, stack.enter_context(comm)
 
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -231,7 +231,7 @@ def _num_cache_blocks(
     parts: list[CausalLM],
     budget: MemoryBudget,
     max_model_len: int,
-    job: Communicator,
+    world: Communicator,
     new_runner: Callable[[int], ModelRunner],
 ) -> int:
     """Return how many cache blocks every rank has room for, at most what all sequences at full length need. Collective.
@@ -241,12 +241,12 @@ def _num_cache_blocks(
     bytes_per_block = sum(cache.nbytes for cache in one_block)
     del one_block
     if budget.measured:  # beside the blocks that it is told, a runner has a spare one
-        room = _measure(config, budget, 2 * bytes_per_block, job, new_runner) - bytes_per_block
+        room = _measure(config, budget, 2 * bytes_per_block, world, new_runner) - bytes_per_block
     else:
         room = budget.estimated_room(config.kv_cache_bytes)
     blocks = room // bytes_per_block
     blocks = min(config.max_sequences * -(-max_model_len // config.block_size), blocks)
-    blocks = int(job.all_gather(torch.tensor([blocks], device=job.device)).min())
+    blocks = int(world.all_gather(torch.tensor([blocks], device=world.device)).min())
     require_one_sequence(blocks, config.block_size, bytes_per_block, max_model_len, budget, room)
     return blocks
 
@@ -255,7 +255,7 @@ def _measure(
     config: EngineConfig,
     budget: MemoryBudget,
     trial_cache: int,
-    job: Communicator,
+    world: Communicator,
     new_runner: Callable[[int], ModelRunner],
 ) -> int:
     """Run the largest steps, on a cache of one block, and return the bytes that they leave for the cache. Collective.
@@ -269,7 +269,7 @@ def _measure(
         try:
             trial.capture(stamped=config.stamp_every > 0)
             room = budget.measured_room(
-                trial_cache, lambda: int(job.all_gather(torch.zeros(1, device=job.device)).sum())
+                trial_cache, lambda: int(world.all_gather(torch.zeros(1, device=world.device)).sum())
             )
         finally:
             trial.close()

@@ -79,7 +79,7 @@ BESIDE_OWN = Form(f"{_SMS_BESIDE_OWN} SMs beside own products", 2, Shaping(_SMS_
 FORMS = {form.name: form for form in (WHOLE, HALVES, ON_SMS, BESIDE_OWN)}
 
 
-def overlap_obstacle(parallel: Parallel, overlap: str, static: bool) -> str:
+def overlap_unsupported_reason(parallel: Parallel, overlap: str, static: bool) -> str:
     """Return why no step is divided; empty if steps may be."""
     if overlap == "off":
         return "overlap is off"
@@ -114,8 +114,8 @@ class PrefillForms:
 
     def __init__(self, model: CausalLM, overlap: str, decisions: dict[int, Decision], static: bool = True):
         self._model, self.overlap, self.decisions, self._static = model, overlap, decisions, static
-        self._obstacle = overlap_obstacle(model.parallel, overlap, static) or model.overlap_obstacle
-        self.controller = None if self._obstacle else Controller(lanes_of(model.parallel.comm))
+        self._reason = overlap_unsupported_reason(model.parallel, overlap, static) or model.overlap_unsupported_reason
+        self.controller = None if self._reason else Controller(lanes_of(model.parallel.comm))
 
     def form(self, size: int) -> Form:
         decision = self.decisions.get(size)
@@ -125,7 +125,7 @@ class PrefillForms:
         """Return whether the forms of a step of ``size`` tokens are still to be compared. Collective."""
         if size in self.decisions:
             return False
-        why = self._obstacle
+        why = self._reason
         least = LEAST_TOKENS[self._static]
         if not why and size < least:
             why = f"steps of fewer than {least} tokens are not divided"

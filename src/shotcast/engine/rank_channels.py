@@ -41,33 +41,33 @@ class DriverChannel:
         silence_s: how long another host may give no heartbeat.
     """
 
-    def __init__(self, job: Communicator, output_rank: int, silence_s: float):
+    def __init__(self, world: Communicator, output_rank: int, silence_s: float):
         self._connections: dict[int, Connection] = {}
         self._output_rank = output_rank
-        if job.world_size == 1:
+        if world.world_size == 1:
             return
-        if env.local_world_size() == job.world_size:
-            self._accept_local(job)
+        if env.local_world_size() == world.world_size:
+            self._accept_local(world)
         else:
-            self._accept_remote(job, silence_s)
+            self._accept_remote(world, silence_s)
 
-    def _accept_local(self, job: Communicator) -> None:
+    def _accept_local(self, world: Communicator) -> None:
         key = new_key()
         with (
             tempfile.TemporaryDirectory(prefix="shotcast-", dir=env.socket_dir()) as folder,
-            Listener(os.path.join(folder, "ranks"), backlog=job.world_size, authkey=key) as listener,
+            Listener(os.path.join(folder, "ranks"), backlog=world.world_size, authkey=key) as listener,
         ):
-            _broadcast_invitation(job, (listener.address, key))
-            for _ in range(job.world_size - 1):
+            _broadcast_invitation(world, (listener.address, key))
+            for _ in range(world.world_size - 1):
                 connection = listener.accept()
                 self._connections[connection.recv()] = connection
 
-    def _accept_remote(self, job: Communicator, silence_s: float) -> None:
+    def _accept_remote(self, world: Communicator, silence_s: float) -> None:
         key = new_key()
         listener = TcpListener(address_of_this_host(os.environ["MASTER_ADDR"]), connection_key(key), silence_s)
         with contextlib.closing(listener):
-            _broadcast_invitation(job, (listener.address, key))
-            while absent := [rank for rank in range(1, job.world_size) if rank not in self._connections]:
+            _broadcast_invitation(world, (listener.address, key))
+            while absent := [rank for rank in range(1, world.world_size) if rank not in self._connections]:
                 connection = listener.accept(_ACCEPT_S)
                 if connection is None:
                     raise ShotcastError(f"ranks {absent} have not connected to rank 0 within {_ACCEPT_S:g} s")
@@ -100,13 +100,13 @@ class DriverChannel:
 class WorkerChannel:
     """The connection of another rank to rank 0."""
 
-    def __init__(self, job: Communicator, silence_s: float):
-        address, key = _broadcast_invitation(job, None)
+    def __init__(self, world: Communicator, silence_s: float):
+        address, key = _broadcast_invitation(world, None)
         if isinstance(address, str):
             self._connection = Client(address, authkey=key)
         else:
             self._connection = connect(address, connection_key(key), silence_s, _ACCEPT_S)
-        self._connection.send(job.rank)
+        self._connection.send(world.rank)
 
     def recv_plan(self) -> StepPlan | None:
         """Wait for the next plan. None means that the engine ends."""
@@ -139,12 +139,12 @@ def _peer_errors(rank: int) -> Iterator[None]:
         raise ConnectionError(f"rank {rank} is gone") from error
 
 
-def _broadcast_invitation(job: Communicator, invitation: Any) -> Any:
+def _broadcast_invitation(world: Communicator, invitation: Any) -> Any:
     """Broadcast the address and key of rank 0's listener, and return them on every rank."""
     page = torch.zeros(_INVITATION_BYTES, dtype=torch.uint8, device="cpu")
-    if job.rank == 0:
+    if world.rank == 0:
         data = pickle.dumps(invitation)
         page[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    page = page.to(job.device)
-    job.broadcast(page, 0)
+    page = page.to(world.device)
+    world.broadcast(page, 0)
     return pickle.loads(bytes(page.tolist()))

@@ -10,7 +10,7 @@ from shotcast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """Token ids that :meth:`EngineClient.check_prompt` has checked, so that nothing looks at each of them again."""
+    """Token ids that :meth:`AsyncLLM.check_prompt` has checked, so that nothing looks at each of them again."""
 
     tokens: tuple[int, ...]
 

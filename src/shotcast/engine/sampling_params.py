@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
+from typing import Any
 
 from shotcast.engine.grammar import Grammar
 from shotcast.errors import ConfigError
@@ -20,6 +21,8 @@ MAX_LOGPROBS = 20
 
 MAX_STOP_TOKEN_IDS = 1024
 """The largest number of stop tokens of a request."""
+
+_NUMBER = int, float
 
 
 def checked_token_ids(tokens: Iterable[object], name: str) -> tuple[int, ...]:
@@ -127,29 +130,24 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        def require_number(name: str, low: float, high: float, accepted: str) -> None:
+        def require(name: str, kind: Any, low: float, high: float, accepted: str) -> None:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
                 raise ConfigError(f"{name} must be {accepted}, not {value!r}")
 
-        def require_int(name: str, low: int, high: float, accepted: str) -> None:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"{name} must be {accepted}, not {value!r}")
-
-        require_number("temperature", 0.0, 1e6, "a number of at least 0")
-        require_int("top_k", 0, math.inf, "a whole number of at least 0 (all tokens)")
-        require_number("top_p", 0.0, 1.0, "a number above 0, at most 1")
+        require("temperature", _NUMBER, 0.0, 1e6, "a number of at least 0")
+        require("top_k", int, 0, math.inf, "a whole number of at least 0 (all tokens)")
+        require("top_p", _NUMBER, 0.0, 1.0, "a number above 0, at most 1")
         if self.top_p == 0:
             raise ConfigError("top_p must be a number above 0, at most 1, not 0; for the likeliest token use top_k=1")
-        require_number("min_p", 0.0, 1.0, "a number from 0 to 1")
-        require_number("presence_penalty", -2.0, 2.0, "a number from -2 to 2")
-        require_number("frequency_penalty", -2.0, 2.0, "a number from -2 to 2")
-        require_number("repetition_penalty", 1e-3, 10.0, "a number from 0.001 to 10")
+        require("min_p", _NUMBER, 0.0, 1.0, "a number from 0 to 1")
+        require("presence_penalty", _NUMBER, -2.0, 2.0, "a number from -2 to 2")
+        require("frequency_penalty", _NUMBER, -2.0, 2.0, "a number from -2 to 2")
+        require("repetition_penalty", _NUMBER, 1e-3, 10.0, "a number from 0.001 to 10")
         if self.seed is not None:
-            require_int("seed", -(2**63), 2**63 - 1, "None or a whole number of 64 bits")
-        require_int("max_tokens", 0, math.inf, "a whole number of at least 0")
-        require_int("min_tokens", 0, math.inf, "a whole number of at least 0")
+            require("seed", int, -(2**63), 2**63 - 1, "None or a whole number of 64 bits")
+        require("max_tokens", int, 0, math.inf, "a whole number of at least 0")
+        require("min_tokens", int, 0, math.inf, "a whole number of at least 0")
         if self.logit_bias != ():
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
@@ -171,7 +169,7 @@ class SamplingParams:
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                require_int(name, 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
+                require(name, int, 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
 
     def for_choice(self, max_tokens: int, seed: int | None) -> SamplingParams:
         """Return these parameters with another limit and seed, which must be valid; nothing is checked again."""

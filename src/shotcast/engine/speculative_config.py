@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 
 METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 32
@@ -87,8 +86,7 @@ class SpeculativeConfig:
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+                hint = similar("did you mean {}?", name, known) or f"it has {', '.join(known)}"
                 raise ConfigError(f"speculative_config has no option {name!r}; {hint}")
         if "num_speculative_tokens" not in options:
             raise ConfigError("speculative_config needs num_speculative_tokens, such as 4")

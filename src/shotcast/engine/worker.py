@@ -39,21 +39,21 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
     assert rank_env is not None
     with contextlib.ExitStack() as stack:
         requests = stack.enter_context(Client(address, authkey=key)) if rank_env.rank == 0 else None
-        runner, info, job, comm = load(config, stack)
+        runner, info, world, comm = load(config, stack)
         gc.collect()
         gc.freeze()  # these objects stay for good, and a collection that visits them takes longer than a step
         pipelined = config.pipeline_parallel > 1
-        job.set_timeout(config.timeout_s * (STAGE_TIMEOUTS if pipelined else 1))
+        world.set_timeout(config.timeout_s * (STAGE_TIMEOUTS if pipelined else 1))
         if pipelined:
             comm.set_timeout(config.timeout_s)
 
         def check() -> None:
             """Raise if a failed collective may have corrupted the results."""
-            job.check()
+            world.check()
             comm.check()
 
         if requests is not None:
-            channel = DriverChannel(job, config.output_rank, config.timeout_s)
+            channel = DriverChannel(world, config.output_rank, config.timeout_s)
             stack.callback(channel.close)
             client = ClientConnection(requests)
             scheduler = Scheduler(scheduler_config(config, info, runner.lookahead), Speculation.of(config))
@@ -64,9 +64,9 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
             stack.callback(client.stop_heartbeat)
             core.run()
         else:
-            worker_channel = WorkerChannel(job, config.timeout_s)
+            worker_channel = WorkerChannel(world, config.timeout_s)
             stack.callback(worker_channel.close)
-            worker_loop(runner, worker_channel, job.rank == config.output_rank, check)
+            worker_loop(runner, worker_channel, world.rank == config.output_rank, check)
 
 
 def worker_loop(runner: ModelRunner, channel: WorkerChannel, reports: bool, check: Callable[[], None]) -> None:

@@ -16,7 +16,6 @@ the throughputs of other types.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shotcast.errors import ConfigError, shorten
+from shotcast.errors import ConfigError, shorten, similar
 from shotcast.hardware import catalog
 from shotcast.hardware.spec import GpuSpec, LinkSpec
 
@@ -165,8 +164,7 @@ def load(name: str) -> Cluster:
         return parse(read_text(path, "the cluster"), name)
     stem = PACKAGED.get(name.lower(), name)
     if stem not in PACKAGED.values():
-        similar = difflib.get_close_matches(name.lower(), PACKAGED, 3, 0.4)
-        hint = f"similar names: {', '.join(similar)}; " if similar else ""
+        hint = similar("similar names: {}; ", name.lower(), PACKAGED, 3, 0.4)
         raise ConfigError(f"there is no cluster {name!r}; {hint}accepted: {', '.join(PACKAGED)}, or a YAML file")
     file = resources.files("shotcast.hardware") / "clusters" / f"{stem}.yaml"
     return parse(file.read_text(), name)

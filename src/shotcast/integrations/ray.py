@@ -26,7 +26,7 @@ BACKEND = "shotcast"
 DEFAULT_TIMEOUT_S = 600.0
 
 
-def obstacle() -> str:
+def unsupported_reason() -> str:
     """Return why actors of this environment cannot use the backend; empty if they can. It does not import Ray."""
     return refusal("ray", "Ray", AT_LEAST, BELOW, EXPECTED)
 
@@ -49,7 +49,7 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """
     if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
         raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")
-    if why := obstacle():
+    if why := unsupported_reason():
         install = f": {extras.install_line('ray')}" if extras.missing("ray") else ""
         raise UnsupportedError(f"{why}{install}")
     from ray.util.collective import backend_registry

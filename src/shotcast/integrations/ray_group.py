@@ -48,12 +48,12 @@ def group_class() -> Any:
         def __init__(self, world_size: int, rank: int, group_name: str):
             super().__init__(world_size, rank, group_name)
             self._communicators: dict[str, Communicator] = {}
-            self._obstacle = ""
+            self._gpu_reason = ""
             self._meeting = ActorMeeting(group_name, rank, world_size, SETUP_TIMEOUT_S)
             try:
                 cpu = self._add("cpu")
-                self._obstacle = _gpu_obstacle(cpu)
-                if not self._obstacle:
+                self._gpu_reason = _gpu_unsupported_reason(cpu)
+                if not self._gpu_reason:
                     self._add(f"cuda:{torch.cuda.current_device()}")
             except BaseException:
                 self.destroy_group()
@@ -86,7 +86,7 @@ def group_class() -> Any:
             if not self._communicators:
                 raise ClosedError(f"group {self.group_name} was destroyed")
             if device not in self._communicators:
-                raise UnsupportedError(f"group {self.group_name} has no communicator for {device}: {self._obstacle}")
+                raise UnsupportedError(f"group {self.group_name} has no communicator for {device}: {self._gpu_reason}")
             return self._communicators[device]
 
         # -- calls ----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def group_class() -> Any:
     return ShotcastGroup
 
 
-def _gpu_obstacle(cpu: Communicator) -> str:
+def _gpu_unsupported_reason(cpu: Communicator) -> str:
     """Return why these ranks have no communicator on GPUs; empty if each has its own GPU. Collective."""
     own = uuid_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else ""
     name = torch.tensor([list(own.encode().ljust(_NAME_BYTES, b"\0"))], dtype=torch.uint8, device="cpu")

@@ -38,7 +38,7 @@ EXPECTED = (
 )
 
 
-def obstacle() -> str:
+def unsupported_reason() -> str:
     """Return why the plug-in is not active in this environment; empty if it is. It imports nothing of SGLang."""
     try:
         if not env.sglang():
@@ -56,8 +56,7 @@ def register() -> None:
     try:
         if not env.sglang():
             return
-        why = obstacle()
-        if not why:
+        if not (why := unsupported_reason()):
             _hook()
     except Exception as error:
         why = str(error)

@@ -32,28 +32,29 @@ class Integration:
 
 def integrations() -> tuple[Integration, ...]:
     """Return every integration. It asks each for its state, and imports none of the programs."""
+    sums = "tensor-parallel sums on CUDA"
     return (
         Integration(
             "torch.distributed",
             f'init_process_group("{BACKEND}"): DDP, FSDP2, DTensor, Transformers, accelerate',
-            _state("torch.backends", _torch_obstacle),
+            _state("torch.backends", _torch_unsupported_reason),
         ),
-        Integration("Ray", f'{ray.__name__}.register(), then backend="{ray.BACKEND}"', _state("", ray.obstacle)),
-        Integration("vLLM", "tensor-parallel sums on CUDA", _state("vllm.platform_plugins", vllm.obstacle, "vLLM")),
-        Integration("SGLang", "tensor-parallel sums on CUDA", _state("sglang.srt.plugins", sglang.obstacle, "SGLang")),
+        Integration("Ray", f'{ray.__name__}.register(), then backend="{ray.BACKEND}"', ray.unsupported_reason()),
+        Integration("vLLM", sums, _state("vllm.platform_plugins", vllm.unsupported_reason, "vLLM")),
+        Integration("SGLang", sums, _state("sglang.srt.plugins", sglang.unsupported_reason, "SGLang")),
     )
 
 
-def _state(group: str, obstacle: Callable[[], str], program: str = "") -> str:
+def _state(group: str, unsupported_reason: Callable[[], str], program: str = "") -> str:
     """Return why an integration is not active: its entry point in ``group``, its program, then what it says."""
-    if group and BACKEND not in {point.name for point in importlib.metadata.entry_points(group=group)}:
+    if BACKEND not in {point.name for point in importlib.metadata.entry_points(group=group)}:
         return f"this installation has no entry point in {group}: install shotcast again"
     if program and importlib.util.find_spec(program.lower()) is None:
         return f"{program} is not installed"
-    return obstacle()
+    return unsupported_reason()
 
 
-def _torch_obstacle() -> str:
+def _torch_unsupported_reason() -> str:
     """Return why PyTorch does not know the backend; it is not asked itself unless it has been imported."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so PyTorch loads no backends"

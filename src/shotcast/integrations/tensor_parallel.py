@@ -233,15 +233,15 @@ def make_sums(
     except Exception as error:  # also what a compiler, the driver or the system raises on this rank alone
         why = f"{type(error).__name__}: {error}"
     try:
-        any_asked, obstacles = _obstacles(group, asked, why)
+        any_asked, reasons = _unsupported_reasons(group, asked, why)
     except BaseException:
         if sums is not None:
             sums.close()
         raise
-    if obstacles:
+    if reasons:
         if sums is not None:
             sums.close()
-        leave_to_host(host, group_name, obstacles, any_asked)
+        leave_to_host(host, group_name, reasons, any_asked)
         return None
     assert sums is not None
     mode = " in batch-invariant mode" if sums.batch_invariant else ""
@@ -265,7 +265,7 @@ def leave_to_host(host: str, group_name: str, why: str, asked: bool | None = Non
     logger.warning("the all-reduce of %s itself serves group %s: %s", host, group_name, why)
 
 
-def _obstacles(group: dist.ProcessGroup, asked: bool, why: str) -> tuple[bool, str]:
+def _unsupported_reasons(group: dist.ProcessGroup, asked: bool, why: str) -> tuple[bool, str]:
     """Return whether a rank asked for the batch-invariant mode, and why there are no sums; empty if all have them.
 
     Collective. The deadline is longer than that of the construction, whose others may wait for a rank that has failed.

@@ -51,7 +51,7 @@ EXPECTED = (
 PLATFORM = "shotcast.integrations.vllm_platform.ShotcastCudaPlatform"
 
 
-def obstacle() -> str:
+def unsupported_reason() -> str:
     """Return why the plug-in is not active in this environment; empty if it is. It imports nothing of vLLM."""
     try:
         if not env.vllm():
@@ -69,7 +69,7 @@ def register() -> str | None:
     try:
         if not env.vllm():
             return None
-        if why := obstacle():
+        if why := unsupported_reason():
             logger.warning("the plug-in of shotcast is off, and vLLM as without it: %s", why)
             return None
         from vllm.platforms import cuda_platform_plugin

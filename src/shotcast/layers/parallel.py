@@ -22,7 +22,7 @@ class Parallel:
 
     Args:
         comm: the ranks of this stage.
-        job: all ranks, stage by stage, for messages between stages.
+        world: all ranks, stage by stage, for messages between stages; None where there is one stage.
         algorithm: the algorithm of the all-reduces, as for :meth:`Communicator.all_reduce`; ``auto`` is used where it
             cannot serve a step, which may be too long for it, and where a stage is one rank.
         sequence_parallel: the number of tokens from which a step divides the residual between the ranks of a stage; 0
@@ -32,15 +32,15 @@ class Parallel:
     def __init__(
         self,
         comm: Communicator,
-        job: Communicator | None = None,
+        world: Communicator | None = None,
         stages: int = 1,
         algorithm: str = "auto",
         sequence_parallel: int = 0,
         timer: StepTimer | None = None,
     ):
-        self.comm, self.job, self.stages = comm, job, stages
+        self.comm, self.world, self.stages = comm, comm if world is None else world, stages
         self.rank, self.size = comm.rank, comm.world_size
-        self.stage = 0 if job is None else job.rank // self.size
+        self.stage = self.world.rank // self.size
         self.algorithm = algorithm if self.size > 1 else "auto"
         self._sequence_parallel = sequence_parallel if self.size > 1 else 0
         self.timer = HostStepTimer() if timer is None else timer
@@ -191,27 +191,23 @@ class Parallel:
     def can_send_back(self, x: torch.Tensor) -> bool:
         """Return whether the last stage can send such an ``x`` to the first one after each step (:meth:`send_back`)
         without waiting for its receipt, with one step more under way than there are stages."""
-        return self.stages == 1 or (self.job is not None and self.job.waiting_messages(x) > self.stages)
+        return self.stages == 1 or self.world.waiting_messages(x) > self.stages
 
     def send_back(self, x: torch.Tensor) -> None:
         """Send ``x`` from the last stage to this rank's counterpart in the first one."""
-        assert self.job is not None
-        self.job.send(x, self.job.rank - (self.stages - 1) * self.size)
+        self.world.send(x, self.world.rank - (self.stages - 1) * self.size)
 
     def receive_back(self, x: torch.Tensor) -> None:
         """Fill ``x``, in the first stage, with what this rank's counterpart in the last one has sent."""
-        assert self.job is not None
-        self.job.recv(x, self.job.rank + (self.stages - 1) * self.size)
+        self.world.recv(x, self.world.rank + (self.stages - 1) * self.size)
 
     def send(self, x: torch.Tensor) -> None:
         """Send ``x`` to this rank's counterpart in the next stage."""
-        assert self.job is not None
         with self.timer.communication():
-            self.job.send(x, self.job.rank + self.size)
+            self.world.send(x, self.world.rank + self.size)
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
         """Fill ``x`` with what this rank's counterpart in the previous stage has sent."""
-        assert self.job is not None
         with self.timer.communication():
-            self.job.recv(x, self.job.rank - self.size)
+            self.world.recv(x, self.world.rank - self.size)
         return x

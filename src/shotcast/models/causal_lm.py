@@ -78,7 +78,7 @@ class CausalLM:
         self._cache_dtype = cache_dtype or self._attention_dtype
 
     @property
-    def overlap_obstacle(self) -> str:
+    def overlap_unsupported_reason(self) -> str:
         """Why :meth:`overlapped` cannot run the model; empty if it can."""
         if self.config.has_post_norms or self.config.qk_norm == "projection":
             return f"the family {self.config.family} has norms that need the sums of all ranks"
@@ -123,8 +123,8 @@ class CausalLM:
     def overlapped(self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller) -> Logits | None:
         """Run one step in parts, each of which communicates under the computation of the others.
 
-        The model is one stage without :attr:`overlap_obstacle`, and no step divides the residual. Return the logits of
-        the ``logits_indices`` of all parts, None if they are empty.
+        The model is one stage without :attr:`overlap_unsupported_reason`, and no step divides the residual. Return the
+        logits of the ``logits_indices`` of all parts, None if they are empty.
 
         Args:
             batches: the parts. One that has later tokens of a sequence follows that with the earlier ones.

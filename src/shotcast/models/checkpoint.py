@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 from shotcast.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -80,8 +79,7 @@ class Checkpoint(ABC):
     def require(self, name: str, shape: tuple[int, ...] | None = None) -> None:
         """Raise ConfigError unless there is a tensor ``name``, with this shape if one is given."""
         if name not in self._shapes:
-            similar = difflib.get_close_matches(name, self._shapes, 3, 0.8)
-            hint = f"; similar names: {', '.join(similar)}" if similar else ""
+            hint = similar("; similar names: {}", name, self._shapes, 3, 0.8)
             raise ConfigError(f"the checkpoint has no tensor {name!r}{hint}")
         if shape is not None and (found := self._shapes[name]) != shape:
             raise ConfigError(

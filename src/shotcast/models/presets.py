@@ -5,14 +5,13 @@ Each is taken from the config.json of the huggingface.co repository named beside
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 from shotcast.layers.rope import Rope
 from shotcast.models.config import MAX_LAYERS, ModelConfig
 
@@ -86,8 +85,7 @@ def preset(name: str) -> ModelConfig:
     """
     base, colon, layers = name.partition(":")
     if base not in PRESETS:
-        similar = difflib.get_close_matches(base.lower(), PRESETS, 4, 0.5)
-        accepted = f"similar names: {', '.join(similar)}" if similar else f"accepted: {', '.join(PRESETS)}"
+        accepted = similar("similar names: {}", base.lower(), PRESETS, 4, 0.5) or f"accepted: {', '.join(PRESETS)}"
         raise ConfigError(f"there is no preset {base!r}; {accepted}")
     if not colon:
         return PRESETS[base]

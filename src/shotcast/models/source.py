@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.hub import is_hub_name, snapshot
 from shotcast.models.presets import preset
@@ -44,8 +43,7 @@ def find_model(model: str) -> Path:
         raise ConfigError(f"{model} is a file, but not a .gguf; for safetensors, name the folder that has config.json")
     if is_hub_name(model):
         return snapshot(model)
-    similar = difflib.get_close_matches(model.lower(), PACKAGED, 1, 0.7)
-    hint = f" (did you mean {similar[0]}?)" if similar else ""
+    hint = similar(" (did you mean {}?)", model.lower(), PACKAGED, 1, 0.7)
     raise ConfigError(
         f"there is no model {model!r}{hint}; accepted: a folder with config.json and safetensors files, a .gguf file, "
         f"a name of the Hugging Face Hub such as Qwen/Qwen3-0.6B, {PACKAGED[0]} (from a Python package), "

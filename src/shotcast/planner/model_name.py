@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 from shotcast.models.checkpoint import read_json
 from shotcast.models.config import ModelConfig
 from shotcast.models.hf_config import read_hf_config
@@ -48,8 +47,7 @@ def named_model(model: str) -> NamedModel:
         raise ConfigError(f"plans read a file that is called {_CONFIG}, as the engine does, not {path.name}")
     if is_hub_name(model):
         return NamedModel(read_hf_config(read_json(config_file(model))), model)
-    similar = difflib.get_close_matches(name.lower(), PRESETS, 3, 0.5)
-    hint = f"similar presets: {', '.join(similar)}; " if similar else ""
+    hint = similar("similar presets: {}; ", name.lower(), PRESETS, 3, 0.5)
     raise ConfigError(
         f"there is no model {model!r}; {hint}accepted: a preset ({', '.join(PRESETS)}), a folder with config.json, "
         "that file, or a name of the Hugging Face Hub"

@@ -58,10 +58,10 @@ def draw(plan: Plan, path: Path) -> None:
         alpha=0.25,
         label="Pareto",
     )
-    job = plan.job
+    query = plan.query
     axes.set_xlabel("tokens/s of a user")
     axes.set_ylabel("tokens/s of a GPU")
-    axes.set_title(f"{job.name} {plan.precision}, {job.gpus} x {job.cluster.gpu.name}, predicted")
+    axes.set_title(f"{query.name} {plan.precision}, {query.gpus} x {query.cluster.gpu.name}, predicted")
     axes.legend(fontsize=7, ncols=2)
     axes.grid(alpha=0.3)
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

@@ -104,7 +104,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Query:
     """A question: which model, on what, for what."""
 
     model: ModelConfig  # its dimensions
@@ -219,9 +219,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer to a job."""
+    """The answer to a query."""
 
-    job: Job
+    query: Query
     points: tuple[Point, ...]  # every layout with every number of sequences that fits
     refused: dict[str, str]  # layouts that cannot be, and why
     best: Point | None  # what suits the target best; None if nothing does
@@ -233,7 +233,7 @@ class Plan:
     @property
     def precision(self) -> str:
         """The quantization, or the type of weights without one, as InferenceX has it."""
-        return self.job.quantization or {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[self.dtype]
+        return self.query.quantization or {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[self.dtype]
 
     def best_of_each_layout(self) -> list[Point]:
         """Return for each layout the point that suits the target best, the best layout first.
@@ -241,11 +241,11 @@ class Plan:
         Where some are within the bounds of the target, layouts that never are have none.
         """
         best: dict[tuple[Layout, int], Point] = {}
-        for point in [point for point in self.points if _meets(self.job.target, point)] or self.points:
+        for point in [point for point in self.points if _meets(self.query.target, point)] or self.points:
             key = point.layout, point.engines
-            if key not in best or _rank(self.job, point) < _rank(self.job, best[key]):
+            if key not in best or _rank(self.query, point) < _rank(self.query, best[key]):
                 best[key] = point
-        return sorted(best.values(), key=lambda point: _rank(self.job, point))
+        return sorted(best.values(), key=lambda point: _rank(self.query, point))
 
     def pareto(self) -> list[Point]:
         """Return the points that no other beats in both tokens/s a GPU and tokens/s a user, by the latter."""
@@ -257,70 +257,70 @@ class Plan:
 
 
 def plan(
-    job: Job,
+    query: Query,
     calibration: Calibration,
     candidates: Iterable[tuple[Layout, int]] | None = None,
     collectives: CollectiveCosts | None = None,
 ) -> Plan:
-    """Return the plan of a job.
+    """Return the plan of a query.
 
     Args:
         calibration: of any GPU; it is scaled to that of the cluster by the data sheets.
         candidates: layouts, and how many engines of each; all :func:`layouts` by default.
         collectives: what sums take, where it is not what our own take on the cluster by the calibration.
     """
-    if calibration.device == "cpu" and job.limits.algorithm == LIBRARY:
+    if calibration.device == "cpu" and query.limits.algorithm == LIBRARY:
         raise ConfigError("the model of the library's sums is NCCL's, and CPU ranks have Gloo; leave the algorithm out")
-    constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
-    collectives = collectives or CollectiveCosts.on(job.cluster, constants.link)
+    constants = calibration.scaled_to(query.cluster.gpu).of_ranks(query.gpus)
+    collectives = collectives or CollectiveCosts.on(query.cluster, constants.link)
     points: list[Point] = []
     refused: dict[str, str] = {}
-    for layout, engines in layouts(job) if candidates is None else candidates:
+    for layout, engines in layouts(query) if candidates is None else candidates:
         name = f"{layout}" if engines == 1 else f"{layout} x {engines}"
         try:
-            require_place(job, layout)
-            if job.limits.algorithm != LIBRARY:
+            require_place(query, layout)
+            if query.limits.algorithm != LIBRARY:
                 require_served(layout, collectives)
             model = step_model(
-                job.model,
+                query.model,
                 layout,
                 constants,
                 collectives,
-                job.quantization,
-                job.limits.algorithm,
-                kv_item=job.limits.kv_item,
+                query.quantization,
+                query.limits.algorithm,
+                kv_item=query.limits.kv_item,
             )
-            points += points_of(job, model, engines, memory_of(job, layout, constants.itemsize), collectives)
+            points += points_of(query, model, engines, memory_of(query, layout, constants.itemsize), collectives)
         except ConfigError as error:
             refused[name] = str(error)
-    return best_of(job, calibration, points, refused)
+    return best_of(query, calibration, points, refused)
 
 
-def best_of(job: Job, calibration: Calibration, points: Sequence[Point], refused: dict[str, str]) -> Plan:
-    """Return the plan of a job whose points are known."""
-    fitting = [point for point in points if _meets(job.target, point)]
-    best = min(fitting, key=lambda point: _rank(job, point), default=None)
-    calibrated, link_calibrated = True, job.cluster.link_latency_us is None
+def best_of(query: Query, calibration: Calibration, points: Sequence[Point], refused: dict[str, str]) -> Plan:
+    """Return the plan of a query whose points are known."""
+    fitting = [point for point in points if _meets(query.target, point)]
+    best = min(fitting, key=lambda point: _rank(query, point), default=None)
+    calibrated, link_calibrated = True, query.cluster.link_latency_us is None
     if calibration.device == "cuda":
-        asked, known = job.cluster.gpu, calibration.gpu
+        asked, known = query.cluster.gpu, calibration.gpu
         link_calibrated = link_calibrated and asked.link == known.link
         calibrated = replace(asked, link=known.link) == known
-    return Plan(job, tuple(points), refused, best, calibrated, link_calibrated, calibration.device, calibration.dtype)
+    return Plan(query, tuple(points), refused, best, calibrated, link_calibrated, calibration.device, calibration.dtype)
 
 
-def layouts(job: Job) -> Iterator[tuple[Layout, int]]:
+def layouts(query: Query) -> Iterator[tuple[Layout, int]]:
     """Yield every layout of one engine, and how many such engines the GPUs hold."""
-    divisors = [number for number in range(1, job.gpus + 1) if job.gpus % number == 0]
+    divisors = [number for number in range(1, query.gpus + 1) if query.gpus % number == 0]
     for tensor in divisors:
         for stages in divisors:
-            if job.gpus % (tensor * stages) == 0:
-                yield Layout(tensor, stages), job.gpus // (tensor * stages)
+            if query.gpus % (tensor * stages) == 0:
+                yield Layout(tensor, stages), query.gpus // (tensor * stages)
 
 
-def memory_of(job: Job, layout: Layout, itemsize: int = 2) -> Memory:
+def memory_of(query: Query, layout: Layout, itemsize: int = 2) -> Memory:
     """Return the memory of the rank that has most, on a GPU of the cluster."""
-    limits, usable = job.limits, int(job.cluster.gpu.memory_bytes * job.limits.utilization)
-    return fullest_rank(job.model, job.quantization, layout, usable, limits.batch_tokens, itemsize, limits.kv_item)
+    limits, usable = query.limits, int(query.cluster.gpu.memory_bytes * query.limits.utilization)
+    return fullest_rank(query.model, query.quantization, layout, usable, limits.batch_tokens, itemsize, limits.kv_item)
 
 
 def fullest_rank(
@@ -357,12 +357,12 @@ def fullest_rank(
     )
 
 
-def require_place(job: Job, layout: Layout) -> None:
+def require_place(query: Query, layout: Layout) -> None:
     """Raise ConfigError if engines of this layout lie across nodes, or their stages do."""
-    per_node = job.cluster.gpus_per_node
+    per_node = query.cluster.gpus_per_node
     for what, ranks in (("an engine", layout.ranks), ("a stage", layout.tensor_parallel)):
         whole = ranks % per_node == 0 if ranks > per_node else per_node % ranks == 0
-        if job.gpus > per_node and not whole:
+        if query.gpus > per_node and not whole:
             raise ConfigError(f"{what} of {ranks} ranks lies across nodes of {per_node} GPUs")
 
 
@@ -379,20 +379,20 @@ def _nodes(shape: NodeShape) -> str:
 
 
 def points_of(
-    job: Job, model: StepModel, engines: int, memory: Memory, collectives: CollectiveCosts
+    query: Query, model: StepModel, engines: int, memory: Memory, collectives: CollectiveCosts
 ) -> Iterator[Point]:
     """Yield the points of a layout, by its number of sequences, or raise ConfigError if there is no room for one."""
-    most = min(memory.sequences(job.prompt + job.output), job.limits.sequences)
+    most = min(memory.sequences(query.prompt + query.output), query.limits.sequences)
     if not most:
-        tokens = job.prompt + job.output
+        tokens = query.prompt + query.output
         raise ConfigError(
             f"the weights of a rank take {about_size(memory.weights)}, steps about {about_size(memory.steps(1))}, and "
             f"it may use {about_size(memory.usable)}, so a sequence of {tokens} tokens has no room"
         )
-    prompt = _prompt_time(job, model)
+    prompt = _prompt_time(query, model)
     sequences = 1
     while sequences <= most:
-        yield _point(job, model, engines, sequences, prompt, memory, collectives)
+        yield _point(query, model, engines, sequences, prompt, memory, collectives)
         sequences = most if sequences < most < 2 * sequences else 2 * sequences
 
 
@@ -404,11 +404,11 @@ class _PromptTime(NamedTuple):
     busy_us: float
 
 
-def _prompt_time(job: Job, model: StepModel) -> _PromptTime:
-    most = job.limits.batch_tokens
+def _prompt_time(query: Query, model: StepModel) -> _PromptTime:
+    most = query.limits.batch_tokens
     chunks = [
-        StepWork(0, 0.0, ((min(most, job.prompt - begin), begin),), int(begin + most >= job.prompt))
-        for begin in range(0, job.prompt, most)
+        StepWork(0, 0.0, ((min(most, query.prompt - begin), begin),), int(begin + most >= query.prompt))
+        for begin in range(0, query.prompt, most)
     ]
     times = [_stage_times(model, chunk) for chunk in chunks]
     error = math.hypot(model.first_token_error(chunks), model.beyond_kernels.first)
@@ -420,10 +420,10 @@ def _prompt_time(job: Job, model: StepModel) -> _PromptTime:
         clock.rest(latency_us)  # until its turn
         latency_us += time_us - clock.take(stage.saved_us) + transfer_us
     latency_us += sum(max(each) for each in times[1:])
-    together = max(1, most // job.prompt)
+    together = max(1, most // query.prompt)
     if together == 1:
         return _PromptTime(latency_us, error, sum(max(each) for each in times))
-    full = StepWork(0, 0.0, ((job.prompt, 0),) * together, together)
+    full = StepWork(0, 0.0, ((query.prompt, 0),) * together, together)
     return _PromptTime(latency_us, error, max(*_stage_times(model, full), model.host_us(full)) / together)
 
 
@@ -436,7 +436,7 @@ def _stage_times(model: StepModel, work: StepWork) -> list[float]:
 
 
 def _point(
-    job: Job,
+    query: Query,
     model: StepModel,
     engines: int,
     sequences: int,
@@ -447,16 +447,16 @@ def _point(
     layout = model.layout
     shares = min(sequences, layout.pipeline_parallel)
     rows = -(-sequences // layout.pipeline_parallel)
-    work = StepWork(rows, job.prompt + job.output / 2, (), rows)
+    work = StepWork(rows, query.prompt + query.output / 2, (), rows)
     stages, times = model.stages(work), _stage_times(model, work)
     slowest_us = max(*times, model.host_us(work))
     round_us = max(shares * slowest_us, sum(times) + sum(model.transfers_us(work)))
-    tpot_us = round_us + (sequences - 1) * prompt.busy_us / job.output
-    all_us = job.output * round_us + sequences * prompt.busy_us
+    tpot_us = round_us + (sequences - 1) * prompt.busy_us / query.output
+    all_us = query.output * round_us + sequences * prompt.busy_us
     algorithm = ""
     if layout.tensor_parallel > 1:
         summed = collectives.all_reduce(
-            rows * job.model.hidden * model.itemsize, layout.tensor_parallel, model.itemsize, job.limits.algorithm
+            rows * query.model.hidden * model.itemsize, layout.tensor_parallel, model.itemsize, query.limits.algorithm
         )
         algorithm = registered()[summed.algorithm].label
     return Point(
@@ -465,7 +465,7 @@ def _point(
         sequences,
         prompt.latency_us / 1e3,
         tpot_us / 1e3,
-        engines * sequences * job.output / all_us * 1e6,
+        engines * sequences * query.output / all_us * 1e6,
         prompt.error,
         math.hypot(kernel_error(stages), model.beyond_kernels.later),
         algorithm,
@@ -487,9 +487,9 @@ def _meets(target: Target, point: Point) -> bool:
     return point.ttft_ms <= target.ttft_ms and point.tpot_ms <= target.tpot_ms
 
 
-def _rank(job: Job, point: Point) -> tuple[float, ...]:
+def _rank(query: Query, point: Point) -> tuple[float, ...]:
     """Return what is the least for the best point: within bounds, then fast; then few sequences, few ranks a stage."""
-    if job.target.kind == LATENCY:
+    if query.target.kind == LATENCY:
         # of one request; where sequences do not matter, more of them are better
-        return point.latency_ms(job.output), -point.tokens_per_s, point.layout.tensor_parallel
-    return not _meets(job.target, point), -point.tokens_per_s, point.sequences, point.layout.tensor_parallel
+        return point.latency_ms(query.output), -point.tokens_per_s, point.layout.tensor_parallel
+    return not _meets(query.target, point), -point.tokens_per_s, point.sequences, point.layout.tensor_parallel

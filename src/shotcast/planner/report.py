@@ -8,7 +8,7 @@ import shlex
 from typing import Any
 
 from shotcast.models.source import RANDOM
-from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Job, Plan, Point
+from shotcast.planner.plan import BATCH_TOKENS, LATENCY, Plan, Point, Query
 from shotcast.units import about, about_size, counted
 
 KINDS = {
@@ -27,7 +27,7 @@ READING_MS = 200.0
 
 def reason(plan: Plan) -> str:
     """Return why the best point is the best, in a few sentences; why there is none, if so."""
-    best, job = plan.best, plan.job
+    best, query = plan.best, plan.query
     if best is None:
         return _no_best(plan)
     of = " an engine" * (best.engines > 1)
@@ -46,7 +46,7 @@ def reason(plan: Plan) -> str:
         point for point in plan.best_of_each_layout() if (point.layout, point.engines) != (best.layout, best.engines)
     ]
     if others:
-        sentences.append(_compared(best, others[0], job))
+        sentences.append(_compared(best, others[0], query))
     return " ".join(filter(None, sentences))
 
 
@@ -62,9 +62,9 @@ def _loads(plan: Plan, best: Point) -> str:
     return f"With other loads, {listed}." if listed else ""
 
 
-def _compared(best: Point, other: Point, job: Job) -> str:
-    if job.target.kind == LATENCY:
-        ratio = other.latency_ms(job.output) / best.latency_ms(job.output)
+def _compared(best: Point, other: Point, query: Query) -> str:
+    if query.target.kind == LATENCY:
+        ratio = other.latency_ms(query.output) / best.latency_ms(query.output)
         gain = f"a request takes {ratio:.2f} times as long"
     else:
         ratio = best.tokens_per_s / other.tokens_per_s
@@ -79,10 +79,10 @@ def _no_best(plan: Plan) -> str:
         # the last one divides the model most
         name, why = (short or list(plan.refused.items()))[-1]
         return f"Nothing fits, whatever the layout; {name}: {why}."
-    target = plan.job.target
+    target = plan.query.target
     nearest = min(plan.points, key=lambda one: max(one.ttft_ms / target.ttft_ms, one.tpot_ms / target.tpot_ms))
     return (
-        f"No layout has {plan.job.target}. The nearest is {_layout(nearest)} with "
+        f"No layout has {plan.query.target}. The nearest is {_layout(nearest)} with "
         f"{counted(nearest.sequences, 'sequence')}: first token {about(nearest.ttft_ms)} ms, each later token "
         f"{about(nearest.tpot_ms)} ms."
     )
@@ -109,9 +109,9 @@ def _layout(point: Point) -> str:
     return f"{point.layout.label}{engines}"
 
 
-def obstacle(plan: Plan) -> str:
+def unsupported_reason(plan: Plan) -> str:
     """Return why the engine does not run what was planned; "" if it does."""
-    cluster, best = plan.job.cluster, plan.best
+    cluster, best = plan.query.cluster, plan.best
     if best is not None and cluster.gpus_per_host is not None and best.layout.ranks > cluster.gpus_per_host:
         return (
             f"An engine of {best.layout.ranks} ranks has several hosts of {cluster.gpus_per_host} GPUs, which the plan "
@@ -131,21 +131,22 @@ def command(plan: Plan, longest: int = 0) -> str | None:
     None if there is no best point, or the engine does not run it.
 
     Args:
-        longest: tokens of the longest request that the engine is to take, if it is longer than those of the job.
+        longest: tokens of the longest request that the engine is to take, if it is longer than those of the query.
     """
-    best, job = plan.best, plan.job
-    if best is None or obstacle(plan):
+    best, query = plan.best, plan.query
+    if best is None or unsupported_reason(plan):
         return None
     # a step must have room for a token of each sequence
     tokens = max(BATCH_TOKENS, best.sequences)
-    serve = ["serve", folder(job.name), "--device", plan.device, "--tensor-parallel", str(best.layout.tensor_parallel)]
+    serve = ["serve", folder(query.name), "--device", plan.device]
+    serve += ["--tensor-parallel", str(best.layout.tensor_parallel)]
     serve += ["--pipeline-parallel", str(best.layout.pipeline_parallel)]
-    serve += ["--quantization", job.quantization] if job.quantization else []
-    serve += ["--algorithm", job.limits.algorithm] if job.limits.algorithm != "auto" else []
-    serve += ["--max-model-len", str(max(longest, job.prompt + job.output))]
+    serve += ["--quantization", query.quantization] if query.quantization else []
+    serve += ["--algorithm", query.limits.algorithm] if query.limits.algorithm != "auto" else []
+    serve += ["--max-model-len", str(max(longest, query.prompt + query.output))]
     serve += ["--max-sequences", str(best.sequences)] if best.sequences > 1 else []  # a server has more than one user
     serve += ["--max-batch-tokens", str(tokens)] if tokens > BATCH_TOKENS else []
-    per_node = job.cluster.gpus_per_node
+    per_node = query.cluster.gpus_per_node
     if best.layout.ranks <= per_node:
         return shlex.join(["shotcast", *serve])
     launch = ["torchrun", "--nnodes", str(best.layout.ranks // per_node), "--node-rank", "NODE", "--nproc-per-node"]
@@ -159,9 +160,9 @@ def as_json(plan: Plan, longest: int = 0) -> dict[str, Any]:
     The arguments are those of :func:`command`.
     """
     return {
-        "target": str(plan.job.target),
-        "gpu": plan.job.cluster.gpu.name,
-        "cluster": plan.job.cluster.name,
+        "target": str(plan.query.target),
+        "gpu": plan.query.cluster.gpu.name,
+        "cluster": plan.query.cluster.name,
         "calibrated": plan.calibrated,
         "link_calibrated": plan.link_calibrated,
         "reason": reason(plan),
@@ -174,9 +175,9 @@ def as_json(plan: Plan, longest: int = 0) -> dict[str, Any]:
 
 
 def _row(plan: Plan, point: Point) -> dict[str, Any]:
-    job = plan.job
+    query = plan.query
     return {
-        "model": job.name,
+        "model": query.name,
         "precision": plan.precision,
         "tp": point.layout.tensor_parallel,
         "pp": point.layout.pipeline_parallel,
@@ -184,9 +185,9 @@ def _row(plan: Plan, point: Point) -> dict[str, Any]:
         "dp_attention": False,
         "dp": point.engines,
         "conc": point.sequences * point.engines,
-        "isl": job.prompt,
-        "osl": job.output,
-        "tput_per_gpu": point.tokens_per_s_per_gpu * (job.prompt + job.output) / job.output,
+        "isl": query.prompt,
+        "osl": query.output,
+        "tput_per_gpu": point.tokens_per_s_per_gpu * (query.prompt + query.output) / query.output,
         "output_tput_per_gpu": point.tokens_per_s_per_gpu,
         "median_ttft": point.ttft_ms / 1e3,
         "median_tpot": point.tpot_ms / 1e3,

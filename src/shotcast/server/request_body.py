@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from shotcast.engine.grammar import Grammar, styled
 from shotcast.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
-from shotcast.errors import ConfigError
+from shotcast.errors import ConfigError, similar
 from shotcast.server.api_error import ApiError
 from shotcast.server.tool_calls import Function, ToolFormat, calls_grammar, find_format
 
@@ -131,12 +130,16 @@ class Body(RequestBody):
     stop: str | list[str] | None = _optional(
         f"a string or a list of at most {MAX_STOP} strings, each of at most {MAX_STOP_CHARACTERS} characters"
     )
-    stop_token_ids: list[int] | None = _optional(f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    stop_token_ids: list[int] | None = _optional(
+        f"a list of at most {MAX_STOP_TOKEN_IDS} token ids", max_length=MAX_STOP_TOKEN_IDS, fail_fast=True
+    )
     min_tokens: int | None = _optional("a whole number of at least 0", ge=0)
     logit_bias: dict[str, float] | None = _optional(
         f"an object of at most {MAX_LOGIT_BIAS} token ids, each with a number from -100 to 100"
     )
-    allowed_token_ids: list[int] | None = _optional(f"a list of 1 to {MAX_ALLOWED_TOKENS} token ids")
+    allowed_token_ids: list[int] | None = _optional(
+        f"a list of 1 to {MAX_ALLOWED_TOKENS} token ids", min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True
+    )
     response_format: dict[str, Any] | None = _optional(
         'an object with the type "text", "json_object" or "json_schema", and a json_schema with a schema'
     )
@@ -157,8 +160,8 @@ class Body(RequestBody):
     user: str | None = _optional("a string")
     verbosity: str | None = _optional("a string")
 
-    # Lists are validated by hand: pydantic goes on after an error, and reports each item of a list once for each type
-    # that it might have had.
+    # Other lists and objects are validated by hand: pydantic goes on after an error, and reports each item of a list
+    # once for each type that it might have had.
 
     @field_validator("stop", mode="plain")
     @classmethod
@@ -170,16 +173,6 @@ class Body(RequestBody):
             if not isinstance(string, str) or len(string) > MAX_STOP_CHARACTERS:
                 raise _wrong(cls, "stop", "stop", string)
         return stop
-
-    @field_validator("stop_token_ids", mode="plain")
-    @classmethod
-    def _check_stop_token_ids(cls, ids: object) -> object:
-        return _checked_ids(cls, "stop_token_ids", ids, 0, MAX_STOP_TOKEN_IDS)
-
-    @field_validator("allowed_token_ids", mode="plain")
-    @classmethod
-    def _check_allowed_token_ids(cls, ids: object) -> object:
-        return _checked_ids(cls, "allowed_token_ids", ids, 1, MAX_ALLOWED_TOKENS)
 
     @field_validator("logit_bias", mode="plain")
     @classmethod
@@ -498,8 +491,7 @@ class ChatBody(Body):
                 raise bad_request("tool_choice", "tool_choice needs tools")
             names = [function.name for function in self.functions]
             if isinstance(self.tool_choice, dict) and (name := self.tool_choice["function"]["name"]) not in names:
-                near = difflib.get_close_matches(name[:_MAX_SHOWN], names, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = similar("; did you mean {}?", name[:_MAX_SHOWN], names)
                 raise bad_request("tool_choice", f"there is no tool {shown(name)}{hint}")
         return self
 
@@ -610,28 +602,7 @@ class TokenizeBody(RequestBody):
 class DetokenizeBody(RequestBody):
     """The body of ``POST /detokenize``."""
 
-    tokens: list[int] = Field(description="a list of token ids")
-
-    @field_validator("tokens", mode="plain")
-    @classmethod
-    def _check_tokens(cls, tokens: object) -> object:
-        if not isinstance(tokens, list):
-            raise _wrong(cls, "tokens", "tokens", tokens)
-        for number, token in enumerate(tokens):
-            if type(token) is not int or not 0 <= token < 1 << 31:
-                raise _wrong(cls, "tokens", f"tokens.{number}", token)
-        return tokens
-
-
-def _checked_ids(body: type[BaseModel], param: str, ids: object, least: int, most: int) -> object:
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not least <= len(ids) <= most:
-        raise _wrong(body, param, param, ids)
-    for number, token in enumerate(ids):
-        if type(token) is not int:
-            raise _wrong(body, param, f"{param}.{number}", token)
-    return ids
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(description="a list of token ids", fail_fast=True)
 
 
 def _json_object(text: str) -> object:
@@ -776,7 +747,7 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     _require_known(values, kind.model_fields)
     try:
         return kind.model_validate(values)
-    except ValidationError as error:  # at most one for each parameter, since all lists are validated by hand
+    except ValidationError as error:  # at most one for each parameter, since lists end at their first error
         raise _api_error(kind, error) from error
 
 
@@ -798,8 +769,7 @@ def _require_known(values: dict[str, Any], known: Collection[str], prefix: str =
     for name in values:
         if name not in known:
             path = prefix + (name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")
-            near = difflib.get_close_matches(name[:_MAX_SHOWN], known, 1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            hint = similar(f"; did you mean {prefix}{{}}?", name[:_MAX_SHOWN], known)
             raise bad_request(path, f"there is no parameter {path}{hint}", "unknown_parameter")
 
 

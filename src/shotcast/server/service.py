@@ -30,8 +30,10 @@ T = TypeVar("T")
 Update = tuple[int, RequestOutput]
 """The number of a choice, and its output so far."""
 
-Job = tuple[CheckedPrompt, SamplingParams]
+Choice = tuple[CheckedPrompt, SamplingParams]
 """One choice for the engine: the tokens of a prompt, and the sampling parameters."""
+
+Prepare = Callable[[list[list[int]]], None] | None
 
 SMALL_BODY_BYTES = 8192
 """Bodies of at most this size are parsed in the event loop, which takes less than a millisecond."""
@@ -86,9 +88,7 @@ class Service:
         """Call a function that takes long on the thread that uses the tokenizer."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
 
-    async def generate(
-        self, body: Body, request_id: str, prepare: Callable[[list[list[int]]], None] | None = None
-    ) -> AsyncGenerator[Update, None]:
+    async def generate(self, body: Body, request_id: str, prepare: Prepare = None) -> AsyncGenerator[Update, None]:
         """Complete all prompts of a request, ``n`` times each, and yield updates of choices ``prompt * n + i``.
 
         An update contains everything that happened to its choice since the one before, so slow readers get fewer.
@@ -106,8 +106,8 @@ class Service:
             try:
                 if body.grammar_source is not None:
                     params = replace(params, grammar=await self._grammar(body))
-                jobs = await self.with_tokenizer(partial(self._jobs, body, params, prepare))
-                async with aclosing(sequences.run(jobs, request_id)) as updates:
+                choices = await self.with_tokenizer(partial(self._choices, body, params, prepare))
+                async with aclosing(sequences.run(choices, request_id)) as updates:
                     async for update in updates:
                         yield update
             except EngineDead as error:
@@ -129,7 +129,7 @@ class Service:
         except ConfigError as error:
             raise bad_request(body.grammar_source, f"{body.grammar_source}: {error}") from error
 
-    def _jobs(self, body: Body, params: SamplingParams, prepare: Callable[[list[list[int]]], None] | None) -> list[Job]:
+    def _choices(self, body: Body, params: SamplingParams, prepare: Prepare) -> list[Choice]:
         prompts = [self._truncate(body, prompt) for prompt in body.tokenize(self.engine.tokenizer)]
         lengths = [self._output_length(body, len(prompt)) for prompt in prompts]
         checked = [self.engine.check_prompt(prompt) for prompt in prompts]
@@ -257,11 +257,11 @@ class _Sequences:
         self._failure = error
         self._changed.set()
 
-    async def run(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[Update, None]:
-        """Run the jobs, and yield updates of their choices. Abort those that still run at the end."""
-        unfinished = set(range(len(jobs)))
+    async def run(self, choices: Sequence[Choice], request_id: str) -> AsyncGenerator[Update, None]:
+        """Run the choices, and yield their updates. Abort those that still run at the end."""
+        unfinished = set(range(len(choices)))
         try:
-            for number, (prompt, params) in enumerate(jobs):
+            for number, (prompt, params) in enumerate(choices):
                 engine_id = self._request_ids[number] = f"{request_id}-{number}"
                 try:
                     self._engine.start(prompt, params, engine_id, partial(self._on_output, number))

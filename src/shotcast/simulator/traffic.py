@@ -16,7 +16,7 @@ from shotcast.hardware.cluster import read_text
 from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.cpu_rows import step_model
-from shotcast.planner.plan import Job, Point
+from shotcast.planner.plan import Point, Query
 from shotcast.planner.step import StepModel, StepWork
 from shotcast.simulator.serving import Arrival, Service, StepTimes, percentile, serve
 
@@ -145,28 +145,28 @@ def _arrival(line: str, origin: str) -> Arrival:
     return Arrival(float(time_s), prompt, output)
 
 
-def longest(job: Job, arrivals: Sequence[Arrival]) -> int:
+def longest(query: Query, arrivals: Sequence[Arrival]) -> int:
     """Return the tokens of the longest request. Raises ConfigError if it is too long for the model."""
     tokens = max(arrival.prompt + arrival.output for arrival in arrivals)
-    if tokens > job.model.max_position:
-        raise ConfigError(f"{job.name} takes {job.model.max_position} tokens of a sequence, and one has {tokens}")
+    if tokens > query.model.max_position:
+        raise ConfigError(f"{query.name} takes {query.model.max_position} tokens of a sequence, and one has {tokens}")
     return tokens
 
 
-def simulate(job: Job, point: Point, calibration: Calibration, arrivals: Sequence[Arrival]) -> Traffic:
+def simulate(query: Query, point: Point, calibration: Calibration, arrivals: Sequence[Arrival]) -> Traffic:
     """Return what requests meet at a point of a plan; they take the engines in turn."""
-    constants = calibration.scaled_to(job.cluster.gpu).of_ranks(job.gpus)
-    collectives = CollectiveCosts.on(job.cluster, constants.link)
-    limits = job.limits
+    constants = calibration.scaled_to(query.cluster.gpu).of_ranks(query.gpus)
+    collectives = CollectiveCosts.on(query.cluster, constants.link)
+    limits = query.limits
     model = step_model(
-        job.model, point.layout, constants, collectives, job.quantization, limits.algorithm, kv_item=limits.kv_item
+        query.model, point.layout, constants, collectives, query.quantization, limits.algorithm, kv_item=limits.kv_item
     )
     config = SchedulerConfig(
         max_sequences=point.sequences,
         max_batch_tokens=max(limits.batch_tokens, point.sequences),
         block_size=_BLOCK,
         num_blocks=point.memory.cache(point.sequences) // (point.memory.per_token * _BLOCK),
-        max_model_len=max(longest(job, arrivals), 2),
+        max_model_len=max(longest(query, arrivals), 2),
         prefix_caching=False,
         lookahead=int(model.hides_host),
         pipeline=point.layout.pipeline_parallel,
