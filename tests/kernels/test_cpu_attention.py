@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,3 +131,23 @@ def test_rotation_goes_to_the_right_places(tokens: int, heads: int, kv_heads: in
     untouched = torch.ones(20, dtype=torch.bool).index_fill(0, slots, False)
     assert (keys[untouched] == 7).all()
     assert (values[untouched] == 7).all()
+
+
+_BITS = """
+import hashlib, torch
+from shotcast.kernels.cpu import attention, gemv
+x = torch.randn(256, 8, 24, generator=torch.Generator().manual_seed(0))
+out = torch.empty(3, 8, 24)
+tables, rows = torch.arange(64, dtype=torch.int32).view(4, 16), torch.arange(3)
+lengths = torch.tensor([37, 5, 64], dtype=torch.int32)
+attention.decode(x[:3], x, x, tables, rows, lengths, torch.arange(8), 4, 0, out)
+found = [out, gemv.linear(x[0], x[:, 0].contiguous())]
+print(hashlib.sha256(b"".join(one.numpy().tobytes() for one in found)).hexdigest())
+"""
+
+
+def test_machine_code_that_was_kept_has_the_bits_of_what_was_compiled(tmp_path: Path) -> None:
+    """Sums may be added in any order within a function, so each must be compiled in one place."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    compiled, kept = (subprocess.check_output([sys.executable, "-c", _BITS], env=environment) for _ in range(2))
+    assert compiled == kept

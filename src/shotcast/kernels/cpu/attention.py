@@ -127,9 +127,13 @@ _dots_64, _dots_16, _dots_1 = (_dots_of(lanes) for lanes in (64, 16, 1))
 _sums_64, _sums_16, _sums_1 = (_sums_of(lanes) for lanes in (64, 16, 1))
 
 
-@njit(nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+@njit(inline="always")
 def _softmax(scores: Any, scale: Any, cap: Any) -> None:
-    """Replace scores by their weights, which add up to 1."""
+    """Replace scores by their weights, which add up to 1.
+
+    It is inlined: a process that compiles would take this function compiled by itself, and one that loads machine code
+    the function as it is compiled there, which may add in another order.
+    """
     largest = np.float32(-np.inf)
     for i in range(scores.shape[0]):
         scores[i] *= scale
