@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import secrets
@@ -247,9 +248,7 @@ class ShmBuffer:
         """
         if not self._maps:
             raise ClosedError("this shared memory was closed")
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = math.prod(shape)
         end = offset + count * dtype.itemsize
         if not 0 <= rank < len(self._maps) or offset < 0 or count < 0 or end > self._nbytes or offset % dtype.itemsize:
             raise ConfigError(
