@@ -128,8 +128,8 @@ def test_blocks_belong_to_threads() -> None:
 def test_a_call_of_nccl_without_a_work_is_over(asynchronous: bool) -> None:
     """PyTorch returns none of a synchronous call, which is on the current stream by then."""
     found, nccl = of_gpus()
-    one, several = torch_private.AllreduceOptions(), torch_private.AllreduceCoalescedOptions()
-    scatter = torch_private.ReduceScatterOptions()
+    one, several = dist.AllreduceOptions(), dist.AllreduceCoalescedOptions()
+    scatter = dist.ReduceScatterOptions()
     one.asyncOp = several.asyncOp = scatter.asyncOp = asynchronous
 
     def on_gpus(count: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_a_call_uses_the_factor_of_its_sum(make: Callable[..., Any], monkeypatch
     found, factor, used = group({}), on_gpu(1), list[Any]()
 
     def options(name: str) -> Any:
-        made = getattr(torch_private, name)()
+        made = getattr(dist, name)()
         made.reduceOp = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
         made.asyncOp = True
         return made

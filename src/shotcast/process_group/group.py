@@ -36,7 +36,7 @@ from shotcast.process_group.works import DoneWork, SeveralWorks, inner_work, sec
 _NO_TIMEOUT = timedelta(0)
 """Calls without a deadline of their own have one below this."""
 _ADVICE = "The process group is stopped: destroy it on every rank (dist.destroy_process_group) and make a new one"
-_AllreduceOptions = torch_private.AllreduceOptions
+_AllreduceOptions: Any = dist.AllreduceOptions
 
 
 class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
