@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from shotcast.collectives.communicator import Communicator
+from shotcast.overlap.controller import Controller
 from shotcast.overlap.policy import AUTO, SEQUENTIAL, Decision, Way, decide
 
 K = TypeVar("K")
@@ -68,3 +70,25 @@ class Adaptive:
             decision = decide(self._comm, choices, checked=checked)
             remember(self.decisions, shape, decision)
         return ways.get(decision.way, ways[SEQUENTIAL])()  # a smaller shape may have fewer ways
+
+
+@dataclass(slots=True)
+class Cache:
+    """The state that a communicator keeps for one kind of products."""
+
+    adaptive: Adaptive  # decides, by shape and dtype
+    known: dict[Hashable, Any] = field(default_factory=dict)  # what was found out of the last shapes
+    controller: Controller | None = None  # of the lanes of CPU ranks, once there is one
+
+    @classmethod
+    def of(cls, comm: Communicator, kind: str) -> Cache:
+        """Return the cache of a communicator, which begins empty."""
+        if kind not in comm._state_above:
+            comm._state_above[kind] = cls(Adaptive(comm))
+        found: Cache = comm._state_above[kind]
+        return found
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned when this key was first asked for."""
+        found: T = self.known[key] if key in self.known else remember(self.known, key, make())
+        return found

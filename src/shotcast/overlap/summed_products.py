@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.torch_private import increment_version, is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.overlap import schedule, torch_ops
-from shotcast.overlap.adaptive import Adaptive, bucket, remember
+from shotcast.overlap.adaptive import Adaptive, Cache, bucket
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import lanes_of
 from shotcast.overlap.policy import AUTO, FUSED, PLAIN, SEQUENTIAL, Decision, Way, check_way, measure, model_us
@@ -42,15 +41,6 @@ CHUNKS = 4
 _LEAST_ROWS = 64
 """The fewest rows of a chunk: smaller products take more time for each row."""
 _COLLECTIVES = {ProductOp.MATMUL_REDUCE_SCATTER: "reduce_scatter", ProductOp.MATMUL_ALL_REDUCE: "all_reduce"}
-
-
-@dataclass(slots=True)
-class _Kept:
-    """The state of summed products that a communicator keeps."""
-
-    adaptive: Adaptive  # decides, by operation, shape and dtype
-    calls: dict[Any, KernelCall] = field(default_factory=dict)  # those of kernels, by operation, form and configuration
-    controller: Controller | None = None  # of the lanes of CPU ranks, once there is one
 
 
 @torch_ops.run_eagerly
@@ -119,7 +109,7 @@ def explain_product(
     call = _Product(comm, _OPS[op], a, b, None, config)
     ways = call.ways()
     if len(ways) > 1:
-        if known := call.kept.adaptive.decisions.get(call.shape):
+        if known := call.cache.adaptive.decisions.get(call.shape):
             return known
         why = f"not measured yet; the first call measures {' and '.join(ways)}"
         return Decision(AUTO, why, {}, {}, {})
@@ -155,7 +145,7 @@ def _run(
     with torch.no_grad():
         ways = call.ways(forced=way)
         if way == AUTO:
-            call.decide(call.kept.adaptive, call.shape, ways)
+            call.decide(call.cache.adaptive, call.shape, ways)
         elif way in ways:
             ways[way]()
         else:
@@ -210,9 +200,7 @@ class _Product:
         self._given = out
         self._out: torch.Tensor | None = out
         self._config = config
-        if __name__ not in comm._state_above:
-            comm._state_above[__name__] = _Kept(Adaptive(comm, AUTO))
-        self.kept: _Kept = comm._state_above[__name__]
+        self.cache = Cache.of(comm, __name__)
 
     def __str__(self) -> str:
         return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] of {self.a.dtype}"
@@ -363,12 +351,12 @@ class _Product:
         a, b = self._operands()
         out = self.out if not self.out.data_ptr() % 16 else torch.empty_like(self.out)
         form, config = gemm.form_of(a, b, a.new_empty(1, self.n).expand(self.m, self.n)), self.config()
-        key = self.op, form, config
-        call = self.kept.calls.get(key)
-        if call is None:
-            dtype = str(a.dtype).removeprefix("torch.")
-            call = matmul_reduce.call_of(self.op, form, config, self.comm.world_size, self.comm.max_bytes, dtype)
-            remember(self.kept.calls, key, call)
+
+        def new_call() -> KernelCall:
+            dtype, comm = str(a.dtype).removeprefix("torch."), self.comm
+            return matmul_reduce.call_of(self.op, form, config, comm.world_size, comm.max_bytes, dtype)
+
+        call = self.cache.once((self.op, form, config), new_call)
         self.comm._run_kernel(call, a, b, out)
         if out is not self.out:
             self.out.copy_(out)
@@ -463,9 +451,9 @@ class _Product:
             else:
                 comm.all_reduce(part, out=out[first:end], sms=self._sms)
 
-        if self.kept.controller is None:
-            self.kept.controller = Controller(lanes_of(self.comm))
-        self.kept.controller.run(
+        if self.cache.controller is None:
+            self.cache.controller = Controller(lanes_of(self.comm))
+        self.cache.controller.run(
             schedule.chain(len(chunks)),
             {f"compute {i}": lambda one=one: compute(*one) for i, one in enumerate(chunks)},  # type: ignore[misc]
             {f"communicate {i}": lambda comm, i=i: communicate(comm, i) for i in range(len(chunks))},  # type: ignore[misc]
