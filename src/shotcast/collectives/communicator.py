@@ -50,7 +50,7 @@ from shotcast.collectives.reductions import Reduction, divide, is_divided
 from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, meeting_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd
-from shotcast.collectives.torch_ops.communicators import register
+from shotcast.collectives.torch_ops.operators import register
 from shotcast.collectives.torch_private import Unseen, increment_version, is_traced
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
@@ -143,9 +143,9 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         exclusive: bool = False,
     ):
         place = device_of(device)
-        meeting = meeting_of(group, place)
-        modes, none = (allow_fp8, batch_invariant, exclusive), (None, None, None)
-        self._start(meeting, place, max_bytes, timeout_s, *modes, *none, may_have_own_gpu(device))
+        modes = allow_fp8, batch_invariant, exclusive
+        undecided = may_have_own_gpu(device)
+        self._start(meeting_of(group, place), place, max_bytes, timeout_s, *modes, undecided=undecided)
 
     @classmethod
     def from_store(
@@ -171,7 +171,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """
         made = object.__new__(cls)
         modes = allow_fp8, batch_invariant, exclusive
-        made._start(meeting, device_of(device), max_bytes, timeout_s, *modes, None, None, setup_timeout_s)
+        made._start(meeting, device_of(device), max_bytes, timeout_s, *modes, setup_timeout_s=setup_timeout_s)
         return made
 
     @property
@@ -179,10 +179,10 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """The number of calls that the vendor library has served, without replays of captured graphs."""
         return self._vendor.served
 
-    def _start(self, *arguments: Any) -> None:
+    def _start(self, *arguments: Any, **others: Any) -> None:
         """Build this communicator with the arguments of :meth:`_build`; on failure, release what would outlive it."""
         try:
-            self._build(*arguments)
+            self._build(*arguments, **others)
         except BaseException:
             if hasattr(self, "_peers"):
                 self._peers.close()
@@ -778,7 +778,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         modes = self._allow_fp8, self._batch_invariant, self._exclusive if exclusive is None else exclusive
         parent = f"{self._host.members.group}." if self._host.members.group else ""
         title = f"{parent}split(color={color})"
-        child._start(self._meeting, self.device, room, self._timeout_s, *modes, order, name, None, False, title)
+        child._start(self._meeting, self.device, room, self._timeout_s, *modes, order=order, name=name, title=title)
         return child
 
     def close(self) -> None:
