@@ -104,7 +104,7 @@ class StreamChain:
         capture = self._capture_id(stream)
         last = self._captured.get(capture)
         if last is None:  # its first call: what ended before it began is over
-            self._captured = {number: other for number, other in self._captured.items() if self._is_in(other, number)}
+            self._captured = {one: other for one, other in self._captured.items() if self._capture_id(other) == one}
             if self._replays:
                 self._follow_last(self._raw_stream(self._index))
         elif last != stream:
@@ -118,6 +118,3 @@ class StreamChain:
             if self._eager is not None and not self._capture_id(self._eager):
                 self._last.record(self._eager_handle)
         self._last.wait_captured(handle)
-
-    def _is_in(self, stream: Any, capture: int) -> bool:
-        return self._capture_id(stream) == capture

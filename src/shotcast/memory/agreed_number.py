@@ -97,15 +97,10 @@ class _Deadline:
 def _missing(store: dist.Store, number: int, world_size: int) -> list[int]:
     """Return the ranks that did not come, or else those that did not accept ``number``; -1 for no invitation."""
     others = range(1, world_size)
-    absent = [rank for rank in range(world_size) if not _token(store, rank)]
+    here = {rank: f"here/{rank}" for rank in range(world_size)}
+    absent = [rank for rank, key in here.items() if not (store.check([key]) and store.get(key))]
     silent = [rank for rank in others if number >= 0 and not store.check([f"accepted/{number}/{rank}"])]
     return absent or silent or [0]
-
-
-def _token(store: dist.Store, rank: int) -> str:
-    """Return the token of the attempt that ``rank`` makes; empty for none."""
-    key = f"here/{rank}"
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _lead(store: dist.Store, number: int, world_size: int, deadline: _Deadline) -> list[int]:

@@ -387,8 +387,9 @@ class _Product:
             if stored is not out:
                 out.copy_(stored)
         elif PLAIN in ways:
-            for chunk in self._chunks():
-                self._multiply_chunk(out, *chunk)
+            for first, end in self._chunks():
+                for source, target in zip(self._blocks(self.a), self._blocks(out), strict=True):
+                    torch.mm(source[first:end], self.b, out=target[first:end])
         else:
             torch.matmul(self.a, self.b, out=out)
 
@@ -426,11 +427,6 @@ class _Product:
         """Return a matrix of m rows by blocks of rows, in each of which chunks lie."""
         blocks = self.comm.world_size if self.scatters else 1
         return product.reshape(blocks, self.m // blocks, product.shape[1])
-
-    def _multiply_chunk(self, product: torch.Tensor, first: int, end: int) -> None:
-        blocks = self._blocks(product)
-        for source, target in zip(self._blocks(self.a), blocks, strict=True):
-            torch.mm(source[first:end], self.b, out=target[first:end])
 
     def _in_chunks(self) -> None:
         chunks, out = self._chunks(), self.out

@@ -18,7 +18,9 @@ def obstacle(problem: CollectiveProblem, name: str) -> str:
     topology, op = problem.topology, problem.op
     algorithm = topology.algorithms[name]
     if algorithm.library:
-        return _LIBRARY_VARIES if topology.batch_invariant and not _summed_apart(problem) else ""
+        # the library copies, or a fused operation becomes a sum, which is a separate problem, and a norm
+        sums_itself = op in REDUCING and op not in FUSED and topology.world_size > 1
+        return _LIBRARY_VARIES if topology.batch_invariant and sums_itself else ""
     form = algorithm.forms.get(op)
     if form is None:
         serving = [one for one in topology.algorithms.serving(op) if not one.library]
@@ -86,14 +88,6 @@ def _beside_others(problem: CollectiveProblem, shape: LaunchShape) -> LaunchShap
 
 _LIBRARY_VARIES = "in batch-invariant mode the vendor library reduces nothing, as its order depends on the size"
 _OTHER_BITS = "in batch-invariant mode sums have the bits of the numerics contract, and its are others"
-
-
-def _summed_apart(problem: CollectiveProblem) -> bool:
-    """Return whether the library does no reduction for a problem itself.
-
-    It copies, or a fused operation becomes a sum, which is a separate problem, and a norm.
-    """
-    return problem.op not in REDUCING or problem.op in FUSED or problem.topology.world_size == 1
 
 
 def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
