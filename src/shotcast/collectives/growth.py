@@ -28,15 +28,9 @@ def grow(
 ) -> Fault | bool:
     """Make room for ``call``, unless there is enough. Collective: every rank makes the call.
 
-    Args:
-        compiled: ``compiled(form, load)`` returns once all ranks have loaded a kernel.
-
-    Returns:
-        Whether there is a new workspace, which calls use from now on that are bound from now on; or the fault that
-        ended the exchange of headers.
-
-    Raises:
-        ConfigError: the call is being captured in a graph; or, on all ranks, a rank has too little memory.
+    ``compiled(form, load)`` returns once all ranks have loaded a kernel. Returns whether there is a new workspace, for
+    calls that are bound from now on; or the fault that ended the exchange of headers. Raises ConfigError if the call
+    is being captured in a graph, and on all ranks if one has too little memory.
     """
     if call.room <= executor.room:
         return False

@@ -130,9 +130,7 @@ class KernelExecutor(Executor, Protocol):
 class BatchExecutor(Executor, Protocol):
     """An executor that makes several messages at once."""
 
-    def load_batch(self) -> None:
-        """Compile or load what batches need."""
-        ...
+    def load_batch(self) -> None: ...
 
     def run_batch(self, messages: Sequence[tuple[CallPlan, torch.Tensor]], /) -> None:
         """Send and receive; return when all is done, or a fault is known."""

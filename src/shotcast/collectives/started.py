@@ -24,11 +24,7 @@ Make = Callable[[], Any]
 
 
 class Handle:
-    """A call that was started: a result that will be there. The handle of a call that is over, as a base of others.
-
-    Args:
-        result: of the call, as the attribute is.
-    """
+    """A call that was started: a result that will be there. The handle of a call that is over, as a base of others."""
 
     def __init__(self, result: Any = None):
         self.result = result
@@ -103,7 +99,6 @@ class StreamStarter:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """The stream of the calls."""
         return self._stream
 
     def start(self, make: Make, operands: Any) -> Handle:

@@ -46,11 +46,8 @@ class StreamChain:
     def enter(self) -> bool:
         """Order a call that is about to be made on the current stream; return whether that stream is being captured.
 
-        :meth:`leave` follows when the call is enqueued.
-
-        Raises:
-            ConfigError: the call is eager, and the stream of the eager call before it is being captured now. A stream
-                that waited for that one would join the capture.
+        :meth:`leave` follows when the call is enqueued. Raises ConfigError if the call is eager, and the stream of the
+        eager call before it is being captured now: a stream that waited for that one would join the capture.
         """
         if self._capturing():
             self._follow_captured(self._current_stream(self._device))
@@ -75,7 +72,6 @@ class StreamChain:
 
     @property
     def has_eager(self) -> bool:
-        """Return whether there were eager calls."""
         return self._eager is not None
 
     @property

@@ -43,13 +43,9 @@ def agreed_number(
 ) -> int:
     """Return a number from 0 up, the same on all ranks. Collective.
 
-    Args:
-        store: what these ranks, and nobody else, use for this.
-        ended: returns the ranks that are known to come no more, for which nobody waits.
-        left: returns those of them whose processes live on.
-
-    Raises:
-        CollectiveTimeout: naming the ranks that did not come, or that ended or left meanwhile.
+    Nobody else uses the store for this. ``ended`` returns the ranks that are known to come no more, for which nobody
+    waits, and ``left`` those of them whose processes live on. Raises CollectiveTimeout naming the ranks that did not
+    come, or that ended or left meanwhile.
     """
     rank = members.rank
     token = secrets.token_hex(8)

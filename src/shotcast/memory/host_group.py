@@ -64,20 +64,16 @@ def title_of(group: dist.ProcessGroup) -> str:
 class StoreGroup:
     """The ranks of a communicator, which exchange small objects through a key-value store.
 
-    ``steps`` is the number of exchanges that this rank has completed.
-
     Args:
         meeting: all the ranks, and perhaps others.
         timeout_s: the default for how long a rank is awaited.
         order: for each rank of the communicator, its rank in the meeting; None for all ranks as they are.
-        name: a name that no other object of the job has, on which the ranks agree; None to agree on one now, which is
-            collective.
+        name: a name that no other object of the job has; None to agree on one now, which is collective, and raises
+            CollectiveTimeout naming the ranks that did not come.
         group: what people call the ranks; None for what they call the meeting.
 
-    Raises:
-        CollectiveTimeout: naming the ranks that did not come to agree on a name within ``timeout_s``.
-
     Attributes:
+        steps: the number of exchanges that this rank has completed.
         members: the ranks as errors name them.
         gone: ranks whose processes have ended, or that have left, for which nobody waits.
         left: those of them that have left.
@@ -150,12 +146,9 @@ class StoreGroup:
     def all_gather(self, value: Any, timeout_s: float | None = None, what: str = "setup") -> list[Any]:
         """Return every rank's ``value`` (picklable), by rank.
 
-        The timeout does not hold if the process that hosts the store is stopped: PyTorch waits for its answer without
-        end.
-
-        Raises:
-            CollectiveTimeout: naming the ranks that did not arrive within ``timeout_s``. They may still arrive: this
-                rank has not taken the step either, so its next call is the one that meets theirs.
+        Raises CollectiveTimeout naming the ranks that did not arrive within ``timeout_s``. They may still arrive: this
+        rank has not taken the step either, so its next call is the one that meets theirs. The timeout does not hold if
+        the process that hosts the store is stopped: PyTorch waits for its answer without end.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         step = self.steps

@@ -172,7 +172,6 @@ class Calls:
         return self._call(op, make, [output], [own], [out], opts, inner, *(reduction or ()))
 
     def _single_coalesced(self, op: str, outputs: Any, inputs: Any, opts: Any) -> DoneWork:
-        """Make several such calls at once."""
         outs, xs = [torch_private.plain(out) for out in outputs], [torch_private.plain(x) for x in inputs]
         call = f"{op}_coalesced"
         _sized(call, len(xs), len(outs), "inputs")
@@ -490,17 +489,14 @@ class Calls:
 
     @visible()
     def send(self, tensors: Any, dst: int, tag: int = 0) -> DoneWork:
-        """Send a tensor to a rank."""
         return self._message("send", torch_private.plain(_only(tensors, "send")), dst, tag)
 
     @visible()
     def recv(self, tensors: Any, src: int, tag: int = 0) -> DoneWork:
-        """Receive a tensor from a rank."""
         return self._message("recv", torch_private.plain(_only(tensors, "recv")), src, tag)
 
     @visible()
     def recv_anysource(self, tensors: Any, tag: int = 0) -> DoneWork:
-        """Receive a tensor from any rank."""
         return self._message("recv_anysource", torch_private.plain(_only(tensors, "recv")), -1, tag)
 
     # the names of PyTorch 2.11 and 2.12, some of which 2.13 calls too

@@ -166,7 +166,6 @@ class DeviceCalls:
         return self._meeting().members.timeout(self._dead(), op, 0, limit_s, "pending")
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of later calls."""
         self.timeout_s = timeout_s
         if self.comm is not None:
             self.comm.set_timeout(timeout_s)
@@ -185,7 +184,6 @@ class DeviceCalls:
 
 
 def _within(timeout_s: float, calls: DeviceCalls, make: Make, comm: Communicator) -> None:
-    """Make a call with a deadline of its own."""
     comm.set_timeout(timeout_s)
     try:
         make(comm)

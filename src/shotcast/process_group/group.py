@@ -45,13 +45,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     Calls go to a communicator for each device, built by the first of them, or to a group of Gloo or NCCL inside
     (:meth:`explain`). Threads may issue calls; the order in which they do is that of the calls.
 
-    Args:
-        store: of these ranks.
-        rank, world_size: of this rank among them.
-        timeout: the deadline of calls.
-        name: of the group, which no other of the job has.
-        nccl_options: of the NCCL inside; None for the usual ones.
-        ranks: the rank in the job of each rank; empty for all ranks of the job.
+    ``name`` is one that no other group of the job has, and ``ranks`` are the ranks in the job; empty for all of them.
     """
 
     def __init__(
@@ -384,7 +378,6 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return child
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the deadline of later calls."""
         for inner in list(self._inners.values()):
             inner._set_default_timeout(timeout)
 

@@ -82,7 +82,6 @@ def place_of_group(operator: Any) -> int | None:
 
 
 def unboxed_group(boxed: Any) -> Any:
-    """Return the group that an operator was given."""
     return ProcessGroup.unbox(boxed)
 
 
@@ -92,7 +91,6 @@ def tensors_of(arguments: Any) -> list[torch.Tensor]:
 
 
 def premul_factor(op: Any) -> float | torch.Tensor:
-    """Return the factor of a PREMUL_SUM."""
     factor: float | torch.Tensor = op.__getstate__()[1]
     return factor
 

@@ -150,9 +150,8 @@ def _end_of(outcome: Outcome, result: Any, _: torch.futures.Future[None]) -> Any
 class StreamWork(DoneWork):
     """A call on a stream of a GPU.
 
-    Args:
-        check: raises the fault that has stopped the communicator, as far as it is known.
-        pending: returns the error of a wait that ended before the call, by its limit in seconds.
+    ``check`` raises the fault that has stopped the communicator, as far as it is known; ``pending`` returns the error
+    of a wait that ended before the call, by its limit in seconds.
     """
 
     def __init__(
@@ -203,9 +202,7 @@ class StreamWork(DoneWork):
 class InnerWork(DoneWork):
     """A call that the inner group makes.
 
-    Args:
-        meaning: returns the error to raise for one of the library.
-        finish: makes what is left to do with what has arrived; None for nothing.
+    ``meaning`` returns the error to raise for one of the library; ``finish`` does the rest with what has arrived.
     """
 
     def __init__(
@@ -321,6 +318,5 @@ class SeveralWorks(DoneWork):
 
 
 def cuda_devices(result: Any) -> list[int | str | torch.device]:
-    """Return the GPUs of the tensors of a result."""
     tensors = [one for part in result for one in (part if isinstance(part, list) else [part])]
     return list(dict.fromkeys(one.device for one in tensors if one.is_cuda))

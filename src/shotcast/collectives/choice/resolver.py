@@ -38,10 +38,7 @@ class Handshake:
 
     Neither end enters the library before the other is there with the same call. No other rank takes part. An answer
     tells itself from a message, so two ranks that both send first are told, and do not wait in the library.
-
-    Args:
-        own: sends or receives the header of the message, as this rank does with its data.
-        answer: the other direction.
+    ``own`` sends or receives the header of the message, as this rank does with its data; ``answer`` does the other.
     """
 
     def __init__(self, own: BoundCall, answer: BoundCall):

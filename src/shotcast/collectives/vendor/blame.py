@@ -118,7 +118,6 @@ class Blame:
         return found
 
     def _set_first(self, key: str, value: str) -> None:
-        """Set a key that nobody has set."""
         self._store.compare_set(key, "", value)
         self._heard = time.monotonic()
 
@@ -172,7 +171,6 @@ class Blame:
         return Verdict(found["reason"], tuple(found["ranks"]), headers)
 
     def _decide(self, members: Sequence[int]) -> str:
-        """Return the verdict of this rank, as text."""
         came = [rank for rank in members if self._has(f"report/{rank}")]
         reports = {rank: json.loads(self._get(f"report/{rank}")) for rank in came}
         alarm = float(self._get("alarm"))

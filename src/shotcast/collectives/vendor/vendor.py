@@ -132,7 +132,6 @@ class Vendor:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def connected(self, plan: CallPlan) -> bool:
-        """Return whether the ranks of a call are connected."""
         return self._members(plan) in self._connected
 
     def _members(self, plan: CallPlan) -> tuple[int, ...]:

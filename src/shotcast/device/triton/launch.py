@@ -239,17 +239,14 @@ class Launch:
 
     @property
     def programs(self) -> int:
-        """The number of programs of the grid."""
         return self._programs
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Every argument by name."""
         return self._arguments
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The compiler options."""
         return self._options
 
     @property

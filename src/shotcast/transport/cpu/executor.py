@@ -146,7 +146,6 @@ class BoundCall:
 
     @property
     def header(self) -> HeaderWords:
-        """The header of the call."""
         return HeaderWords(*self._record[layout.HEADER // 8 : layout.HEADER // 8 + 2])
 
 
@@ -241,7 +240,6 @@ class CpuExecutor:
         return BoundCall(self, plan, call)
 
     def forms(self, plan: CallPlan) -> tuple[str, ...]:
-        """Return names for what ``plan`` needs compiled."""
         norm = "" if plan.norm is None else f"{plan.norm.kind} of {plan.norm.weight or plan.dtype}"
         return (f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{norm}",)
 
@@ -370,14 +368,12 @@ class CpuExecutor:
     # -- faults --------------------------------------------------------------------------------------------------
 
     def fault(self) -> Fault | None:
-        """Return the fault that stopped this communicator, or None."""
         if self.closed or not (word := self.stopped_word.value):
             return None
         return Fault.decode(word)
 
     @property
     def stopped(self) -> bool:
-        """True if a fault has stopped this communicator."""
         return self.fault() is not None
 
     def waiting(self, nbytes: int) -> int:
@@ -453,7 +449,6 @@ class CpuExecutor:
             self._stop(wire.encode_fault(_KINDS[status], int(plan.op), guilty, self.epoch))
 
     def _stop(self, word: int) -> None:
-        """Stop the calls of all ranks."""
         for abort_word in self._abort_words:
             # The first fault stays: it is the cause of those that follow.
             if abort_word.value == 0:
@@ -538,7 +533,6 @@ class CpuExecutor:
 
     @property
     def timeout_s(self) -> float:
-        """The deadline of calls, in seconds."""
         return self._timeout_s
 
     def set_timeout(self, seconds: float) -> None:

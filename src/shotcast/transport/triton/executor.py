@@ -148,7 +148,6 @@ class BoundKernel:
         self._launches: Sequence[Enqueue] = ()
 
     def run(self, operands: Sequence[torch.Tensor]) -> None:
-        """Launch the kernels on the current stream."""
         stream = 0
         if not INTERPRETED:
             index = self._device.index
@@ -162,7 +161,6 @@ class BoundKernel:
             launch(stream, given)
 
     def load(self) -> None:
-        """Compile the kernels and load them."""
         if not INTERPRETED:
             with torch.cuda.device(self._device):
                 for launch in self._bound():
@@ -188,7 +186,6 @@ class Meeting:
         self._launch, self._device = launch, device
 
     def load(self) -> None:
-        """Compile and load the kernel."""
         with _current(self._device):
             self._launch.load()
 
@@ -236,10 +233,8 @@ class TritonExecutor:
     (:meth:`grow`). All collective calls use the last one, so calls of different sizes meet there, and are found to
     differ. The first one stays for send and recv, whose messages may lie in its mailboxes. Those between stay if
     kernels in captured graphs use them. Ranks on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import). The
-    ``nodes`` each have as many consecutive ranks. Raises ConfigError on all ranks if one has too little memory.
-
-    Args:
-        lease: ``lease(nbytes)`` gives symmetric memory. Collective; it raises on all ranks or on none.
+    ``nodes`` each have as many consecutive ranks. ``lease(nbytes)`` gives symmetric memory. Collective; raises
+    ConfigError on all ranks if one has too little.
 
     Attributes:
         workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
@@ -332,7 +327,6 @@ class TritonExecutor:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def bind(self, plan: CallPlan) -> BoundCall:
-        """Return a call that can be run again and again."""
         return BoundCall(self, plan)
 
     def bind_kernel(self, call: KernelCall) -> BoundKernel:
@@ -519,7 +513,6 @@ class TritonExecutor:
 
     @property
     def timeout_s(self) -> float:
-        """The deadline of calls, in seconds."""
         return self._timeout_s
 
     def wait(self) -> Wait | None:
@@ -535,7 +528,6 @@ class TritonExecutor:
         return self._wait
 
     def awaited(self, wait: Wait) -> list[int]:
-        """Return the ranks that ``wait`` is for."""
         return list(self._awaited)
 
     @property

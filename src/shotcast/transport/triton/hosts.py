@@ -31,10 +31,8 @@ class HostsTritonExecutor(TritonExecutor):
     """This rank's side of a communicator whose ranks are on several nodes, equally many on each.
 
     Each node has consecutive ranks. Raises ConfigError on all ranks if NVSHMEM is missing or has too little memory or
-    peers cannot connect, and CollectiveTimeout for ranks that did not come.
-
-    Args:
-        lease: ``lease(nbytes)`` gives memory of NVSHMEM. Collective; it raises on all ranks or on none.
+    peers cannot connect, and CollectiveTimeout for ranks that did not come. ``lease(nbytes)`` gives memory of NVSHMEM.
+    Collective; it raises on all ranks or on none.
     """
 
     _puts = True
