@@ -495,9 +495,9 @@ def test_threads_may_make_the_first_call_of_a_device_during_the_end() -> None:
 def test_an_abort_ends_calls_of_the_library() -> None:
     """Its calls look for that while they wait; communicators without own kernels have no others."""
     from shotcast.collectives.communicator import Communicator
-    from shotcast.memory.host_group import Meeting
+    from shotcast.memory.host_group import Rendezvous
 
-    with Communicator.from_store(Meeting(dist.HashStore(), 0, 1, "aborted"), "cpu") as comm:
+    with Communicator.from_store(Rendezvous(dist.HashStore(), 0, 1, "aborted"), "cpu") as comm:
         comm._executor = None
         assert not comm._vendor._stopped()
         comm._interrupt()

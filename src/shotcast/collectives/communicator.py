@@ -47,14 +47,14 @@ from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.prepared import Given, KeptCalls, PreparedCalls
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
 from shotcast.collectives.reductions import Reduction, divide, is_divided
-from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, meeting_of
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, rendezvous_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd
 from shotcast.collectives.torch_ops.operators import register
 from shotcast.collectives.torch_private import Unseen, increment_version, is_traced
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
-from shotcast.memory.host_group import Meeting, StoreGroup
+from shotcast.memory.host_group import Rendezvous, StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.registry import build_executor, find
@@ -145,12 +145,12 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         place = device_of(device)
         modes = allow_fp8, batch_invariant, exclusive
         undecided = may_have_own_gpu(device)
-        self._start(meeting_of(group, place), place, max_bytes, timeout_s, *modes, undecided=undecided)
+        self._start(rendezvous_of(group, place), place, max_bytes, timeout_s, *modes, undecided=undecided)
 
     @classmethod
     def from_store(
         cls,
-        meeting: Meeting,
+        meeting: Rendezvous,
         device: str | torch.device,
         max_bytes: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -190,7 +190,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     def _build(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         device: torch.device,
         max_bytes: int | None,
         timeout_s: float,
@@ -215,9 +215,9 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self._exclusive = exclusive
         if max_bytes is not None and (not isinstance(max_bytes, int) or not 0 < max_bytes <= MAX_WORKSPACE_MESSAGE):
             raise ConfigError(f"max_bytes is a whole number in 1..{MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         patience = SETUP_TIMEOUT_S if setup_timeout_s is None else setup_timeout_s
-        self._host = StoreGroup(meeting, patience, order, name, title)
+        self._host = StoreGroup(rendezvous, patience, order, name, title)
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         self._closed = False
         self._first: ShotcastError | None = None
@@ -778,7 +778,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         modes = self._allow_fp8, self._batch_invariant, self._exclusive if exclusive is None else exclusive
         parent = f"{self._host.members.group}." if self._host.members.group else ""
         title = f"{parent}split(color={color})"
-        child._start(self._meeting, self.device, room, self._timeout_s, *modes, order=order, name=name, title=title)
+        child._start(self._rendezvous, self.device, room, self._timeout_s, *modes, order=order, name=name, title=title)
         return child
 
     def close(self) -> None:

@@ -39,9 +39,9 @@ def grow(
             f"{call.label} needs a larger workspace, which cannot be made inside a graph capture; call it once before"
         )
     assert isinstance(executor, GrowingExecutor)
-    meeting = executor.meeting(call.plan)
-    compiled(Form("meeting"), meeting.load)
-    meeting.run()
+    exchange = executor.header_exchange(call.plan)
+    compiled(Form("header exchange"), exchange.load)
+    exchange.run()
     if fault := executor.fault():
         return fault
     executor.grow(call.room)

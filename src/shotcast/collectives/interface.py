@@ -105,7 +105,7 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-class Meeting(Protocol):
+class HeaderExchange(Protocol):
     """A kernel that exchanges the header of a call between all ranks, and does nothing else."""
 
     def load(self) -> None: ...
@@ -151,10 +151,10 @@ class GrowingExecutor(Executor, Protocol):
     """An executor whose workspace begins small."""
 
     def load(self, plans: Sequence[CallPlan], /) -> None:
-        """Compile and load the kernels of plans of any size, and that of a meeting."""
+        """Compile and load the kernels of plans of any size, and that of a header exchange."""
         ...
 
-    def meeting(self, plan: CallPlan) -> Meeting: ...
+    def header_exchange(self, plan: CallPlan) -> HeaderExchange: ...
     def grow(self, room: int) -> None:
         """Make room for messages of ``room`` bytes. Collective; raises ConfigError on all ranks."""
         ...

@@ -21,7 +21,7 @@ from shotcast.collectives.rendezvous import use_interface
 from shotcast.collectives.torch_private import Unseen
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.agreed_number import agreed_number
-from shotcast.memory.host_group import Meeting, title_of
+from shotcast.memory.host_group import Rendezvous, title_of
 from shotcast.memory.members import Members
 from shotcast.process_group import torch_private
 from shotcast.process_group.calls import REDUCED, Begin, Calls
@@ -193,16 +193,16 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             device = torch.device(device.type, torch.cuda.current_device())
         calls = self._calls.get(device)
         if calls is None:
-            meeting = functools.partial(self._meeting, device)
+            rendezvous = functools.partial(self._rendezvous, device)
             limit_s = self._timeout.total_seconds()
-            calls = self._calls[device] = DeviceCalls(meeting, self._ends.known, device, limit_s)
+            calls = self._calls[device] = DeviceCalls(rendezvous, self._ends.known, device, limit_s)
         return calls
 
-    def _meeting(self, device: torch.device) -> Meeting:
+    def _rendezvous(self, device: torch.device) -> Rendezvous:
         """Return where the ranks meet that make calls on a device."""
         name, known = f"group {self._name} on {device.type}", self._members()
         size, ends = self._world_size, (self._gone, self._ends.left)
-        return Meeting(self._shared_store, self._rank, size, name, *ends, known.ranks, known.group, known.advice)
+        return Rendezvous(self._shared_store, self._rank, size, name, *ends, known.ranks, known.group, known.advice)
 
     def _gone(self) -> list[int]:
         """Return the ranks that come no more, while a communicator is built. Raises ClosedError on abort."""

@@ -177,7 +177,7 @@ def _launch(bound: KernelLaunch) -> Launch:
     return Launch(bound.kernel, bound.programs, bound.arguments, TENSORS[bound.tensors], bound.options)
 
 
-class Meeting:
+class HeaderExchange:
     """An exchange of headers that the host waits for."""
 
     __slots__ = ("_device", "_launch")
@@ -349,12 +349,12 @@ class TritonExecutor:
         return launch
 
     def load(self, plans: Sequence[CallPlan]) -> None:
-        """Compile and load the kernels of plans of any size, for tensors at multiples of 16 bytes, and a meeting.
+        """Compile and load a header exchange, and kernels of plans of any size for tensors at multiples of 16 bytes.
 
         CUDA loads no kernel while another runs. So calls load what later ones may need beside kernels that wait.
         """
         with _current(self.device):
-            self.meeting(plans[0]).load()
+            self.header_exchange(plans[0]).load()
             for plan in plans:
                 _launch(self._kernel(plan, True)).load()
 
@@ -407,10 +407,10 @@ class TritonExecutor:
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
-    def meeting(self, plan: CallPlan) -> Meeting:
+    def header_exchange(self, plan: CallPlan) -> HeaderExchange:
         """Return a kernel that exchanges the header of ``plan`` between all ranks, and does nothing else."""
         bound = barrier.bind(plan, self.workspaces[-1].context)
-        return Meeting(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device)
+        return HeaderExchange(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device)
 
     @torch.inference_mode(False)  # later calls write into its tensors in any mode
     def grow(self, room: int) -> None:
