@@ -137,7 +137,7 @@ def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: 
         for _, launch, _ in (piece for aligned in (False, True) for piece in executor.bind(plan)._bind(aligned)):
             kernels.add(f"{launch._arguments['SHAPE']} {launch._options}")
         compiled.append(kernels)
-        forms = {executor.forms(dataclasses.replace(plan, nbytes=size)) for size in sizes}
+        forms = {executor.variants(dataclasses.replace(plan, nbytes=size)) for size in sizes}
     assert (len(forms) == 1) == (compiled[0] == compiled[1])
     assert compiled[0] != compiled[1] or sizes == (1 << 16, 16)
 
@@ -146,9 +146,9 @@ def test_a_call_in_pieces_needs_the_kernels_of_its_pieces() -> None:
     """It may be made beside calls that wait, where no kernel can be loaded: those of calls of other sizes are there."""
     executor = executor_of_four(max_bytes=8 << 20)
     plan = CallPlan(Op.ALL_REDUCE, "two_shot", "float32", (20 << 20) + 4, launch=LaunchShape(1, 512, 4, 0))
-    others, last = (executor.forms(dataclasses.replace(plan, nbytes=size)) for size in (8 << 20, (8 << 20) - 4))
+    others, last = (executor.variants(dataclasses.replace(plan, nbytes=size)) for size in (8 << 20, (8 << 20) - 4))
     assert len({*others, *last}) == 2
-    assert set(executor.forms(plan)) == {*others, *last}
+    assert set(executor.variants(plan)) == {*others, *last}
 
 
 def test_pieces_are_as_long_as_each_other_with_the_grid_of_the_call_as_far_as_they_have_tiles() -> None:

@@ -31,7 +31,7 @@ from shotcast.collectives.choice.resolver import Call, Resolver
 from shotcast.collectives.dropped import CLOSER, Held
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
-from shotcast.collectives.first_use import FirstUse, Form
+from shotcast.collectives.first_use import CompiledVariant, FirstUse
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths, grow
 from shotcast.collectives.interface import (
@@ -504,8 +504,8 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                 plans.append((call.plan, x))
                 if call.needs and announce is not None:
                     executor.load_batch()
-                    for form, _ in call.needs:
-                        announce(form.name)
+                    for variant, _ in call.needs:
+                        announce(variant.name)
                     call.needs = ()
             executor.run_batch(plans)
             if fault := executor.fault():
@@ -533,19 +533,19 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             if grown:  # calls that are remembered have the addresses of the workspace before
                 self._calls.clear()
                 self._prepared.clear()
-        for form, bound in call.needs:
+        for variant, bound in call.needs:
             assert self._first_use is not None
-            if form not in self._first_use.known:
+            if variant not in self._first_use.known:
                 if capturing:
                     raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
-                others = self._forms_of_sizes(call)
+                others = self._variants_of_sizes(call)
                 load = functools.partial(self._load, bound, tuple(others.values())) if others else bound.load
-                self._first_use(form, load, call.plan.op.label, self._timeout_s)
+                self._first_use(variant, load, call.plan.op.label, self._timeout_s)
                 self._first_use.known.update(others)
         call.needs = ()
 
-    def _forms_of_sizes(self, call: Call) -> dict[Form, CallPlan]:
-        """Return the forms that calls of other sizes take, with a plan for each, if they are to be loaded now."""
+    def _variants_of_sizes(self, call: Call) -> dict[CompiledVariant, CallPlan]:
+        """Return the variants that calls of other sizes take, with a plan for each, if they are to be loaded now."""
         plan = call.plan
         if self._growths is None or call.by_library or plan.op not in _OF_ANY_SIZE or plan.sizes:
             return {}

@@ -17,20 +17,20 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from shotcast.collectives.choice.resolver import Call
-from shotcast.collectives.first_use import Form
+from shotcast.collectives.first_use import CompiledVariant
 from shotcast.collectives.interface import Executor, GrowingExecutor
 from shotcast.errors import ConfigError
 from shotcast.wire import Fault
 
 
 def grow(
-    executor: Executor, call: Call, capturing: bool, compiled: Callable[[Form, Callable[[], object]], None]
+    executor: Executor, call: Call, capturing: bool, compiled: Callable[[CompiledVariant, Callable[[], object]], None]
 ) -> Fault | bool:
     """Make room for ``call``, unless there is enough. Collective: every rank makes the call.
 
-    ``compiled(form, load)`` returns once all ranks have loaded a kernel. Returns whether there is a new workspace, for
-    calls that are bound from now on; or the fault that ended the exchange of headers. Raises ConfigError if the call
-    is being captured in a graph, and on all ranks if one has too little memory.
+    ``compiled(variant, load)`` returns once all ranks have loaded a kernel. Returns whether there is a new workspace,
+    for calls that are bound from now on; or the fault that ended the exchange of headers. Raises ConfigError if the
+    call is being captured in a graph, and on all ranks if one has too little memory.
     """
     if call.room <= executor.room:
         return False
@@ -40,7 +40,7 @@ def grow(
         )
     assert isinstance(executor, GrowingExecutor)
     exchange = executor.header_exchange(call.plan)
-    compiled(Form("header exchange"), exchange.load)
+    compiled(CompiledVariant("header exchange"), exchange.load)
     exchange.run()
     if fault := executor.fault():
         return fault

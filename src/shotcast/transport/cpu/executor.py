@@ -239,7 +239,7 @@ class CpuExecutor:
         call.arithmetic(plan)
         return BoundCall(self, plan, call)
 
-    def forms(self, plan: CallPlan) -> tuple[str, ...]:
+    def variants(self, plan: CallPlan) -> tuple[str, ...]:
         norm = "" if plan.norm is None else f"{plan.norm.kind} of {plan.norm.weight or plan.dtype}"
         return (f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{norm}",)
 

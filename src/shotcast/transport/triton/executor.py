@@ -363,7 +363,7 @@ class TritonExecutor:
         # a message waits for one rank, in few programs (send_recv.py)
         return None if self._exclusive or plan.op in (Op.SEND, Op.RECV) else gate_of(launch)
 
-    def forms(self, plan: CallPlan) -> tuple[str, ...]:
+    def variants(self, plan: CallPlan) -> tuple[str, ...]:
         """Return a name for each kernel of ``plan``: all that decides values which are known to the compiler."""
         shape, context = plan.launch, self.workspaces[0].context
         # to and from a root go parts as large as those of an all_gather
