@@ -211,7 +211,8 @@ def _fused(
 ) -> None:
     few = few_sms(comm, sms)
     if not serves_fused(comm, gathered, weights, sms):
-        raise UnsupportedError(f"all_gather_matmul has no fused form here: {obstacle(comm, gathered, weights, few)}")
+        why = unsupported_reason(comm, gathered, weights, few)
+        raise UnsupportedError(f"all_gather_matmul has no fused form here: {why}")
     if a_shard.data_ptr() % 16:
         a_shard = a_shard.clone()
     form = own_gemm().form_of(gathered, weights[0], outs[0])
@@ -227,7 +228,7 @@ def _fused(
     _multiply_all(gathered, weights[1:], outs[1:], config, comm.world_size)
 
 
-def obstacle(comm: Communicator, gathered: torch.Tensor, weights: Sequence[torch.Tensor], sms: int) -> str:
+def unsupported_reason(comm: Communicator, gathered: torch.Tensor, weights: Sequence[torch.Tensor], sms: int) -> str:
     """Return why no product can begin before all rows have come; empty if one can."""
     if comm.world_size == 1:
         return "there is one rank"
@@ -248,7 +249,7 @@ def serves_fused(
     """Return whether gathered rows of this shape can be multiplied while they arrive."""
     few = few_sms(comm, sms)
     key = "serves", gathered.shape, gathered.dtype, tuple(weight.shape for weight in weights), few
-    return Cache.of(comm, __name__).once(key, lambda: not obstacle(comm, gathered, weights, few))
+    return Cache.of(comm, __name__).once(key, lambda: not unsupported_reason(comm, gathered, weights, few))
 
 
 def fused_config(form: GemmForm) -> GemmConfig:

@@ -134,7 +134,7 @@ def _run(
         return torch_ops.summed(comm, op is ProductOp.MATMUL_REDUCE_SCATTER, a, b, out, way, config)
     call = _Product(comm, op, a, b, out, config)
     check_way(way)
-    if way == FUSED and (why := call.obstacle):
+    if way == FUSED and (why := call.unsupported_reason):
         raise UnsupportedError(f"{op.label} of {call} has no fused form: {why}")
     if call.needs_gradients:
         if way == PLAIN:
@@ -149,7 +149,7 @@ def _run(
         elif way in ways:
             ways[way]()
         else:
-            raise UnsupportedError(f"{op.label} of {call} has no way {way!r}: {call.obstacle_to_chunks()}")
+            raise UnsupportedError(f"{op.label} of {call} has no way {way!r}: {call.reason_against_chunks()}")
     return call.out
 
 
@@ -228,7 +228,7 @@ class _Product:
         return gemm.FAST if gemm.has_tma(self.a.device) else gemm.WITHOUT_TMA
 
     @functools.cached_property
-    def obstacle(self) -> str:
+    def unsupported_reason(self) -> str:
         """The reason why no kernel can multiply and sum at once; empty if one can."""
         topology = self.comm.topology
         if self.comm.world_size == 1:
@@ -260,13 +260,13 @@ class _Product:
             return str(error)
         return ""
 
-    def obstacle_to_chunks(self) -> str:
+    def reason_against_chunks(self) -> str:
         """Return why the product is not made in chunks, each summed under the next; empty if it can be."""
         if self.comm.world_size == 1:
             return "there is one rank"
         if self.a.device.type != "cpu":
             return "chunks of rows are for CPU ranks"
-        if not self.obstacle:
+        if not self.unsupported_reason:
             return "chunks of rows are for ranks without a kernel that multiplies and sums"
         if self.needs_gradients:
             return "it has no gradient"
@@ -277,10 +277,9 @@ class _Product:
     def reason(self) -> str:
         """Return why ``auto`` has no other way than one after the other."""
         if self.a.device.type == "cpu" and not self.comm.topology.transport.grids:
-            return self.obstacle_to_chunks()
-        if why := self.obstacle:
-            return why
-        return "its tiles are fewer than the SMs, so the vendor's library multiplies" if self._is_small() else ""
+            return self.reason_against_chunks()
+        small = "its tiles are fewer than the SMs, so the vendor's library multiplies"
+        return self.unsupported_reason or (small if self._is_small() else "")
 
     def _is_small(self) -> bool:
         """Return whether tiles would leave SMs idle, so that the library's choice of tiles is better."""
@@ -292,9 +291,9 @@ class _Product:
 
     def ways(self, forced: str = AUTO) -> dict[str, Callable[[], None]]:
         """Return the ways to make the call, the sequential one first."""
-        if not self.obstacle and (forced != AUTO or not self._is_small()):
+        if not self.unsupported_reason and (forced != AUTO or not self._is_small()):
             return {SEQUENTIAL: self._product_first, FUSED: self._fused}
-        if not self.obstacle_to_chunks():
+        if not self.reason_against_chunks():
             return {SEQUENTIAL: self._product_first, PLAIN: self._in_chunks}
         return {SEQUENTIAL: self._library_product_first}
 
@@ -379,7 +378,7 @@ class _Product:
     def _product(self, out: torch.Tensor) -> None:
         """Multiply as all ways do, rounded to the dtype."""
         ways = self.ways()
-        if FUSED in ways or not self.obstacle:
+        if FUSED in ways or not self.unsupported_reason:
             from shotcast.overlap.products import ShapedProduct
 
             stored = self._for_copy_engine(out)

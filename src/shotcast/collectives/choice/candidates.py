@@ -13,7 +13,7 @@ from shotcast.units import format_size
 from shotcast.wire import MAX_WORLD_SIZE, LaunchShape, Op
 
 
-def obstacle(problem: CollectiveProblem, name: str) -> str:
+def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
     """Return why the algorithm ``name`` cannot serve ``problem``; empty if it can."""
     topology, op = problem.topology, problem.op
     algorithm = topology.algorithms[name]
@@ -176,8 +176,9 @@ def keeps_bits(problem: CollectiveProblem, name: str) -> bool:
 
 def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:
     """Return all legal candidates, own ones first, then the vendor library."""
-    names = [algorithm.name for algorithm in problem.topology.algorithms.serving(problem.op)]
-    return tuple(Candidate(name, launch_shape(problem, name)) for name in names if not obstacle(problem, name))
+    serving = problem.topology.algorithms.serving(problem.op)
+    names = [one.name for one in serving if not unsupported_reason(problem, one.name)]
+    return tuple(Candidate(name, launch_shape(problem, name)) for name in names)
 
 
 def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:

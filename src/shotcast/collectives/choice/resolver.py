@@ -12,7 +12,7 @@ from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.arguments import operation, sm_budget
-from shotcast.collectives.choice.candidates import candidates, launch_obstacle, obstacle, room
+from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room, unsupported_reason
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
@@ -116,7 +116,7 @@ class Resolver:
         """
         few = dataclasses.replace(problem, sms=_MAKESHIFT_SMS)
         taken = choose(problem, "auto", self.environment, self.tables).candidate
-        if self.topology.algorithms[taken.algorithm].library and not obstacle(few, "few_sms"):
+        if self.topology.algorithms[taken.algorithm].library and not unsupported_reason(few, "few_sms"):
             return few, "few_sms"
         return problem, "auto"
 
