@@ -486,7 +486,7 @@ def test_threads_may_make_the_first_call_of_a_device_during_the_end() -> None:
 
     other = SimpleNamespace(close=close, set_timeout=lambda _: close())
     of_gpus._calls = {torch.device("cpu"): other}
-    of_gpus._ends = SimpleNamespace(leave=lambda: None)  # type: ignore[assignment]
+    of_gpus._failures = SimpleNamespace(leave=lambda: None)  # type: ignore[assignment]
     of_gpus._take_timeout(timedelta(seconds=1))
     of_gpus.shutdown()
     assert len(closed) == 3

@@ -18,7 +18,7 @@ from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
 from shotcast.process_group.modes import visible
 from shotcast.process_group.operands import Operands, flat, is_dense, joined, movable
-from shotcast.process_group.served import is_scaled, way_of
+from shotcast.process_group.routing import is_scaled, route_of
 from shotcast.process_group.works import DoneWork, SeveralWorks
 
 _CPU = torch.device("cpu")
@@ -560,7 +560,7 @@ def _begin(method: str, *arguments: Any) -> Any:
 def _is_own(op: str, tensors: Sequence[torch.Tensor], reduction: str) -> bool:
     """Return whether the communicator serves a call on such tensors."""
     kinds = {(x.dtype, x.layout) for x in tensors}
-    return all(way_of(op, dtype, reduction, layout).is_own for dtype, layout in kinds)
+    return all(route_of(op, dtype, reduction, layout).is_own for dtype, layout in kinds)
 
 
 def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:
