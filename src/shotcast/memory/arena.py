@@ -167,15 +167,11 @@ class Arena:
 
         Every rank has closed the communicators that it closed before, which is so once the ranks have met.
 
-        Args:
-            allocate: makes a new block.
-            multicast: this rank wants a multicast address if there is one. Such an address names all members of a
-                block, at one offset. So where a block has one and all ranks want it, the communicator has just the
-                members of the block, and begins at the same offset on all ranks.
+        With ``multicast`` this rank wants a multicast address if there is one. Such an address names all members of a
+        block, at one offset. So where a block has one and all ranks want it, the communicator has just the members of
+        the block, and begins at the same offset on all ranks.
 
-        Raises:
-            ConfigError: on all ranks; a rank has too little memory.
-            CollectiveTimeout: naming ranks that did not come.
+        Raises ConfigError on all ranks if one has too little memory; CollectiveTimeout naming ranks that did not come.
         """
         nbytes = align_up(nbytes, PAGE) + PAGE
         self._drop_empty()

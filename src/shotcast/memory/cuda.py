@@ -29,14 +29,10 @@ class CudaBuffer:
     Construction is collective. A rank says that its GPU has the memory before any rank maps that of others, so one full
     GPU is an error of all ranks. It needs no process group.
 
-    Args:
-        group: the ranks; all their GPUs have peer access to each other.
-        repeated: several ranks share a GPU, or know different GPUs by one number, as where each sees its own alone.
-            PyTorch then needs to be told, and there is no multicast.
-
-    Raises:
-        ConfigError: on every rank, naming the ranks whose GPU has too little memory, with what is wanted and free, or
-            for which PyTorch cannot map the memory.
+    All GPUs have peer access to each other. They are ``repeated`` where several ranks share one, or know different ones
+    by one number, as where each sees its own alone: PyTorch then needs to be told, and there is no multicast. Raises
+    ConfigError on every rank, naming the ranks whose GPU has too little memory, with what is wanted and free, or for
+    which PyTorch cannot map the memory.
     """
 
     def __init__(self, group: StoreGroup, nbytes: int, device: torch.device, repeated: bool):

@@ -163,12 +163,8 @@ class ShmBuffer:
 
     The mappings end with :meth:`close` and with the last tensor that :meth:`view` or the heap returned.
 
-    Args:
-        heap_nbytes: the address space behind it for a :class:`MappedHeap`, which has memory where tensors have.
-
-    Attributes:
-        heap: of this rank, behind the workspace; None without ``heap_nbytes``, and where a limit of a process leaves
-            too little address space.
+    Behind it, ``heap_nbytes`` of address space are for a :class:`MappedHeap`, which has memory where tensors have:
+    ``heap``, None without them, and where a limit of a process leaves too little address space.
     """
 
     def __init__(self, group: StoreGroup, nbytes: int, heap_nbytes: int = 0):

@@ -53,11 +53,9 @@ class Adaptive:
 
         Inside a graph capture nothing is measured: a shape that is not known is done one after the other.
 
-        Args:
-            shape: what the decision is for.
-            ways: the sequential one first.
-            predict: returns the times that models predict, in microseconds; called where a shape is first met.
-            checked: ways whose results must have the bits of the sequential one, or they are not taken.
+        The decision is for a ``shape``. The sequential way is the first. ``predict`` returns the times that models
+        predict, in microseconds, where a shape is first met. Ways that are ``checked`` are not taken unless their
+        results have the bits of the sequential one.
         """
         if self.way != AUTO:
             return ways.get(self.way, ways[SEQUENTIAL])()

@@ -42,7 +42,6 @@ def choose(
     """Choose for ``problem``. All inputs are the same on all ranks, and so is the choice.
 
     Args:
-        problem: the call.
         argument: the algorithm named in the call, ``"auto"`` or ``"lossless"``.
         environment: the algorithm that SHOTCAST_ALGORITHM names, or ``"auto"``; skipped where it is not legal. An
             algorithm that loses precision serves where ``argument`` or this names it; tables and the cost model take
