@@ -95,26 +95,22 @@ class StreamStarter:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        return self._stream
+        self.stream = torch.cuda.Stream(device)
 
     def start(self, make: Make, operands: Any) -> Handle:
         """Make a call on the stream; ``operands`` has its tensors."""
         with torch.cuda.device(self._device):
             captured = capturing()
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
             try:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self.stream):
                     result = make()
                     event = torch.cuda.Event()
-                    event.record(self._stream)
+                    event.record(self.stream)
             finally:  # a call that fails may have begun to use its tensors
                 if not captured:
                     for tensor in tensors_in(operands):
-                        record_use(tensor, self._stream)
+                        record_use(tensor, self.stream)
         return _StreamHandle(result, event, self._device, captured, operands)
 
     def is_current(self) -> bool:

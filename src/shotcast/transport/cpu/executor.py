@@ -482,7 +482,7 @@ class CpuExecutor:
 
     def _differing(self) -> list[int]:
         """Return the ranks whose header is not the most frequent one, after a short wait for missing headers."""
-        until = time.monotonic() + min(_GRACE_S, self._timeout_s / 2)
+        until = time.monotonic() + min(_GRACE_S, self.timeout_s / 2)
         headers = self.headers(self.epoch)
         while None in headers and time.monotonic() < until and not self.stopped_word.value:
             time.sleep(0.001)
@@ -531,16 +531,12 @@ class CpuExecutor:
         """Make ``value`` the number of the last call. On every rank, while none is in a call."""
         self._set(layout.EPOCH, value)
 
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
-
     def set_timeout(self, seconds: float) -> None:
         """Let every later call fail after waiting ``seconds`` for its peers."""
         if not seconds > 0:
             raise ConfigError(f"a timeout is more than 0 seconds: {seconds}")
-        self._timeout_s = min(seconds, 1e9)
-        self._set(layout.TIMEOUT, int(self._timeout_s * 1e9))
+        self.timeout_s = min(seconds, 1e9)
+        self._set(layout.TIMEOUT, int(self.timeout_s * 1e9))
 
     def mark_gone(self, rank: int) -> None:
         """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it."""

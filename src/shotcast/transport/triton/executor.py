@@ -269,7 +269,7 @@ class TritonExecutor:
         except RuntimeError as error:
             failure = shortage(device, "a communicator", error)
         raise_failures(group, failure)
-        self._timeout_s = ranks.timeout_s
+        self.timeout_s = ranks.timeout_s
         self._wait: Wait | None = None
         self._awaited: Sequence[int] = ()
         self._marking, self._closed = threading.Lock(), False
@@ -473,7 +473,7 @@ class TritonExecutor:
             memory.targets,
             self._blocks.data_ptr(),
         )
-        workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self._timeout_s)
+        workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self.timeout_s)
         _wait_for_stream(self.device)
         return workspace
 
@@ -510,10 +510,6 @@ class TritonExecutor:
         self._wait_word.value = 0
         wait = Fault.decode(word & 0xFFFFFFFFFFFFFFFF)
         return wait if wait.ranks else None
-
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
 
     def wait(self) -> Wait | None:
         """Return the wait that this rank is in, if it has lasted for a while. One thread calls it, again and again."""
@@ -566,7 +562,7 @@ class TritonExecutor:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and graph replays."""
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         for workspace in self.workspaces:
             workspace.set_timeout(timeout_s)
 
@@ -628,7 +624,7 @@ class TritonExecutor:
         with self._marking:
             self._clears += 1
             for workspace in self.workspaces:
-                workspace.clear(epoch, self._timeout_s)
+                workspace.clear(epoch, self.timeout_s)
             self.stopped_word.value = self._wait_word.value = 0
             if self.heap is not None:
                 self.heap.resume()

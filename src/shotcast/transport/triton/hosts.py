@@ -58,7 +58,7 @@ class HostsTritonExecutor(TritonExecutor):
     def _look(self) -> None:
         """Tell the peers of faults of this rank's calls, until the executor is closed."""
         while not self._stop_looking.wait(
-            min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT))
+            min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, self.timeout_s / _LOOKS_PER_TIMEOUT))
         ):
             word = self.stopped_word.value & (_WORD - 1)
             if word and word != self._told:
