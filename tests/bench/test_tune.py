@@ -21,7 +21,7 @@ from shotcast.bench import tune, tune_table
 from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TuneConfig, eligible_candidates, search, settled
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
-from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, obstacle
+from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, unsupported_reason
 from shotcast.collectives.choice.choice import Candidate
 from shotcast.collectives.choice.table import parse
 from shotcast.collectives.registry import registered
@@ -114,7 +114,7 @@ class TestSearch:
     def test_bits_of_the_contract_unless_any_will_do(self, world_size: int, any_bits: bool, wins: str) -> None:
         asked = problem(world_size=world_size)
         best = search(asked, Bench(lambda c: BY_ALGORITHM[c.algorithm]), 1.0, any_bits).best
-        if not (any_bits and obstacle(asked, "multimem") == ""):
+        if not (any_bits and unsupported_reason(asked, "multimem") == ""):
             assert best.algorithm == wins
         assert best.algorithm != "two_shot_fp8"
 
@@ -187,7 +187,7 @@ class TestSearch:
             assert all(times[c] is None for c in eligible_candidates(asked, any_bits))
             return
         best = found.best
-        assert obstacle(asked, best.algorithm) == ""
+        assert unsupported_reason(asked, best.algorithm) == ""
         assert launch_obstacle(named(kernels), registered()[best.algorithm], best.launch) == ""
         assert any_bits or best.algorithm == "vendor" or keeps_bits(asked, best.algorithm)
         assert {c for c, time_us in times.items() if time_us is None} == set(found.wrong)

@@ -19,7 +19,7 @@ from workers import FLOATS, await_call, check, differing, inputs, shifted
 import shotcast
 from shotcast import wire
 from shotcast.collectives import first_use, reference
-from shotcast.memory.host_group import Meeting, StoreGroup
+from shotcast.memory.host_group import Rendezvous, StoreGroup
 
 DTYPES = {name: getattr(torch, name) for name in wire.DTYPES}
 INTEGERS = {torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -597,7 +597,7 @@ def rendezvous_at_a_file(path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2)
     with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
-        group = StoreGroup(Meeting.of_group(dist.group.WORLD), 20.0)
+        group = StoreGroup(Rendezvous.of_group(dist.group.WORLD), 20.0)
         if comm.rank == 0:
             with pytest.raises(shotcast.CollectiveTimeout) as caught:
                 group.all_gather("here", 1.0, what="setup")

@@ -267,7 +267,7 @@ def handled_signal() -> tuple[float, int]:
     """
     comm = shotcast.Communicator(device="cpu", timeout_s=300)
     warm(comm, "one_shot")
-    seen, store = [], StoreGroup(comm._meeting, 100.0).store("handled")
+    seen, store = [], StoreGroup(comm._rendezvous, 100.0).store("handled")
 
     def handle(*_: Any) -> None:
         seen.append(comm.rank)
@@ -473,7 +473,7 @@ def reset_after_a_missed_attempt(late: int) -> None:
     """Have one rank miss the others' first attempt to reset, so that their second attempt meets its first."""
     with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         comm.all_reduce(torch.ones(3))
-        group = StoreGroup(comm._meeting, 100.0)
+        group = StoreGroup(comm._rendezvous, 100.0)
         for turn in range(2):
             miss_a_step(group, group.store("gave up"), late, turn)
             wanted = [(r, turn) for r in range(comm.world_size)]
@@ -499,7 +499,7 @@ class SlowStore:
 def gather_with_a_slow_store(late: int) -> None:
     """Check that a rank that came in time is not reported as missing when the store answers too late."""
     with shotcast.Communicator(device="cpu") as comm:
-        group = StoreGroup(comm._meeting, 100.0)
+        group = StoreGroup(comm._rendezvous, 100.0)
         gave_up = group.store("gave up")
         group._store = SlowStore(group._store)
         miss_a_step(group, gave_up, late, 0)

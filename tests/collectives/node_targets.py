@@ -17,8 +17,8 @@ from shotcast.collectives.choice import agreement
 
 def as_host(name: str) -> Any:
     """Return a patch by which this rank takes itself for one on the host ``name``."""
-    place = nodes._place
-    return mock.patch.object(nodes, "_place", lambda *arguments: place(*arguments)._replace(host=name, launcher=name))
+    made = nodes._location
+    return mock.patch.object(nodes, "_location", lambda *given: made(*given)._replace(host=name, launcher=name))
 
 
 def error_of_construction(declared: Mapping[int, str] | None = None) -> str:

@@ -26,7 +26,7 @@ import shared_ranks
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
-from shotcast.collectives.choice.candidates import candidates, launch_obstacle, launch_shape, obstacle, room
+from shotcast.collectives.choice.candidates import candidates, launch_obstacle, launch_shape, room, unsupported_reason
 from shotcast.collectives.choice.select import choose, predicted_us
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import GPUS, layout
@@ -145,8 +145,8 @@ def legal(case: CollectiveProblem) -> list[str]:
 def test_few_sms_serve_where_a_number_is_given(op: Op) -> None:
     assert legal(problem(op)) == ["few_sms", "vendor"]
     assert "few_sms" not in legal(problem(op, sms=0))
-    assert "sms" in obstacle(problem(op, sms=0), "few_sms")
-    assert "does not keep to a number of SMs" in obstacle(problem(op), "one_shot")
+    assert "sms" in unsupported_reason(problem(op, sms=0), "few_sms")
+    assert "does not keep to a number of SMs" in unsupported_reason(problem(op), "one_shot")
     for sms in (32, 4):
         choice = choose(problem(op, sms=sms), "auto", "auto", ())
         assert (choice.candidate.algorithm, choice.source) == ("few_sms", "cost model")
@@ -182,7 +182,7 @@ def test_a_row_whose_launch_has_no_room_is_passed_over(programs: int, chunk_byte
 
 def test_the_library_serves_a_message_of_too_many_steps() -> None:
     case = problem(nbytes=1 << 32, topology=make_topology("triton", 8, 1))
-    assert "steps" in obstacle(case, "few_sms")
+    assert "steps" in unsupported_reason(case, "few_sms")
     assert choose(case, "auto", "auto", ()).candidate.algorithm == "vendor"
 
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 import shotcast
 from shotcast.collectives import fingerprints
-from shotcast.collectives.nodes import Place, find_nodes, layout_of
+from shotcast.collectives.nodes import RankLocation, find_nodes, layout_of
 from shotcast.wire import NodeShape
 
-HERE = Place("a", "boot", 5, "0", 0, 0)
+HERE = RankLocation("a", "boot", 5, "0", 0, 0)
 
 
-def places(*texts: str, declared: int = 0) -> list[Place]:
-    """Return the places of ranks on hosts of these names, each with its number there."""
+def locations(*texts: str, declared: int = 0) -> list[RankLocation]:
+    """Return the locations of ranks on hosts of these names, each with its number there."""
     return [
         HERE._replace(host=host, local_rank=texts[:rank].count(host), ranks_per_node=declared)
         for rank, host in enumerate(texts)
@@ -28,9 +28,9 @@ def places(*texts: str, declared: int = 0) -> list[Place]:
 
 
 def test_hosts_are_nodes() -> None:
-    layout = layout_of(places("a", "a", "b", "b"))
+    layout = layout_of(locations("a", "a", "b", "b"))
     assert (layout.members, layout.names) == (((0, 1), (2, 3)), ("a", "b"))
-    mixed = layout_of(places("b", "a", "b", "a"))
+    mixed = layout_of(locations("b", "a", "b", "a"))
     assert (mixed.members, mixed.names, mixed.consecutive) == (((0, 2), (1, 3)), ("b", "a"), False)
 
 
@@ -45,12 +45,12 @@ def test_containers_without_common_memory_are_nodes() -> None:
 
 
 def test_logical_nodes() -> None:
-    layout = layout_of(places("a", "a", "a", "a", declared=2))
+    layout = layout_of(locations("a", "a", "a", "a", declared=2))
     assert (layout.members, layout.names) == (((0, 1), (2, 3)), ("a/0", "a/1"))
-    two_hosts = layout_of(places("a", "a", "b", "b", declared=1))
+    two_hosts = layout_of(locations("a", "a", "b", "b", declared=1))
     assert two_hosts.names == ("a/0", "a/1", "b/0", "b/1")
     # a part of the ranks keeps the nodes of all
-    assert layout_of(places("a", "a", "a", "a", declared=2)[1:3]).shape == NodeShape(2, 1)
+    assert layout_of(locations("a", "a", "a", "a", declared=2)[1:3]).shape == NodeShape(2, 1)
     # two launchers on one host each begin with local rank 0
     launched = [HERE._replace(launcher=str(rank // 2), local_rank=rank % 2, ranks_per_node=2) for rank in range(4)]
     assert layout_of(launched).members == ((0, 1), (2, 3))
@@ -64,11 +64,11 @@ def test_undecided_ranks_take_gpus_if_each_has_its_own(monkeypatch: Any, gpus: l
     found = []
     for rank, gpu in enumerate(gpus):
         monkeypatch.setattr("shotcast.collectives.nodes.visible_gpus", lambda gpu=gpu: {gpu: 0})
-        told: list[Place] = []
+        told: list[RankLocation] = []
 
-        def all_gather(place: Place, what: str, told: list[Place] = told) -> list[Place]:
-            told.append(place)
-            return [place._replace(gpu=other) for other in gpus]
+        def all_gather(location: RankLocation, what: str, told: list[RankLocation] = told) -> list[RankLocation]:
+            told.append(location)
+            return [location._replace(gpu=other) for other in gpus]
 
         host: Any = SimpleNamespace(rank=rank, all_gather=all_gather)
         nodes = find_nodes(host, torch.device("cpu"), undecided=gpu != "")
@@ -79,7 +79,7 @@ def test_undecided_ranks_take_gpus_if_each_has_its_own(monkeypatch: Any, gpus: l
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.integers(0, 4))
 def test_every_rank_has_one_node_and_every_node_a_name(hosts: list[str], declared: int) -> None:
-    found = places(*hosts, declared=declared)
+    found = locations(*hosts, declared=declared)
     layout = layout_of(found)
     assert sorted(rank for members in layout.members for rank in members) == list(range(len(hosts)))
     assert len(set(layout.names)) == layout.nodes

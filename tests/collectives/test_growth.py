@@ -15,7 +15,7 @@ from test_select import make_topology, problems
 
 from shotcast import wire
 from shotcast.collectives.algorithm import CollectiveProblem
-from shotcast.collectives.choice.candidates import obstacle, room
+from shotcast.collectives.choice.candidates import room, unsupported_reason
 from shotcast.collectives.growth import grow
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
@@ -56,7 +56,7 @@ def test_only_the_first_region_has_mailboxes() -> None:
 def test_a_call_needs_the_smallest_room_in_which_it_is_legal(case: CollectiveProblem, kernels: str) -> None:
     case = dataclasses.replace(case, topology=make_topology(kernels, case.topology.world_size, 64 << 20))
     for name, algorithm in registered().items():
-        if case.op in algorithm.forms and not obstacle(case, name):
+        if case.op in algorithm.forms and not unsupported_reason(case, name):
             _check_room(case, name, kernels)
 
 
@@ -66,13 +66,13 @@ def _check_room(case: CollectiveProblem, name: str, kernels: str) -> None:
         assert needed == 0
         return
     chosen = next(size for size in rooms(64 << 20) if size >= needed)
-    assert not obstacle(_within(case, chosen), name)
+    assert not unsupported_reason(_within(case, chosen), name)
     form = registered()[name].forms[case.op]
     if form.divides:
         cells = case.dtype not in wire.REDUCIBLE  # twice the bytes, in half the room
         assert needed == min(case.nbytes * (4 if cells else 1), 64 << 20)
     else:
-        assert all(obstacle(_within(case, size), name) for size in rooms(64 << 20) if size < needed)
+        assert all(unsupported_reason(_within(case, size), name) for size in rooms(64 << 20) if size < needed)
 
 
 def _within(case: CollectiveProblem, max_bytes: int) -> CollectiveProblem:

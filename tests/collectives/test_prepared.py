@@ -10,9 +10,11 @@ from typing import Any
 import prepared_targets as targets
 import pytest
 import torch
+import torch.distributed as dist
 from fake_streams import FakeStreams
 
 import shared_ranks
+import shotcast
 from frames import Frames
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives import prepared
@@ -21,6 +23,7 @@ from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.collectives.prepared import PreparedCalls
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.memory.operands import NormTensors
+from shotcast.process_group import calls
 
 KEY = ("all_reduce", "auto", "sum")
 FUSED = ("all_reduce_rms_norm", 1e-6)
@@ -426,6 +429,26 @@ def test_kernels_get_operands_at_multiples_of_16_bytes() -> None:
 
 
 # -- communicators ----------------------------------------------------------------------------------------------------
+
+
+def test_the_backend_has_the_keys_that_methods_ask_with() -> None:
+    asked: list[Any] = []
+    x = torch.ones(4)
+    with shotcast.Communicator(device="cpu") as comm:
+        find = comm._prepared.find
+        comm._prepared.find = lambda *given: asked.append(given[0]) or find(*given)  # type: ignore[method-assign,func-returns-value]
+        comm.all_gather(x, torch.empty(4))
+        comm.all_to_all(x, torch.empty(4))
+        comm.all_reduce(x, x, reduction="max")
+        comm.reduce_scatter(x, torch.empty(4))
+        comm.broadcast(x, 0)
+        comm.barrier()
+    of_maximum, of_sum = ("all_reduce", dist.ReduceOp.MAX.value), ("reduce_scatter", dist.ReduceOp.SUM.value)
+    assert asked == [
+        *(calls.MOVED[op] for op in ("all_gather", "all_to_all")),
+        *(calls.REDUCED[op] for op in (of_maximum, of_sum)),
+        *(calls.BROADCAST(0), calls.BARRIER),
+    ]
 
 
 @pytest.mark.parametrize("kernels", ["compiled", pytest.param("interpreted", marks=pytest.mark.full)])

@@ -23,7 +23,7 @@ from shotcast.bench import implementations, plot
 from shotcast.bench.tune import eligible_candidates
 from shotcast.collectives import registry
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Topology
-from shotcast.collectives.choice.candidates import obstacle
+from shotcast.collectives.choice.candidates import unsupported_reason
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import parse
 from shotcast.collectives.registry import from_environment, import_named, register_algorithm, registered
@@ -107,10 +107,12 @@ def test_every_part_of_the_package_knows_the_algorithm(monkeypatch: pytest.Monke
     """Legality, choice, environment, tables, bench, labels and colors all follow from the description."""
     register_algorithm(COPYCAT)
     problem = CollectiveProblem(Op.ALL_REDUCE, 4096, "float32", topology())
-    assert obstacle(problem, "copycat") == ""
-    assert "there is no copycat broadcast" in obstacle(dataclasses.replace(problem, op=Op.BROADCAST), "copycat")
+    assert unsupported_reason(problem, "copycat") == ""
+    assert "there is no copycat broadcast" in unsupported_reason(
+        dataclasses.replace(problem, op=Op.BROADCAST), "copycat"
+    )
     gather = CollectiveProblem(Op.ALL_GATHER, 4096, "float32", topology("interpreter"))
-    assert obstacle(gather, "copycat") == "copycat has no Triton kernel"
+    assert unsupported_reason(gather, "copycat") == "copycat has no Triton kernel"
     assert choose(problem, "auto", "auto", ()).candidate.algorithm == "copycat", "it is predicted to be fastest"
     text = json.dumps(
         {
@@ -134,7 +136,7 @@ def test_a_kernel_without_a_compiled_form_says_what_runs_it() -> None:
     form = Form(work=targets.work, triton="shotcast.transport.triton.two_shot:bind")
     register_algorithm(named("gpu_only", forms={Op.ALL_REDUCE: form}))
     problem = CollectiveProblem(Op.ALL_REDUCE, 64, "float32", topology())
-    assert "SHOTCAST_CPU_KERNELS=interpreter" in obstacle(problem, "gpu_only")
+    assert "SHOTCAST_CPU_KERNELS=interpreter" in unsupported_reason(problem, "gpu_only")
 
 
 def test_built_in_algorithms_are_registered() -> None:

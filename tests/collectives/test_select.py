@@ -22,8 +22,8 @@ from shotcast.collectives.choice.candidates import (
     launch_obstacle,
     launch_shape,
     launch_shapes,
-    obstacle,
     room,
+    unsupported_reason,
 )
 from shotcast.collectives.choice.choice import Candidate, Explanation
 from shotcast.collectives.choice.resolver import Resolver
@@ -211,7 +211,7 @@ class TestOrder:
         if not chosen and argument not in legal:
             with pytest.raises(ConfigError, match=f"{argument} cannot serve this {case.op.label}") as caught:
                 choose(case, argument, environment, tables)
-            assert obstacle(case, argument) in str(caught.value)
+            assert unsupported_reason(case, argument) in str(caught.value)
             return
         choice = choose(case, argument, environment, tables)
         assert choice.candidate.algorithm in legal
@@ -237,7 +237,11 @@ class TestOrder:
         case = problem(nbytes=nbytes, topology=topology)
         choice = choose(case, "auto", "auto", ())
         link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
-        own = [name for name in ALGORITHMS if name != "vendor" and not obstacle(case, name) and keeps_bits(case, name)]
+        own = [
+            name
+            for name in ALGORITHMS
+            if name != "vendor" and not unsupported_reason(case, name) and keeps_bits(case, name)
+        ]
         works = {name: registered()[name].forms[Op.ALL_REDUCE].work(nbytes, topology.shape, 4) for name in own}
         times = {name: time_us(work, link, topology.network.cost) for name, work in works.items()}
         assert times[choice.candidate.algorithm] == min(times.values())
@@ -248,7 +252,7 @@ class TestOrder:
         case = problem(nbytes=nbytes, topology=make_topology(kernels, world_size, 512 << 20))
         taken = choose(case, "auto", "auto", ()).candidate.algorithm
         link = NVLINK4 if kernels == "triton" else SHARED_MEMORY
-        own = [name for name in ("one_shot", "two_shot", "ring") if not obstacle(case, name)]
+        own = [name for name in ("one_shot", "two_shot", "ring") if not unsupported_reason(case, name)]
         own = [name for name in own if name != "ring" or world_size == 2]
         times = {name: predicted_us("all_reduce", name, nbytes, world_size, link) for name in own}
         assert times[taken] == min(times.values())
@@ -258,10 +262,15 @@ class TestNodes:
     def test_sums_over_nodes_need_nodes(self) -> None:
         for kernels in ("triton", "interpreter", "compiled"):
             case = problem(topology=make_topology(kernels))
-            assert obstacle(case, "nvrar") == "all ranks are on one node"
+            assert unsupported_reason(case, "nvrar") == "all ranks are on one node"
             over = problem(topology=make_topology(kernels, nodes=2))
-            assert obstacle(over, "nvrar") == obstacle(over, "nvrar_pairs") == obstacle(over, "nvrar_halving") == ""
-        assert obstacle(problem(topology=make_topology("triton", nodes=2)), "nvrar_two_shot") == (
+            assert (
+                unsupported_reason(over, "nvrar")
+                == unsupported_reason(over, "nvrar_pairs")
+                == unsupported_reason(over, "nvrar_halving")
+                == ""
+            )
+        assert unsupported_reason(problem(topology=make_topology("triton", nodes=2)), "nvrar_two_shot") == (
             "nvrar_two_shot has no Triton kernel"
         )
 
@@ -274,14 +283,17 @@ class TestNodes:
         }
         copies = {Op.ALL_GATHER, Op.BROADCAST, Op.SEND, Op.RECV, Op.BARRIER}
         assert served == {Op.ALL_REDUCE, Op.REDUCE, Op.ALL_REDUCE_RMS_NORM, Op.ALL_REDUCE_LAYER_NORM} | copies
-        assert obstacle(problem(topology=topology), "one_shot") == "one_shot has no form for CPU ranks on several nodes"
+        assert (
+            unsupported_reason(problem(topology=topology), "one_shot")
+            == "one_shot has no form for CPU ranks on several nodes"
+        )
         scatter = choose(problem(Op.REDUCE_SCATTER, topology=topology), "auto", "auto", ())
         assert (scatter.source, scatter.reason) == ("legality", "no own kernel carries reduce_scatter between hosts")
 
     def test_kernels_of_gpus_take_nodes_of_consecutive_ranks(self) -> None:
         mixed = dataclasses.replace(make_topology("triton", nodes=2), layout=NodeLayout.of_keys(["a", "b"] * 4))
         case = problem(topology=mixed)
-        assert obstacle(case, "nvrar") == "its kernel takes nodes of consecutive ranks"
+        assert unsupported_reason(case, "nvrar") == "its kernel takes nodes of consecutive ranks"
         choice = choose(case, "auto", "auto", ())
         assert choice.candidate.algorithm == "vendor"
         assert "one_shot adds up in another order than the contract has over several nodes" in choice.reason
@@ -382,7 +394,7 @@ class TestLegality:
         ],
     )
     def test_obstacles(self, case: CollectiveProblem, algorithm: str, message: str) -> None:
-        assert obstacle(case, algorithm) == message
+        assert unsupported_reason(case, algorithm) == message
         assert algorithm not in [candidate.algorithm for candidate in candidates(case)]
         with pytest.raises(ConfigError) as caught:
             choose(case, algorithm, "auto", ())
@@ -401,12 +413,12 @@ class TestLegality:
         ],
     )
     def test_at_the_limit(self, case: CollectiveProblem, algorithm: str) -> None:
-        assert obstacle(case, algorithm) == ""
+        assert unsupported_reason(case, algorithm) == ""
 
     @given(problems)
     def test_vendor_is_always_legal_and_last(self, case: CollectiveProblem) -> None:
         assert candidates(case)[-1].algorithm == "vendor"
-        assert obstacle(case, "vendor") == ""
+        assert unsupported_reason(case, "vendor") == ""
 
     def test_two_shot_splits_messages_beyond_the_workspace(self) -> None:
         case = problem(nbytes=1 << 33, topology=make_topology("triton"))
@@ -550,9 +562,11 @@ class TestFp8:
 
     @pytest.mark.parametrize(("dtype", "times"), [("float32", 3.8), ("bfloat16", 1.9), ("float16", 1.9)])
     def test_messages_beyond_the_workspace_fit_if_their_bytes_do(self, dtype: str, times: float) -> None:
-        most = max(n for n in range(1 << 20, 5 << 20, 4096) if not obstacle(self.sized(n, dtype), "two_shot_fp8"))
+        most = max(
+            n for n in range(1 << 20, 5 << 20, 4096) if not unsupported_reason(self.sized(n, dtype), "two_shot_fp8")
+        )
         assert times < most / (1 << 20) < times + 0.1
-        message = obstacle(self.sized(most + 4096, dtype), "two_shot_fp8")
+        message = unsupported_reason(self.sized(most + 4096, dtype), "two_shot_fp8")
         assert message.startswith("it would take ")
         assert message.endswith(" (max_bytes)")
 
@@ -563,7 +577,7 @@ class TestFp8:
     def test_messages_up_to_max_bytes_fit(self, nbytes: int, max_bytes: int, world_size: int, dtype: str) -> None:
         """The slots of short messages consist mostly of scales and padding."""
         topology = make_topology("interpreter", world_size, max(nbytes, max_bytes))
-        assert obstacle(problem(nbytes=nbytes, dtype=dtype, topology=topology), "two_shot_fp8") == ""
+        assert unsupported_reason(problem(nbytes=nbytes, dtype=dtype, topology=topology), "two_shot_fp8") == ""
 
     def test_unsupported_calls(self) -> None:
         for case, message in (
@@ -571,7 +585,7 @@ class TestFp8:
             (problem(reduction="max"), _NOT_A_SUM + "max of float32"),
             (problem(Op.REDUCE_SCATTER), "there is no two_shot_fp8 reduce_scatter; there is one_shot, ring"),
         ):
-            assert obstacle(case, "two_shot_fp8") == message
+            assert unsupported_reason(case, "two_shot_fp8") == message
 
     @given(st.integers(0, 512 << 20), st.integers(2, 8), st.sampled_from(wire.REDUCIBLE))
     def test_launch_depends_on_the_bytes_sent(self, nbytes: int, world_size: int, dtype: str) -> None:
@@ -589,8 +603,11 @@ class TestMultimem:
     SWITCHED = problem(nbytes=1 << 20, topology=make_topology("triton", multicast=True))
 
     def test_needs_a_multicast_address_and_a_sum_of_floats(self) -> None:
-        assert obstacle(self.SWITCHED, "multimem") == ""
-        assert obstacle(problem(topology=make_topology("triton")), "multimem") == "the ranks share no multicast address"
+        assert unsupported_reason(self.SWITCHED, "multimem") == ""
+        assert (
+            unsupported_reason(problem(topology=make_topology("triton")), "multimem")
+            == "the ranks share no multicast address"
+        )
         switch = make_topology("triton", multicast=True)
         for case, message in (
             (
@@ -600,8 +617,8 @@ class TestMultimem:
             (problem(reduction="max", topology=switch), _NOT_A_SUM + "max of float32"),
             (problem(Op.BROADCAST, topology=switch), "there is no multimem broadcast; there is one_shot"),
         ):
-            assert obstacle(case, "multimem") == message
-        assert obstacle(problem(nbytes=1 << 24, topology=switch), "multimem") == "", "it passes in pieces"
+            assert unsupported_reason(case, "multimem") == message
+        assert unsupported_reason(problem(nbytes=1 << 24, topology=switch), "multimem") == "", "it passes in pieces"
 
     @given(st.integers(0, 512 << 20), st.integers(2, 8))
     def test_the_model_never_takes_it(self, nbytes: int, world_size: int) -> None:
@@ -772,27 +789,27 @@ class TestFused:
         ],
     )
     def test_rows_that_no_program_can_hold(self, case: CollectiveProblem, message: str) -> None:
-        assert obstacle(case, "one_shot") == obstacle(case, "two_shot") == message
+        assert unsupported_reason(case, "one_shot") == unsupported_reason(case, "two_shot") == message
         choice = choose(case, "auto", "auto", ())
         assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
         assert choice.reason == f"{message}; so the sum is a call of its own, and the norm follows it"
 
     def test_rows_at_the_limit(self) -> None:
         for case in (rows(8), rows(16384), rows(8192, dtype="float32")):
-            assert obstacle(case, "one_shot") == obstacle(case, "two_shot") == ""
+            assert unsupported_reason(case, "one_shot") == unsupported_reason(case, "two_shot") == ""
 
     def test_compiled_ranks_take_any_rows(self) -> None:
-        assert obstacle(rows(1001, topology=make_topology()), "two_shot") == ""
-        assert obstacle(rows(0, topology=make_topology()), "two_shot") == "rows have no elements"
+        assert unsupported_reason(rows(1001, topology=make_topology()), "two_shot") == ""
+        assert unsupported_reason(rows(0, topology=make_topology()), "two_shot") == "rows have no elements"
 
     @pytest.mark.parametrize(("quantize", "fits"), [("", 512), ("static", 409), ("dynamic", 408)])
     def test_gathered_rows_and_scales_need_room(self, quantize: str, fits: int) -> None:
         """A row of 2 KiB also takes 2 KiB of norm, 1 KiB of FP8 and 16 bytes of scale, of twice max_bytes in all."""
         gather = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER
         topology = make_topology("triton", max_bytes=1 << 20)
-        assert obstacle(rows(1024, gather, fits, quantize=quantize, topology=topology), "two_shot") == ""
+        assert unsupported_reason(rows(1024, gather, fits, quantize=quantize, topology=topology), "two_shot") == ""
         beyond = rows(1024, gather, fits + 1, quantize=quantize, topology=topology)
-        assert "of a workspace that has 2 MiB" in obstacle(beyond, "two_shot")
+        assert "of a workspace that has 2 MiB" in unsupported_reason(beyond, "two_shot")
 
     def test_plain_rows_serve_a_fused_operation_without_rows(self) -> None:
         plain = table([20, "two_shot", {"programs": 7, "block_words": 64, "num_warps": 1}], [None, "vendor", None])
@@ -898,6 +915,6 @@ class TestSharedCommunicators:
         case = dataclasses.replace(
             problem(Op.ALL_REDUCE_RMS_NORM, 8 << 20, "bfloat16", topology), norm=wire.Norm(hidden=4096)
         )
-        assert "the communicator is not exclusive" in obstacle(case, "one_shot")
+        assert "the communicator is not exclusive" in unsupported_reason(case, "one_shot")
         alone = dataclasses.replace(case, topology=dataclasses.replace(topology, exclusive=True))
-        assert "exclusive" not in obstacle(alone, "one_shot")
+        assert "exclusive" not in unsupported_reason(alone, "one_shot")

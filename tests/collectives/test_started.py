@@ -147,7 +147,7 @@ class TestStreams:
 
         with pytest.raises(ValueError, match="half enqueued"):
             starter.start(fail, ((x,), {}))
-        assert x.streams == [starter._stream]
+        assert x.streams == [starter.stream]
 
     def test_a_captured_call_is_not_asked_after_its_wait(
         self, starter: started.StreamStarter, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.choice import table as tables
-from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, obstacle
+from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, unsupported_reason
 from shotcast.collectives.choice.table import (
     MODES,
     PassedOver,
@@ -425,7 +425,7 @@ class TestPackaged:
                     problem = CollectiveProblem(
                         Op[op.upper()], nbytes // 32 * 32 if norm else nbytes, dtype, topology, norm=norm
                     )
-                    assert obstacle(problem, row.algorithm) == "", (mode, op, dtype, row)
+                    assert unsupported_reason(problem, row.algorithm) == "", (mode, op, dtype, row)
                     assert row.algorithm == "vendor" or keeps_bits(problem, row.algorithm), (mode, op, dtype, row)
                     if row.launch is not None:
                         assert launch_obstacle(GPUS, registered()[row.algorithm], row.launch) == ""

@@ -17,7 +17,7 @@ import shotcast
 from shotcast.collectives.vendor import gloo, nccl
 from shotcast.collectives.vendor.interface import CallError, RefusedError
 from shotcast.memory.members import Members
-from shotcast.process_group.ends import ProcessEnds
+from shotcast.process_group.failure_watch import FailureWatch
 from shotcast.wire import CallPlan, Op
 
 
@@ -68,7 +68,7 @@ def test_an_error_of_the_library_means_the_same_in_a_group(text: str, cause: str
     found = gloo._meaning(RuntimeError(text))
     assert isinstance(found, CallError)
     assert found.cause == cause
-    explained = ProcessEnds(dist.HashStore(), 0, 2).meaning("barrier", RuntimeError(text), 1.0, Members(0))
+    explained = FailureWatch(dist.HashStore(), 0, 2).meaning("barrier", RuntimeError(text), 1.0, Members(0))
     assert isinstance(explained, shotcast.CollectiveTimeout)
     assert explained.reason == reason
 
@@ -76,7 +76,7 @@ def test_an_error_of_the_library_means_the_same_in_a_group(text: str, cause: str
 def test_other_errors_of_the_library_are_refusals() -> None:
     error = RuntimeError("Invalid scalar type")
     assert isinstance(gloo._meaning(error), RefusedError)
-    assert ProcessEnds(dist.HashStore(), 0, 2).meaning("barrier", error, 1.0, Members(0)) is error
+    assert FailureWatch(dist.HashStore(), 0, 2).meaning("barrier", error, 1.0, Members(0)) is error
 
 
 @pytest.mark.parametrize("kernels", [{}, {"SHOTCAST_CPU_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}])

@@ -12,7 +12,7 @@ from pages import ROOT
 from shotcast import wire
 from shotcast.integrations import ray, sglang, vllm
 from shotcast.integrations.status import integrations
-from shotcast.process_group.served import INNER, LIBRARY, MESSAGES, MOVING, OWN, REDUCING, is_scaled, way_of
+from shotcast.process_group.routing import INNER, LIBRARY, MESSAGES, MOVING, OWN, REDUCING, is_scaled, route_of
 
 TEXT = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
 REDUCTIONS = {
@@ -33,7 +33,7 @@ def names(cell: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", cell))
 
 
-def test_the_ways() -> None:
+def test_the_routes() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", TEXT.partition("\n## ")[0], re.MULTILINE)
     assert listed == [OWN, LIBRARY, INNER]
 
@@ -47,20 +47,20 @@ def test_every_reduction_of_every_dtype() -> None:
     assert set(wire.REDUCED) <= set(every)
     for op in REDUCING:
         for name, reduction in REDUCTIONS.items():
-            own = {dtype for dtype, value in every.items() if way_of(op, value, reduction).is_own}
+            own = {dtype for dtype, value in every.items() if route_of(op, value, reduction).is_own}
             own = {dtype for dtype in own if name != "PREMUL_SUM" or is_scaled(every[dtype])}
             assert listed[name] == own, (op, name)
 
 
 @pytest.mark.parametrize(
-    ("ops", "way"),
+    ("ops", "route"),
     [(REDUCING, OWN), ([op for op in MOVING if op != "barrier"], OWN), (["barrier"], OWN), (MESSAGES, INNER)],
 )
-def test_every_call(ops: list[str], way: str) -> None:
+def test_every_call(ops: list[str], route: str) -> None:
     row = next(row for row in rows("torch.distributed", "call") if names(row[0]) & set(ops))
     assert set(ops) - {"recv_anysource"} <= names(row[0])
-    assert row[1].startswith(f"`{way}`")
-    assert {way_of(op, torch.float32).name for op in ops} == {way}
+    assert row[1].startswith(f"`{route}`")
+    assert {route_of(op, torch.float32).name for op in ops} == {route}
 
 
 def test_frameworks_make_the_calls_that_tests_count() -> None:

@@ -24,9 +24,9 @@ def test_the_store_of_the_job() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        from shotcast.memory.host_group import Meeting, StoreGroup
+        from shotcast.memory.host_group import Rendezvous, StoreGroup
 
-        group = StoreGroup(Meeting.of_group(dist.group.WORLD), 5.0)
+        group = StoreGroup(Rendezvous.of_group(dist.group.WORLD), 5.0)
         assert group.all_gather({"a": 1}) == [{"a": 1}]
         assert group.all_gather({"a": 2}) == [{"a": 2}]
         left = [key for key in store.list_keys() if "shotcast/" in key]

@@ -257,7 +257,7 @@ def measured() -> tuple[int, int]:
             all_gather_matmul(comm, shards[comm.rank], weights, config=SMALL, sms=2)
             if rows < 26:
                 all_gather_matmul(comm, shards[comm.rank], weights, way="fused", config=SMALL, sms=2)
-        return times, len(gathered_products._kept(comm).known)
+        return times, len(adaptive.Cache.of(comm, gathered_products.__name__).known)
 
 
 def absent(device: str, timeout_s: float) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def inner_calls() -> None:
                 work.wait()
             assert bool((part.float() == size).all())
         x = torch.ones(16, device=gpu).to(torch.float8_e4m3fn)
-        work = dist.group.WORLD.allreduce([x], torch_private.AllreduceOptions())  # type: ignore[union-attr]
+        work = dist.group.WORLD.allreduce([x], dist.AllreduceOptions())  # type: ignore[union-attr]
         assert work.wait()
         torch.cuda.synchronize()  # the wait was one of the stream
         assert work.is_completed()

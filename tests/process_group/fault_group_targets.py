@@ -14,7 +14,7 @@ import torch.distributed as dist
 from group_targets import backend, values
 
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout, ShotcastError
-from shotcast.process_group import counts, torch_private
+from shotcast.process_group import counts
 
 LONG_S = 300.0
 """A deadline that a test does not wait for."""
@@ -127,7 +127,7 @@ def limits() -> None:
             dist.recv(x, 0)
             dist.all_reduce(x)
             assert torch.equal(x, 2 * values(0))
-        opts = torch_private.AllreduceOptions()
+        opts = dist.AllreduceOptions()
         opts.timeout, opts.asyncOp = timedelta(seconds=0.3), False
         hurried, begun = dist.new_group(), time.monotonic()
         dist.all_reduce(values(0), group=hurried)

@@ -636,7 +636,7 @@ def first_call_on_a_thread() -> None:
 
             def look() -> None:
                 time.sleep(0.1)
-                dist.group.WORLD._ends.known()  # type: ignore[union-attr]
+                dist.group.WORLD._failures.known()  # type: ignore[union-attr]
                 other.set("the ends are known", "")
 
             thread = threading.Thread(target=look)

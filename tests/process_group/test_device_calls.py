@@ -128,8 +128,8 @@ def test_blocks_belong_to_threads() -> None:
 def test_a_call_of_nccl_without_a_work_is_over(asynchronous: bool) -> None:
     """PyTorch returns none of a synchronous call, which is on the current stream by then."""
     found, nccl = of_gpus()
-    one, several = torch_private.AllreduceOptions(), torch_private.AllreduceCoalescedOptions()
-    scatter = torch_private.ReduceScatterOptions()
+    one, several = dist.AllreduceOptions(), dist.AllreduceCoalescedOptions()
+    scatter = dist.ReduceScatterOptions()
     one.asyncOp = several.asyncOp = scatter.asyncOp = asynchronous
 
     def on_gpus(count: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_a_call_uses_the_factor_of_its_sum(make: Callable[..., Any], monkeypatch
     found, factor, used = group({}), on_gpu(1), list[Any]()
 
     def options(name: str) -> Any:
-        made = getattr(torch_private, name)()
+        made = getattr(dist, name)()
         made.reduceOp = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
         made.asyncOp = True
         return made
@@ -486,7 +486,7 @@ def test_threads_may_make_the_first_call_of_a_device_during_the_end() -> None:
 
     other = SimpleNamespace(close=close, set_timeout=lambda _: close())
     of_gpus._calls = {torch.device("cpu"): other}
-    of_gpus._ends = SimpleNamespace(leave=lambda: None)  # type: ignore[assignment]
+    of_gpus._failures = SimpleNamespace(leave=lambda: None)  # type: ignore[assignment]
     of_gpus._take_timeout(timedelta(seconds=1))
     of_gpus.shutdown()
     assert len(closed) == 3
@@ -495,9 +495,9 @@ def test_threads_may_make_the_first_call_of_a_device_during_the_end() -> None:
 def test_an_abort_ends_calls_of_the_library() -> None:
     """Its calls look for that while they wait; communicators without own kernels have no others."""
     from shotcast.collectives.communicator import Communicator
-    from shotcast.memory.host_group import Meeting
+    from shotcast.memory.host_group import Rendezvous
 
-    with Communicator.from_store(Meeting(dist.HashStore(), 0, 1, "aborted"), "cpu") as comm:
+    with Communicator.from_store(Rendezvous(dist.HashStore(), 0, 1, "aborted"), "cpu") as comm:
         comm._executor = None
         assert not comm._vendor._stopped()
         comm._interrupt()

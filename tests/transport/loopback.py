@@ -186,7 +186,7 @@ class LoopbackExecutor:
         _hubs.pop(self._name, None)
 
     # what there is not, on threads: compilation, parts of unknown sizes, a workspace, graphs, work in the background
-    forms = lambda self, plan: ("loopback",)  # noqa: E731
+    variants = lambda self, plan: ("loopback",)  # noqa: E731
     parts = lambda self, epoch: {}  # noqa: E731
     more_bytes = waiting = lambda self, nbytes: 0
     keep = drain = lambda self: None

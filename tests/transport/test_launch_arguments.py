@@ -72,7 +72,7 @@ def test_every_quad_has_one_thread(block: int, warps: int, taken: int) -> None:
     """Two threads that summed one quad could see two orders of addition, so the ranks would get different bits."""
     ((_, launch, start),) = launches(LaunchShape(8, block, warps))
     assert launch._kernel is multimem_all_reduce
-    assert (launch._programs, launch._arguments["SHAPE"].BLOCK, start) == (9, taken, 0)
+    assert (launch.programs, launch.arguments["SHAPE"].BLOCK, start) == (9, taken, 0)
 
 
 def test_kernels_that_only_sum_refuse_other_reductions() -> None:
@@ -91,8 +91,8 @@ def test_kernels_that_only_sum_refuse_other_reductions() -> None:
 def test_programs_have_a_row_of_flags_each() -> None:
     ((_, launch, _),) = launches(LaunchShape(5000, 128, 1))
     where = Layout.for_messages(MAX_BYTES)
-    assert launch._programs == 1 + layout.FLAG_ROWS
-    assert launch._arguments["flags_at"] == where.flags_at
+    assert launch.programs == 1 + layout.FLAG_ROWS
+    assert launch.arguments["flags_at"] == where.flags_at
     assert where.progress_at - where.flags_at == layout.FLAG_ROWS * layout.FLAG_ROW_QUADS
     assert layout.FLAG_ROW_QUADS * layout.QUAD >= 8 * 8
 
@@ -100,7 +100,7 @@ def test_programs_have_a_row_of_flags_each() -> None:
 def test_a_message_beyond_the_workspace_passes_in_pieces() -> None:
     made = launches(LaunchShape(8, 128, 1), nbytes=2 * MAX_BYTES + 32)
     assert [start for *_, start in made] == [0, 699072, 2 * 699072]
-    assert [launch._arguments["nbytes"] for _, launch, _ in made] == [699072, 699072, 2 * MAX_BYTES + 32 - 2 * 699072]
+    assert [launch.arguments["nbytes"] for _, launch, _ in made] == [699072, 699072, 2 * MAX_BYTES + 32 - 2 * 699072]
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_cells_of_few_rows_are_a_cache_line_apart(algorithm: str, rows: int, cel
     ((_, launch, _),) = launches(
         LaunchShape(rows * 32, 128, 1), algorithm, False, Op.ALL_REDUCE_RMS_NORM, rows * 16384, Norm(8192)
     )
-    cells = launch._arguments["cells"]
-    assert (launch._arguments["SHAPE"].ROW_TILES, cells.stride) == (32, cell_stride)
+    cells = launch.arguments["cells"]
+    assert (launch.arguments["SHAPE"].ROW_TILES, cells.stride) == (32, cell_stride)
     assert cells.means - cells.squares == cells.largest - cells.means == 8 * layout.row_cell_count(MAX_BYTES)
 
 
@@ -135,9 +135,9 @@ def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: 
         plan = CallPlan(op, algorithm, "bfloat16", nbytes, launch=LaunchShape(1, 512, 4, 4096))
         kernels = set()
         for _, launch, _ in (piece for aligned in (False, True) for piece in executor.bind(plan)._bind(aligned)):
-            kernels.add(f"{launch._arguments['SHAPE']} {launch._options}")
+            kernels.add(f"{launch.arguments['SHAPE']} {launch.options}")
         compiled.append(kernels)
-        forms = {executor.forms(dataclasses.replace(plan, nbytes=size)) for size in sizes}
+        forms = {executor.variants(dataclasses.replace(plan, nbytes=size)) for size in sizes}
     assert (len(forms) == 1) == (compiled[0] == compiled[1])
     assert compiled[0] != compiled[1] or sizes == (1 << 16, 16)
 
@@ -146,9 +146,9 @@ def test_a_call_in_pieces_needs_the_kernels_of_its_pieces() -> None:
     """It may be made beside calls that wait, where no kernel can be loaded: those of calls of other sizes are there."""
     executor = executor_of_four(max_bytes=8 << 20)
     plan = CallPlan(Op.ALL_REDUCE, "two_shot", "float32", (20 << 20) + 4, launch=LaunchShape(1, 512, 4, 0))
-    others, last = (executor.forms(dataclasses.replace(plan, nbytes=size)) for size in (8 << 20, (8 << 20) - 4))
+    others, last = (executor.variants(dataclasses.replace(plan, nbytes=size)) for size in (8 << 20, (8 << 20) - 4))
     assert len({*others, *last}) == 2
-    assert set(executor.forms(plan)) == {*others, *last}
+    assert set(executor.variants(plan)) == {*others, *last}
 
 
 def test_pieces_are_as_long_as_each_other_with_the_grid_of_the_call_as_far_as_they_have_tiles() -> None:
@@ -174,7 +174,7 @@ def test_the_sizes_of_an_uneven_call_are_arguments_of_its_launch(monkeypatch: py
         ((_, launch, _),) = bound._bind(aligned)
         assert launch._open_names == ("x", "out", "spans")
         assert cross.kinds_where_launched(launch._kernel, dict(launch.arguments)) == cross.signature_of(launch._kernel)
-        assert (16 if aligned else 2) == launch._arguments["SHAPE"].UNIT
+        assert (16 if aligned else 2) == launch.arguments["SHAPE"].UNIT
 
         def keep(stream: int, values: Sequence[int], aligned: bool = aligned) -> None:
             given.append((aligned, values))

@@ -20,7 +20,7 @@ import shotcast
 from shotcast.collectives import registry as algorithms
 from shotcast.collectives.algorithm import Form
 from shotcast.errors import CollectiveMismatch, CollectiveTimeout
-from shotcast.memory.host_group import Meeting
+from shotcast.memory.host_group import Rendezvous
 from shotcast.transport import registry
 from shotcast.transport.registry import TRANSPORTS, find, usual
 
@@ -48,7 +48,7 @@ def on_threads(run: Callable[[shotcast.Communicator], Any]) -> list[Any]:
 
     def rank_of(rank: int) -> None:
         try:
-            meeting = Meeting(store, rank, RANKS, name)
+            meeting = Rendezvous(store, rank, RANKS, name)
             with shotcast.Communicator.from_store(meeting, "cpu", timeout_s=100) as comm:
                 done[rank] = run(comm)
         except BaseException as error:

@@ -90,7 +90,6 @@ class CallWaits:
         WAITS.add(self)
 
     def close(self) -> None:
-        """End the watch."""
         WAITS.remove(self)
 
     def look(self, now: float) -> None:

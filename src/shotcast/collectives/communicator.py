@@ -31,7 +31,7 @@ from shotcast.collectives.choice.resolver import Call, Resolver
 from shotcast.collectives.dropped import CLOSER, Held
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
-from shotcast.collectives.first_use import FirstUse, Form
+from shotcast.collectives.first_use import CompiledVariant, FirstUse
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths, grow
 from shotcast.collectives.interface import (
@@ -47,14 +47,14 @@ from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.prepared import Given, KeptCalls, PreparedCalls
 from shotcast.collectives.rank_device import device_of, gpus_are_shared, may_have_own_gpu
 from shotcast.collectives.reductions import Reduction, divide, is_divided
-from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, meeting_of
+from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S, rendezvous_of
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.collectives.torch_ops import autograd
-from shotcast.collectives.torch_ops.communicators import register
+from shotcast.collectives.torch_ops.operators import register
 from shotcast.collectives.torch_private import Unseen, increment_version, is_traced
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
-from shotcast.memory.host_group import Meeting, StoreGroup
+from shotcast.memory.host_group import Rendezvous, StoreGroup
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.registry import build_executor, find
@@ -143,14 +143,14 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         exclusive: bool = False,
     ):
         place = device_of(device)
-        meeting = meeting_of(group, place)
-        modes, none = (allow_fp8, batch_invariant, exclusive), (None, None, None)
-        self._start(meeting, place, max_bytes, timeout_s, *modes, *none, may_have_own_gpu(device))
+        modes = allow_fp8, batch_invariant, exclusive
+        undecided = may_have_own_gpu(device)
+        self._start(rendezvous_of(group, place), place, max_bytes, timeout_s, *modes, undecided=undecided)
 
     @classmethod
     def from_store(
         cls,
-        meeting: Meeting,
+        meeting: Rendezvous,
         device: str | torch.device,
         max_bytes: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -171,7 +171,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """
         made = object.__new__(cls)
         modes = allow_fp8, batch_invariant, exclusive
-        made._start(meeting, device_of(device), max_bytes, timeout_s, *modes, None, None, setup_timeout_s)
+        made._start(meeting, device_of(device), max_bytes, timeout_s, *modes, setup_timeout_s=setup_timeout_s)
         return made
 
     @property
@@ -179,10 +179,10 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """The number of calls that the vendor library has served, without replays of captured graphs."""
         return self._vendor.served
 
-    def _start(self, *arguments: Any) -> None:
+    def _start(self, *arguments: Any, **others: Any) -> None:
         """Build this communicator with the arguments of :meth:`_build`; on failure, release what would outlive it."""
         try:
-            self._build(*arguments)
+            self._build(*arguments, **others)
         except BaseException:
             if hasattr(self, "_peers"):
                 self._peers.close()
@@ -190,7 +190,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     def _build(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         device: torch.device,
         max_bytes: int | None,
         timeout_s: float,
@@ -215,9 +215,9 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self._exclusive = exclusive
         if max_bytes is not None and (not isinstance(max_bytes, int) or not 0 < max_bytes <= MAX_WORKSPACE_MESSAGE):
             raise ConfigError(f"max_bytes is a whole number in 1..{MAX_WORKSPACE_MESSAGE}, not {max_bytes!r}")
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         patience = SETUP_TIMEOUT_S if setup_timeout_s is None else setup_timeout_s
-        self._host = StoreGroup(meeting, patience, order, name, title)
+        self._host = StoreGroup(rendezvous, patience, order, name, title)
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         self._closed = False
         self._first: ShotcastError | None = None
@@ -504,8 +504,8 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                 plans.append((call.plan, x))
                 if call.needs and announce is not None:
                     executor.load_batch()
-                    for form, _ in call.needs:
-                        announce(form.name)
+                    for variant, _ in call.needs:
+                        announce(variant.name)
                     call.needs = ()
             executor.run_batch(plans)
             if fault := executor.fault():
@@ -533,19 +533,19 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             if grown:  # calls that are remembered have the addresses of the workspace before
                 self._calls.clear()
                 self._prepared.clear()
-        for form, bound in call.needs:
+        for variant, bound in call.needs:
             assert self._first_use is not None
-            if form not in self._first_use.known:
+            if variant not in self._first_use.known:
                 if capturing:
                     raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
-                others = self._forms_of_sizes(call)
+                others = self._variants_of_sizes(call)
                 load = functools.partial(self._load, bound, tuple(others.values())) if others else bound.load
-                self._first_use(form, load, call.plan.op.label, self._timeout_s)
+                self._first_use(variant, load, call.plan.op.label, self._timeout_s)
                 self._first_use.known.update(others)
         call.needs = ()
 
-    def _forms_of_sizes(self, call: Call) -> dict[Form, CallPlan]:
-        """Return the forms that calls of other sizes take, with a plan for each, if they are to be loaded now."""
+    def _variants_of_sizes(self, call: Call) -> dict[CompiledVariant, CallPlan]:
+        """Return the variants that calls of other sizes take, with a plan for each, if they are to be loaded now."""
         plan = call.plan
         if self._growths is None or call.by_library or plan.op not in _OF_ANY_SIZE or plan.sizes:
             return {}
@@ -778,7 +778,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         modes = self._allow_fp8, self._batch_invariant, self._exclusive if exclusive is None else exclusive
         parent = f"{self._host.members.group}." if self._host.members.group else ""
         title = f"{parent}split(color={color})"
-        child._start(self._meeting, self.device, room, self._timeout_s, *modes, order, name, None, False, title)
+        child._start(self._rendezvous, self.device, room, self._timeout_s, *modes, order=order, name=name, title=title)
         return child
 
     def close(self) -> None:

@@ -30,8 +30,7 @@ def error_of(
 ) -> ShotcastError:
     """Return the error for a fault as this rank sees it. Waits for no stream, which may itself wait for a lost rank.
 
-    Args:
-        algorithms: names, in the order of their codes in headers.
+    ``algorithms`` are names, in the order of their codes in headers.
     """
     if fault.op in (Op.SEND.label, Op.RECV.label):
         epoch = fault.epoch32

@@ -8,7 +8,7 @@ import torch
 
 from shotcast.collectives import reference
 from shotcast.collectives.algorithm import REDUCING, Algorithm, CollectiveProblem, Topology, imported
-from shotcast.collectives.choice.candidates import obstacle
+from shotcast.collectives.choice.candidates import unsupported_reason
 from shotcast.units import format_size
 from shotcast.wire import DTYPES, Op
 
@@ -48,7 +48,7 @@ def _problems(algorithm: Algorithm, topology: Topology) -> Iterator[tuple[Collec
                 name = str(dtype).removeprefix("torch.")
                 nbytes = elements * topology.world_size * DTYPES[name]
                 problem = CollectiveProblem(op, nbytes, name, topology)
-                if not obstacle(problem, algorithm.name):
+                if not unsupported_reason(problem, algorithm.name):
                     yield problem, elements
 
 

@@ -25,10 +25,10 @@ _HEADERS_AFTER_S = 0.5
 """Time after which a rank looks whether others have begun another call."""
 
 
-class Form(NamedTuple):
+class CompiledVariant(NamedTuple):
     """The kernels that a call needs compiled.
 
-    For a message, ``partner`` is the rank at the other end and ``partner_name`` names the form that it needs.
+    For a message, ``partner`` is the rank at the other end and ``partner_name`` names the variant that it needs.
     """
 
     name: str
@@ -49,38 +49,38 @@ class FirstUse:
             begins, and waits for that rank on the GPU. Its host may wait for what this one does after the call.
 
     Attributes:
-        known: the forms that the ranks have met for, and those of messages that this rank has compiled. A call that
+        known: the variants that the ranks have met for, and those of messages that this rank has compiled. A call that
             failed before is none of them: after a reset, the ranks meet again.
     """
 
     def __init__(self, host: StoreGroup, executor: Executor, patience_s: float | None = None):
         self._host, self._executor, self._patience_s = host, executor, patience_s
         self._store: dist.Store = host.store("first-use")
-        self.known: set[Form] = set()
+        self.known: set[CompiledVariant] = set()
         self._announced: set[str] = set()
 
-    def __call__(self, form: Form, compile_it: Callable[[], object], what: str, timeout_s: float) -> None:
-        """Run ``compile_it`` once for each ``form``, then wait as described above.
+    def __call__(self, variant: CompiledVariant, compile_it: Callable[[], object], what: str, timeout_s: float) -> None:
+        """Run ``compile_it`` once for each ``variant``, then wait as described above.
 
         Raises CollectiveTimeout if a rank is dead, or did not come within ``timeout_s``. ``what`` names the operation
         in errors.
         """
-        if form in self.known:
+        if variant in self.known:
             return
-        self.known.add(form)
+        self.known.add(variant)
         met = False
         try:
-            met = self._compile_and_meet(form, compile_it, what, timeout_s)
+            met = self._compile_and_meet(variant, compile_it, what, timeout_s)
         except dist.DistError as error:  # the process that hosted the store may have been a rank
             if dead := self._dead_soon():
                 raise self._timeout(dead, what, timeout_s, "dead") from error
             raise
         finally:
             if not met:
-                self.known.discard(form)
+                self.known.discard(variant)
 
     def announce(self, name: str) -> None:
-        """Tell others that this rank has compiled what serves messages of the form ``name``, without a wait for them.
+        """Tell others that this rank has compiled what serves messages of the variant ``name``, and do not wait.
 
         Messages of a batch are served by a separate kernel, while the other end may wait for the usual one.
         """
@@ -88,20 +88,22 @@ class FirstUse:
             self._announced.add(name)
             self._store.set(f"ready/{name}/{self._host.rank}", "")
 
-    def _compile_and_meet(self, form: Form, compile_it: Callable[[], object], what: str, timeout_s: float) -> bool:
-        """Return whether the ranks need not meet for ``form`` again."""
+    def _compile_and_meet(
+        self, variant: CompiledVariant, compile_it: Callable[[], object], what: str, timeout_s: float
+    ) -> bool:
+        """Return whether the ranks need not meet for ``variant`` again."""
         own = self._host.rank
-        begun = f"begun/{form.name}/{own}"
+        begun = f"begun/{variant.name}/{own}"
         self._store.set(begun, "")
-        self._store.set(f"now/{own}", json.dumps([form.partner, form.name, form.partner_name or form.name]))
+        self._store.set(f"now/{own}", json.dumps([variant.partner, variant.name, variant.partner_name or variant.name]))
         try:
             try:
                 compile_it()
             except BaseException:
                 self._store.delete_key(begun)  # the others wait for a rank that does not compile
                 raise
-            self._store.set(f"ready/{form.name}/{own}", "")
-            return self._meet(form, what, timeout_s)
+            self._store.set(f"ready/{variant.name}/{own}", "")
+            return self._meet(variant, what, timeout_s)
         finally:
             self._store.set(f"now/{own}", "")
 
@@ -112,16 +114,16 @@ class FirstUse:
             time.sleep(0.01)
         return sorted(self._host.gone)
 
-    def _meet(self, form: Form, what: str, timeout_s: float) -> bool:
+    def _meet(self, variant: CompiledVariant, what: str, timeout_s: float) -> bool:
         """Wait until every rank that the call needs is ready, or will not come. Returns whether they have met.
 
         Ranks that exchange messages need not: the sender of one may be far ahead of its receiver. Nor need those that
         are not waited for until the deadline.
         """
-        message = form.partner >= 0
-        awaited = [(form.name, rank) for rank in range(self._host.world_size)]
+        message = variant.partner >= 0
+        awaited = [(variant.name, rank) for rank in range(self._host.world_size)]
         if message:
-            awaited = [(form.partner_name, form.partner)]
+            awaited = [(variant.partner_name, variant.partner)]
         goes_on = message or self._patience_s is not None
         limit_s = _MESSAGE_PATIENCE_S if message else self._patience_s
         patience_s = timeout_s if limit_s is None else min(timeout_s / 2, limit_s)
@@ -156,14 +158,12 @@ class FirstUse:
         Two ranks that both send before they receive wait so for each other.
         """
         key = f"now/{rank}"
-        if not self._store.check([key]):
-            return False
-        now = self._store.get(key)
+        now = self._store.get(key) if self._store.check([key]) else b""
         if not now:
             return False
         partner, name, awaited = json.loads(now)
         ours = partner in (-1, self._host.rank)
-        return ours and all(form.name != awaited for form in self.known) and self._store.check([f"ready/{name}/{rank}"])
+        return ours and all(one.name != awaited for one in self.known) and self._store.check([f"ready/{name}/{rank}"])
 
     def _in_a_call(self, ranks: list[int]) -> bool:
         """Return whether one of ``ranks`` has begun this call, as another one with kernels that it knows."""

@@ -17,26 +17,20 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from shotcast.collectives.choice.resolver import Call
-from shotcast.collectives.first_use import Form
+from shotcast.collectives.first_use import CompiledVariant
 from shotcast.collectives.interface import Executor, GrowingExecutor
 from shotcast.errors import ConfigError
 from shotcast.wire import Fault
 
 
 def grow(
-    executor: Executor, call: Call, capturing: bool, compiled: Callable[[Form, Callable[[], object]], None]
+    executor: Executor, call: Call, capturing: bool, compiled: Callable[[CompiledVariant, Callable[[], object]], None]
 ) -> Fault | bool:
     """Make room for ``call``, unless there is enough. Collective: every rank makes the call.
 
-    Args:
-        compiled: ``compiled(form, load)`` returns once all ranks have loaded a kernel.
-
-    Returns:
-        Whether there is a new workspace, which calls use from now on that are bound from now on; or the fault that
-        ended the exchange of headers.
-
-    Raises:
-        ConfigError: the call is being captured in a graph; or, on all ranks, a rank has too little memory.
+    ``compiled(variant, load)`` returns once all ranks have loaded a kernel. Returns whether there is a new workspace,
+    for calls that are bound from now on; or the fault that ended the exchange of headers. Raises ConfigError if the
+    call is being captured in a graph, and on all ranks if one has too little memory.
     """
     if call.room <= executor.room:
         return False
@@ -45,9 +39,9 @@ def grow(
             f"{call.label} needs a larger workspace, which cannot be made inside a graph capture; call it once before"
         )
     assert isinstance(executor, GrowingExecutor)
-    meeting = executor.meeting(call.plan)
-    compiled(Form("meeting"), meeting.load)
-    meeting.run()
+    exchange = executor.header_exchange(call.plan)
+    compiled(CompiledVariant("header exchange"), exchange.load)
+    exchange.run()
     if fault := executor.fault():
         return fault
     executor.grow(call.room)

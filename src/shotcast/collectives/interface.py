@@ -66,7 +66,7 @@ class Executor(Protocol):
         ...
 
     def bind(self, plan: CallPlan) -> BoundCall: ...
-    def forms(self, plan: CallPlan) -> tuple[str, ...]:
+    def variants(self, plan: CallPlan) -> tuple[str, ...]:
         """Return names for what ``plan`` needs compiled, one for each kernel."""
         ...
 
@@ -105,7 +105,7 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-class Meeting(Protocol):
+class HeaderExchange(Protocol):
     """A kernel that exchanges the header of a call between all ranks, and does nothing else."""
 
     def load(self) -> None: ...
@@ -130,9 +130,7 @@ class KernelExecutor(Executor, Protocol):
 class BatchExecutor(Executor, Protocol):
     """An executor that makes several messages at once."""
 
-    def load_batch(self) -> None:
-        """Compile or load what batches need."""
-        ...
+    def load_batch(self) -> None: ...
 
     def run_batch(self, messages: Sequence[tuple[CallPlan, torch.Tensor]], /) -> None:
         """Send and receive; return when all is done, or a fault is known."""
@@ -153,10 +151,10 @@ class GrowingExecutor(Executor, Protocol):
     """An executor whose workspace begins small."""
 
     def load(self, plans: Sequence[CallPlan], /) -> None:
-        """Compile and load the kernels of plans of any size, and that of a meeting."""
+        """Compile and load the kernels of plans of any size, and that of a header exchange."""
         ...
 
-    def meeting(self, plan: CallPlan) -> Meeting: ...
+    def header_exchange(self, plan: CallPlan) -> HeaderExchange: ...
     def grow(self, room: int) -> None:
         """Make room for messages of ``room`` bytes. Collective; raises ConfigError on all ranks."""
         ...

@@ -15,8 +15,8 @@ from shotcast.memory.driver import visible_gpus
 from shotcast.memory.host_group import StoreGroup
 
 
-class Place(NamedTuple):
-    """The place of a rank, as it tells all others."""
+class RankLocation(NamedTuple):
+    """The location of a rank, as it tells all others."""
 
     host: str  # the name of its host
     boot: str  # the id of the running kernel, which differs between hosts of one name but not between their containers
@@ -50,31 +50,31 @@ def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) 
     trouble = ""
     if declared and ranks_here % declared:
         trouble = f"SHOTCAST_RANKS_PER_NODE={declared} does not divide the {ranks_here} ranks of this host"
-    own = _place(device, declared, host.rank)
+    own = _location(device, declared, host.rank)
     if undecided:
         own = own._replace(gpu=next(iter(visible_gpus())))
-    places = host.all_gather(own, what="construction")
-    own_gpus = have_own_gpus(places)
+    locations = host.all_gather(own, what="construction")
+    own_gpus = have_own_gpus(locations)
     if own_gpus:
-        places = [place._replace(shm=-1) for place in places]
-    layout = layout_of(places)
-    return Nodes(layout, len(set(_hosts(places))) == 1, declared, trouble, own_gpus)
+        locations = [location._replace(shm=-1) for location in locations]
+    layout = layout_of(locations)
+    return Nodes(layout, len(set(_hosts(locations))) == 1, declared, trouble, own_gpus)
 
 
-def have_own_gpus(places: Sequence[Place]) -> bool:
-    """Return whether ranks at these places, all undecided, have a GPU each that no other rank has."""
-    gpus = {place.gpu for place in places}
-    return "" not in gpus and len(gpus) == len(places)
+def have_own_gpus(locations: Sequence[RankLocation]) -> bool:
+    """Return whether ranks at these locations, all undecided, have a GPU each that no other rank has."""
+    gpus = {location.gpu for location in locations}
+    return "" not in gpus and len(gpus) == len(locations)
 
 
-def _place(device: torch.device, declared: int, rank: int) -> Place:
+def _location(device: torch.device, declared: int, rank: int) -> RankLocation:
     job, shm = env.whole_job(), -1
     if device.type == "cpu":
         with contextlib.suppress(OSError):  # creating shared memory says what is wrong
             shm = os.stat(env.shm_dir()).st_dev
     local_rank = job.local_rank if job is not None else rank
     launcher = os.environ.get("GROUP_RANK", "")
-    return Place(os.uname().nodename, boot_id(), shm, launcher, local_rank, declared)
+    return RankLocation(os.uname().nodename, boot_id(), shm, launcher, local_rank, declared)
 
 
 def boot_id() -> str:
@@ -86,21 +86,21 @@ def boot_id() -> str:
         return ""
 
 
-def _hosts(places: Sequence[Place]) -> list[tuple[str, str, int]]:
+def _hosts(locations: Sequence[RankLocation]) -> list[tuple[str, str, int]]:
     """Return what identifies the host of each rank: ranks of one host can map each other's memory."""
-    without = {(place.host, place.boot) for place in places if place.shm < 0}
-    return [(place.host, place.boot, -1 if (place.host, place.boot) in without else place.shm) for place in places]
+    without = {(location.host, location.boot) for location in locations if location.shm < 0}
+    return [(one.host, one.boot, -1 if (one.host, one.boot) in without else one.shm) for one in locations]
 
 
-def layout_of(places: Sequence[Place]) -> NodeLayout:
-    """Return the nodes of ranks at these places: the hosts, or the logical nodes that the environment declares.
+def layout_of(locations: Sequence[RankLocation]) -> NodeLayout:
+    """Return the nodes of ranks at these locations: the hosts, or the logical nodes that the environment declares.
 
     A node has the name of its host, with a number behind it where several have that name.
     """
-    hosts = _hosts(places)
+    hosts = _hosts(locations)
     keys = [
-        (host, place.launcher, place.local_rank // place.ranks_per_node) if place.ranks_per_node else (host, "", 0)
-        for host, place in zip(hosts, places, strict=True)
+        (host, one.launcher, one.local_rank // one.ranks_per_node) if one.ranks_per_node else (host, "", 0)
+        for host, one in zip(hosts, locations, strict=True)
     ]
     nodes = list(dict.fromkeys(keys))
     names = [key[0][0] for key in nodes]

@@ -307,7 +307,6 @@ class PreparedCalls:
         self.is_open = False
 
     def resume(self) -> None:
-        """Make them again."""
         self.is_open = not self._closed
 
     def close(self) -> None:
@@ -317,7 +316,6 @@ class PreparedCalls:
 
 
 def _first(operands: Operands, one: Tensor | None) -> int:
-    """Return the first place of an object among operands."""
     return next(at for at, other in enumerate(operands) if other is one)
 
 

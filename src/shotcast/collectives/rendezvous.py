@@ -12,13 +12,13 @@ import torch.distributed as dist
 from shotcast import env
 from shotcast.collectives.rank_device import gpus_are_shared
 from shotcast.errors import ConfigError
-from shotcast.memory.host_group import Meeting
+from shotcast.memory.host_group import Rendezvous
 
 SETUP_TIMEOUT_S = 120.0
 """Seconds that ranks wait for each other while a process group or a communicator is constructed."""
 
 
-def meeting_of(group: dist.ProcessGroup | None, device: torch.device) -> Meeting:
+def rendezvous_of(group: dist.ProcessGroup | None, device: torch.device) -> Rendezvous:
     """Return the ranks of ``group``, for None all ranks of the job; outside a job, this process as its only rank.
 
     Raises ConfigError as :func:`process_group_of` does.
@@ -26,12 +26,12 @@ def meeting_of(group: dist.ProcessGroup | None, device: torch.device) -> Meeting
     if group is None and not dist.is_initialized() and env.job() is None:
         variable, size = env.size_by_other_launcher()
         if not variable:
-            return Meeting(_store_of_one(), 0, 1, "alone")
+            return Rendezvous(_store_of_one(), 0, 1, "alone")
         raise ConfigError(
             f"{variable} says that {size} processes were started, but RANK and WORLD_SIZE are not set, so they cannot "
             "meet; start with torchrun, or with shotcast.spawn(fn, world_size)"
         )
-    return Meeting.of_group(process_group_of(group, device))
+    return Rendezvous.of_group(process_group_of(group, device))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import queue
 import threading
@@ -23,11 +24,7 @@ Make = Callable[[], Any]
 
 
 class Handle:
-    """A call that was started: a result that will be there. The handle of a call that is over, as a base of others.
-
-    Args:
-        result: of the call, as the attribute is.
-    """
+    """A call that was started: a result that will be there. The handle of a call that is over, as a base of others."""
 
     def __init__(self, result: Any = None):
         self.result = result
@@ -98,27 +95,22 @@ class StreamStarter:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        """The stream of the calls."""
-        return self._stream
+        self.stream = torch.cuda.Stream(device)
 
     def start(self, make: Make, operands: Any) -> Handle:
         """Make a call on the stream; ``operands`` has its tensors."""
         with torch.cuda.device(self._device):
             captured = capturing()
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
             try:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self.stream):
                     result = make()
                     event = torch.cuda.Event()
-                    event.record(self._stream)
+                    event.record(self.stream)
             finally:  # a call that fails may have begun to use its tensors
                 if not captured:
                     for tensor in tensors_in(operands):
-                        record_use(tensor, self._stream)
+                        record_use(tensor, self.stream)
         return _StreamHandle(result, event, self._device, captured, operands)
 
     def is_current(self) -> bool:
@@ -214,14 +206,27 @@ def in_this_state(make: Make) -> Make:
     return alike
 
 
-_Queue = queue.SimpleQueue[tuple[Outcome, Make] | None]
+class Worker:
+    """A thread that does the work of its ``queue`` in order, until that has None or ``close`` puts it there.
+
+    ``close`` is called when nothing refers to this any more.
+    """
+
+    def __init__(self, name: str):
+        self.queue: queue.SimpleQueue[Make | None] = queue.SimpleQueue()
+        # a daemon: a call that waits for ranks that never come must not keep the process from ending
+        self.thread = threading.Thread(target=_serve, args=(self.queue,), name=name, daemon=True)
+        self.thread.start()
+        self.close = weakref.finalize(self, self.queue.put, None)
 
 
-def _serve(waiting: _Queue) -> None:
-    while (item := waiting.get()) is not None:
-        outcome, make = item
-        outcome.run(make)
-        del item, outcome, make  # a tensor of the call is released now, not with the next one
+def _serve(waiting: queue.SimpleQueue[Make | None]) -> None:
+    while (work := waiting.get()) is not None:
+        try:
+            work()
+        except Exception:
+            logger.exception("work that was posted to a lane raised")  # what comes next must not wait for ever
+        del work  # its tensors are released now, not with the next work
 
 
 _AT_EXIT_S = 1.0
@@ -237,15 +242,11 @@ class ThreadStarter:
 
     def __init__(self, begun: Callable[[], None] | None = None, ended: Callable[[], None] | None = None):
         self._begun, self._ended = begun, ended
-        self._queue: _Queue = queue.SimpleQueue()
+        self._worker = Worker("shotcast started calls")
+        self._worker.close.atexit = False
+        self.thread_id = self._worker.thread.ident
         self._last: Outcome | None = None
         self._lock = threading.Lock()  # held while calls are awaited: one more thread waits for them too
-        # a daemon: a call that waits for ranks that never come must not keep the process from ending
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="shotcast started calls", daemon=True)
-        self._thread.start()
-        self.thread_id = self._thread.ident
-        self._end = weakref.finalize(self, self._queue.put, None)
-        self._end.atexit = False
         _STARTERS.add(self)
 
     def start(self, make: Make, operands: Any) -> Handle:
@@ -259,7 +260,7 @@ class ThreadStarter:
             if self._last is None and self._begun is not None:
                 self._begun()
             self._last = outcome
-            self._queue.put((outcome, make))
+            self._worker.queue.put(functools.partial(outcome.run, make))
         return outcome
 
     def is_current(self) -> bool:
@@ -280,23 +281,22 @@ class ThreadStarter:
     def serve_until(self, over: threading.Event) -> None:
         """Make calls on their thread, within one of them, until one that was started is over."""
         while not over.is_set():
-            item = self._queue.get()
-            if item is None:  # the thread ends: nothing comes any more
-                self._queue.put(None)
+            work = self._worker.queue.get()
+            if work is None:  # the thread ends: nothing comes any more
+                self._worker.queue.put(None)
                 return
-            outcome, make = item
-            outcome.run(make)
-            del item, outcome, make
+            work()
+            del work
 
     def settle_until(self, until: float) -> None:
         """Wait for the calls that were started, but no longer than to this point of ``time.monotonic``."""
         last = self._last
-        if last is not None and self._thread.is_alive():  # it does not live in a forked process
+        if last is not None and self._worker.thread.is_alive():  # it does not live in a forked process
             last.over.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """End the thread after the calls that were started."""
-        self._end()
+        self._worker.close()
 
 
 _STARTERS: weakref.WeakSet[ThreadStarter] = weakref.WeakSet()

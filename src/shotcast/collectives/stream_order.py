@@ -46,11 +46,8 @@ class StreamChain:
     def enter(self) -> bool:
         """Order a call that is about to be made on the current stream; return whether that stream is being captured.
 
-        :meth:`leave` follows when the call is enqueued.
-
-        Raises:
-            ConfigError: the call is eager, and the stream of the eager call before it is being captured now. A stream
-                that waited for that one would join the capture.
+        :meth:`leave` follows when the call is enqueued. Raises ConfigError if the call is eager, and the stream of the
+        eager call before it is being captured now: a stream that waited for that one would join the capture.
         """
         if self._capturing():
             self._follow_captured(self._current_stream(self._device))
@@ -75,7 +72,6 @@ class StreamChain:
 
     @property
     def has_eager(self) -> bool:
-        """Return whether there were eager calls."""
         return self._eager is not None
 
     @property
@@ -104,7 +100,7 @@ class StreamChain:
         capture = self._capture_id(stream)
         last = self._captured.get(capture)
         if last is None:  # its first call: what ended before it began is over
-            self._captured = {number: other for number, other in self._captured.items() if self._is_in(other, number)}
+            self._captured = {one: other for one, other in self._captured.items() if self._capture_id(other) == one}
             if self._replays:
                 self._follow_last(self._raw_stream(self._index))
         elif last != stream:
@@ -118,6 +114,3 @@ class StreamChain:
             if self._eager is not None and not self._capture_id(self._eager):
                 self._last.record(self._eager_handle)
         self._last.wait_captured(handle)
-
-    def _is_in(self, stream: Any, capture: int) -> bool:
-        return self._capture_id(stream) == capture

@@ -19,7 +19,7 @@ from shotcast.collectives.rendezvous import SETUP_TIMEOUT_S
 from shotcast.errors import ClosedError, ConfigError, UnsupportedError
 from shotcast.integrations.ray_meeting import ActorMeeting
 from shotcast.memory.driver import uuid_of
-from shotcast.memory.host_group import Meeting
+from shotcast.memory.host_group import Rendezvous
 
 _NAME_BYTES = 128
 _REDUCTIONS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
@@ -61,7 +61,7 @@ def group_class() -> Any:
 
         def _add(self, device: str) -> Communicator:
             kind = torch.device(device).type
-            meeting = Meeting(self._meeting.store, self.rank, self.world_size, f"ray/{kind}")
+            meeting = Rendezvous(self._meeting.store, self.rank, self.world_size, f"ray/{kind}")
             made = Communicator.from_store(meeting, device, timeout_s=self.timeout_s)
             self._communicators[kind] = made
             return made

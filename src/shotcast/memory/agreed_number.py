@@ -43,13 +43,9 @@ def agreed_number(
 ) -> int:
     """Return a number from 0 up, the same on all ranks. Collective.
 
-    Args:
-        store: what these ranks, and nobody else, use for this.
-        ended: returns the ranks that are known to come no more, for which nobody waits.
-        left: returns those of them whose processes live on.
-
-    Raises:
-        CollectiveTimeout: naming the ranks that did not come, or that ended or left meanwhile.
+    Nobody else uses the store for this. ``ended`` returns the ranks that are known to come no more, for which nobody
+    waits, and ``left`` those of them whose processes live on. Raises CollectiveTimeout naming the ranks that did not
+    come, or that ended or left meanwhile.
     """
     rank = members.rank
     token = secrets.token_hex(8)
@@ -97,15 +93,10 @@ class _Deadline:
 def _missing(store: dist.Store, number: int, world_size: int) -> list[int]:
     """Return the ranks that did not come, or else those that did not accept ``number``; -1 for no invitation."""
     others = range(1, world_size)
-    absent = [rank for rank in range(world_size) if not _token(store, rank)]
+    here = {rank: f"here/{rank}" for rank in range(world_size)}
+    absent = [rank for rank, key in here.items() if not (store.check([key]) and store.get(key))]
     silent = [rank for rank in others if number >= 0 and not store.check([f"accepted/{number}/{rank}"])]
     return absent or silent or [0]
-
-
-def _token(store: dist.Store, rank: int) -> str:
-    """Return the token of the attempt that ``rank`` makes; empty for none."""
-    key = f"here/{rank}"
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _lead(store: dist.Store, number: int, world_size: int, deadline: _Deadline) -> list[int]:

@@ -32,7 +32,7 @@ import torch
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.holdings import Held, Notice
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import Part, SymmetricBuffer, Target, raise_failures, take_first
+from shotcast.memory.symmetric import Part, SymmetricBuffer, Target, nbytes_of_view, raise_failures, take_first
 from shotcast.units import align_up
 
 PAGE = 4096
@@ -67,15 +67,14 @@ class _Block:
 
     def reserve(self, nbytes: int) -> Part | None:
         """Take the first free part of ``nbytes``; return None if there is none."""
-        self.parts = [part for part in self.parts if not self._is_free(part)]
-        return take_first(self.parts, Part, self.buffer.nbytes, nbytes)
+        return take_first(self.parts, self._is_free, self.buffer.nbytes, nbytes)
 
     def marks(self, member: int, start: int, nbytes: int, ranks: int) -> torch.Tensor:
         """Return the words by which the ranks of a lease say that they have closed it, in the memory of a member."""
         return self.buffer.view(member, start + nbytes - PAGE, (ranks,), torch.int64)
 
     def _is_free(self, part: Part) -> bool:
-        return not part.open and all(self.marks(self.own, part.start, part.nbytes, part.ranks).tolist())
+        return all(self.marks(self.own, part.start, part.nbytes, part.ranks).tolist())
 
     @property
     def in_use(self) -> bool:
@@ -101,11 +100,7 @@ class Lease:
         """Return rank ``rank``'s bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
         if not self._part.open:
             raise ClosedError("this lease of symmetric memory is closed")
-        count = 1
-        for extent in shape:
-            count *= extent
-        if offset < 0 or offset + count * dtype.itemsize > self.nbytes:
-            raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the lease's {self.nbytes} bytes")
+        nbytes_of_view("lease", self.nbytes, offset, shape, dtype)
         member, start = self._places[rank]
         return self._block.buffer.view(member, start + offset, shape, dtype)
 
@@ -172,15 +167,11 @@ class Arena:
 
         Every rank has closed the communicators that it closed before, which is so once the ranks have met.
 
-        Args:
-            allocate: makes a new block.
-            multicast: this rank wants a multicast address if there is one. Such an address names all members of a
-                block, at one offset. So where a block has one and all ranks want it, the communicator has just the
-                members of the block, and begins at the same offset on all ranks.
+        With ``multicast`` this rank wants a multicast address if there is one. Such an address names all members of a
+        block, at one offset. So where a block has one and all ranks want it, the communicator has just the members of
+        the block, and begins at the same offset on all ranks.
 
-        Raises:
-            ConfigError: on all ranks; a rank has too little memory.
-            CollectiveTimeout: naming ranks that did not come.
+        Raises ConfigError on all ranks if one has too little memory; CollectiveTimeout naming ranks that did not come.
         """
         nbytes = align_up(nbytes, PAGE) + PAGE
         self._drop_empty()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -15,9 +14,9 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from shotcast import env
-from shotcast.errors import ClosedError, ConfigError
+from shotcast.errors import ClosedError
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import raise_failures, shortage
+from shotcast.memory.symmetric import nbytes_of_view, raise_failures, shortage
 from shotcast.units import about_size
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -30,14 +29,10 @@ class CudaBuffer:
     Construction is collective. A rank says that its GPU has the memory before any rank maps that of others, so one full
     GPU is an error of all ranks. It needs no process group.
 
-    Args:
-        group: the ranks; all their GPUs have peer access to each other.
-        repeated: several ranks share a GPU, or know different GPUs by one number, as where each sees its own alone.
-            PyTorch then needs to be told, and there is no multicast.
-
-    Raises:
-        ConfigError: on every rank, naming the ranks whose GPU has too little memory, with what is wanted and free, or
-            for which PyTorch cannot map the memory.
+    All GPUs have peer access to each other. They are ``repeated`` where several ranks share one, or know different ones
+    by one number, as where each sees its own alone: PyTorch then needs to be told, and there is no multicast. Raises
+    ConfigError on every rank, naming the ranks whose GPU has too little memory, with what is wanted and free, or for
+    which PyTorch cannot map the memory.
     """
 
     def __init__(self, group: StoreGroup, nbytes: int, device: torch.device, repeated: bool):
@@ -67,8 +62,7 @@ class CudaBuffer:
         """Return rank ``rank``'s bytes from ``offset`` on as a tensor. Raises ConfigError beyond the end."""
         if self._tensor is None:
             raise ClosedError("this symmetric buffer is closed")
-        if offset < 0 or offset + math.prod(shape) * dtype.itemsize > self.nbytes:
-            raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the buffer's {self.nbytes} bytes")
+        nbytes_of_view("buffer", self.nbytes, offset, shape, dtype)
         return self._handle.get_buffer(rank, tuple(shape), dtype, offset // dtype.itemsize)
 
     def close(self) -> None:

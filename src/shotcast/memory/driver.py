@@ -58,7 +58,6 @@ class SideStream:
 
 @functools.cache
 def side_stream(device_index: int) -> SideStream:
-    """Return the side stream of a GPU."""
     return SideStream(torch.device("cuda", device_index))
 
 

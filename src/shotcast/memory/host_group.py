@@ -28,7 +28,7 @@ def _job_store() -> dist.Store:
     return _get_default_store()
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Ranks that meet in a key-value store, before anything else joins them."""
 
     store: dist.Store  # of which they may write every key that begins with `shotcast/`
@@ -43,7 +43,7 @@ class Meeting(NamedTuple):
     advice: str = ""  # what errors say to do once a call has stopped them; empty for a communicator, which can be reset
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup) -> Meeting:
+    def of_group(cls, group: dist.ProcessGroup) -> Rendezvous:
         """Return the ranks of a process group, of which this one is a member, and the job's store."""
         ranks, store = tuple(dist.get_process_group_ranks(group)), _job_store()
         title = "" if group is dist.group.WORLD else title_of(group)
@@ -64,20 +64,16 @@ def title_of(group: dist.ProcessGroup) -> str:
 class StoreGroup:
     """The ranks of a communicator, which exchange small objects through a key-value store.
 
-    ``steps`` is the number of exchanges that this rank has completed.
-
     Args:
-        meeting: all the ranks, and perhaps others.
+        rendezvous: all the ranks, and perhaps others.
         timeout_s: the default for how long a rank is awaited.
-        order: for each rank of the communicator, its rank in the meeting; None for all ranks as they are.
-        name: a name that no other object of the job has, on which the ranks agree; None to agree on one now, which is
-            collective.
-        group: what people call the ranks; None for what they call the meeting.
-
-    Raises:
-        CollectiveTimeout: naming the ranks that did not come to agree on a name within ``timeout_s``.
+        order: for each rank of the communicator, its rank there; None for all ranks as they are.
+        name: a name that no other object of the job has; None to agree on one now, which is collective, and raises
+            CollectiveTimeout naming the ranks that did not come.
+        group: what people call the ranks; None for what the rendezvous says.
 
     Attributes:
+        steps: the number of exchanges that this rank has completed.
         members: the ranks as errors name them.
         gone: ranks whose processes have ended, or that have left, for which nobody waits.
         left: those of them that have left.
@@ -86,26 +82,26 @@ class StoreGroup:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         timeout_s: float,
         order: Sequence[int] | None = None,
         name: str | None = None,
         group: str | None = None,
     ):
-        self._meeting = meeting
-        self.order = tuple(range(meeting.world_size) if order is None else order)
-        self.rank = self.order.index(meeting.rank)
+        self._rendezvous = rendezvous
+        self.order = tuple(range(rendezvous.world_size) if order is None else order)
+        self.rank = self.order.index(rendezvous.rank)
         self.world_size = len(self.order)
-        known = tuple(map(meeting.members.known, self.order))
-        self.members = Members(self.rank, known, meeting.group if group is None else group, meeting.advice)
+        known = tuple(map(rendezvous.members.known, self.order))
+        self.members = Members(self.rank, known, rendezvous.group if group is None else group, rendezvous.advice)
         self._timeout_s = timeout_s
         if name is None:
-            ours = dist.PrefixStore(f"shotcast/{meeting.name}", meeting.store)
-            ends = meeting.ended, meeting.left
+            ours = dist.PrefixStore(f"shotcast/{rendezvous.name}", rendezvous.store)
+            ends = rendezvous.ended, rendezvous.left
             number = agreed_number(ours, self.members, self.world_size, timeout_s, "construction", *ends)
-            name = f"{meeting.name}/{number}"
+            name = f"{rendezvous.name}/{number}"
         self.name = name
-        self._store = dist.PrefixStore(f"shotcast/{name}", meeting.store)
+        self._store = dist.PrefixStore(f"shotcast/{name}", rendezvous.store)
         self.steps = 0
         self.gone: Collection[int] = ()
         self.left: Collection[int] = ()
@@ -130,7 +126,7 @@ class StoreGroup:
     @property
     def meeting_point(self) -> str:
         """The host whose process has the store; empty if the ranks do not meet over a network."""
-        store = self._meeting.store
+        store = self._rendezvous.store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         return store.host if isinstance(store, dist.TCPStore) else ""
@@ -141,7 +137,7 @@ class StoreGroup:
         ``name`` is one that no other part of this group has.
         """
         order = [self.order[rank] for rank in ranks]
-        return StoreGroup(self._meeting, self._timeout_s, order, f"{self.name}/{name}", self.members.group)
+        return StoreGroup(self._rendezvous, self._timeout_s, order, f"{self.name}/{name}", self.members.group)
 
     def store(self, name: str) -> dist.Store:
         """Return a part of the store that is reserved for ``name``."""
@@ -150,12 +146,9 @@ class StoreGroup:
     def all_gather(self, value: Any, timeout_s: float | None = None, what: str = "setup") -> list[Any]:
         """Return every rank's ``value`` (picklable), by rank.
 
-        The timeout does not hold if the process that hosts the store is stopped: PyTorch waits for its answer without
-        end.
-
-        Raises:
-            CollectiveTimeout: naming the ranks that did not arrive within ``timeout_s``. They may still arrive: this
-                rank has not taken the step either, so its next call is the one that meets theirs.
+        Raises CollectiveTimeout naming the ranks that did not arrive within ``timeout_s``. They may still arrive: this
+        rank has not taken the step either, so its next call is the one that meets theirs. The timeout does not hold if
+        the process that hosts the store is stopped: PyTorch waits for its answer without end.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         step = self.steps

@@ -34,10 +34,7 @@ KEPT_BYTES = 128 << 20
 class MappedHeap:
     """Makes tensors in memory that all ranks map.
 
-    Args:
-        mapping: this rank's segment.
-        descriptor: of the segment.
-        start: the byte at which the heap begins, a multiple of the page size. It ends with the segment.
+    It lies in ``mapping``, this rank's segment, from byte ``start``, a multiple of the page size, to its end.
     """
 
     def __init__(self, mapping: mmap.mmap, descriptor: int, start: int):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import secrets
 import threading
 import time
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory import driver, nvshmem_library
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import Part, Target, raise_failures, take_first
+from shotcast.memory.symmetric import Part, Target, nbytes_of_view, raise_failures, take_first
 from shotcast.units import about_size, align_up
 
 T = TypeVar("T")
@@ -43,33 +42,23 @@ _QUIET_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class _Part(Part):
-    """A part whose ``closings`` count the ranks that closed it."""
-
-    closings: Callable[[], int] | None = None
-
-    @property
-    def free(self) -> bool:
-        if self.open or self.closings is None:
-            return False
-        try:
-            return self.closings() == self.ranks
-        except RuntimeError:  # the store has gone, and with it the word of the others
-            return False
-
-
-@dataclass(slots=True, eq=False)
 class _Block:
     """Memory that all PEs have: its address here, and this process's part of it as bytes."""
 
     address: int
     memory: torch.Tensor
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
-    def reserve(self, nbytes: int) -> _Part | None:
+    def reserve(self, nbytes: int) -> Part | None:
         """Take the first free part of ``nbytes``; return None if there is none."""
-        self.parts = [part for part in self.parts if not part.free]
-        return take_first(self.parts, _Part, self.memory.numel(), nbytes)
+        return take_first(self.parts, _is_free, self.memory.numel(), nbytes)
+
+
+def _is_free(part: Part) -> bool:
+    try:
+        return part.ranks > 0 and part.closings() == part.ranks
+    except RuntimeError:  # the store has gone, and with it the word of the others
+        return False
 
 
 class HeapLease:
@@ -86,7 +75,7 @@ class HeapLease:
         self,
         library: nvshmem_library.Library,
         block: _Block,
-        part: _Part,
+        part: Part,
         rank: int,
         mates: Collection[int],
         targets: Sequence[Target],
@@ -104,9 +93,7 @@ class HeapLease:
             raise ConfigError(f"rank {self._rank} has no tensor of rank {rank}'s memory of NVSHMEM")
         if not self._part.open:
             raise ClosedError("this lease of NVSHMEM's memory is closed")
-        nbytes = math.prod(shape) * dtype.itemsize
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the lease's {self.nbytes} bytes")
+        nbytes = nbytes_of_view("lease", self.nbytes, offset, shape, dtype)
         start = self._part.start + offset
         return self._block.memory[start : start + nbytes].view(dtype).view(tuple(shape))
 

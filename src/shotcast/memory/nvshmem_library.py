@@ -142,7 +142,6 @@ class Library:
 
     @property
     def pes(self) -> int:
-        """The number of PEs."""
         return int(self._functions.nvshmem_n_pes())
 
     def allocate(self, nbytes: int) -> int:

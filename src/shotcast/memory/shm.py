@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import secrets
@@ -162,12 +163,8 @@ class ShmBuffer:
 
     The mappings end with :meth:`close` and with the last tensor that :meth:`view` or the heap returned.
 
-    Args:
-        heap_nbytes: the address space behind it for a :class:`MappedHeap`, which has memory where tensors have.
-
-    Attributes:
-        heap: of this rank, behind the workspace; None without ``heap_nbytes``, and where a limit of a process leaves
-            too little address space.
+    Behind it, ``heap_nbytes`` of address space are for a :class:`MappedHeap`, which has memory where tensors have:
+    ``heap``, None without them, and where a limit of a process leaves too little address space.
     """
 
     def __init__(self, group: StoreGroup, nbytes: int, heap_nbytes: int = 0):
@@ -247,9 +244,7 @@ class ShmBuffer:
         """
         if not self._maps:
             raise ClosedError("this shared memory was closed")
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = math.prod(shape)
         end = offset + count * dtype.itemsize
         if not 0 <= rank < len(self._maps) or offset < 0 or count < 0 or end > self._nbytes or offset % dtype.itemsize:
             raise ConfigError(

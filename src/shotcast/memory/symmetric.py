@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -45,21 +46,30 @@ class Part:
     nbytes: int
     ranks: int = 0  # of the communicator; 0 until it is known
     open: bool = True  # this rank has not closed it
+    closings: Callable[[], int] = int  # counts the ranks that have closed it, where they leave no marks in it
 
 
-P = TypeVar("P", bound=Part)
+def take_first(parts: list[Part], is_free: Callable[[Part], bool], size: int, nbytes: int) -> Part | None:
+    """Add the first part of ``nbytes`` that ``parts`` leave free of ``size`` bytes; return None if there is none.
 
-
-def take_first(parts: list[P], new: Callable[[int, int], P], size: int, nbytes: int) -> P | None:
-    """Add the first part of ``nbytes`` that ``parts`` leave free of ``size`` bytes; return None if there is none."""
+    Before that, it drops the parts that this rank has closed and that are free.
+    """
+    parts[:] = [part for part in parts if part.open or not is_free(part)]
     end = 0
-    for position, part in enumerate((*parts, new(size, 0))):
+    for position, part in enumerate((*parts, Part(size, 0))):
         if part.start - end >= nbytes:
-            taken = new(end, nbytes)
-            parts.insert(position, taken)
+            parts.insert(position, taken := Part(end, nbytes))
             return taken
         end = part.start + part.nbytes
     return None
+
+
+def nbytes_of_view(owner: str, nbytes: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a view from ``offset`` on; raise ConfigError if it exceeds the ``nbytes`` of its owner."""
+    viewed = math.prod(shape) * dtype.itemsize
+    if offset < 0 or offset + viewed > nbytes:
+        raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the {owner}'s {nbytes} bytes")
+    return viewed
 
 
 class Target(NamedTuple):

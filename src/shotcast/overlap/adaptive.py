@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from shotcast.collectives.communicator import Communicator
+from shotcast.overlap.controller import Controller
 from shotcast.overlap.policy import AUTO, SEQUENTIAL, Decision, Way, decide
 
 K = TypeVar("K")
@@ -51,11 +53,9 @@ class Adaptive:
 
         Inside a graph capture nothing is measured: a shape that is not known is done one after the other.
 
-        Args:
-            shape: what the decision is for.
-            ways: the sequential one first.
-            predict: returns the times that models predict, in microseconds; called where a shape is first met.
-            checked: ways whose results must have the bits of the sequential one, or they are not taken.
+        The decision is for a ``shape``. The sequential way is the first. ``predict`` returns the times that models
+        predict, in microseconds, where a shape is first met. Ways that are ``checked`` are not taken unless their
+        results have the bits of the sequential one.
         """
         if self.way != AUTO:
             return ways.get(self.way, ways[SEQUENTIAL])()
@@ -68,3 +68,25 @@ class Adaptive:
             decision = decide(self._comm, choices, checked=checked)
             remember(self.decisions, shape, decision)
         return ways.get(decision.way, ways[SEQUENTIAL])()  # a smaller shape may have fewer ways
+
+
+@dataclass(slots=True)
+class Cache:
+    """The state that a communicator keeps for one kind of products."""
+
+    adaptive: Adaptive  # decides, by shape and dtype
+    known: dict[Hashable, Any] = field(default_factory=dict)  # what was found out of the last shapes
+    controller: Controller | None = None  # of the lanes of CPU ranks, once there is one
+
+    @classmethod
+    def of(cls, comm: Communicator, kind: str) -> Cache:
+        """Return the cache of a communicator, which begins empty."""
+        if kind not in comm._state_above:
+            comm._state_above[kind] = cls(Adaptive(comm))
+        found: Cache = comm._state_above[kind]
+        return found
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned when this key was first asked for."""
+        found: T = self.known[key] if key in self.known else remember(self.known, key, make())
+        return found

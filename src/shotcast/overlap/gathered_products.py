@@ -15,9 +15,9 @@ for themselves, so that its bits do not depend on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.hardware import catalog
 from shotcast.overlap import schedule, torch_ops
-from shotcast.overlap.adaptive import Adaptive, bucket, remember
+from shotcast.overlap.adaptive import Cache, bucket
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import Lanes
 from shotcast.overlap.policy import AUTO, FUSED, PLAIN, SEQUENTIAL, WORTH, check_way, model_us
@@ -39,7 +39,6 @@ from shotcast.wire import Op
 if TYPE_CHECKING:
     from shotcast.kernels.triton.gemm import GemmConfig, GemmForm
 
-T = TypeVar("T")
 _ALGORITHM = "few_sms"
 """The algorithm whose programs bring rows."""
 GROUP = 8
@@ -120,7 +119,7 @@ def all_gather_matmul(
                 ways[FUSED] = fused
             widths = tuple(weight.shape[1] for weight in weights)
             shape = bucket(len(gathered)), depth, gathered.dtype, widths, config, sms
-            _kept(comm).adaptive.run(shape, ways, checked=(FUSED,))
+            Cache.of(comm, __name__).adaptive.run(shape, ways, checked=(FUSED,))
         elif way == FUSED:
             fused()
         elif way == PLAIN:
@@ -201,28 +200,6 @@ def _plain(
         multiply(number % world_size)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The state of gathered products that a communicator keeps."""
-
-    adaptive: Adaptive  # decides, by rows (up to a power of two), the rest of the shape, and dtype
-    known: dict[Any, Any] = field(default_factory=dict)  # what was found out of the last exact shapes
-
-
-def _kept(comm: Communicator) -> _Kept:
-    if __name__ not in comm._state_above:
-        comm._state_above[__name__] = _Kept(Adaptive(comm))
-    found: _Kept = comm._state_above[__name__]
-    return found
-
-
-def _once(comm: Communicator, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """Return what ``make`` returned when ``comm`` first asked for this key."""
-    known = _kept(comm).known
-    found: T = known[key] if key in known else remember(known, key, make())
-    return found
-
-
 def _fused(
     comm: Communicator,
     a_shard: torch.Tensor,
@@ -234,7 +211,8 @@ def _fused(
 ) -> None:
     few = few_sms(comm, sms)
     if not serves_fused(comm, gathered, weights, sms):
-        raise UnsupportedError(f"all_gather_matmul has no fused form here: {obstacle(comm, gathered, weights, few)}")
+        why = unsupported_reason(comm, gathered, weights, few)
+        raise UnsupportedError(f"all_gather_matmul has no fused form here: {why}")
     if a_shard.data_ptr() % 16:
         a_shard = a_shard.clone()
     form = own_gemm().form_of(gathered, weights[0], outs[0])
@@ -245,12 +223,12 @@ def _fused(
         shape = comm.explain(gathered, Op.ALL_GATHER.label, _ALGORITHM, sms=few).launch
         return gather_matmul.call_of(form, config or fused_config(form), comm.world_size, shape)
 
-    call = _once(comm, ("call", form, config, few), new_call)
+    call = Cache.of(comm, __name__).once(("call", form, config, few), new_call)
     comm._run_kernel(call, a_shard, gathered, weights[0], outs[0])
     _multiply_all(gathered, weights[1:], outs[1:], config, comm.world_size)
 
 
-def obstacle(comm: Communicator, gathered: torch.Tensor, weights: Sequence[torch.Tensor], sms: int) -> str:
+def unsupported_reason(comm: Communicator, gathered: torch.Tensor, weights: Sequence[torch.Tensor], sms: int) -> str:
     """Return why no product can begin before all rows have come; empty if one can."""
     if comm.world_size == 1:
         return "there is one rank"
@@ -271,7 +249,7 @@ def serves_fused(
     """Return whether gathered rows of this shape can be multiplied while they arrive."""
     few = few_sms(comm, sms)
     key = "serves", gathered.shape, gathered.dtype, tuple(weight.shape for weight in weights), few
-    return _once(comm, key, lambda: not obstacle(comm, gathered, weights, few))
+    return Cache.of(comm, __name__).once(key, lambda: not unsupported_reason(comm, gathered, weights, few))
 
 
 def fused_config(form: GemmForm) -> GemmConfig:
@@ -303,7 +281,7 @@ def choose_way(
     if not serves_fused(comm, gathered, weights, sms):
         return SEQUENTIAL
     key = "way", gathered.shape, gathered.dtype, tuple(weight.shape for weight in weights), config, sms
-    return _once(comm, key, choose)
+    return Cache.of(comm, __name__).once(key, choose)
 
 
 def predicted_ways(

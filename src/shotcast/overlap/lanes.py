@@ -6,17 +6,15 @@ import abc
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.started import in_this_state
+from shotcast.collectives.started import Worker, in_this_state
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory.block_heap import record_use
 from shotcast.overlap.schedule import COMPUTE_LANE
@@ -254,18 +252,6 @@ class _Run:
                 event.set()
 
 
-_STOP = None
-
-
-def _serve(work: queue.SimpleQueue[Work | None]) -> None:
-    while (item := work.get()) is not _STOP:
-        try:
-            item()
-        except Exception:
-            logger.exception("work that was posted to a lane raised")  # what comes next must not wait for ever
-        del item  # a tensor of the work is released now, not with the next work
-
-
 class ThreadLanes(Lanes):
     """Lanes on the caller's thread and one more thread for each communicator.
 
@@ -280,16 +266,12 @@ class ThreadLanes(Lanes):
 
     def __init__(self, communicators: Sequence[Communicator]):
         super().__init__(communicators)
-        self._queues: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in communicators]
-        for number, waiting in enumerate(self._queues):
-            # a daemon: a call that waits for ranks that never come must not keep the process from ending
-            threading.Thread(target=_serve, args=(waiting,), name=f"shotcast overlap {number}", daemon=True).start()
-        self._stop = weakref.finalize(self, _stop, self._queues)
+        self._workers = [Worker(f"shotcast overlap {number}") for number in range(len(communicators))]
         self._run: _Run | None = None
         self._used = threading.Lock()
 
     def begin(self) -> None:
-        if not self._stop.alive:
+        if not self._workers[0].close.alive:
             raise ClosedError("these lanes were closed")
         if not self._used.acquire(False):
             raise ConfigError("the lanes are in use; overlap is not nested")
@@ -307,11 +289,11 @@ class ThreadLanes(Lanes):
         if lane == COMPUTE_LANE:
             event.set()
         else:
-            self._queues[lane - 1].put(event.set)
+            self._workers[lane - 1].queue.put(event.set)
 
     def wait(self, lane: int, event: _HostEvent) -> None:
         if lane != COMPUTE_LANE:
-            self._queues[lane - 1].put(event.wait)
+            self._workers[lane - 1].queue.put(event.wait)
             return
         event.wait()
         if self._now.error is not None:
@@ -333,12 +315,12 @@ class ThreadLanes(Lanes):
                 except BaseException as error:
                     run.fail(error)
 
-        self._queues[lane - 1].put(guarded)
+        self._workers[lane - 1].queue.put(guarded)
 
     def post(self, lane: int, work: Work) -> None:
-        if not self._stop.alive:
+        if not self._workers[0].close.alive:
             raise ClosedError("these lanes were closed")
-        self._queues[lane - 1].put(work)
+        self._workers[lane - 1].queue.put(work)
 
     def share(self, result: Any) -> None:
         pass
@@ -349,9 +331,9 @@ class ThreadLanes(Lanes):
             if error is not None:
                 run.fail(error)
             if error is None or isinstance(error, Exception):  # an interrupted caller does not wait
-                over = [threading.Event() for _ in self._queues]
-                for waiting, event in zip(self._queues, over, strict=True):
-                    waiting.put(event.set)
+                over = [threading.Event() for _ in self._workers]
+                for worker, event in zip(self._workers, over, strict=True):
+                    worker.queue.put(event.set)
                 for event in over:
                     event.wait()
             if error is None and run.error is not None:
@@ -365,12 +347,8 @@ class ThreadLanes(Lanes):
         return (end.ns - begin.ns) / 1e3
 
     def close(self) -> None:
-        self._stop()
-
-
-def _stop(queues: list[queue.SimpleQueue[Work | None]]) -> None:
-    for waiting in queues:
-        waiting.put(_STOP)
+        for worker in self._workers:
+            worker.close()
 
 
 def lanes_of(communicators: Communicator | Sequence[Communicator], priority: int = HIGH) -> Lanes:

@@ -127,8 +127,7 @@ def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS, checke
     """
     if not ways or ways[0].name != SEQUENTIAL:
         raise ConfigError("the first way is the sequential one")
-    predicted, left_out = _predictions(comm, ways), {}
-    chosen = []
+    predicted, left_out, chosen = _predictions(comm, ways), dict[str, str](), list[Way]()
     best = min(predicted.values(), default=math.inf)
     plain = PLAIN
     if all(way.name != PLAIN for way in ways):
@@ -223,12 +222,12 @@ def _choose(comm: Communicator, median_us: Mapping[str, float]) -> tuple[str, st
     why = "no overlap pays"
     if best != SEQUENTIAL:
         why = f"overlap gains {gain:.1%} at most, which is not worth it"
-    if obstacle := _obstacle(comm):
-        why += f"; {obstacle}"
+    if reason := _reason_against_overlap(comm):
+        why += f"; {reason}"
     return SEQUENTIAL, why
 
 
-def _obstacle(comm: Communicator) -> str:
+def _reason_against_overlap(comm: Communicator) -> str:
     """Return what is known to keep communication from running beside computation here; empty if nothing."""
     if comm.device.type == "cuda":
         return one_hardware_queue()

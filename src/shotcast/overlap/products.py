@@ -110,7 +110,6 @@ class LibraryProduct:
             raise ConfigError(f"left_sms is {self.left_sms}; it takes a number from 0 up")
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``torch.matmul(a, b)``, in ``out`` if it is given."""
         with self.scope(a.device):
             return torch.matmul(a, b, out=out) if out is not None else torch.matmul(a, b)
 

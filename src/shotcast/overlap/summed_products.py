@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.torch_private import increment_version, is_traced
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.overlap import schedule, torch_ops
-from shotcast.overlap.adaptive import Adaptive, bucket, remember
+from shotcast.overlap.adaptive import Adaptive, Cache, bucket
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.lanes import lanes_of
 from shotcast.overlap.policy import AUTO, FUSED, PLAIN, SEQUENTIAL, Decision, Way, check_way, measure, model_us
@@ -42,15 +41,6 @@ CHUNKS = 4
 _LEAST_ROWS = 64
 """The fewest rows of a chunk: smaller products take more time for each row."""
 _COLLECTIVES = {ProductOp.MATMUL_REDUCE_SCATTER: "reduce_scatter", ProductOp.MATMUL_ALL_REDUCE: "all_reduce"}
-
-
-@dataclass(slots=True)
-class _Kept:
-    """The state of summed products that a communicator keeps."""
-
-    adaptive: Adaptive  # decides, by operation, shape and dtype
-    calls: dict[Any, KernelCall] = field(default_factory=dict)  # those of kernels, by operation, form and configuration
-    controller: Controller | None = None  # of the lanes of CPU ranks, once there is one
 
 
 @torch_ops.run_eagerly
@@ -119,7 +109,7 @@ def explain_product(
     call = _Product(comm, _OPS[op], a, b, None, config)
     ways = call.ways()
     if len(ways) > 1:
-        if known := call.kept.adaptive.decisions.get(call.shape):
+        if known := call.cache.adaptive.decisions.get(call.shape):
             return known
         why = f"not measured yet; the first call measures {' and '.join(ways)}"
         return Decision(AUTO, why, {}, {}, {})
@@ -144,7 +134,7 @@ def _run(
         return torch_ops.summed(comm, op is ProductOp.MATMUL_REDUCE_SCATTER, a, b, out, way, config)
     call = _Product(comm, op, a, b, out, config)
     check_way(way)
-    if way == FUSED and (why := call.obstacle):
+    if way == FUSED and (why := call.unsupported_reason):
         raise UnsupportedError(f"{op.label} of {call} has no fused form: {why}")
     if call.needs_gradients:
         if way == PLAIN:
@@ -155,11 +145,11 @@ def _run(
     with torch.no_grad():
         ways = call.ways(forced=way)
         if way == AUTO:
-            call.decide(call.kept.adaptive, call.shape, ways)
+            call.decide(call.cache.adaptive, call.shape, ways)
         elif way in ways:
             ways[way]()
         else:
-            raise UnsupportedError(f"{op.label} of {call} has no way {way!r}: {call.obstacle_to_chunks()}")
+            raise UnsupportedError(f"{op.label} of {call} has no way {way!r}: {call.reason_against_chunks()}")
     return call.out
 
 
@@ -210,9 +200,7 @@ class _Product:
         self._given = out
         self._out: torch.Tensor | None = out
         self._config = config
-        if __name__ not in comm._state_above:
-            comm._state_above[__name__] = _Kept(Adaptive(comm, AUTO))
-        self.kept: _Kept = comm._state_above[__name__]
+        self.cache = Cache.of(comm, __name__)
 
     def __str__(self) -> str:
         return f"[{self.m}, {self.k}] @ [{self.k}, {self.n}] of {self.a.dtype}"
@@ -240,7 +228,7 @@ class _Product:
         return gemm.FAST if gemm.has_tma(self.a.device) else gemm.WITHOUT_TMA
 
     @functools.cached_property
-    def obstacle(self) -> str:
+    def unsupported_reason(self) -> str:
         """The reason why no kernel can multiply and sum at once; empty if one can."""
         topology = self.comm.topology
         if self.comm.world_size == 1:
@@ -272,13 +260,13 @@ class _Product:
             return str(error)
         return ""
 
-    def obstacle_to_chunks(self) -> str:
+    def reason_against_chunks(self) -> str:
         """Return why the product is not made in chunks, each summed under the next; empty if it can be."""
         if self.comm.world_size == 1:
             return "there is one rank"
         if self.a.device.type != "cpu":
             return "chunks of rows are for CPU ranks"
-        if not self.obstacle:
+        if not self.unsupported_reason:
             return "chunks of rows are for ranks without a kernel that multiplies and sums"
         if self.needs_gradients:
             return "it has no gradient"
@@ -289,10 +277,9 @@ class _Product:
     def reason(self) -> str:
         """Return why ``auto`` has no other way than one after the other."""
         if self.a.device.type == "cpu" and not self.comm.topology.transport.grids:
-            return self.obstacle_to_chunks()
-        if why := self.obstacle:
-            return why
-        return "its tiles are fewer than the SMs, so the vendor's library multiplies" if self._is_small() else ""
+            return self.reason_against_chunks()
+        small = "its tiles are fewer than the SMs, so the vendor's library multiplies"
+        return self.unsupported_reason or (small if self._is_small() else "")
 
     def _is_small(self) -> bool:
         """Return whether tiles would leave SMs idle, so that the library's choice of tiles is better."""
@@ -304,9 +291,9 @@ class _Product:
 
     def ways(self, forced: str = AUTO) -> dict[str, Callable[[], None]]:
         """Return the ways to make the call, the sequential one first."""
-        if not self.obstacle and (forced != AUTO or not self._is_small()):
+        if not self.unsupported_reason and (forced != AUTO or not self._is_small()):
             return {SEQUENTIAL: self._product_first, FUSED: self._fused}
-        if not self.obstacle_to_chunks():
+        if not self.reason_against_chunks():
             return {SEQUENTIAL: self._product_first, PLAIN: self._in_chunks}
         return {SEQUENTIAL: self._library_product_first}
 
@@ -363,12 +350,12 @@ class _Product:
         a, b = self._operands()
         out = self.out if not self.out.data_ptr() % 16 else torch.empty_like(self.out)
         form, config = gemm.form_of(a, b, a.new_empty(1, self.n).expand(self.m, self.n)), self.config()
-        key = self.op, form, config
-        call = self.kept.calls.get(key)
-        if call is None:
-            dtype = str(a.dtype).removeprefix("torch.")
-            call = matmul_reduce.call_of(self.op, form, config, self.comm.world_size, self.comm.max_bytes, dtype)
-            remember(self.kept.calls, key, call)
+
+        def new_call() -> KernelCall:
+            dtype, comm = str(a.dtype).removeprefix("torch."), self.comm
+            return matmul_reduce.call_of(self.op, form, config, comm.world_size, comm.max_bytes, dtype)
+
+        call = self.cache.once((self.op, form, config), new_call)
         self.comm._run_kernel(call, a, b, out)
         if out is not self.out:
             self.out.copy_(out)
@@ -391,7 +378,7 @@ class _Product:
     def _product(self, out: torch.Tensor) -> None:
         """Multiply as all ways do, rounded to the dtype."""
         ways = self.ways()
-        if FUSED in ways or not self.obstacle:
+        if FUSED in ways or not self.unsupported_reason:
             from shotcast.overlap.products import ShapedProduct
 
             stored = self._for_copy_engine(out)
@@ -399,8 +386,9 @@ class _Product:
             if stored is not out:
                 out.copy_(stored)
         elif PLAIN in ways:
-            for chunk in self._chunks():
-                self._multiply_chunk(out, *chunk)
+            for first, end in self._chunks():
+                for source, target in zip(self._blocks(self.a), self._blocks(out), strict=True):
+                    torch.mm(source[first:end], self.b, out=target[first:end])
         else:
             torch.matmul(self.a, self.b, out=out)
 
@@ -439,11 +427,6 @@ class _Product:
         blocks = self.comm.world_size if self.scatters else 1
         return product.reshape(blocks, self.m // blocks, product.shape[1])
 
-    def _multiply_chunk(self, product: torch.Tensor, first: int, end: int) -> None:
-        blocks = self._blocks(product)
-        for source, target in zip(self._blocks(self.a), blocks, strict=True):
-            torch.mm(source[first:end], self.b, out=target[first:end])
-
     def _in_chunks(self) -> None:
         chunks, out = self._chunks(), self.out
         parts: list[torch.Tensor] = []
@@ -463,9 +446,9 @@ class _Product:
             else:
                 comm.all_reduce(part, out=out[first:end], sms=self._sms)
 
-        if self.kept.controller is None:
-            self.kept.controller = Controller(lanes_of(self.comm))
-        self.kept.controller.run(
+        if self.cache.controller is None:
+            self.cache.controller = Controller(lanes_of(self.comm))
+        self.cache.controller.run(
             schedule.chain(len(chunks)),
             {f"compute {i}": lambda one=one: compute(*one) for i, one in enumerate(chunks)},  # type: ignore[misc]
             {f"communicate {i}": lambda comm, i=i: communicate(comm, i) for i in range(len(chunks))},  # type: ignore[misc]

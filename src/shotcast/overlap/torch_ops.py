@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.torch_ops.communicators import named
-from shotcast.collectives.torch_ops.operators import operator, written
+from shotcast.collectives.torch_ops.operators import named, operator, written
 from shotcast.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ __all__ = ["BACKEND", "counts", "monitored_barrier"]
 
 
 def counts(group: dist.ProcessGroup | None = None) -> dict[str, dict[str, int]]:
-    """Return how many calls of a process group each way has served, by operation.
+    """Return how many calls of a process group each route has served, by operation.
 
-    It returns ``{"all_reduce": {"own": 3}}``, for example. The ways are ``own``, for a communicator, and ``inner``, for
-    the group of Gloo or NCCL inside (``docs/reference/compatibility.md``).
+    It returns ``{"all_reduce": {"own": 3}}``, for example. The routes are ``own``, for a communicator, and ``inner``,
+    for the group of Gloo or NCCL inside (``docs/reference/compatibility.md``).
 
     Args:
         group: a process group of this backend; None for that of all ranks.

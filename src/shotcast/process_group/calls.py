@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shotcast.collectives.calls.caller import key_of
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.reductions import OF_TORCH, reduction_name
 from shotcast.collectives.torch_private import Unseen
@@ -17,17 +18,19 @@ from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
 from shotcast.process_group.modes import visible
 from shotcast.process_group.operands import Operands, flat, is_dense, joined, movable
-from shotcast.process_group.served import is_scaled, way_of
+from shotcast.process_group.routing import is_scaled, route_of
 from shotcast.process_group.works import DoneWork, SeveralWorks
 
 _CPU = torch.device("cpu")
-MOVED = {op: (op, "auto", None, type(None)) for op in ("all_gather", "all_to_all")}
+MOVED = {op: key_of(getattr(Communicator, op), None) for op in ("all_gather", "all_to_all")}
 REDUCED = {
-    (op, getattr(dist.ReduceOp, kind).value): (op, "auto", name, None, type(None))
+    (op, getattr(dist.ReduceOp, kind).value): key_of(getattr(Communicator, op), None, reduction=name)
     for op in ("all_reduce", "reduce_scatter")
     for kind, name in OF_TORCH.items()
 }
 """Keys by which methods of a communicator find calls that they prepared, without arguments beside the tensors."""
+BARRIER = key_of(Communicator.barrier)
+BROADCAST = functools.cache(functools.partial(key_of, Communicator.broadcast, None))
 _SINGLE = {"reduce_scatter": "_reduce_scatter_base", "all_gather": "_allgather_base"}
 """Methods of an inner group whose tensors have the parts of all ranks."""
 Begin = Callable[[Any], Any]
@@ -59,11 +62,9 @@ class Calls:
 
     @visible("allreduce")
     def _all_reduce(self, tensors: Any, opts: Any, op: Any, timeout: timedelta | None) -> DoneWork:
-        opts = _options(torch_private.AllreduceOptions, opts, op, timeout)
+        opts = _options(dist.AllreduceOptions, opts, op, timeout)
         given = _only(tensors, "allreduce")
         name, factor = _reduction(opts, given.dtype)
-        if torch_private.has_no_data(given):
-            return DoneWork([given])
         x = torch_private.plain(given)
 
         def make(comm: Communicator, data: Operands) -> None:
@@ -75,7 +76,7 @@ class Calls:
     @visible()
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> DoneWork:
         """Reduce tensors of all ranks, in place."""
-        opts = opts if opts is not None else torch_private.AllreduceCoalescedOptions()
+        opts = opts if opts is not None else dist.AllreduceCoalescedOptions()
         xs, op = [torch_private.plain(x) for x in tensors], "all_reduce_coalesced"
         if not xs or torch_private.has_no_data(xs[0]):
             return DoneWork(list(tensors))
@@ -93,12 +94,10 @@ class Calls:
     @visible()
     def reduce(self, tensors: Any, opts: Any = None, root: int = 0, op: Any = None) -> DoneWork:
         """Reduce a tensor of all ranks to one of them, in place there."""
-        opts = _rooted(torch_private.ReduceOptions, opts, root, op)
+        opts = _rooted(dist.ReduceOptions, opts, root, op)
         given = _only(tensors, "reduce")
         self._check_root("reduce", opts.rootRank)
         name, factor = _reduction(opts, given.dtype)
-        if torch_private.has_no_data(given):
-            return DoneWork([given])
         x = torch_private.plain(given)
 
         def make(comm: Communicator, data: Operands) -> None:
@@ -112,7 +111,7 @@ class Calls:
     @visible()
     def reduce_scatter(self, outputs: Any, inputs: Any = None, opts: Any = None, op: Any = None) -> DoneWork:
         """Reduce the i-th tensor of a list of all ranks to rank i."""
-        opts = _options(torch_private.ReduceScatterOptions, opts, op, None)
+        opts = _options(dist.ReduceScatterOptions, opts, op, None)
         given = _only(outputs, "reduce_scatter")
         name, factor = _reduction(opts, given.dtype)
         out, xs = torch_private.plain(given), [torch_private.plain(part) for part in _list(inputs)]
@@ -143,14 +142,13 @@ class Calls:
 
     @visible("reduce_scatter_single", "_reduce_scatter_base")
     def _reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> DoneWork:
-        opts = opts if opts is not None else torch_private.ReduceScatterOptions()
+        opts = opts if opts is not None else dist.ReduceScatterOptions()
         return self._single("reduce_scatter", output, x, opts, _reduction(opts, x.dtype))
 
     @visible("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Reduce the i-th parts of tensors of all ranks to rank i."""
-        opts = opts if opts is not None else torch_private.ReduceScatterOptions()
-        return self._single_coalesced("reduce_scatter", outputs, inputs, opts)
+        return self._single_coalesced("reduce_scatter", outputs, inputs, opts or dist.ReduceScatterOptions())
 
     def _single(
         self, op: str, output: torch.Tensor, x: torch.Tensor, opts: Any, reduction: tuple[str, Any] | None = None
@@ -174,7 +172,6 @@ class Calls:
         return self._call(op, make, [output], [own], [out], opts, inner, *(reduction or ()))
 
     def _single_coalesced(self, op: str, outputs: Any, inputs: Any, opts: Any) -> DoneWork:
-        """Make several such calls at once."""
         outs, xs = [torch_private.plain(out) for out in outputs], [torch_private.plain(x) for x in inputs]
         call = f"{op}_coalesced"
         _sized(call, len(xs), len(outs), "inputs")
@@ -212,22 +209,19 @@ class Calls:
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> DoneWork:
         """Copy a tensor of one rank to all."""
-        if type(opts) is not torch_private.BroadcastOptions:
-            opts = _rooted(torch_private.BroadcastOptions, opts, root, None, timeout)
+        if type(opts) is not dist.BroadcastOptions:
+            opts = _rooted(dist.BroadcastOptions, opts, root, None, timeout)
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
+        again = None
         if isinstance(tensors, list) and len(tensors) == 1:
-            key, x = ("broadcast", opts.rootRank, int, "auto", None, type(None)), tensors[0]
-            if work := self._again("broadcast", opts, key, x, x):
-                return work
-        return self._broadcast(tensors, opts)
+            again = self._again("broadcast", opts, BROADCAST(opts.rootRank), tensors[0], tensors[0])
+        return again or self._broadcast(tensors, opts)
 
     @visible("broadcast")
     def _broadcast(self, tensors: Any, opts: Any) -> DoneWork:
         given = _only(tensors, "broadcast")
         self._check_root("broadcast", opts.rootRank)
-        if torch_private.has_no_data(given):
-            return DoneWork([given])
         x = torch_private.plain(given)
 
         def make(comm: Communicator, data: Operands) -> None:
@@ -267,14 +261,12 @@ class Calls:
 
     @visible("all_gather_single", "_allgather_base")
     def _all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> DoneWork:
-        opts = opts if opts is not None else torch_private.AllgatherOptions()
-        return self._single("all_gather", output, x, opts)
+        return self._single("all_gather", output, x, opts or torch_private.AllgatherOptions())
 
     @visible("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Give every rank tensors of all, each in one."""
-        opts = opts if opts is not None else torch_private.AllgatherOptions()
-        return self._single_coalesced("all_gather", outputs, inputs, opts)
+        return self._single_coalesced("all_gather", outputs, inputs, opts or torch_private.AllgatherOptions())
 
     @visible()
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
@@ -304,7 +296,7 @@ class Calls:
     @visible()
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> DoneWork:
         """Give one rank the tensors of all."""
-        opts = _rooted(torch_private.GatherOptions, opts, root)
+        opts = _rooted(dist.GatherOptions, opts, root)
         x = torch_private.plain(_only(inputs, "gather"))
         given = _list(outputs)
         outs = [torch_private.plain(out) for out in given]
@@ -328,7 +320,7 @@ class Calls:
     @visible()
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> DoneWork:
         """Give every rank a tensor of one rank's list."""
-        opts = _rooted(torch_private.ScatterOptions, opts, root)
+        opts = _rooted(dist.ScatterOptions, opts, root)
         given = _only(outputs, "scatter")
         out = torch_private.plain(given)
         xs = [torch_private.plain(part) for part in _list(inputs)]
@@ -351,7 +343,7 @@ class Calls:
     @visible()
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
         """Send the i-th tensor of a list to rank i."""
-        opts = opts if opts is not None else torch_private.AllToAllOptions()
+        opts = opts if opts is not None else dist.AllToAllOptions()
         outs, xs = [torch_private.plain(out) for out in outputs], [torch_private.plain(x) for x in inputs]
         _sized("all_to_all", len(outs), self._world_size, "tensors")
         _sized("all_to_all", len(xs), self._world_size, "tensors")
@@ -389,7 +381,7 @@ class Calls:
         input_split_sizes: Sequence[int],
         opts: Any,
     ) -> DoneWork:
-        opts = opts if opts is not None else torch_private.AllToAllOptions()
+        opts = opts if opts is not None else dist.AllToAllOptions()
         if torch_private.has_no_data(output):
             return DoneWork([output])
         out, own = torch_private.plain(output), torch_private.plain(x)
@@ -432,11 +424,13 @@ class Calls:
         factor: Any = None,
         keeps: bool = False,
     ) -> DoneWork:
-        """Make a call that has been checked.
+        """Make a call that has been checked; one of tensors without data is over.
 
         ``make`` makes it on the communicator, by :class:`Operands` of ``inputs``, ``outputs``, ``factor`` and
         ``keeps``. What that does not serve goes to the method of an inner group whose name and arguments are ``inner``.
         """
+        if torch_private.has_no_data((outputs or inputs)[0]):
+            return DoneWork(result)
         device = (outputs or inputs)[0].device
         if not _is_own(op, [*inputs, *outputs], reduction):
             return self._inner(op, functools.partial(_begin, *inner), result, device)
@@ -471,13 +465,13 @@ class Calls:
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> DoneWork:
         """Wait until all ranks have come here. On GPUs the host waits too."""
-        on_cpu = type(opts) is torch_private.BarrierOptions and opts.device in (None, _CPU)
-        work = self._again("barrier", opts, ("barrier",), None, None) if on_cpu else None
+        on_cpu = type(opts) is dist.BarrierOptions and opts.device in (None, _CPU)
+        work = self._again("barrier", opts, BARRIER, None, None) if on_cpu else None
         return work or self._barrier(opts, timeout)
 
     @visible("barrier")
     def _barrier(self, opts: Any, timeout: timedelta | None) -> DoneWork:
-        opts = _options(torch_private.BarrierOptions, opts, None, timeout)
+        opts = _options(dist.BarrierOptions, opts, None, timeout)
         device: torch.device = opts.device or _CPU
         if device.type == "cpu":
             ends = self._ends_on_gpus()
@@ -495,17 +489,14 @@ class Calls:
 
     @visible()
     def send(self, tensors: Any, dst: int, tag: int = 0) -> DoneWork:
-        """Send a tensor to a rank."""
         return self._message("send", torch_private.plain(_only(tensors, "send")), dst, tag)
 
     @visible()
     def recv(self, tensors: Any, src: int, tag: int = 0) -> DoneWork:
-        """Receive a tensor from a rank."""
         return self._message("recv", torch_private.plain(_only(tensors, "recv")), src, tag)
 
     @visible()
     def recv_anysource(self, tensors: Any, tag: int = 0) -> DoneWork:
-        """Receive a tensor from any rank."""
         return self._message("recv_anysource", torch_private.plain(_only(tensors, "recv")), -1, tag)
 
     # the names of PyTorch 2.11 and 2.12, some of which 2.13 calls too
@@ -569,7 +560,7 @@ def _begin(method: str, *arguments: Any) -> Any:
 def _is_own(op: str, tensors: Sequence[torch.Tensor], reduction: str) -> bool:
     """Return whether the communicator serves a call on such tensors."""
     kinds = {(x.dtype, x.layout) for x in tensors}
-    return all(way_of(op, dtype, reduction, layout).is_own for dtype, layout in kinds)
+    return all(route_of(op, dtype, reduction, layout).is_own for dtype, layout in kinds)
 
 
 def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:

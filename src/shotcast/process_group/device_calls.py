@@ -13,7 +13,7 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.prepared import Operands, PreparedCall
 from shotcast.collectives.started import Handle, Outcome, StreamStarter, ThreadStarter, in_this_state
 from shotcast.errors import ClosedError, CollectiveTimeout, ShotcastError, not_made
-from shotcast.memory.host_group import Meeting
+from shotcast.memory.host_group import Rendezvous
 from shotcast.process_group.works import DONE, DoneWork, StreamWork, ThreadWork
 
 _DESTROYED = "this process group was destroyed"
@@ -24,18 +24,18 @@ Make = Callable[[Communicator], None]
 class DeviceCalls:
     """Makes calls on one device in the order in which threads issue them, some while their caller goes on.
 
-    The communicator is built by the first call, on all ranks at once. ``meeting`` returns the ranks, once the group has
-    its name, and ``dead`` those whose processes have ended. The ``lock`` is held while a call is issued.
+    The communicator is built by the first call, on all ranks at once. ``rendezvous`` returns the ranks, once the group
+    has its name, and ``dead`` those whose processes have ended. The ``lock`` is held while a call is issued.
     """
 
     def __init__(
         self,
-        meeting: Callable[[], Meeting],
+        rendezvous: Callable[[], Rendezvous],
         dead: Callable[[], Sequence[int]],
         device: torch.device,
         timeout_s: float,
     ):
-        self._meeting, self._dead, self._device, self.timeout_s = meeting, dead, device, timeout_s
+        self._rendezvous, self._dead, self._device, self.timeout_s = rendezvous, dead, device, timeout_s
         self._error: ShotcastError | None = None
         self.lock = threading.Lock()
         self.comm: Communicator | None = None
@@ -50,9 +50,9 @@ class DeviceCalls:
             if self._closed:
                 raise ClosedError(_DESTROYED)
             try:
-                meeting = self._meeting()
+                rendezvous = self._rendezvous()
                 self.comm = Communicator.from_store(
-                    meeting, self._device, timeout_s=self.timeout_s, setup_timeout_s=self.timeout_s
+                    rendezvous, self._device, timeout_s=self.timeout_s, setup_timeout_s=self.timeout_s
                 )
                 self.comm._leave_versions()
             except ShotcastError as error:  # later calls would wait as long again
@@ -163,10 +163,9 @@ class DeviceCalls:
 
     def pending(self, op: str, limit_s: float) -> CollectiveTimeout:
         """Return the error of a wait that ended before its call."""
-        return self._meeting().members.timeout(self._dead(), op, 0, limit_s, "pending")
+        return self._rendezvous().members.timeout(self._dead(), op, 0, limit_s, "pending")
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of later calls."""
         self.timeout_s = timeout_s
         if self.comm is not None:
             self.comm.set_timeout(timeout_s)
@@ -185,7 +184,6 @@ class DeviceCalls:
 
 
 def _within(timeout_s: float, calls: DeviceCalls, make: Make, comm: Communicator) -> None:
-    """Make a call with a deadline of its own."""
     comm.set_timeout(timeout_s)
     try:
         make(comm)

@@ -21,22 +21,22 @@ from shotcast.collectives.rendezvous import use_interface
 from shotcast.collectives.torch_private import Unseen
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.agreed_number import agreed_number
-from shotcast.memory.host_group import Meeting, title_of
+from shotcast.memory.host_group import Rendezvous, title_of
 from shotcast.memory.members import Members
 from shotcast.process_group import torch_private
 from shotcast.process_group.calls import REDUCED, Begin, Calls
 from shotcast.process_group.device_calls import DeviceCalls, Make
-from shotcast.process_group.ends import ProcessEnds
+from shotcast.process_group.failure_watch import FailureWatch
 from shotcast.process_group.messages import Batch, HeldWork, Message, OfThread, begin_together
 from shotcast.process_group.names import BACKEND
-from shotcast.process_group.served import INNER, LIBRARY, OWN, Way, way_of
+from shotcast.process_group.routing import INNER, LIBRARY, OWN, Route, route_of
 from shotcast.process_group.torch_private import dispatch_modes, is_profiled
 from shotcast.process_group.works import DoneWork, SeveralWorks, inner_work, seconds
 
 _NO_TIMEOUT = timedelta(0)
 """Calls without a deadline of their own have one below this."""
 _ADVICE = "The process group is stopped: destroy it on every rank (dist.destroy_process_group) and make a new one"
-_AllreduceOptions = torch_private.AllreduceOptions
+_AllreduceOptions: Any = dist.AllreduceOptions
 
 
 class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
@@ -45,13 +45,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     Calls go to a communicator for each device, built by the first of them, or to a group of Gloo or NCCL inside
     (:meth:`explain`). Threads may issue calls; the order in which they do is that of the calls.
 
-    Args:
-        store: of these ranks.
-        rank, world_size: of this rank among them.
-        timeout: the deadline of calls.
-        name: of the group, which no other of the job has.
-        nccl_options: of the NCCL inside; None for the usual ones.
-        ranks: the rank in the job of each rank; empty for all ranks of the job.
+    ``name`` is one that no other group of the job has, and ``ranks`` are the ranks in the job; empty for all of them.
     """
 
     def __init__(
@@ -77,7 +71,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         token = self._store.compare_set("connection", "", secrets.token_hex(8)).decode()
         self._connection = torch_private.own_connection(store)
         self._shared_store = dist.PrefixStore(f"shotcast group {token}", self._connection.store)
-        self._ends = ProcessEnds(dist.PrefixStore("processes", self._shared_store), rank, world_size)
+        self._failures = FailureWatch(dist.PrefixStore("processes", self._shared_store), rank, world_size)
         use_interface()
         kinds = dist.ProcessGroup.BackendType
         gloo = torch_private.inner_gloo(
@@ -147,26 +141,26 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return f"ShotcastProcessGroup(rank={self._rank}, world_size={self._world_size}, {self._name!r})"
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return how many calls each way has served, by operation; see :func:`shotcast.process_group.counts`."""
+        """Return how many calls each route has served, by operation; see :func:`shotcast.process_group.counts`."""
         counts: dict[str, dict[str, int]] = {}
-        for (op, way), number in sorted(self._counts.items()):
-            counts.setdefault(op, {})[way] = number
+        for (op, route), number in sorted(self._counts.items()):
+            counts.setdefault(op, {})[route] = number
         return counts
 
-    def explain(self, x: torch.Tensor, op: str = "all_reduce", reduction: Reduction = "sum") -> Way:
-        """Return which way a call would go, and why. Communicates nothing.
+    def explain(self, x: torch.Tensor, op: str = "all_reduce", reduction: Reduction = "sum") -> Route:
+        """Return which route a call would take, and why. Communicates nothing.
 
         Args:
             x: the tensor that defines the size of the call: the input, or for an all_gather the output.
             op: the name of the operation, such as ``"all_reduce"``, ``"all_to_all"`` or ``"send"``.
             reduction: as in the call.
         """
-        way = way_of(op, x.dtype, reduction_name(reduction, "explain"), x.layout)
+        route = route_of(op, x.dtype, reduction_name(reduction, "explain"), x.layout)
         calls = self._calls.get(x.device)
-        if not way.is_own or calls is None or calls.comm is None:
-            return way
+        if not route.is_own or calls is None or calls.comm is None:
+            return route
         found = calls.comm.explain(x, op.removesuffix("_coalesced"), reduction=reduction)
-        return Way(LIBRARY if found.by_library else OWN, found.reason, found.algorithm)
+        return Route(LIBRARY if found.by_library else OWN, found.reason, found.algorithm)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -199,22 +193,22 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             device = torch.device(device.type, torch.cuda.current_device())
         calls = self._calls.get(device)
         if calls is None:
-            meeting = functools.partial(self._meeting, device)
+            rendezvous = functools.partial(self._rendezvous, device)
             limit_s = self._timeout.total_seconds()
-            calls = self._calls[device] = DeviceCalls(meeting, self._ends.known, device, limit_s)
+            calls = self._calls[device] = DeviceCalls(rendezvous, self._failures.known, device, limit_s)
         return calls
 
-    def _meeting(self, device: torch.device) -> Meeting:
+    def _rendezvous(self, device: torch.device) -> Rendezvous:
         """Return where the ranks meet that make calls on a device."""
         name, known = f"group {self._name} on {device.type}", self._members()
-        size, ends = self._world_size, (self._gone, self._ends.left)
-        return Meeting(self._shared_store, self._rank, size, name, *ends, known.ranks, known.group, known.advice)
+        size, ends = self._world_size, (self._gone, self._failures.left)
+        return Rendezvous(self._shared_store, self._rank, size, name, *ends, known.ranks, known.group, known.advice)
 
     def _gone(self) -> list[int]:
         """Return the ranks that come no more, while a communicator is built. Raises ClosedError on abort."""
         if self._aborted:
             raise ClosedError("the process group was aborted")
-        return self._ends.gone()
+        return self._failures.gone()
 
     def _ends_on_gpus(self) -> list[Callable[[], None]]:
         ends = []
@@ -335,7 +329,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def _meaning(self, op: str, error: Exception, limit_s: float | None) -> Exception:
         """Return the error to raise for one of the inner library."""
         limit_s = self._timeout.total_seconds() if limit_s is None else limit_s
-        return self._ends.meaning(op, error, limit_s, self._members())
+        return self._failures.meaning(op, error, limit_s, self._members())
 
     def _issued(self, work: DoneWork) -> DoneWork:
         if self._thread.works is not None:
@@ -384,7 +378,6 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return child
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the deadline of later calls."""
         for inner in list(self._inners.values()):
             inner._set_default_timeout(timeout)
 
@@ -412,7 +405,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         """
         for calls in list(self._calls.values()):
             calls.close()
-        self._ends.leave()
+        self._failures.leave()
         for inner in list(self._inners.values()):
             inner.shutdown()
 

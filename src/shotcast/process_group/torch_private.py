@@ -32,15 +32,6 @@ ProcessGroup: Any = c10d.ProcessGroup
 Work: Any = c10d.Work
 """The base of the results of calls."""
 AllgatherOptions: Any = c10d.AllgatherOptions
-AllreduceCoalescedOptions: Any = c10d.AllreduceCoalescedOptions
-AllreduceOptions: Any = c10d.AllreduceOptions
-AllToAllOptions: Any = c10d.AllToAllOptions
-BarrierOptions: Any = c10d.BarrierOptions
-BroadcastOptions: Any = c10d.BroadcastOptions
-GatherOptions: Any = c10d.GatherOptions
-ReduceOptions: Any = c10d.ReduceOptions
-ReduceScatterOptions: Any = c10d.ReduceScatterOptions
-ScatterOptions: Any = c10d.ScatterOptions
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return how many dispatch modes the thread is in."""
 
@@ -91,7 +82,6 @@ def place_of_group(operator: Any) -> int | None:
 
 
 def unboxed_group(boxed: Any) -> Any:
-    """Return the group that an operator was given."""
     return ProcessGroup.unbox(boxed)
 
 
@@ -101,7 +91,6 @@ def tensors_of(arguments: Any) -> list[torch.Tensor]:
 
 
 def premul_factor(op: Any) -> float | torch.Tensor:
-    """Return the factor of a PREMUL_SUM."""
     factor: float | torch.Tensor = op.__getstate__()[1]
     return factor
 

@@ -69,8 +69,8 @@ DONE = DoneWork()
 """The work of a call whose caller asks for no more than its end."""
 
 
-class Place(Protocol):
-    """The place of the asynchronous calls of a device, which are made one after the other."""
+class CallQueue(Protocol):
+    """The asynchronous calls of a device, which are made one after the other."""
 
     def behind(self, task: Callable[[], None]) -> None:
         """Do something after the calls that were issued."""
@@ -85,10 +85,10 @@ class Place(Protocol):
 class ThreadWork(DoneWork):
     """A call that a thread makes."""
 
-    def __init__(self, op: str, outcome: Outcome, result: Any, place: Place):
+    def __init__(self, op: str, outcome: Outcome, result: Any, queue: CallQueue):
         torch_private.Work.__init__(self)  # without a frame in between
         self._result = result
-        self._op, self._place, self._outcome = op, place, outcome
+        self._op, self._queue, self._outcome = op, queue, outcome
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
 
@@ -98,11 +98,11 @@ class ThreadWork(DoneWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         over = self._outcome.over
         if not over.is_set():
-            self._place.serve_until(over)
+            self._queue.serve_until(over)
             limit = seconds(timeout)
             if not over.wait(limit):
                 assert limit is not None
-                raise self._place.pending(self._op, limit)
+                raise self._queue.pending(self._op, limit)
         if (error := self._outcome.seen()) is not None:
             raise error
         return True
@@ -133,11 +133,11 @@ class ThreadWork(DoneWork):
                 self._future = end.then(functools.partial(_end_of, self._outcome, self._result))
         if end is not None:
             complete = functools.partial(end.set_result, None)
-            self._place.serve_until(self._outcome.over)
+            self._queue.serve_until(self._outcome.over)
             if self._outcome.over.is_set():
                 complete()
             else:
-                self._place.behind(complete)
+                self._queue.behind(complete)
         return self._future
 
 
@@ -150,9 +150,8 @@ def _end_of(outcome: Outcome, result: Any, _: torch.futures.Future[None]) -> Any
 class StreamWork(DoneWork):
     """A call on a stream of a GPU.
 
-    Args:
-        check: raises the fault that has stopped the communicator, as far as it is known.
-        pending: returns the error of a wait that ended before the call, by its limit in seconds.
+    ``check`` raises the fault that has stopped the communicator, as far as it is known; ``pending`` returns the error
+    of a wait that ended before the call, by its limit in seconds.
     """
 
     def __init__(
@@ -203,9 +202,7 @@ class StreamWork(DoneWork):
 class InnerWork(DoneWork):
     """A call that the inner group makes.
 
-    Args:
-        meaning: returns the error to raise for one of the library.
-        finish: makes what is left to do with what has arrived; None for nothing.
+    ``meaning`` returns the error to raise for one of the library; ``finish`` does the rest with what has arrived.
     """
 
     def __init__(
@@ -321,6 +318,5 @@ class SeveralWorks(DoneWork):
 
 
 def cuda_devices(result: Any) -> list[int | str | torch.device]:
-    """Return the GPUs of the tensors of a result."""
     tensors = [one for part in result for one in (part if isinstance(part, list) else [part])]
     return list(dict.fromkeys(one.device for one in tensors if one.is_cuda))

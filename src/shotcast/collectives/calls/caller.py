@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,3 +74,15 @@ class Caller(Collectives):
         source, sms = None if own_at is None else x, operands.get("sms")
         self._run(spec.op, source, out, algorithm, reduction, root, elements, sms=sms, count=count, given=given)
         return out
+
+
+def key_of(method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return the key by which a method of communicators looks for a prepared call when it is given these arguments."""
+    keys: list[tuple[Any, ...]] = []
+
+    def find(key: tuple[Any, ...], operands: Any) -> Any:
+        keys.append(key)
+        return SimpleNamespace(run=lambda operands: True)
+
+    method(SimpleNamespace(_prepared=SimpleNamespace(find=find)), *args, **kwargs)
+    return keys[0]

@@ -166,7 +166,6 @@ def _parts(whole: torch.Tensor, sizes: list[int], dim: int, returned: bool) -> S
 
 
 def _by_dtype(xs: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the places of the tensors of each dtype."""
     places: dict[torch.dtype, list[int]] = {}
     for place, x in enumerate(xs):
         places.setdefault(x.dtype, []).append(place)
@@ -174,7 +173,6 @@ def _by_dtype(xs: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _copied(results: list[torch.Tensor], outs: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    """Return the results, copied to ``outs`` where there are any."""
     if outs is None:
         return results
     for out, result in zip(outs, results, strict=True):

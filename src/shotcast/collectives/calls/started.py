@@ -10,29 +10,11 @@ from shotcast.collectives.started import Handle, StreamStarter, ThreadStarter
 from shotcast.collectives.torch_private import is_traced
 from shotcast.errors import ClosedError, ConfigError
 
-STARTABLE = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_reduce_layer_norm",
-    "all_reduce_layer_norm_fp8",
-    "all_reduce_rms_norm",
-    "all_reduce_rms_norm_fp8",
-    "all_to_all",
-    "all_to_all_list",
-    "barrier",
-    "batch_send_recv",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_coalesced",
-    "reduce_scatter_layer_norm",
-    "reduce_scatter_layer_norm_fp8",
-    "reduce_scatter_rms_norm",
-    "reduce_scatter_rms_norm_fp8",
-    "scatter",
+_FORMS_OF_SUMS = ("", "_coalesced", "_layer_norm", "_layer_norm_fp8", "_rms_norm", "_rms_norm_fp8")
+STARTABLE = sorted(
+    [f"{op}{form}" for op in ("all_reduce", "reduce_scatter") for form in _FORMS_OF_SUMS]
+    + ["all_gather", "all_gather_coalesced", "all_to_all", "all_to_all_list", "barrier", "batch_send_recv"]
+    + ["broadcast", "gather", "reduce", "scatter"]
 )
 """Names of the calls that can be started."""
 

@@ -41,9 +41,7 @@ class Found(NamedTuple):
 def find_tables(part: str, shape: NodeShape, device: str, algorithms: Algorithms) -> Found:
     """Return the user's tables (SHOTCAST_TABLE) and the packaged one that are for this part and these ranks.
 
-    Args:
-        part: the name of the GPU; ``cpu`` for CPU ranks.
-        device: ``cuda`` or ``cpu``.
+    ``part`` is the name of the GPU, or ``cpu`` for CPU ranks; ``device`` is ``cuda`` or ``cpu``.
     """
     tables, troubles, passed = [], [], []
     transport = find(device, shape.nodes)
@@ -82,8 +80,7 @@ def outside_contract(algorithms: Algorithms, environment: str, allow_fp8: bool, 
 def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
     """Return if all ranks have the same settings and no rank reports trouble. Collective.
 
-    Raises:
-        ConfigError: on every rank; it names the setting and the value of each rank, and of several nodes these too.
+    Else it raises ConfigError on every rank, with the setting and the value of each rank, and of several nodes these.
     """
     reports = host.all_gather((trouble, settings), what="construction")
     if message := "; ".join(f"rank {host.members.known(r)}: {text}" for r, (text, _) in enumerate(reports) if text):

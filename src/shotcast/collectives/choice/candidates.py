@@ -13,12 +13,14 @@ from shotcast.units import format_size
 from shotcast.wire import MAX_WORLD_SIZE, LaunchShape, Op
 
 
-def obstacle(problem: CollectiveProblem, name: str) -> str:
+def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
     """Return why the algorithm ``name`` cannot serve ``problem``; empty if it can."""
     topology, op = problem.topology, problem.op
     algorithm = topology.algorithms[name]
     if algorithm.library:
-        return _LIBRARY_VARIES if topology.batch_invariant and not _summed_apart(problem) else ""
+        # the library copies, or a fused operation becomes a sum, which is a separate problem, and a norm
+        sums_itself = op in REDUCING and op not in FUSED and topology.world_size > 1
+        return _LIBRARY_VARIES if topology.batch_invariant and sums_itself else ""
     form = algorithm.forms.get(op)
     if form is None:
         serving = [one for one in topology.algorithms.serving(op) if not one.library]
@@ -86,14 +88,6 @@ def _beside_others(problem: CollectiveProblem, shape: LaunchShape) -> LaunchShap
 
 _LIBRARY_VARIES = "in batch-invariant mode the vendor library reduces nothing, as its order depends on the size"
 _OTHER_BITS = "in batch-invariant mode sums have the bits of the numerics contract, and its are others"
-
-
-def _summed_apart(problem: CollectiveProblem) -> bool:
-    """Return whether the library does no reduction for a problem itself.
-
-    It copies, or a fused operation becomes a sum, which is a separate problem, and a norm.
-    """
-    return problem.op not in REDUCING or problem.op in FUSED or problem.topology.world_size == 1
 
 
 def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
@@ -182,8 +176,9 @@ def keeps_bits(problem: CollectiveProblem, name: str) -> bool:
 
 def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:
     """Return all legal candidates, own ones first, then the vendor library."""
-    names = [algorithm.name for algorithm in problem.topology.algorithms.serving(problem.op)]
-    return tuple(Candidate(name, launch_shape(problem, name)) for name in names if not obstacle(problem, name))
+    serving = problem.topology.algorithms.serving(problem.op)
+    names = [one.name for one in serving if not unsupported_reason(problem, one.name)]
+    return tuple(Candidate(name, launch_shape(problem, name)) for name in names)
 
 
 def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:

@@ -12,11 +12,11 @@ from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.arguments import operation, sm_budget
-from shotcast.collectives.choice.candidates import candidates, launch_obstacle, obstacle, room
+from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room, unsupported_reason
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import choose
 from shotcast.collectives.choice.table import MODES, Table
-from shotcast.collectives.first_use import Form
+from shotcast.collectives.first_use import CompiledVariant
 from shotcast.collectives.interface import BoundCall, BoundKernel, Executor, KernelExecutor
 from shotcast.collectives.reductions import Reduction, check_reduction, is_divided, reduction_name
 from shotcast.errors import ConfigError, UnsupportedError
@@ -38,10 +38,7 @@ class Handshake:
 
     Neither end enters the library before the other is there with the same call. No other rank takes part. An answer
     tells itself from a message, so two ranks that both send first are told, and do not wait in the library.
-
-    Args:
-        own: sends or receives the header of the message, as this rank does with its data.
-        answer: the other direction.
+    ``own`` sends or receives the header of the message, as this rank does with its data; ``answer`` does the other.
     """
 
     def __init__(self, own: BoundCall, answer: BoundCall):
@@ -65,9 +62,9 @@ class Handshake:
 
 
 class Needed(NamedTuple):
-    """A form that must have been compiled on all ranks before a call, and a bound call that has this form."""
+    """A variant that must have been compiled on all ranks before a call, and a bound call that takes it."""
 
-    form: Form
+    variant: CompiledVariant
     bound: BoundCall | BoundKernel
 
 
@@ -78,10 +75,10 @@ class Call:
     plan: CallPlan
     by_library: bool  # the vendor library makes the call
     bound: BoundCall | None  # the plan, bound to its kernels; None where no executor takes part
-    # the forms that must have been compiled: the call's own, and that of the same call captured in a graph, where
-    # nothing can be compiled and tables may choose another form. Empty once that is done
+    # the variants that must have been compiled: the call's own, and that of the same call captured in a graph, where
+    # nothing can be compiled and tables may choose another. Empty once that is done
     needs: tuple[Needed, ...]
-    # the longest message, in bytes, that the workspace must be laid out for before the call, its captured form
+    # the longest message, in bytes, that the workspace must be laid out for before the call, its captured variant
     # included; 0 where any workspace will do
     room: int
     label: str  # a name for profilers and errors
@@ -119,7 +116,7 @@ class Resolver:
         """
         few = dataclasses.replace(problem, sms=_MAKESHIFT_SMS)
         taken = choose(problem, "auto", self.environment, self.tables).candidate
-        if self.topology.algorithms[taken.algorithm].library and not obstacle(few, "few_sms"):
+        if self.topology.algorithms[taken.algorithm].library and not unsupported_reason(few, "few_sms"):
             return few, "few_sms"
         return problem, "auto"
 
@@ -187,26 +184,26 @@ class Resolver:
         alone = self.topology.network.puts and op in (Op.SEND, Op.RECV)
         if self.executor is None or alone:
             return Call(plan, by_library, None, (), needed, label)
-        names = self.executor.forms(plan)
-        forms = [Form(name) for name in names]
+        names = self.executor.variants(plan)
+        variants = [CompiledVariant(name) for name in names]
         bound: BoundCall = self.executor.bind(plan)
         if op in (Op.SEND, Op.RECV):
             other = dataclasses.replace(plan, op=Op.RECV if op is Op.SEND else Op.SEND)
-            forms = [Form(names[0], problem.root, self.executor.forms(other)[0])]
+            variants = [CompiledVariant(names[0], problem.root, self.executor.variants(other)[0])]
             if by_library:
                 answer = dataclasses.replace(other, piece=wire.ANSWER)  # no message passes for one
                 bound, name = Handshake(bound, self.executor.bind(answer)), f"handshake/{plan.dtype}"
-                forms = [Form(name, problem.root, name)]
-        needs = {form: Needed(form, bound) for form in forms}
+                variants = [CompiledVariant(name, problem.root, name)]
+        needs = {variant: Needed(variant, bound) for variant in variants}
         if self.graphs and not capturing and launch is None:
             captured = self.resolve(problem, algorithm, True)
-            needs |= {one.form: one for one in captured.needs}
+            needs |= {one.variant: one for one in captured.needs}
             needed = max(needed, captured.room)
         return Call(plan, by_library, bound, tuple(needs.values()), needed, label)
 
-    def plans_of_sizes(self, like: CallPlan) -> dict[Form, CallPlan]:
-        """Return the plans that calls like one take, eager and captured, whatever their size: one of each form."""
-        executor, found = self.executor, dict[Form, CallPlan]()
+    def plans_of_sizes(self, like: CallPlan) -> dict[CompiledVariant, CallPlan]:
+        """Return the plans that calls like one take, eager and captured, whatever their size: one of each variant."""
+        executor, found = self.executor, dict[CompiledVariant, CallPlan]()
         assert executor is not None
         most, quads = self.topology.max_bytes, 16 * self.topology.world_size  # so that parts are multiples of 16 bytes
         sizes = (quads * part << bits for bits in range(most.bit_length()) for part in (2, 3))
@@ -221,7 +218,7 @@ class Resolver:
             if not self.topology.algorithms[taken.algorithm].library:
                 name, nbytes, needed = taken.algorithm, problem.nbytes, room(problem, taken.algorithm)
                 plan = dataclasses.replace(like, algorithm=name, nbytes=nbytes, launch=taken.launch, room=needed)
-                found |= {Form(form): plan for form in executor.forms(plan) if Form(form) not in found}
+                found |= {one: plan for one in map(CompiledVariant, executor.variants(plan)) if one not in found}
         return found
 
     def resolve_kernel(self, call: KernelCall) -> Call:
@@ -229,7 +226,7 @@ class Resolver:
         assert isinstance(self.executor, KernelExecutor)
         plan, kernel = call.plan, self.executor.bind_kernel(call)
         label = f"shotcast.{plan.op.label} {plan.dtype} {format_size(plan.nbytes)}"
-        return Call(plan, False, None, (Needed(Form(call.form), kernel),), plan.room, label, kernel)
+        return Call(plan, False, None, (Needed(CompiledVariant(call.form), kernel),), plan.room, label, kernel)
 
     def explain(
         self, x: torch.Tensor, op: str, algorithm: str, reduction: Reduction, mode: str, sms: int | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shotcast import wire
 from shotcast.collectives.algorithm import FUSED, REDUCING, CollectiveProblem, Topology
-from shotcast.collectives.choice.candidates import by_cells, candidates, fitted, keeps_bits, obstacle
+from shotcast.collectives.choice.candidates import by_cells, candidates, fitted, keeps_bits, unsupported_reason
 from shotcast.collectives.choice.choice import Candidate, Choice
 from shotcast.collectives.choice.table import Table, with_sms
 from shotcast.cost.collective import NVLINK4, SHARED_MEMORY, time_us
@@ -42,7 +42,6 @@ def choose(
     """Choose for ``problem``. All inputs are the same on all ranks, and so is the choice.
 
     Args:
-        problem: the call.
         argument: the algorithm named in the call, ``"auto"`` or ``"lossless"``.
         environment: the algorithm that SHOTCAST_ALGORITHM names, or ``"auto"``; skipped where it is not legal. An
             algorithm that loses precision serves where ``argument`` or this names it; tables and the cost model take
@@ -63,7 +62,7 @@ def choose(
         if argument not in legal:
             raise ConfigError(
                 f"{argument} cannot serve this {problem.op.label} of {problem.dtype}, {format_size(problem.nbytes)}: "
-                f"{obstacle(problem, argument)}"
+                f"{unsupported_reason(problem, argument)}"
             )
         return Choice(legal[argument], "argument", "named in the call")
     if environment in legal:
@@ -72,7 +71,7 @@ def choose(
         return _the_library(problem, legal)
     passed = []
     if environment != "auto":
-        passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {obstacle(problem, environment)}")
+        passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {unsupported_reason(problem, environment)}")
     for number, (source, table) in enumerate(tables):
         op = problem.op
         row = table.lookup(op.label, problem.dtype, problem.nbytes, mode, problem.sms)
@@ -85,7 +84,7 @@ def choose(
         if row is None:
             continue
         if row.algorithm not in legal:
-            passed.append(f"{table.name} has {row.algorithm}, but {obstacle(problem, row.algorithm)}")
+            passed.append(f"{table.name} has {row.algorithm}, but {unsupported_reason(problem, row.algorithm)}")
             continue
         if why := _not_taken(problem.topology, row.algorithm, argument):
             passed.append(f"{table.name} has {row.algorithm}, but {why}")
@@ -125,7 +124,7 @@ def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Cho
     forms = {one.name: one.forms[problem.op] for one in serving}
     own = [name for name, form in forms.items() if not (one_node and form.between_nodes)]
     own = [name for name in own if forms[name].keeps_to_sms == bool(problem.sms)]
-    why = dict.fromkeys(obstacle(problem, name) or _OTHER_ORDER.format(name=name) for name in own)
+    why = dict.fromkeys(unsupported_reason(problem, name) or _OTHER_ORDER.format(name=name) for name in own)
     reason = "; ".join(why) or ("no own algorithm keeps to a number of SMs" if problem.sms else "no own algorithm")
     if problem.op in FUSED:
         reason += "; so the sum is a call of its own, and the norm follows it"

@@ -247,7 +247,6 @@ def packaged(part: str, shape: NodeShape, algorithms: Algorithms) -> Table | Non
 
 
 def all_packaged(algorithms: Algorithms) -> list[Table]:
-    """Return all tables that come with the package."""
     folder = resources.files("shotcast.collectives.choice") / "tables"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
     return [parse(file.read_text(), file.name, algorithms) for file in files]

@@ -12,6 +12,7 @@ calls and reorder others depending on sizes, which may differ between ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,27 @@ from shotcast.collectives.interface import Collectives
 from shotcast.collectives.norm_operands import MEMBERS, Fp8Normed, norm_members, norm_rows
 from shotcast.collectives.ops import LINEAR, OPS, OpSpec
 from shotcast.collectives.torch_ops import autograd, inductor
-from shotcast.collectives.torch_ops.communicators import named
 from shotcast.errors import ConfigError, UnsupportedError
+
+_communicators: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValueDictionary()
+
+
+def register(comm: Collectives) -> None:
+    """Register ``comm`` by its name for as long as it lives."""
+    _communicators[comm.name] = comm
+
+
+def named(name: str) -> Collectives:
+    """Return the communicator called ``name``. Raises ConfigError if this process has none."""
+    comm = _communicators.get(name)
+    if comm is None:
+        known = ", ".join(sorted(_communicators)) or "none"
+        raise ConfigError(
+            f"no communicator of this process is called {name!r} (there are: {known}); the one that a graph was "
+            f"compiled with must live as long as the graph is used"
+        )
+    return comm
+
 
 _library = torch.library.Library("shotcast", "DEF")
 

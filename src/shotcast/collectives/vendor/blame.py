@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from shotcast.collectives.started import Outcome
 from shotcast.wire import HeaderWords
 
 _PATIENCE_S = 0.5
@@ -83,29 +84,18 @@ class Blame:
         process may have been stopped meanwhile, so each question has some time of its own. Raises SilentStoreError if
         no answer came for ``limit_s``.
         """
-        answers: list[Any] = []
-
-        def ask() -> None:
-            try:
-                answers.append((questions(), None))
-            except Exception as error:  # given to the thread that waits
-                answers.append((None, error))
-
-        asked = time.monotonic()
+        answer, asked = Outcome(), time.monotonic()
         if not self._unanswered():
             self._heard = asked
-        self._asking = threading.Thread(target=ask, name="shotcast store", daemon=True)
+        self._asking = threading.Thread(target=answer.run, args=(questions,), name="shotcast store", daemon=True)
         self._asking.start()
-        while not answers:
+        while not answer.over.is_set():
             until = min(max(self._heard + limit_s, asked + _LOOK_S), asked + _ALL_ANSWERS_S)
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise SilentStoreError("the job's store does not answer; the process that holds it may be stopped")
             self._asking.join(left_s)
-        answer, error = answers[0]
-        if error is not None:
-            raise error
-        return answer
+        return answer.get()
 
     def _has(self, key: str) -> bool:
         found = self._store.check([key])
@@ -118,7 +108,6 @@ class Blame:
         return found
 
     def _set_first(self, key: str, value: str) -> None:
-        """Set a key that nobody has set."""
         self._store.compare_set(key, "", value)
         self._heard = time.monotonic()
 
@@ -172,7 +161,6 @@ class Blame:
         return Verdict(found["reason"], tuple(found["ranks"]), headers)
 
     def _decide(self, members: Sequence[int]) -> str:
-        """Return the verdict of this rank, as text."""
         came = [rank for rank in members if self._has(f"report/{rank}")]
         reports = {rank: json.loads(self._get(f"report/{rank}")) for rank in came}
         alarm = float(self._get("alarm"))

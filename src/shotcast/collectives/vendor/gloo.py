@@ -132,7 +132,9 @@ class GlooGroup:
     def _reduce(self, plan: CallPlan, x: torch.Tensor, out: torch.Tensor | None) -> None:
         if out is None or (plan.op is Op.REDUCE and self._rank != plan.root):
             out = torch.empty_like(x)  # the library writes to all
-        x, out, by = _bytes_of_bool(plan, x), _bytes_of_bool(plan, out), _reduce_op(plan)
+        # it adds the bytes of bool, and True + True is no bool
+        name = "max" if plan.dtype == "bool" and plan.reduction == "sum" else plan.reduction
+        x, out, by = _bytes_of_bool(plan, x), _bytes_of_bool(plan, out), dist.ReduceOp(_REDUCTIONS[name])
         if plan.op is Op.REDUCE_SCATTER:
             if plan.dtype == "bool":
                 x = x.clamp(max=1)  # a byte that is not 0 is true
@@ -239,12 +241,6 @@ class GlooGroup:
 
 def _bytes_of_bool(plan: CallPlan, x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if plan.dtype == "bool" else x
-
-
-def _reduce_op(plan: CallPlan) -> dist.ReduceOp:
-    """Return what Gloo does to elements; it adds the bytes of bool, and True + True is no bool."""
-    name = "max" if plan.dtype == "bool" and plan.reduction == "sum" else plan.reduction
-    return dist.ReduceOp(_REDUCTIONS[name])
 
 
 def _end_of(work: Any) -> Exception | bool | None:

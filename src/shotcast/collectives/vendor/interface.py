@@ -12,9 +12,8 @@ from shotcast.wire import CallPlan, HeaderWords
 class CallError(Exception):
     """A call by the library ended without a result: the deadline passed, a connection broke, or another rank failed.
 
-    Attributes:
-        cause: ``deadline``; ``connection`` if one broke, as it does when the process at its other end ends;
-            ``elsewhere`` if another rank has told of a fault; or ``other``.
+    Its ``cause`` is ``deadline``; ``connection`` if one broke, as it does when the process at its other end ends;
+    ``elsewhere`` if another rank has told of a fault; or ``other``.
     """
 
     def __init__(self, text: str, cause: str = "other"):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shotcast import wire
+from shotcast.collectives.started import Outcome
 from shotcast.collectives.vendor import nccl_library
 from shotcast.collectives.vendor.interface import CallError, RefusedError
 from shotcast.collectives.vendor.nccl_library import DTYPES, REDUCTIONS, UniqueId, error_text, library
@@ -71,16 +72,13 @@ class NcclGroup:
         self._marks = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
         self._words = (ctypes.c_int64 * 2).from_address(self._marks.data_ptr())
         torch.cuda.current_stream(device).synchronize()  # the count is zero
-        trouble: list[Exception] = []
+        end = Outcome()
 
         def connect() -> None:
-            try:
-                with torch.cuda.device(device):
-                    self._connect(store)
-            except Exception as error:  # given to the thread that waits
-                trouble.append(error)
+            with torch.cuda.device(device):
+                self._connect(store)
 
-        thread = threading.Thread(target=connect, name="shotcast-nccl-connect", daemon=True)
+        thread = threading.Thread(target=end.run, args=(connect,), name="shotcast-nccl-connect", daemon=True)
         thread.start()
         until = time.monotonic() + connect_s
         try:
@@ -89,8 +87,8 @@ class NcclGroup:
                 interrupted()
                 if time.monotonic() > until:
                     raise CallError(f"nccl did not connect within {connect_s:g} s")
-            if trouble:
-                raise CallError(f"nccl did not connect: {trouble[0]}") from trouble[0]
+            if error := end.seen():
+                raise CallError(f"nccl did not connect: {error}") from error
         except BaseException:
             self.stop()
             raise

@@ -132,7 +132,6 @@ class Vendor:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def connected(self, plan: CallPlan) -> bool:
-        """Return whether the ranks of a call are connected."""
         return self._members(plan) in self._connected
 
     def _members(self, plan: CallPlan) -> tuple[int, ...]:
@@ -143,12 +142,8 @@ class Vendor:
     def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         """Make the call; ``x`` and ``out`` are contiguous, None where the operation has none.
 
-        Where the ranks are not connected yet, it connects them.
-
-        Raises:
-            UnsupportedError: the library cannot serve the call.
-            CollectiveTimeout, CollectiveMismatch: other ranks are not in the same call.
-            ShotcastError: the library failed.
+        Where the ranks are not connected yet, it connects them. Raises UnsupportedError if the library cannot serve the
+        call, CollectiveTimeout or CollectiveMismatch if other ranks are not in it, and ShotcastError if it failed.
         """
         self._check_own()
         members = self._members(plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +173,7 @@ class Launch:
             that blocks of other kernels find the rest of it.
     """
 
-    __slots__ = ("_arguments", "_kernel", "_open_names", "_options", "_padding_bytes", "_prepared", "_programs")
+    __slots__ = ("_kernel", "_open_names", "_padding_bytes", "_prepared", "arguments", "options", "programs")
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Launch:
         options: dict[str, Any],
         padding_bytes: int | None = None,
     ):
-        self._kernel, self._programs, self._arguments, self._options = kernel, programs, arguments, options
+        self._kernel, self.programs, self.arguments, self.options = kernel, programs, arguments, options
         self._open_names = tuple(open_names)
         self._padding_bytes = padding_bytes
         self._prepared: _Prepared | None = None
@@ -193,8 +193,8 @@ class Launch:
         """Compile the kernel and load it on the current device, unless that has been done."""
         if INTERPRETED or self._prepared is not None:
             return
-        plain = {name: unspecialized(value) for name, value in self._arguments.items()}
-        compiled = self._kernel.warmup(**plain, **self._options, grid=(self._programs,))
+        plain = {name: unspecialized(value) for name, value in self.arguments.items()}
+        compiled = self._kernel.warmup(**plain, **self.options, grid=(self.programs,))
         compiled._init_handles()
         if self._calls_nvshmem and compiled not in _JOINED:  # once, as it waits for the GPU
             nvshmem_library.library().initialise_module(compiled.module)
@@ -208,7 +208,7 @@ class Launch:
         opened: dict[str, list[Any]] = {}
         cells: list[Any] = []
         for name, kind in compiled.src.signature.items():
-            given = self._arguments[name]
+            given = self.arguments[name]
             if isinstance(given, TensorDescriptor):
                 form = next(maps)
                 opened[name] = [_TensorMap(given, form["swizzle"], form["block_size"])]
@@ -223,7 +223,7 @@ class Launch:
         attributes = [_PROGRAMMATIC_STREAM_SERIALIZATION] if metadata.launch_pdl else []
         attributes += [_COOPERATIVE] if metadata.launch_cooperative_grid else []
         config = _Config(
-            (self._programs, 1, 1),
+            (self.programs, 1, 1),
             (32 * metadata.num_warps, 1, 1),
             shared_bytes,
             None,
@@ -238,23 +238,8 @@ class Launch:
         self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
 
     @property
-    def programs(self) -> int:
-        """The number of programs of the grid."""
-        return self._programs
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """Every argument by name."""
-        return self._arguments
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The compiler options."""
-        return self._options
-
-    @property
     def _calls_nvshmem(self) -> bool:
-        return nvshmem_library.EXTERN_LIBRARY in self._options.get("extern_libs", ())
+        return nvshmem_library.EXTERN_LIBRARY in self.options.get("extern_libs", ())
 
     def _filled(self, call_values: Sequence[Any]) -> dict[str, Any]:
         """Return all arguments, the open ones with the values of a call."""
@@ -264,12 +249,12 @@ class Launch:
             value = next(values)
             return dataclasses.replace(argument, base=value) if isinstance(argument, TensorDescriptor) else value
 
-        return self._arguments | {name: _mapped(fill, self._arguments[name]) for name in self._open_names}
+        return self.arguments | {name: _mapped(fill, self.arguments[name]) for name in self._open_names}
 
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None:
         """Enqueue the kernel on the CUDA stream with this handle, of the current device."""
         if INTERPRETED:
-            self._kernel[(self._programs,)](**self._filled(call_values), **self._options)
+            self._kernel[(self.programs,)](**self._filled(call_values), **self.options)
             return
         if self._prepared is None:
             self.load()
@@ -277,7 +262,7 @@ class Launch:
         if triton.knobs.runtime.launch_enter_hook.calls:  # a profiler hooks into Triton's own launcher
             _, compiled = self._prepared.owners
             given = self._filled(call_values)
-            compiled[(self._programs, 1, 1)](*(given[name] for name in compiled.src.signature), stream=stream)
+            compiled[(self.programs, 1, 1)](*(given[name] for name in compiled.src.signature), stream=stream)
             return
         open_cells, config, arguments, enqueue, _ = self._prepared
         for cell, value in zip(open_cells, call_values, strict=True):

@@ -154,11 +154,9 @@ def register_limit(form: GemmForm, config: GemmConfig) -> dict[str, int]:
 
 
 class ArrivingGemm(Gemm):
-    """Products of one form whose ``a`` is arriving.
+    """Products of one form whose ``a`` is arriving, in rows that lie one after the other.
 
-    Args:
-        form: of the product; rows of ``a`` lie one after the other.
-        config: the shape of blocks. Tiles are not pipelined across each other, so ``persistent`` only limits the SMs.
+    Tiles are not pipelined across each other, so ``config.persistent`` only limits the SMs.
     """
 
     def __init__(self, form: GemmForm, config: GemmConfig, sms: int, arrival: Arrival):
@@ -189,8 +187,7 @@ class ArrivingGemm(Gemm):
     def multiply(self, stream: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, arrivals: int) -> None:
         """Compute ``out = a @ b`` on the stream with this handle, right behind the call that brings ``a``.
 
-        Args:
-            arrivals: the address of the words by which the call announces. They are zero again when this ends.
+        ``arrivals`` is the address of the words by which the call announces. They are zero again when this ends.
         """
         with self._lock:
             self._run(stream, (*self._operands(a, b, out), arrivals))

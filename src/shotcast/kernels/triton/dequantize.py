@@ -89,9 +89,7 @@ def dequantize(
 ) -> torch.Tensor:
     """Return the matrix [outputs, inputs] in ``dtype``, each value rounded once.
 
-    Args:
-        values, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`; the largest power of two
-            that divides the group is at least 8.
+    The others are as in :class:`~shotcast.layers.quantized.GroupedRows`; 8 divides the group.
     """
     outputs, inputs = values.shape[0], values.shape[1] * (1 if zeros is None else 8)
     out = torch.empty(outputs, inputs, dtype=dtype, device=values.device)

@@ -371,11 +371,8 @@ def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
 
 class Gemm:
     """Products of one form in blocks of one shape, on a chosen number of SMs. Raises ConfigError if a block would take
-    more shared memory than it may have.
-
-    Args:
-        sms: the number of SMs that a persistent product uses: it has as many programs, and a GPU that is idle starts
-            them on an SM each.
+    more shared memory than it may have. A persistent product has ``sms`` programs, which an idle GPU starts on an SM
+    each.
     """
 
     def __init__(self, form: GemmForm, config: GemmConfig, sms: int):

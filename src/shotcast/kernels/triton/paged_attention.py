@@ -324,8 +324,7 @@ def merge_kernel(
 class PagedDecoding:
     """Attention with one query a sequence, for one layer shape. It keeps the scratch memory between its kernels.
 
-    Args:
-        kv_head_of: for each query head its key-value head, ascending.
+    ``kv_head_of`` has for each query head its key-value head, ascending.
     """
 
     def __init__(

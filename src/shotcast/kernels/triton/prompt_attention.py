@@ -175,8 +175,7 @@ def prompt_kernel(queries, cache, tables, tiles, first_heads, result, scoring, b
 def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int) -> int:
     """Return the largest number of tokens of a sequence that a program processes.
 
-    Args:
-        group: the largest number of query heads of a key-value head.
+    A ``group`` is the largest number of query heads of a key-value head.
     """
     if dtype == torch.float32:
         rows = FLOAT32_ROWS

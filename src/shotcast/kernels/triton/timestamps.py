@@ -39,5 +39,4 @@ class SpanTimers:
         start_kernel[(1,)](self._started_ns, timer, num_warps=1)
 
     def stop(self, timer: int) -> None:
-        """Stop the span."""
         stop_kernel[(1,)](self._started_ns, self.totals, timer, num_warps=1)

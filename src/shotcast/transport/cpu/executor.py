@@ -146,7 +146,6 @@ class BoundCall:
 
     @property
     def header(self) -> HeaderWords:
-        """The header of the call."""
         return HeaderWords(*self._record[layout.HEADER // 8 : layout.HEADER // 8 + 2])
 
 
@@ -240,8 +239,7 @@ class CpuExecutor:
         call.arithmetic(plan)
         return BoundCall(self, plan, call)
 
-    def forms(self, plan: CallPlan) -> tuple[str, ...]:
-        """Return names for what ``plan`` needs compiled."""
+    def variants(self, plan: CallPlan) -> tuple[str, ...]:
         norm = "" if plan.norm is None else f"{plan.norm.kind} of {plan.norm.weight or plan.dtype}"
         return (f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{norm}",)
 
@@ -370,14 +368,12 @@ class CpuExecutor:
     # -- faults --------------------------------------------------------------------------------------------------
 
     def fault(self) -> Fault | None:
-        """Return the fault that stopped this communicator, or None."""
         if self.closed or not (word := self.stopped_word.value):
             return None
         return Fault.decode(word)
 
     @property
     def stopped(self) -> bool:
-        """True if a fault has stopped this communicator."""
         return self.fault() is not None
 
     def waiting(self, nbytes: int) -> int:
@@ -453,7 +449,6 @@ class CpuExecutor:
             self._stop(wire.encode_fault(_KINDS[status], int(plan.op), guilty, self.epoch))
 
     def _stop(self, word: int) -> None:
-        """Stop the calls of all ranks."""
         for abort_word in self._abort_words:
             # The first fault stays: it is the cause of those that follow.
             if abort_word.value == 0:
@@ -487,7 +482,7 @@ class CpuExecutor:
 
     def _differing(self) -> list[int]:
         """Return the ranks whose header is not the most frequent one, after a short wait for missing headers."""
-        until = time.monotonic() + min(_GRACE_S, self._timeout_s / 2)
+        until = time.monotonic() + min(_GRACE_S, self.timeout_s / 2)
         headers = self.headers(self.epoch)
         while None in headers and time.monotonic() < until and not self.stopped_word.value:
             time.sleep(0.001)
@@ -536,17 +531,12 @@ class CpuExecutor:
         """Make ``value`` the number of the last call. On every rank, while none is in a call."""
         self._set(layout.EPOCH, value)
 
-    @property
-    def timeout_s(self) -> float:
-        """The deadline of calls, in seconds."""
-        return self._timeout_s
-
     def set_timeout(self, seconds: float) -> None:
         """Let every later call fail after waiting ``seconds`` for its peers."""
         if not seconds > 0:
             raise ConfigError(f"a timeout is more than 0 seconds: {seconds}")
-        self._timeout_s = min(seconds, 1e9)
-        self._set(layout.TIMEOUT, int(self._timeout_s * 1e9))
+        self.timeout_s = min(seconds, 1e9)
+        self._set(layout.TIMEOUT, int(self.timeout_s * 1e9))
 
     def mark_gone(self, rank: int) -> None:
         """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it."""

@@ -55,14 +55,9 @@ class Connections(NamedTuple):
 def connect(host: StoreGroup, layout: NodeLayout, timeout_s: float) -> Connections:
     """Connect this rank with its peers. Collective.
 
-    Args:
-        host: all ranks of the communicator. The route to where they meet chooses this host's address where no
-            interface is named.
-        timeout_s: the limit for all of it.
-
-    Raises:
-        ConfigError: on all ranks, if two of them did not connect: with the ranks, their addresses and the reason.
-        CollectiveTimeout: a rank did not come.
+    The route to where the ranks meet chooses this host's address where no interface is named. Raises ConfigError on all
+    ranks if two of them did not connect, with the ranks, their addresses and the reason; and CollectiveTimeout if a
+    rank did not come. ``timeout_s`` is the limit for all of it.
     """
     deadline = time.monotonic() + timeout_s
     failure, listener = "", None

@@ -146,7 +146,6 @@ class MessageConnections:
                 self._came.notify_all()
 
     def close(self) -> None:
-        """Close all connections, and end the thread."""
         with self._came:
             self._closing = True
         self._listener.shutdown(socket.SHUT_RDWR)

@@ -125,12 +125,8 @@ class KernelContext:
         a multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a
         tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
 
-        Args:
-            programs: of the grid; by default the plan's and one for the headers.
-            num_warps: of a program; by default the plan's.
-            tensors: which tensors the call has.
-            options: of the compilation, beside what all kernels take.
-            arguments: of the kernel, and fields of its SHAPE.
+        The grid has ``programs``, by default the plan's and one for the headers, of ``num_warps``, by default the
+        plan's. ``tensors`` are a key of :data:`TENSORS`, ``options`` of the compilation, beside what all kernels take.
         """
         # (a kernel without tensors exchanges the header of a call that the library makes)
         fields = [one.name for one in dataclasses.fields(kernel.shape)]

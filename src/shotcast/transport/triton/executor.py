@@ -148,7 +148,6 @@ class BoundKernel:
         self._launches: Sequence[Enqueue] = ()
 
     def run(self, operands: Sequence[torch.Tensor]) -> None:
-        """Launch the kernels on the current stream."""
         stream = 0
         if not INTERPRETED:
             index = self._device.index
@@ -162,7 +161,6 @@ class BoundKernel:
             launch(stream, given)
 
     def load(self) -> None:
-        """Compile the kernels and load them."""
         if not INTERPRETED:
             with torch.cuda.device(self._device):
                 for launch in self._bound():
@@ -179,7 +177,7 @@ def _launch(bound: KernelLaunch) -> Launch:
     return Launch(bound.kernel, bound.programs, bound.arguments, TENSORS[bound.tensors], bound.options)
 
 
-class Meeting:
+class HeaderExchange:
     """An exchange of headers that the host waits for."""
 
     __slots__ = ("_device", "_launch")
@@ -188,7 +186,6 @@ class Meeting:
         self._launch, self._device = launch, device
 
     def load(self) -> None:
-        """Compile and load the kernel."""
         with _current(self._device):
             self._launch.load()
 
@@ -236,10 +233,8 @@ class TritonExecutor:
     (:meth:`grow`). All collective calls use the last one, so calls of different sizes meet there, and are found to
     differ. The first one stays for send and recv, whose messages may lie in its mailboxes. Those between stay if
     kernels in captured graphs use them. Ranks on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import). The
-    ``nodes`` each have as many consecutive ranks. Raises ConfigError on all ranks if one has too little memory.
-
-    Args:
-        lease: ``lease(nbytes)`` gives symmetric memory. Collective; it raises on all ranks or on none.
+    ``nodes`` each have as many consecutive ranks. ``lease(nbytes)`` gives symmetric memory. Collective; raises
+    ConfigError on all ranks if one has too little.
 
     Attributes:
         workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
@@ -274,7 +269,7 @@ class TritonExecutor:
         except RuntimeError as error:
             failure = shortage(device, "a communicator", error)
         raise_failures(group, failure)
-        self._timeout_s = ranks.timeout_s
+        self.timeout_s = ranks.timeout_s
         self._wait: Wait | None = None
         self._awaited: Sequence[int] = ()
         self._marking, self._closed = threading.Lock(), False
@@ -332,7 +327,6 @@ class TritonExecutor:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def bind(self, plan: CallPlan) -> BoundCall:
-        """Return a call that can be run again and again."""
         return BoundCall(self, plan)
 
     def bind_kernel(self, call: KernelCall) -> BoundKernel:
@@ -355,12 +349,12 @@ class TritonExecutor:
         return launch
 
     def load(self, plans: Sequence[CallPlan]) -> None:
-        """Compile and load the kernels of plans of any size, for tensors at multiples of 16 bytes, and a meeting.
+        """Compile and load a header exchange, and kernels of plans of any size for tensors at multiples of 16 bytes.
 
         CUDA loads no kernel while another runs. So calls load what later ones may need beside kernels that wait.
         """
         with _current(self.device):
-            self.meeting(plans[0]).load()
+            self.header_exchange(plans[0]).load()
             for plan in plans:
                 _launch(self._kernel(plan, True)).load()
 
@@ -369,7 +363,7 @@ class TritonExecutor:
         # a message waits for one rank, in few programs (send_recv.py)
         return None if self._exclusive or plan.op in (Op.SEND, Op.RECV) else gate_of(launch)
 
-    def forms(self, plan: CallPlan) -> tuple[str, ...]:
+    def variants(self, plan: CallPlan) -> tuple[str, ...]:
         """Return a name for each kernel of ``plan``: all that decides values which are known to the compiler."""
         shape, context = plan.launch, self.workspaces[0].context
         # to and from a root go parts as large as those of an all_gather
@@ -413,10 +407,10 @@ class TritonExecutor:
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
-    def meeting(self, plan: CallPlan) -> Meeting:
+    def header_exchange(self, plan: CallPlan) -> HeaderExchange:
         """Return a kernel that exchanges the header of ``plan`` between all ranks, and does nothing else."""
         bound = barrier.bind(plan, self.workspaces[-1].context)
-        return Meeting(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device)
+        return HeaderExchange(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device)
 
     @torch.inference_mode(False)  # later calls write into its tensors in any mode
     def grow(self, room: int) -> None:
@@ -479,7 +473,7 @@ class TritonExecutor:
             memory.targets,
             self._blocks.data_ptr(),
         )
-        workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self._timeout_s)
+        workspace.clear(self.workspaces[-1].epoch if self.workspaces else 0, self.timeout_s)
         _wait_for_stream(self.device)
         return workspace
 
@@ -517,11 +511,6 @@ class TritonExecutor:
         wait = Fault.decode(word & 0xFFFFFFFFFFFFFFFF)
         return wait if wait.ranks else None
 
-    @property
-    def timeout_s(self) -> float:
-        """The deadline of calls, in seconds."""
-        return self._timeout_s
-
     def wait(self) -> Wait | None:
         """Return the wait that this rank is in, if it has lasted for a while. One thread calls it, again and again."""
         notice = self.waits()
@@ -535,7 +524,6 @@ class TritonExecutor:
         return self._wait
 
     def awaited(self, wait: Wait) -> list[int]:
-        """Return the ranks that ``wait`` is for."""
         return list(self._awaited)
 
     @property
@@ -574,7 +562,7 @@ class TritonExecutor:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and graph replays."""
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         for workspace in self.workspaces:
             workspace.set_timeout(timeout_s)
 
@@ -636,7 +624,7 @@ class TritonExecutor:
         with self._marking:
             self._clears += 1
             for workspace in self.workspaces:
-                workspace.clear(epoch, self._timeout_s)
+                workspace.clear(epoch, self.timeout_s)
             self.stopped_word.value = self._wait_word.value = 0
             if self.heap is not None:
                 self.heap.resume()

@@ -42,7 +42,6 @@ class GatherThenMultiply:
         self._gather, self._product, self._arrivals = gather, product, arrivals
 
     def load(self) -> None:
-        """Compile both kernels and load them."""
         self._gather.load()
         self._product.load()
 

@@ -31,10 +31,8 @@ class HostsTritonExecutor(TritonExecutor):
     """This rank's side of a communicator whose ranks are on several nodes, equally many on each.
 
     Each node has consecutive ranks. Raises ConfigError on all ranks if NVSHMEM is missing or has too little memory or
-    peers cannot connect, and CollectiveTimeout for ranks that did not come.
-
-    Args:
-        lease: ``lease(nbytes)`` gives memory of NVSHMEM. Collective; it raises on all ranks or on none.
+    peers cannot connect, and CollectiveTimeout for ranks that did not come. ``lease(nbytes)`` gives memory of NVSHMEM.
+    Collective; it raises on all ranks or on none.
     """
 
     _puts = True
@@ -60,7 +58,7 @@ class HostsTritonExecutor(TritonExecutor):
     def _look(self) -> None:
         """Tell the peers of faults of this rank's calls, until the executor is closed."""
         while not self._stop_looking.wait(
-            min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT))
+            min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, self.timeout_s / _LOOKS_PER_TIMEOUT))
         ):
             word = self.stopped_word.value & (_WORD - 1)
             if word and word != self._told:

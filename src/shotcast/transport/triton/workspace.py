@@ -81,7 +81,6 @@ class Workspace:
 
     @property
     def stopped(self) -> bool:
-        """True if a fault has stopped the calls of this workspace."""
         return bool(self._read(layout.ABORT)[0])
 
     @property

@@ -16,7 +16,7 @@ _SETTLE_S = 0.5
 """Time from the end of a process's connections to the end of the process."""
 
 
-class ProcessEnds:
+class FailureWatch:
     """Knows which processes of a group have ended, and which ranks have left it. The store is for this alone."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):

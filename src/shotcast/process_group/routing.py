@@ -1,4 +1,4 @@
-"""The way of every call of a process group: its communicator, or the group of Gloo or NCCL inside."""
+"""The route of every call of a process group: its communicator, or the group of Gloo or NCCL inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast.collectives.reductions import check_reduction, is_divided
 from shotcast.errors import ConfigError, UnsupportedError
 
 OWN, LIBRARY, INNER = "own", "library", "inner"
-"""The ways: own kernels of the communicator, the vendor library under the communicator, or the inner group."""
+"""The routes: own kernels of the communicator, the vendor library under the communicator, or the inner group."""
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 """Operations that have a reduction."""
@@ -26,8 +26,8 @@ def is_scaled(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-class Way(NamedTuple):
-    """The way of a call."""
+class Route(NamedTuple):
+    """The route of a call."""
 
     name: str  # `own`, `library` or `inner`
     reason: str = ""  # why that is so; empty for `own` before the communicator exists
@@ -38,12 +38,12 @@ class Way(NamedTuple):
         return self.name == OWN
 
 
-_OWN = Way(OWN)
+_OWN = Route(OWN)
 _KNOWN = dict.fromkeys((*REDUCING, *MOVING, *MESSAGES))
 
 
-def way_of(op: str, dtype: torch.dtype, reduction: str = "sum", layout: torch.layout = torch.strided) -> Way:
-    """Return the way of a call by its operation, the dtype and layout of its tensors, and its reduction.
+def route_of(op: str, dtype: torch.dtype, reduction: str = "sum", layout: torch.layout = torch.strided) -> Route:
+    """Return the route of a call by its operation, the dtype and layout of its tensors, and its reduction.
 
     Raises ConfigError if there is no such operation.
     """
@@ -53,18 +53,18 @@ def way_of(op: str, dtype: torch.dtype, reduction: str = "sum", layout: torch.la
             known = ", ".join(_KNOWN)
             raise ConfigError(f"a process group has no operation {op!r}; there are {known}, and coalesced forms")
     if op in MESSAGES:
-        return Way(INNER, "messages have tags, and any rank as their source")
+        return Route(INNER, "messages have tags, and any rank as their source")
     if layout is not torch.strided:
-        return Way(INNER, "the tensors are sparse")
+        return Route(INNER, "the tensors are sparse")
     if op in MOVING:
         return _OWN
     name = str(dtype).removeprefix("torch.")
     if name not in wire.REDUCED:
-        return Way(INNER, f"no own kernel adds up {name}")
+        return Route(INNER, f"no own kernel adds up {name}")
     try:
         check_reduction(name, reduction)
     except UnsupportedError as error:
-        return Way(INNER, str(error))
+        return Route(INNER, str(error))
     if reduction not in wire.REDUCED[name] and not is_divided(name, reduction):
-        return Way(INNER, f"no own kernel has {reduction} of {name}")
+        return Route(INNER, f"no own kernel has {reduction} of {name}")
     return _OWN
