@@ -262,4 +262,4 @@ def pack(tokens: Sequence[int] | range, vocab: int) -> Words:
 
 def unpack(masks: Words, vocab: int) -> npt.NDArray[np.bool_]:
     """Return the allowed tokens of each mask: bool [rows, vocab]."""
-    return np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
+    return np.unpackbits(masks.view(np.uint8), axis=1, count=vocab, bitorder="little").view(bool)

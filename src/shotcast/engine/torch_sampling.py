@@ -117,7 +117,10 @@ def apply_masks(logits: torch.Tensor, rows: list[int], allowed: torch.Tensor) ->
         rows: the rows that are constrained.
         allowed: bool [constrained rows, vocab].
     """
-    return logits.index_copy(0, torch.tensor(rows), logits[rows].masked_fill_(~allowed, -torch.inf))
+    masked = logits.clone()
+    for row, mask in zip(rows, allowed, strict=True):  # one after the other: a row fits into a CPU's caches
+        masked[row].masked_fill_(~mask, -torch.inf)
+    return masked
 
 
 def apply_penalties(
