@@ -86,6 +86,20 @@ def repeatable() -> Iterator[None]:
         yield
 
 
+def compared(
+    model: nn.Module, x: torch.Tensor, wanted: Callable[[], Sequence[torch.Tensor]]
+) -> tuple[Callable[[], None], Callable[[], float]]:
+    """Return a step, and what returns how far its gradients are off ``wanted``. Collective."""
+    step = step_of(model, x)
+
+    def off() -> float:
+        with repeatable():
+            step()
+        return distance(gradients(model), wanted())
+
+    return step, off
+
+
 # -- data parallel ----------------------------------------------------------------------------------------------------
 
 
@@ -187,14 +201,7 @@ def sharded_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype)
             fully_shard(module, mesh=mesh)
             if mapped:
                 module.set_allocate_memory_from_process_group_for_comm(True)
-        step = step_of(model, batch.x)
-
-        def off() -> float:
-            with repeatable():
-                step()
-            return distance(gradients(model), batch.averaged)
-
-        return step, off
+        return compared(model, batch.x, lambda: batch.averaged)
 
     yield Form(NONE, "", batch.alone)
     yield Form("FSDP2", LIBRARY, lambda: fsdp(group_of(comm)))
@@ -265,13 +272,11 @@ def tensor_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) 
             step_of(model, x)()
         return gradients(model)
 
-    def compared(model: nn.Module, exact: bool = False) -> Any:
-        step = step_of(model, x)
+    def by_lanes(model: nn.Module, exact: bool) -> Any:
+        step, distance_off = compared(model, x, summed)
 
         def off() -> float:
-            with repeatable():
-                step()
-            found = distance(gradients(model), summed())
+            found = distance_off()
             if exact and found:
                 raise ArithmeticError(f"gradients are off by {found:.2g} of their size, and should have the same bits")
             return found
@@ -287,14 +292,14 @@ def tensor_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) 
         def row(linear: nn.Linear) -> nn.Module:
             return overlap.RowParallelLinear(lanes, linear, way)
 
-        return compared(Model(shape, dtype, comm.device, column, row), exact=way == "sequential")
+        return by_lanes(Model(shape, dtype, comm.device, column, row), exact=way == "sequential")
 
     def alone() -> Any:
         return step_of(divided(lambda x: lambda: None), x), lambda: 0.0
 
     def library(begin: Begin) -> Any:
         by_library(torch.ones(1, device=comm.device))()
-        return compared(divided(begin))
+        return compared(divided(begin), x, summed)
 
     yield Form(NONE, "", alone)
     yield Form("library, sequential", LIBRARY, lambda: library(at_once))
