@@ -1,4 +1,5 @@
-"""Large collectives by few SMs beside those that take as many as they can, and NCCL: us of a call in a graph.
+"""Large collectives by few SMs and by copy engines beside those by as many SMs as they can get, and NCCL: us of a call
+in a graph.
 
     python research/few_sms.py --world-size 2 --json benchmarks/data/h200/few_sms_x2.json
 
@@ -96,9 +97,14 @@ def by_nccl(op: str, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGrou
 
 
 def rows_of(
-    comm: shotcast.Communicator, group: dist.ProcessGroup, op: str, size: int, launches: bool
+    comm: shotcast.Communicator,
+    shared: shotcast.Communicator,
+    group: dist.ProcessGroup,
+    op: str,
+    size: int,
+    launches: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Measure one operation at one size; as one rank."""
+    """Measure one operation at one size; as one rank. Copy engines are for the communicator that is ``shared``."""
     part = size // comm.world_size if op == "all_gather" else size
     seeds = [torch.Generator(comm.device).manual_seed(rank) for rank in range(comm.world_size)]
     xs = [torch.randn(part // 2, generator=seed, device=comm.device).to(torch.bfloat16) for seed in seeds]
@@ -109,6 +115,9 @@ def rows_of(
     mapped = comm.empty(*x.shape, dtype=x.dtype).copy_(x), comm.empty(*out.shape, dtype=out.dtype)
     calls: list[tuple[str, int, LaunchShape | None, Callable[[], Any], torch.Tensor]] = []
     calls.append(("auto", 0, None, functools.partial(comm._run, Op[op.upper()], x, out), out))
+    if "copy_engines" in shared.candidates(whole, op):
+        run = functools.partial(shared._run, Op[op.upper()], x, out, algorithm="copy_engines")
+        calls.append(("copy_engines", 0, None, run, out))
     for sms in SMS:
         if "few_sms" not in comm.candidates(whole, op, sms):
             continue
@@ -132,10 +141,13 @@ def rows_of(
 def rows(sizes: list[int], ops: list[str], launches: bool) -> list[dict[str, Any]]:
     """Measure all of it; as one rank."""
     found = []
-    with shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True) as comm:
+    with (
+        shotcast.Communicator(device="cuda", timeout_s=30, exclusive=True) as comm,
+        shotcast.Communicator(device="cuda", timeout_s=30) as shared,
+    ):
         group = dist.new_group(backend="nccl")
         for op, size in itertools.product(ops, sizes):
-            found += rows_of(comm, group, op, size, launches)
+            found += rows_of(comm, shared, group, op, size, launches)
     return found
 
 

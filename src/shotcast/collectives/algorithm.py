@@ -170,8 +170,10 @@ class Form:
         any_reduction: it has every reduction of :data:`shotcast.wire.REDUCED`; without, sums of
             :data:`shotcast.wire.REDUCIBLE` alone.
         any_dtype: it copies every dtype, not only those that kernels add up.
-        keeps_to_sms: it serves calls that may occupy a number of SMs, and no others. Its words carry no flags, so those
-            of any dtype take as much of the workspace.
+        keeps_to_sms: it serves calls that may occupy a number of SMs, and no others.
+        flags_words: its words carry flags, for which those of some dtypes take twice the workspace.
+        shared_from: the bytes of a message from which ``auto`` takes it on GPUs where the communicator is not
+            exclusive, whatever tables say; 0 for none.
     """
 
     work: Callable[[int, NodeShape, int], Work]
@@ -192,6 +194,8 @@ class Form:
     any_reduction: bool = False
     any_dtype: bool = True
     keeps_to_sms: bool = False
+    flags_words: bool = True
+    shared_from: int = 0
 
     def kernel(self, field: str) -> Reference:
         """Return the kernel of a transport, by the field that has it; empty if there is none."""

@@ -20,7 +20,8 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.overlap.lanes import Lanes, lanes_of
 
 SMS = 16
-"""The SMs that all-reduces of gradients take by default: the matmuls of the backward have the others."""
+"""The SMs that all-reduces of gradients take where the communicator is exclusive: the matmuls of the backward have the
+others. Elsewhere large buckets go by copy engines."""
 
 
 class GradientBuckets:
@@ -30,8 +31,8 @@ class GradientBuckets:
         ranks: a communicator; or, on CPU ranks, several, if so many buckets are to be under way at once.
         algorithm: of the all-reduces, as for :meth:`Communicator.all_reduce`. On one node ``auto`` takes none that
             loses precision.
-        sms: the SMs that they may take; None for :data:`SMS` on the GPUs of one node, and for all elsewhere or where an
-            algorithm is named.
+        sms: the SMs that they may take; None for :data:`SMS` on the GPUs of one node where the communicator is
+            exclusive, and else for what ``algorithm`` takes.
 
     Attributes:
         error: what the first failed all-reduce raised.
@@ -42,7 +43,8 @@ class GradientBuckets:
         self._algorithm, self._turn = algorithm, 0
         first = self._lanes.communicators[0]
         one_node = first.topology.shape.nodes == 1 and algorithm == "auto"
-        self._sms = SMS if sms is None and one_node and first.device.type == "cuda" else sms
+        keeps_to_sms = one_node and first.device.type == "cuda" and first.topology.exclusive
+        self._sms = SMS if sms is None and keeps_to_sms else sms
         self._divides = not one_node  # other kernels than those of one node only sum
         self.error: Exception | None = None
 

@@ -107,6 +107,7 @@ def _form(**fields: Any) -> Form:
         launch_obstacle=launch_obstacle,
         workspace=window_alone,
         keeps_to_sms=True,
+        flags_words=False,
         **fields,
     )
 

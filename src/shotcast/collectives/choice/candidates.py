@@ -121,7 +121,7 @@ def _no_kernel(problem: CollectiveProblem, algorithm: Algorithm) -> str:
 
 def by_cells(topology: Topology, dtype: str, form: Form) -> bool:
     """Return whether a form sends flag cells, which take twice the bytes of the data (docs/reference/protocols.md)."""
-    return topology.transport.cells and dtype not in wire.REDUCIBLE and not form.keeps_to_sms
+    return topology.transport.cells and dtype not in wire.REDUCIBLE and form.flags_words
 
 
 def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Form) -> str:

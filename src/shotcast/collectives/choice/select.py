@@ -69,6 +69,9 @@ def choose(
         return Choice(legal[environment], "environment", "SHOTCAST_ALGORITHM")
     if all(algorithms[name].library for name in legal):
         return _the_library(problem, legal)
+    if sharing := next((name for name in legal if _shares(problem, name)), ""):
+        least = format_size(algorithms[sharing].forms[problem.op].shared_from)
+        return Choice(legal[sharing], "sharing", f"it leaves the SMs to others, which calls from {least} on do here")
     passed = []
     if environment != "auto":
         passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {unsupported_reason(problem, environment)}")
@@ -101,6 +104,15 @@ def choose(
         return Choice(candidate, source, reason, (number, (row.mode, with_sms(op.label, row.sms), problem.dtype)))
     choice = _by_model(problem, legal, argument)
     return Choice(choice.candidate, choice.source, "; ".join((choice.reason, *passed)))
+
+
+def _shares(problem: CollectiveProblem, name: str) -> bool:
+    """Return whether ``auto`` takes an algorithm because the GPU also has other work."""
+    topology, algorithm = problem.topology, problem.topology.algorithms[name]
+    form = algorithm.forms.get(problem.op)
+    least = form.shared_from if form is not None else 0
+    where = topology.device == "cuda" and not topology.exclusive and topology.shape.nodes == 1
+    return where and 0 < least <= problem.nbytes
 
 
 def _not_taken(topology: Topology, name: str, argument: str) -> str:

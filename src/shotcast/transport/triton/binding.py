@@ -79,6 +79,13 @@ class Enqueue(Protocol):
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None: ...
 
 
+class EnqueuedCall(NamedTuple):
+    """A call that is more than a kernel. It meets the other ranks before it writes to them, so it needs no gate."""
+
+    enqueue: Enqueue
+    tensors: str  # a key of `TENSORS`
+
+
 @dataclass(frozen=True, slots=True)
 class KernelContext:
     """The facts of a rank that its kernels are bound with."""

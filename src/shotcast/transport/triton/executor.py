@@ -31,7 +31,7 @@ from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.barrier import gate_of
-from shotcast.transport.triton.binding import TENSORS, Enqueue, KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelContext, KernelLaunch
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.units import align_up
@@ -46,13 +46,13 @@ rank sent it, and ended, looks again by then."""
 
 
 class _Piece(NamedTuple):
-    """One kernel of a call, which takes the tensors from byte ``start`` on.
+    """One kernel of a call, or all that copy engines do, which takes the tensors from byte ``start`` on.
 
     ``gate`` is launched before it, unless it is None.
     """
 
     gate: Launch | None
-    launch: Launch
+    launch: Enqueue
     start: int
 
 
@@ -128,6 +128,9 @@ class BoundCall:
         for plan, start in self._executor.pieces(self._plan):
             bound = self._executor.kernel(plan, aligned)
             self._tensors = bound.tensors
+            if isinstance(bound, EnqueuedCall):
+                pieces.append(_Piece(None, bound.enqueue, start))
+                continue
             self._of_sizes = bound.of_sizes
             launch = _launch(bound)
             pieces.append(_Piece(self._executor.gate(plan, launch), launch, start))
@@ -333,7 +336,7 @@ class TritonExecutor:
         """Return a call that brings its launches, in the last workspace."""
         return BoundKernel(call, lambda: self.workspaces[-1].context, self.device)
 
-    def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch:
+    def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
 
         Raises ConfigError if the workspace has no room for it yet.
@@ -342,11 +345,11 @@ class TritonExecutor:
             raise ConfigError(f"{plan.op.label} needs a workspace for messages of {plan.room} bytes, not {self.room}")
         return self._kernel(plan, aligned)
 
-    def _kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch:
+    def _kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         workspace = self.workspaces[0 if plan.op in (Op.SEND, Op.RECV) else -1]
         context = dataclasses.replace(workspace.context, aligned=aligned)
-        launch: KernelLaunch = self._algorithms.kernel(plan, "triton")(plan, context)
-        return launch
+        bound: KernelLaunch | EnqueuedCall = self._algorithms.kernel(plan, "triton")(plan, context)
+        return bound
 
     def load(self, plans: Sequence[CallPlan]) -> None:
         """Compile and load a header exchange, and kernels of plans of any size for tensors at multiples of 16 bytes.
@@ -356,7 +359,8 @@ class TritonExecutor:
         with _current(self.device):
             self.header_exchange(plans[0]).load()
             for plan in plans:
-                _launch(self._kernel(plan, True)).load()
+                bound = self._kernel(plan, True)
+                (bound.enqueue if isinstance(bound, EnqueuedCall) else _launch(bound)).load()
 
     def gate(self, plan: CallPlan, launch: Launch) -> Launch | None:
         """Return the gate of a plan or a piece, None where it may wait for other ranks by itself."""
@@ -452,7 +456,8 @@ class TritonExecutor:
     def _layout(self, room: int) -> Layout:
         size = next(size for size in self._rooms if size >= room)
         ranks_per_node = self._group.world_size // self._nodes
-        return Layout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts)
+        engines = not self._exclusive and self._nodes == 1
+        return Layout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts, engines)
 
     def keep(self) -> None:
         """Keep the workspace that calls use now when there is a larger one: a graph is being captured with it."""

@@ -2,7 +2,8 @@
 
 A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, their
 progress, two generations of flag cells, three generations of sentinel slots, where ranks put to other nodes two
-generations of what is staged for that, and the window. Offsets never depend on a call, so calls of different
+generations of what is staged for that, the window, and in large regions of communicators that are not exclusive two
+generations of what copy engines bring. Offsets never depend on a call, so calls of different
 sizes cannot overlap; only the window is divided anew by each call that passes through it.
 """
 
@@ -86,6 +87,8 @@ PLACE_ROW_QUADS = MAX_WORLD_SIZE
 
 WINDOW_BYTES = 16 << 20
 """The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
+ENGINE_BYTES = 32 << 20
+"""The bytes of a generation of what copy engines bring. Regions for shorter messages have none."""
 CHUNKS_IN_WINDOW = 3
 """Places in the window for uneven parts: one is sent while the one before is read, and it may be sent before the reader
 of the one before that has said that it is done."""
@@ -151,6 +154,8 @@ class Layout:
     staging_quads: int
     window_at: int
     window_quads: int
+    copies_at: int
+    copies_quads: int
     piece_bytes: int
     nbytes: int
 
@@ -162,6 +167,7 @@ class Layout:
         nodes: int = 1,
         ranks_per_node: int = MAX_WORLD_SIZE,
         staged: bool = False,
+        engines: bool = False,
     ) -> Layout:
         """Lay a region out for messages up to ``max_bytes``.
 
@@ -169,7 +175,7 @@ class Layout:
         bytes. Send and recv use the mailboxes of one region, whatever others a communicator has. A rank exchanges a
         slice of a message between nodes, of which a word of two 16-bit floats takes two words of float32; their slots
         lie behind the others of a generation. If they are ``staged`` to be put, they have as much room again, twice,
-        and there is no window, whose ranks are all mapped.
+        and there is no window, whose ranks are all mapped. Calls by copy engines are for ``engines`` alone.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slot_bytes = 8 * network_slots(nodes)
@@ -188,6 +194,7 @@ class Layout:
         staging = network if staged else 0
         window_at = staging_at + 2 * staging
         window = 0 if staged else window_bytes(max_bytes)
+        copies = ENGINE_BYTES if engines and not staged and max_bytes >= ENGINE_BYTES else 0
         return cls(
             max_bytes=max_bytes,
             mailboxes_at=mailboxes_at // QUAD,
@@ -202,8 +209,10 @@ class Layout:
             staging_quads=staging // QUAD,
             window_at=window_at // QUAD,
             window_quads=window // QUAD,
+            copies_at=(window_at + window) // QUAD,
+            copies_quads=copies // QUAD,
             piece_bytes=min(piece, max_bytes) // QUAD * QUAD,
-            nbytes=window_at + window,
+            nbytes=window_at + window + 2 * copies,
         )
 
 

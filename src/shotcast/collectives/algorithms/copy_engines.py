@@ -1,0 +1,93 @@
+r"""Copy engines: large messages are moved by the engines that copy memory, which leaves the SMs to other work.
+
+.. math:: T = f + 7 s\,a + S / b + M / m
+
+where s and S are the steps and the bytes sent of two-shot (an all-reduce) or of one-shot (the others), and the other
+terms those of two-shot. Ranks meet before the first step and after each, in kernels of one warp, which take 5 to 7 us.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
+from shotcast.collectives.algorithms import one_shot, two_shot
+from shotcast.cost.collective import Work
+from shotcast.transport.triton.layout import ENGINE_BYTES, QUAD
+from shotcast.units import align_up
+from shotcast.wire import LaunchShape, NodeShape, Op
+
+_MEETING_STEPS = 7
+"""The time of a meeting in steps of 0.86 us."""
+_SHARED_FROM = 16 << 20
+"""The bytes from which calls of communicators that are not exclusive go by copy engines.
+
+A shorter message takes the SMs for no longer than the meetings take (docs/design/overlap.md).
+"""
+_BLOCK_WORDS, _WARPS, _MOST_PROGRAMS = 2048, 8, 128
+"""The launch of the sums, which wait for nobody."""
+
+
+def _reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+    return _with_meetings(two_shot.work(nbytes, shape, itemsize), 3)
+
+
+def _copy_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
+    return _with_meetings(one_shot.part_work(nbytes, shape, itemsize), 2)
+
+
+def _with_meetings(work: Work, count: int) -> Work:
+    return work._replace(steps=work.steps + count * _MEETING_STEPS)
+
+
+def launch(problem: CollectiveProblem) -> LaunchShape:
+    """Return the launch of the sums, with the bytes of each part that a round carries: rounds are alike."""
+    part = max(1, slice_of_message(problem))
+    room = ENGINE_BYTES // problem.topology.world_size // QUAD * QUAD
+    chunk = align_up(math.ceil(part / math.ceil(part / room)), QUAD)
+    if problem.topology.transport.serial:
+        return LaunchShape(2, 256, 1, chunk)
+    return LaunchShape(min(_MOST_PROGRAMS, math.ceil(chunk / (4 * _BLOCK_WORDS))), _BLOCK_WORDS, _WARPS, chunk)
+
+
+def _workspace(problem: CollectiveProblem) -> Workspace:
+    return Workspace(ENGINE_BYTES, problem.topology.max_bytes)
+
+
+def _obstacle(problem: CollectiveProblem) -> str:
+    if problem.topology.exclusive:
+        return "it is for communicators that are not exclusive"
+    return "all ranks are not on one node" if problem.topology.shape.nodes > 1 else ""
+
+
+def _form(**fields: Any) -> Form:
+    return Form(
+        triton="shotcast.transport.triton.copy_engines:bind",
+        launch=launch,
+        obstacle=_obstacle,
+        workspace=_workspace,
+        uneven=False,
+        flags_words=False,
+        shared_from=_SHARED_FROM,
+        **fields,
+    )
+
+
+ALGORITHM = Algorithm(
+    name="copy_engines",
+    label="copy engines",
+    summary="as two-shot and one-shot, by the engines that copy memory; the SMs only add up",
+    color="#72b7b2",
+    by_name=True,
+    forms={
+        Op.ALL_REDUCE: _form(
+            work=_reduce_work, reference="shotcast.collectives.reference:ordered_all_reduce", any_reduction=True
+        ),
+        Op.REDUCE_SCATTER: _form(
+            work=_copy_work, reference="shotcast.collectives.reference:ordered_reduce_scatter", any_reduction=True
+        ),
+        Op.ALL_GATHER: _form(work=_copy_work),
+        Op.ALL_TO_ALL: _form(work=_copy_work),
+    },
+)

@@ -1,0 +1,139 @@
+"""Calls by copy engines: in Triton's interpreter on CPU ranks, and how they are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from copy_engine_targets import KINDS, absent, cases, in_place_after_a_fault
+from hypothesis import given
+from hypothesis import strategies as st
+from test_select import make_topology
+
+import shotcast
+from quick_interpreter import GPU_COLLECTIVES, interpret
+from shotcast.collectives.algorithm import CollectiveProblem
+from shotcast.collectives.choice.candidates import launch_shape, room, unsupported_reason
+from shotcast.collectives.choice.select import choose
+from shotcast.transport.triton.copy_engines import REGION, Copy, Meeting, Shared, Sum, steps_of
+from shotcast.wire import Op
+
+
+def interpreted(fn: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
+    return interpret(fn, world_size, *args, env=GPU_COLLECTIVES, **options)
+
+
+@pytest.mark.parametrize(("world_size", "counts"), [(2, [0, 1, 333, 4099]), pytest.param(3, [5, 1030]), (4, [600])])
+def test_calls_have_the_bits_of_the_contract(world_size: int, counts: list[int]) -> None:
+    """Odd sizes and addresses, in place and not, one round and many, with other calls between and stragglers."""
+    dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
+    done = interpreted(cases, world_size, "cpu", counts, [0, 64, 1024], dtypes)
+    assert done == [len(counts) * (2 * 4 + 2 * 2)] * world_size
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(("meeting", "killed"), [(0, False), (2, False), pytest.param(3, True, marks=pytest.mark.full)])
+def test_rank_that_stops_between_steps_is_named(meeting: int, killed: bool) -> None:
+    """The others copy what lies in their regions, and make it NaN."""
+    timeout_s = 600.0 if killed else 4.0
+    options = {"fresh": True, "timeout_s": 300, "return_exceptions": True}
+    for rank, outcome in enumerate(interpreted(absent, 2, "cpu", 1, timeout_s, meeting, killed, **options)):
+        if rank != 1:
+            assert isinstance(outcome["error"], shotcast.CollectiveTimeout), outcome
+            assert (outcome["error"].missing, outcome["error"].op) == ((1,), "all_reduce")
+            assert outcome["error"].reason == ("dead" if killed else "late")
+            assert outcome["nan"]
+            assert isinstance(outcome["again"], shotcast.CollectiveTimeout)
+            assert outcome["took"] < 60
+
+
+@pytest.mark.timing
+def test_own_part_of_a_gather_in_place_outlives_a_fault() -> None:
+    tensor, error = interpreted(in_place_after_a_fault, 2, fresh=True)[0]
+    assert error == "CollectiveTimeout"
+    assert (tensor[:3000] == 0).all()
+    assert tensor[3000:].isnan().all()
+
+
+# -- choice -----------------------------------------------------------------------------------------------------------
+
+
+def problem(op: Op, nbytes: int, exclusive: bool = False, **fields: Any) -> CollectiveProblem:
+    topology = dataclasses.replace(make_topology("triton", 4, fields.pop("max_bytes", 512 << 20)), exclusive=exclusive)
+    return CollectiveProblem(op, nbytes, fields.pop("dtype", "bfloat16"), topology, **fields)
+
+
+@pytest.mark.parametrize("op", KINDS)
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_large_calls_go_by_copy_engines_where_the_gpu_is_shared(op: Op, mode: str) -> None:
+    for nbytes, taken in ((16 << 20, True), (1 << 30, True), ((16 << 20) - 16, False)):
+        choice = choose(problem(op, nbytes), "auto", "auto", (), mode)
+        assert (choice.candidate.algorithm == "copy_engines") == taken
+        assert (choice.source == "sharing") == taken
+    assert choose(problem(op, 1 << 30, exclusive=True), "auto", "auto", ()).candidate.algorithm != "copy_engines"
+    assert choose(problem(op, 1 << 30), "auto", "vendor", ()).candidate.algorithm == "vendor"
+    assert choose(problem(op, 1 << 30), "lossless", "auto", ()).candidate.algorithm == "copy_engines"
+
+
+def test_copy_engines_serve_shared_regions_with_room_and_no_number_of_sms() -> None:
+    asked = problem(Op.ALL_REDUCE, 1 << 26)
+    assert unsupported_reason(asked, "copy_engines") == ""
+    assert room(asked, "copy_engines") == 32 << 20
+    assert "not exclusive" in unsupported_reason(problem(Op.ALL_REDUCE, 1 << 26, exclusive=True), "copy_engines")
+    assert "max_bytes" in unsupported_reason(problem(Op.ALL_REDUCE, 1 << 26, max_bytes=16 << 20), "copy_engines")
+    assert "SMs" in unsupported_reason(problem(Op.ALL_REDUCE, 1 << 26, sms=16), "copy_engines")
+    assert "equal parts" in unsupported_reason(problem(Op.ALL_GATHER, 64, sizes=(8, 8, 8, 8)), "copy_engines")
+
+
+@given(op=st.sampled_from(KINDS), world_size=st.integers(2, 8), parts=st.integers(0, 2000), chunk=st.integers(1, 40))
+def test_places_are_written_again_only_when_all_have_taken_what_was_there(
+    op: Op, world_size: int, parts: int, chunk: int
+) -> None:
+    """A place that a rank writes between two meetings has been read, if at all, before the last meeting but one."""
+    part, length = 16 * parts, 16 * chunk
+    nbytes = part * world_size
+    generations = tuple(tuple(10**9 * (2 * r + g) for r in range(world_size)) for g in range(2))
+    written: dict[tuple[int, int], int] = {}  # by rank and place, the last meeting before it was written
+    read: dict[tuple[int, int], int] = {}
+    calls = [list(steps_of(op, Shared(nbytes, part, length, rank, generations))) for rank in range(world_size)]
+    assert len({sum(isinstance(step, Meeting) for step in steps) for steps in calls}) == 1
+    phases = [list(phases_of(steps)) for steps in calls]
+    for phase in range(len(phases[0])):
+        for rank in range(world_size):
+            for step in phases[rank][phase]:
+                if isinstance(step, Copy) and step.target_base == REGION:
+                    assert read.get((step.target, 0), -1) < phase, "a rank may still read it"
+                    written[step.target, 0] = phase
+        for rank in range(world_size):
+            for step in phases[rank][phase]:
+                places = []
+                if isinstance(step, Copy) and step.source_base == REGION:
+                    places = [step.source]
+                elif isinstance(step, Sum) and step.nbytes:
+                    places = [step.came + r * length for r in range(world_size) if r != rank]
+                for place in places:
+                    assert written[place, 0] == phase - 1, "it was written before the last meeting"
+                    read[place, 0] = phase
+
+
+def phases_of(steps: list[Any]) -> Iterator[list[Any]]:
+    """Yield what a rank does between meetings."""
+    phase: list[Any] = []
+    for step in steps:
+        if isinstance(step, Meeting):
+            yield phase
+            phase = []
+        else:
+            phase.append(step)
+    yield phase
+
+
+def test_chunks_without_room_are_refused() -> None:
+    asked = problem(Op.ALL_REDUCE, 1 << 26)
+    for nbytes in (0, 1, 1 << 20, 1 << 30):
+        shape = launch_shape(dataclasses.replace(asked, nbytes=nbytes), "copy_engines")
+        assert 0 < 4 * shape.chunk_bytes <= 32 << 20
+        assert shape.chunk_bytes % 16 == 0
