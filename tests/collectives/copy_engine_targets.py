@@ -24,7 +24,7 @@ ROOM = 32 << 20
 
 
 def call(comm: shotcast.Communicator, op: Op, x: torch.Tensor, out: torch.Tensor, chunk: int, **by: Any) -> None:
-    """Make a call by copy engines whose rounds carry ``chunk`` bytes of each part, 0 for the default."""
+    """Make a call by copy engines in chunks of so many bytes of each part, 0 for the default."""
     count = x.numel() * comm.world_size if op is Op.ALL_GATHER else x.numel()
     problem = comm._resolver.problem(op, x.dtype, count, by.get("reduction", "sum"), 0, (), None, None)
     launch = launch_shape(problem, "copy_engines")
@@ -54,6 +54,9 @@ def one_case(
         exact(x, shifted(xs[rank], shift), (*what, "x"))
         call(comm, op, x, x, chunk)
         check(x, wanted, (*what, "in place"))
+        mean = (reference.ordered_sum([one.float() for one in xs]) / size).to(dtype)
+        call(comm, op, shifted(xs[rank], shift), out, chunk, reduction="avg")
+        check(out, mean, (*what, "avg"))
     elif op is Op.ALL_GATHER:
         out = shifted(torch.zeros_like(torch.cat(xs)), shift)
         call(comm, op, shifted(xs[rank], shift), out, chunk)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.algorithm import CollectiveProblem
 from shotcast.collectives.choice.candidates import launch_shape, room, unsupported_reason
 from shotcast.collectives.choice.select import choose
-from shotcast.transport.triton.copy_engines import REGION, Copy, Meeting, Shared, Sum, steps_of
-from shotcast.wire import Op
+from shotcast.transport.triton.copy_engines import OUT, REGION, Parts, places
+from shotcast.wire import Op, slice_bytes
 
 
 def interpreted(fn: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -88,52 +87,54 @@ def test_copy_engines_serve_shared_regions_with_room_and_no_number_of_sms() -> N
     assert "equal parts" in unsupported_reason(problem(Op.ALL_GATHER, 64, sizes=(8, 8, 8, 8)), "copy_engines")
 
 
-@given(op=st.sampled_from(KINDS), world_size=st.integers(2, 8), parts=st.integers(0, 2000), chunk=st.integers(1, 40))
+@given(op=st.sampled_from(KINDS), world_size=st.integers(2, 8), quads=st.integers(0, 2000), chunk=st.integers(1, 40))
 def test_places_are_written_again_only_when_all_have_taken_what_was_there(
-    op: Op, world_size: int, parts: int, chunk: int
+    op: Op, world_size: int, quads: int, chunk: int
 ) -> None:
-    """A place that a rank writes between two meetings has been read, if at all, before the last meeting but one."""
-    part, length = 16 * parts, 16 * chunk
-    nbytes = part * world_size
-    generations = tuple(tuple(10**9 * (2 * r + g) for r in range(world_size)) for g in range(2))
-    written: dict[tuple[int, int], int] = {}  # by rank and place, the last meeting before it was written
-    read: dict[tuple[int, int], int] = {}
-    calls = [list(steps_of(op, Shared(nbytes, part, length, rank, generations))) for rank in range(world_size)]
-    assert len({sum(isinstance(step, Meeting) for step in steps) for steps in calls}) == 1
-    phases = [list(phases_of(steps)) for steps in calls]
-    for phase in range(len(phases[0])):
-        for rank in range(world_size):
-            for step in phases[rank][phase]:
-                if isinstance(step, Copy) and step.target_base == REGION:
-                    assert read.get((step.target, 0), -1) < phase, "a rank may still read it"
-                    written[step.target, 0] = phase
-        for rank in range(world_size):
-            for step in phases[rank][phase]:
-                places = []
-                if isinstance(step, Copy) and step.source_base == REGION:
-                    places = [step.source]
-                elif isinstance(step, Sum) and step.nbytes:
-                    places = [step.came + r * length for r in range(world_size) if r != rank]
-                for place in places:
-                    assert written[place, 0] == phase - 1, "it was written before the last meeting"
-                    read[place, 0] = phase
+    """All that ranks do in a phase may go on at once. A chunk is read in the phase after the one it was written in."""
+    part, room = 16 * quads, 16 * chunk * world_size * places(op)
+    regions = tuple(10**9 * rank for rank in range(world_size))
+    parts = [Parts(op, part * world_size, part, 16 * chunk, rank, regions, room) for rank in range(world_size)]
+    phases = [list(one.phases()) for one in parts]
+    assert len({len(one) for one in phases}) == 1
+    written: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for number, of_ranks in enumerate(zip(*phases, strict=True)):
+        for phase in of_ranks:
+            for copy in (*phase.early, *phase.late):
+                assert copy.target_base == REGION
+                assert read.get(copy.target, -1) < number
+                assert copy.target % 10**9 + copy.nbytes <= room
+                written[copy.target] = number
+        for rank, phase in enumerate(of_ranks):
+            found = [copy.source for copy in phase.taken if copy.source_base == REGION]
+            found += [one.came + r * 16 * chunk for one in phase.sums for r in range(world_size) if r != rank]
+            for place in found:
+                assert written[place] == number - 1
+                read[place] = number
+    assert written.keys() == read.keys()
 
 
-def phases_of(steps: list[Any]) -> Iterator[list[Any]]:
-    """Yield what a rank does between meetings."""
-    phase: list[Any] = []
-    for step in steps:
-        if isinstance(step, Meeting):
-            yield phase
-            phase = []
-        else:
-            phase.append(step)
-    yield phase
+@given(op=st.sampled_from(KINDS), world_size=st.integers(2, 8), elements=st.integers(0, 3000), chunk=st.integers(1, 40))
+def test_every_byte_of_the_result_is_written_once(op: Op, world_size: int, elements: int, chunk: int) -> None:
+    nbytes = 2 * elements * (1 if op is Op.ALL_REDUCE else world_size)
+    part = slice_bytes(nbytes, world_size) if op is Op.ALL_REDUCE else nbytes // world_size
+    for rank in range(world_size):
+        parts = Parts(op, nbytes, part, 16 * chunk, rank, (0,) * world_size, 16 * chunk * world_size * places(op))
+        spans = []
+        for phase in parts.phases():
+            spans += [(copy.target, copy.nbytes) for copy in phase.taken if copy.target_base == OUT]
+            spans += [(one.out, one.nbytes) for one in phase.sums]
+        end = 0
+        for start, size in sorted(span for span in spans if span[1]):
+            assert start == end
+            end += size
+        assert end == (part if op is Op.REDUCE_SCATTER else nbytes)
 
 
-def test_chunks_without_room_are_refused() -> None:
+def test_chunks_have_room() -> None:
     asked = problem(Op.ALL_REDUCE, 1 << 26)
     for nbytes in (0, 1, 1 << 20, 1 << 30):
         shape = launch_shape(dataclasses.replace(asked, nbytes=nbytes), "copy_engines")
-        assert 0 < 4 * shape.chunk_bytes <= 32 << 20
+        assert 0 < 4 * 4 * shape.chunk_bytes <= 128 << 20
         assert shape.chunk_bytes % 16 == 0

@@ -61,14 +61,20 @@ def side_stream(device_index: int) -> SideStream:
     return SideStream(torch.device("cuda", device_index))
 
 
-def new_stream(device: torch.device) -> torch.cuda.ExternalStream:
+def new_stream(device: torch.device, urgent: bool = False) -> torch.cuda.ExternalStream:
     """Return a stream of the current GPU that nothing else uses. It lasts as long as the process.
+
+    An ``urgent`` one has the highest priority.
 
     Those that PyTorch makes come round again after 32. Captures may be under way.
     """
-    made, non_blocking = ctypes.c_void_p(), 1
+    made, non_blocking, least, most = ctypes.c_void_p(), 1, ctypes.c_int(0), ctypes.c_int(0)
     with relaxed():
-        check(library().cuStreamCreate(ctypes.byref(made), non_blocking), "creating a stream")
+        if urgent:
+            check(
+                library().cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(most)), "asking for priorities"
+            )
+        check(library().cuStreamCreateWithPriority(ctypes.byref(made), non_blocking, most), "creating a stream")
     handle = made.value
     assert handle is not None
     return torch.cuda.ExternalStream(handle, device)

@@ -36,16 +36,77 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 def capture_id(stream: torch.cuda.Stream) -> int:
     """Return the number of the graph capture of ``stream``, 0 for none. PyTorch has no public function for it."""
+    return capture_of(stream.cuda_stream)
+
+
+def capture_of(stream: int) -> int:
+    """Return the number of the graph capture of the stream with a handle, 0 for none."""
     status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
     none = ctypes.c_void_p(None)
     error = driver.library().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number), none, none, none
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), none, none, none
     )
     driver.check(error, "asking for the capture of a stream")
     return number.value if status.value == 1 else 0
 
 
 _NO_TIMING, _EXTERNAL = 2, 1
+
+
+class SideLane:
+    """A stream of a GPU for what calls do beside their own stream, of the highest priority. It waits for no other call.
+
+    Events serve again: a stream waits for what was recorded when it was told to wait.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._stream = device, 0
+        self._captured: SideLane | None = None
+        self._begun, self._marks, self._turn = 0, [0, 0], 0
+
+    def of(self, stream: int) -> SideLane | None:
+        """Return the lane of a call on a stream: itself, or one for calls that are captured. None while that is taken.
+
+        A stream that was captured takes all into the graph until the capture ends, and a replay runs on other streams.
+        """
+        if not capturing():
+            return self
+        if self._captured is None:
+            self._captured = SideLane(self._device)
+        own = self._captured._stream
+        return self._captured if not own or capture_of(own) in (0, capture_of(stream)) else None
+
+    def after(self, stream: int) -> int:
+        """Return the handle of the stream, behind what is enqueued on the stream with a handle."""
+        if not self._stream:
+            self._stream = driver.new_stream(self._device, urgent=True).cuda_stream
+            self._begun, *self._marks = (_new_event() for _ in range(3))
+        _record(self._begun, stream)
+        self.wait(self._stream, self._begun)
+        return self._stream
+
+    def mark(self) -> int:
+        """Return an event behind what is enqueued on the lane; the one before the last is taken back."""
+        self._turn ^= 1
+        _record(self._marks[self._turn], self._stream)
+        return self._marks[self._turn]
+
+    @staticmethod
+    def wait(stream: int, event: int) -> None:
+        """Let a stream wait for an event."""
+        error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+        driver.check(error, "waiting for an event")
+
+
+def _new_event() -> int:
+    event = ctypes.c_void_p()
+    driver.check(driver.library().cuEventCreate(ctypes.byref(event), _NO_TIMING), "creating an event")
+    return event.value or 0
+
+
+def _record(event: int, stream: int) -> None:
+    error = driver.library().cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+    driver.check(error, "recording an event")
 
 
 class LastCall:
@@ -56,8 +117,7 @@ class LastCall:
     """
 
     def __init__(self) -> None:
-        event = ctypes.c_void_p()
-        driver.check(driver.library().cuEventCreate(ctypes.byref(event), _NO_TIMING), "creating an event")
+        event = ctypes.c_void_p(_new_event())
         self._event, self._nodes = event, (0, ctypes.c_void_p())
         weakref.finalize(self, driver.library().cuEventDestroy_v2, event).atexit = False
 

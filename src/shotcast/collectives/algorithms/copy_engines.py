@@ -14,7 +14,7 @@ from typing import Any
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
 from shotcast.collectives.algorithms import one_shot, two_shot
 from shotcast.cost.collective import Work
-from shotcast.transport.triton.layout import ENGINE_BYTES, QUAD
+from shotcast.transport.triton.layout import ENGINE_BYTES, ENGINE_ROOM, QUAD
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
@@ -25,6 +25,7 @@ _SHARED_FROM = 16 << 20
 
 A shorter message takes the SMs for no longer than the meetings take (docs/design/overlap.md).
 """
+_LEAST_CHUNK, _CHUNKS = 4 << 20, 4
 _BLOCK_WORDS, _WARPS, _MOST_PROGRAMS = 2048, 8, 128
 """The launch of the sums, which wait for nobody."""
 
@@ -42,9 +43,14 @@ def _with_meetings(work: Work, count: int) -> Work:
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of the sums, with the bytes of each part that a round carries: rounds are alike."""
+    """Return the launch of the sums, with the bytes of each part that pass at once: chunks are alike.
+
+    A message has at least four where they are not too small, so that what is done with one passes under the next.
+    """
     part = max(1, slice_of_message(problem))
-    room = ENGINE_BYTES // problem.topology.world_size // QUAD * QUAD
+    places = 4 if problem.op is Op.ALL_REDUCE else 2
+    room = ENGINE_BYTES // places // problem.topology.world_size // QUAD * QUAD
+    room = min(room, max(_LEAST_CHUNK, math.ceil(part / _CHUNKS)))
     chunk = align_up(math.ceil(part / math.ceil(part / room)), QUAD)
     if problem.topology.transport.serial:
         return LaunchShape(2, 256, 1, chunk)
@@ -52,7 +58,7 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
 
 
 def _workspace(problem: CollectiveProblem) -> Workspace:
-    return Workspace(ENGINE_BYTES, problem.topology.max_bytes)
+    return Workspace(ENGINE_ROOM, problem.topology.max_bytes)
 
 
 def _obstacle(problem: CollectiveProblem) -> str:

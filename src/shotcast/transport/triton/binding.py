@@ -19,6 +19,7 @@ from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.errors import UnsupportedError
 from shotcast.kernels.triton.norm import DTYPES
 from shotcast.memory import nvshmem_library
+from shotcast.memory.streams import SideLane
 from shotcast.transport.triton.layout import Layout
 from shotcast.transport.triton.sync import Entry, EntryWithPuts
 from shotcast.wire import CallPlan, HeaderWords, Op
@@ -110,6 +111,7 @@ class KernelContext:
     nodes: int = field(default=1)  # the nodes that the ranks are divided into, each of as many consecutive ranks
     # the address of the table of what puts to each rank take, in device memory; 0 where all regions are mapped
     puts_address: int = field(default=0)
+    lane: SideLane | None = field(default=None)  # of calls that go on on two streams
 
     def launch(
         self,

@@ -6,19 +6,22 @@
     all_gather:      each rank copies x to all
     all_to_all:      each rank copies part j to rank j
 
-A message passes in rounds through two generations of copies in the region of each rank, with a place for each other
-rank. In a step, ranks write into one generation of the others, meet, and take what came: a sum is made, or it is copied
-to ``out``. Steps use the generations in turn. The ranks meet before the first step as well.
+A message passes chunk by chunk, through places in the region of each rank: two for the parts, two for the sums of an
+all_reduce, which serve in turn. Between two meetings of all ranks, in *phase* p, a rank
+
+    adds up chunk p-2, which came in phase p-1, and copies the sums of chunk p-3 to out
+    copies chunk p-1 to the others, and the sums of chunk p-2 once they are made
+
+or copies chunk p-2 to out where there are no sums. Both lines go on at once, on two streams.
 
 - A kernel begins when the copies before it in its stream have ended, so a meeting says that what was copied is there.
-- A rank that has passed the meeting of step s knows that all have taken what came in step s - 1, as they do before they
-  come to that meeting. So it may write into that generation again, in step s + 1.
-- The first meeting says the same of the call before, of this algorithm or another, and keeps ranks that are ahead from
-  writing. Nothing is enqueued on other streams, so a graph captures a call as it is.
+- A rank has taken what came in phase p-1 before it comes to the meeting that ends phase p. So in phase p+1 others may
+  write there again.
+- A first meeting, before phase 1, says the same of the call before, of this algorithm or another.
 
 A meeting is an exchange of headers, as every call has one, with an epoch of its own; it is one program of one warp. A
-failed meeting stops the copies of no engine: what they then bring to ``out`` a last kernel replaces with NaN.
-CPU ranks of the interpreter do the same in turn.
+failed meeting stops no copies: what they then bring to ``out`` a last kernel replaces with NaN. CPU ranks of the
+interpreter do the same in turn.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopp
 from shotcast.device.triton.words import load_words, store_words
 from shotcast.errors import ConfigError
 from shotcast.memory import driver
+from shotcast.memory.streams import SideLane
 from shotcast.transport.triton import few_sms, layout, sync
 from shotcast.transport.triton.barrier import GATE_REGISTERS, barrier
 from shotcast.transport.triton.binding import EnqueuedCall, KernelContext, TileShape
@@ -48,7 +52,6 @@ from shotcast.wire import CallPlan, Op
 
 _MEETINGS = 4
 """Kernels that meet in turn; the headers of neighbors differ."""
-_GENERATIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,73 +126,78 @@ class Sum(NamedTuple):
     nbytes: int
 
 
-class Meeting(NamedTuple):
-    """A meeting of all ranks."""
+class Phase(NamedTuple):
+    """What a rank does between two meetings: it takes what came before, and sends.
 
-    number: int
+    ``early`` copies wait for nothing, ``late`` ones for the sums.
+    """
+
+    sums: tuple[Sum, ...]
+    taken: tuple[Copy, ...]
+    early: tuple[Copy, ...]
+    late: tuple[Copy, ...]
 
 
-Step = Copy | Sum | Meeting
+@dataclass(frozen=True)
+class Parts:
+    """A message in parts and chunks, and where they go.
 
+    ``room`` bytes of each rank's region, from ``regions`` on, are for copies; all sizes are in bytes.
+    """
 
-class Shared(NamedTuple):
-    """What a plan has in common for all ranks: bytes of parts and chunks, and the addresses of the generations."""
-
+    op: Op
     nbytes: int
     part: int
     chunk: int
     rank: int
-    generations: tuple[tuple[int, ...], ...]  # by number, by rank
+    regions: tuple[int, ...]
+    room: int
 
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks, the next one first: so each is written to by one at a time."""
-        world_size = len(self.generations[0])
-        return [(self.rank + i) % world_size for i in range(1, world_size)]
+    def place(self, chunk: int, at: int, of: int, sums: bool = False) -> int:
+        """Return the address of the place at rank ``at`` for a chunk, or its sums, that rank ``of`` copies."""
+        turn = chunk % 2 + 2 * sums
+        return self.regions[at] + turn * (self.room // places(self.op)) + of * self.chunk
 
-    def of_part(self, rank: int, start: int) -> int:
-        """Return the bytes of a rank's part in the chunk from ``start`` on."""
-        return max(0, min(self.nbytes - rank * self.part, self.part, start + self.chunk) - start)
+    def size(self, chunk: int, of: int) -> int:
+        """Return the bytes that rank ``of`` has of a chunk of its part."""
+        start = chunk * self.chunk
+        return max(0, min(self.nbytes - of * self.part, self.part, start + self.chunk) - start)
 
-    def place(self, generation: int, at: int, of: int) -> int:
-        """Return the address of the place at rank ``at`` for what rank ``of`` copies."""
-        return self.generations[generation % _GENERATIONS][at] + of * self.chunk
+    def phases(self) -> Iterator[Phase]:
+        """Yield what this rank does after each meeting."""
+        chunks = -(-self.part // self.chunk)
+        yield from map(self._phase, range(1, chunks + (3 if self.op is Op.ALL_REDUCE else 2)))
 
-
-def steps_of(op: Op, shared: Shared) -> Iterator[Step]:
-    """Yield what a rank does in a call, in order."""
-    rank, part, peers, own = shared.rank, shared.part, shared.peers, shared.rank * shared.part
-    met = 1
-    yield Meeting(0)
-    for start in range(0, part, shared.chunk):
-        size = shared.of_part(rank, start)
-        if op is Op.ALL_GATHER:
+    def _phase(self, number: int) -> Phase:
+        rank, op, part = self.rank, self.op, self.part
+        world_size, chunks = len(self.regions), -(-part // self.chunk)
+        peers = [(rank + i) % world_size for i in range(1, world_size)]  # so each is written to by one at a time
+        sent, came, first = number - 1, number - 2, number - 3
+        sums, taken, early, late = list[Sum](), list[Copy](), list[Copy](), list[Copy]()
+        if sent < chunks:
+            start, size = sent * self.chunk, self.size(sent, rank)
             for r in peers:
-                yield Copy(REGION, shared.place(met, r, rank), X, start, size)
-            yield Copy(OUT, own + start, X, start, size)
-        else:
+                source, count = (start, size) if op is Op.ALL_GATHER else (r * part + start, self.size(sent, r))
+                early.append(Copy(REGION, self.place(sent, r, rank), X, source, count))
+            own = rank * part + start
+            if op in (Op.ALL_GATHER, Op.ALL_TO_ALL):
+                taken.append(Copy(OUT, own, X, start if op is Op.ALL_GATHER else own, size))
+        if 0 <= came < chunks and op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+            start, size = came * self.chunk, self.size(came, rank)
+            to = start if op is Op.REDUCE_SCATTER else rank * part + start
+            sums.append(Sum(rank * part + start, to, self.place(came, rank, 0), size))
+            if op is Op.ALL_REDUCE:
+                late += [Copy(REGION, self.place(came, r, rank, True), OUT, to, size) for r in peers]
+        last = first if op is Op.ALL_REDUCE else came
+        if 0 <= last < chunks and op is not Op.REDUCE_SCATTER:
             for r in peers:
-                yield Copy(REGION, shared.place(met, r, rank), X, r * part + start, shared.of_part(r, start))
-            if op is Op.ALL_TO_ALL:
-                yield Copy(OUT, own + start, X, own + start, size)
-        yield Meeting(met)
-        if op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
-            to = start if op is Op.REDUCE_SCATTER else own + start
-            yield Sum(own + start, to, shared.place(met, rank, 0), size)
-        if op is Op.ALL_REDUCE:
-            met += 1
-            for r in peers:
-                yield Copy(REGION, shared.place(met, r, rank), OUT, own + start, size)
-            yield Meeting(met)
-        if op is not Op.REDUCE_SCATTER:
-            for r in peers:
-                size = shared.of_part(r, start)
-                yield Copy(OUT, r * part + start, REGION, shared.place(met, rank, r), size)
-        met += 1
+                place = self.place(last, rank, r, op is Op.ALL_REDUCE)
+                taken.append(Copy(OUT, r * part + last * self.chunk, REGION, place, self.size(last, r)))
+        return Phase(tuple(sums), tuple(taken), tuple(early), tuple(late))
 
 
 class CopyEngineCall:
-    """The steps of a call, which are enqueued as a kernel is.
+    """The phases of a call, which are enqueued as a kernel is.
 
     Args:
         meetings: kernels that meet in turn.
@@ -197,19 +205,21 @@ class CopyEngineCall:
         last: the kernel that makes floats NaN where a meeting failed.
         nbytes: of ``out``.
         own: the bytes of ``out``, from where to where, that a call in place leaves alone.
+        lane: what goes on beside the stream of the call; None for nothing.
     """
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        phases: Sequence[Phase],
         meetings: Sequence[Launch],
         reduce: Launch | None,
         last: Launch,
         nbytes: int,
         own: tuple[int, int],
+        lane: SideLane | None,
     ):
-        self._steps, self._meetings, self._reduce, self._last = steps, meetings, reduce, last
-        self._nbytes, self._own = nbytes, own
+        self._phases, self._meetings, self._reduce, self._last = phases, meetings, reduce, last
+        self._nbytes, self._own, self._lane = nbytes, own, lane
 
     def load(self) -> None:
         """Compile and load the kernels."""
@@ -220,50 +230,80 @@ class CopyEngineCall:
     def __call__(self, stream: int, call_values: Sequence[int]) -> None:
         """Enqueue the call with the addresses of ``x`` and ``out``."""
         x, out = call_values
-        bases = 0, x, out
-        for step in self._steps:
-            if isinstance(step, Copy):
-                _copy(bases[step.target_base] + step.target, bases[step.source_base] + step.source, step.nbytes, stream)
-            elif isinstance(step, Meeting):
-                self._meet(step.number, stream)
-            elif step.nbytes and self._reduce is not None:
-                self._reduce(stream, (x + step.x, out + step.out, step.came, step.nbytes))
+        self._meet(0, stream)
+        lane = None if self._lane is None else self._lane.of(stream)
+        for number, phase in enumerate(self._phases, 1):
+            if lane is not None:
+                self._two_streams(phase, stream, lane, x, out)
+            else:
+                self._sum(phase.sums, stream, x, out)
+                for copies in (phase.taken, phase.early, phase.late):
+                    _copy(copies, stream, x, out)
+            if number < len(self._phases):
+                self._meet(number, stream)
         begin, end = self._own
         for start, stop in ((0, begin), (end, self._nbytes)) if x == out + begin else ((0, self._nbytes),):
             if stop > start:
                 self._last(stream, (out + start, stop - start))
 
+    def _two_streams(self, phase: Phase, stream: int, lane: SideLane, x: int, out: int) -> None:
+        side = lane.after(stream) if phase.sums or phase.taken else 0
+        if phase.sums:
+            self._sum(phase.sums, side, x, out)
+            summed = lane.mark()
+        _copy(phase.taken, side, x, out)
+        _copy(phase.early, stream, x, out)
+        if phase.late:
+            lane.wait(stream, summed)
+            _copy(phase.late, stream, x, out)
+        if side:
+            lane.wait(stream, lane.mark())
+
     def _meet(self, number: int, stream: int) -> None:
         self._meetings[number % len(self._meetings)](stream, ())
 
+    def _sum(self, sums: Sequence[Sum], stream: int, x: int, out: int) -> None:
+        for each in sums:
+            if each.nbytes and self._reduce is not None:
+                self._reduce(stream, (x + each.x, out + each.out, each.came, each.nbytes))
 
-def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Enqueue a copy; none from where it goes to."""
-    if not nbytes or target == source:
-        return
-    if INTERPRETED:
-        ctypes.memmove(target, source, nbytes)
-        return
-    arguments = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
-    if error := driver.library().cuMemcpyAsync(*arguments, ctypes.c_void_p(stream)):
-        driver.check(error, "copying")
+
+def places(op: Op) -> int:
+    """Return into how many places an operation divides the room of copies."""
+    return 4 if op is Op.ALL_REDUCE else 2
+
+
+def _copy(copies: Sequence[Copy], stream: int, x: int, out: int) -> None:
+    """Enqueue copies; none to where it comes from."""
+    bases = 0, x, out
+    for copy in copies:
+        target, source = bases[copy.target_base] + copy.target, bases[copy.source_base] + copy.source
+        if not copy.nbytes or target == source:
+            continue
+        if INTERPRETED:
+            ctypes.memmove(target, source, copy.nbytes)
+            continue
+        arguments = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(copy.nbytes)
+        if error := driver.library().cuMemcpyAsync(*arguments, ctypes.c_void_p(stream)):
+            driver.check(error, "copying")
 
 
 def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     """Return the call of an all_reduce, a reduce_scatter, an all_gather or an all_to_all.
 
-    Raises ConfigError if the chunks of the launch have no room.
+    Raises ConfigError if the chunks of the launch have no room. (In a region without any, a call can only be loaded.)
     """
-    world_size, shape = context.world_size, plan.launch
+    world_size, chunk = context.world_size, plan.launch.chunk_bytes
     room = context.layout.copies_quads * layout.QUAD
-    if not 0 < shape.chunk_bytes * world_size <= room or shape.chunk_bytes % layout.QUAD:
+    if chunk < layout.QUAD or chunk % layout.QUAD or (room and places(plan.op) * world_size * chunk > room):
         raise ConfigError(
-            f"copy_engines: {world_size} chunks of {shape.chunk_bytes} bytes (a multiple of 16) do not go into {room}"
+            f"copy_engines: {places(plan.op)} times {world_size} chunks of {chunk} bytes (a multiple of 16) do not go "
+            f"into {room}"
         )
     part = wire.slice_bytes(plan.nbytes, world_size) if plan.op is Op.ALL_REDUCE else plan.nbytes // world_size
     at = context.layout.copies_at * layout.QUAD
-    generations = tuple(tuple(address + at + room * g for address in context.addresses) for g in range(_GENERATIONS))
-    shared = Shared(plan.nbytes, part, shape.chunk_bytes, context.rank, generations)
+    regions = tuple(address + at for address in context.addresses)
+    parts = Parts(plan.op, plan.nbytes, part, chunk, context.rank, regions, room)
     # a kernel that begins early would wait for the kernel before it in its stream alone, and not for the copies
     waits: dict[str, Any] = {"options": {"launch_pdl": False}, "PDL": False}
     meetings = []
@@ -275,20 +315,21 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     reduce, found = None, dict[str, Any]()
     if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
         found = reduction_arguments(plan, context)
+    shape = plan.launch
     waits |= {"BLOCK": shape.block_words, "nbytes": plan.nbytes} | {k: v for k, v in found.items() if k == "DTYPE"}
     if context.unit(plan) != layout.QUAD or found.get("CELLS") or plan.reduction not in ("sum", "avg"):
         waits["BLOCK"] = min(shape.block_words, 64 * shape.num_warps)  # each word takes several registers
     if found:
-        stride = shape.chunk_bytes // layout.QUAD
+        stride = chunk // layout.QUAD
         came, reduction = context.own_address, found["REDUCTION"]
         bound = context.launch(
             sum_of_copies, plan, programs=shape.programs, came=came, stride=stride, REDUCTION=reduction, **waits
         )
         names = "x", "out", "came", "nbytes"
         reduce = Launch(bound.kernel, bound.programs, bound.arguments, names, bound.options)
-    bound = context.launch(nan_if_stopped, plan, programs=1, **waits)
+    bound = context.launch(nan_if_stopped, dataclasses.replace(plan, reduction="sum"), programs=1, **waits)
     last = Launch(bound.kernel, bound.programs, bound.arguments, ("out", "nbytes"), bound.options)
     nbytes = part if plan.op is Op.REDUCE_SCATTER else plan.nbytes
     own = (context.rank * part, (context.rank + 1) * part) if plan.op is Op.ALL_GATHER else (nbytes, nbytes)
-    call = CopyEngineCall(tuple(steps_of(plan.op, shared)), meetings, reduce, last, nbytes, own)
+    call = CopyEngineCall(tuple(parts.phases()), meetings, reduce, last, nbytes, own, context.lane)
     return EnqueuedCall(call, "x and out")

@@ -2,8 +2,8 @@
 
 A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, their
 progress, two generations of flag cells, three generations of sentinel slots, where ranks put to other nodes two
-generations of what is staged for that, the window, and in large regions of communicators that are not exclusive two
-generations of what copy engines bring. Offsets never depend on a call, so calls of different
+generations of what is staged for that, the window, and in large regions of communicators that are not exclusive what
+copy engines bring. Offsets never depend on a call, so calls of different
 sizes cannot overlap; only the window is divided anew by each call that passes through it.
 """
 
@@ -87,8 +87,10 @@ PLACE_ROW_QUADS = MAX_WORLD_SIZE
 
 WINDOW_BYTES = 16 << 20
 """The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
-ENGINE_BYTES = 32 << 20
-"""The bytes of a generation of what copy engines bring. Regions for shorter messages have none."""
+ENGINE_ROOM = 32 << 20
+"""The longest message of the smallest region that calls by copy engines can have."""
+ENGINE_BYTES = 128 << 20
+"""The bytes of such a region for what copy engines bring: they are as fast as the wires in chunks of 16 MiB."""
 CHUNKS_IN_WINDOW = 3
 """Places in the window for uneven parts: one is sent while the one before is read, and it may be sent before the reader
 of the one before that has said that it is done."""
@@ -194,7 +196,7 @@ class Layout:
         staging = network if staged else 0
         window_at = staging_at + 2 * staging
         window = 0 if staged else window_bytes(max_bytes)
-        copies = ENGINE_BYTES if engines and not staged and max_bytes >= ENGINE_BYTES else 0
+        copies = ENGINE_BYTES if engines and not staged and max_bytes >= ENGINE_ROOM else 0
         return cls(
             max_bytes=max_bytes,
             mailboxes_at=mailboxes_at // QUAD,
@@ -212,7 +214,7 @@ class Layout:
             copies_at=(window_at + window) // QUAD,
             copies_quads=copies // QUAD,
             piece_bytes=min(piece, max_bytes) // QUAD * QUAD,
-            nbytes=window_at + window + 2 * copies,
+            nbytes=window_at + window + copies,
         )
 
 

@@ -14,6 +14,7 @@ from shotcast import wire
 from shotcast.device.triton.intrinsics import has_float8_conversions, supports_pdl
 from shotcast.errors import ClosedError
 from shotcast.memory import driver
+from shotcast.memory.streams import SideLane
 from shotcast.memory.symmetric import SymmetricBuffer, Target
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext
@@ -77,6 +78,7 @@ class Workspace:
             header_of=header_of,
             nodes=nodes,
             puts_address=self._puts.data_ptr() if puts else 0,
+            lane=SideLane(device) if device.type == "cuda" else None,
         )
 
     @property
