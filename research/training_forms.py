@@ -118,6 +118,14 @@ def keep_and_average(kept: Kept, bucket: dist.GradBucket) -> torch.futures.Futur
     return overlap.average_gradients(kept.state, bucket)
 
 
+def keep(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Leave a bucket as it is: what is left is what DDP itself takes."""
+    x = bucket.buffer()
+    done: torch.futures.Future[Any] = torch.futures.Future(devices=[x.device] if x.device.type == "cuda" else None)
+    done.set_result(x)
+    return done
+
+
 class Batch:
     """A rank's own tokens, and what its gradients are to be."""
 
@@ -145,11 +153,10 @@ class Batch:
 def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) -> Iterator[Form]:
     """Yield the forms of data parallelism by DDP."""
     batch = Batch(comm, shape, dtype)
+    ids = [comm.device.index] if comm.device.type == "cuda" else None
 
     def ddp(group: dist.ProcessGroup, kept: Kept | None = None, **settings: Any) -> Any:
-        model = batch.model()
-        ids = [comm.device.index] if comm.device.type == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=ids, process_group=group, **settings)
+        model = DistributedDataParallel(batch.model(), device_ids=ids, process_group=group, **settings)
         if kept is not None:
             model.register_comm_hook(kept, keep_and_average)
         step = step_of(model, batch.x)
@@ -168,7 +175,13 @@ def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) ->
 
         return step, off
 
+    def nothing_sent() -> Any:
+        model = DistributedDataParallel(batch.model(), device_ids=ids, process_group=any_group(comm))
+        model.register_comm_hook(None, keep)
+        return step_of(model, batch.x), lambda: 0.0
+
     yield Form(NONE, "", batch.alone)
+    yield Form("DDP, nothing sent", "", nothing_sent)
     yield Form("DDP", LIBRARY, lambda: ddp(group_of(comm)))
     large = {"bucket_cap_mb": _LARGE_BUCKET_MB}
     yield Form(f"DDP, {_LARGE_BUCKET_MB} MB", LIBRARY, lambda: ddp(group_of(comm), **large))
@@ -186,7 +199,7 @@ def data_forms(comm: shotcast.Communicator, shape: Shape, dtype: torch.dtype) ->
     yield Form("ours", OWN, lambda: ddp(any_group(comm), Kept(comm)))
     yield Form(f"ours, {_LARGE_BUCKET_MB} MB", OWN, lambda: ddp(any_group(comm), Kept(comm), **large))
     if comm.device.type == "cuda":
-        for sms in (8, 12, 24):
+        for sms in (8, 16):
             yield Form(f"ours, {sms} SMs", OWN, lambda sms=sms: ddp(any_group(comm), Kept(comm, sms)))
 
 

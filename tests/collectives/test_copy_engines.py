@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.algorithm import CollectiveProblem
 from shotcast.collectives.choice.candidates import launch_shape, room, unsupported_reason
 from shotcast.collectives.choice.select import choose
-from shotcast.transport.triton.copy_engines import OUT, REGION, Parts, places
+from shotcast.transport.triton.copy_engines import OUT, REGION, Parts
+from shotcast.transport.triton.layout import ENGINE_BYTES, places_of_copies
 from shotcast.wire import Op, slice_bytes
 
 
@@ -92,9 +94,10 @@ def test_places_are_written_again_only_when_all_have_taken_what_was_there(
     op: Op, world_size: int, quads: int, chunk: int
 ) -> None:
     """All that ranks do in a phase may go on at once. A chunk is read in the phase after the one it was written in."""
-    part, room = 16 * quads, 16 * chunk * world_size * places(op)
+    part = 16 * quads
+    room = 16 * chunk * world_size * places_of_copies(op, -(-quads // chunk))
     regions = tuple(10**9 * rank for rank in range(world_size))
-    parts = [Parts(op, part * world_size, part, 16 * chunk, rank, regions, room) for rank in range(world_size)]
+    parts = [Parts(op, part * world_size, part, 16 * chunk, rank, regions) for rank in range(world_size)]
     phases = [list(one.phases()) for one in parts]
     assert len({len(one) for one in phases}) == 1
     written: dict[int, int] = {}
@@ -120,7 +123,7 @@ def test_every_byte_of_the_result_is_written_once(op: Op, world_size: int, eleme
     nbytes = 2 * elements * (1 if op is Op.ALL_REDUCE else world_size)
     part = slice_bytes(nbytes, world_size) if op is Op.ALL_REDUCE else nbytes // world_size
     for rank in range(world_size):
-        parts = Parts(op, nbytes, part, 16 * chunk, rank, (0,) * world_size, 16 * chunk * world_size * places(op))
+        parts = Parts(op, nbytes, part, 16 * chunk, rank, (0,) * world_size)
         spans = []
         for phase in parts.phases():
             spans += [(copy.target, copy.nbytes) for copy in phase.taken if copy.target_base == OUT]
@@ -132,9 +135,11 @@ def test_every_byte_of_the_result_is_written_once(op: Op, world_size: int, eleme
         assert end == (part if op is Op.REDUCE_SCATTER else nbytes)
 
 
-def test_chunks_have_room() -> None:
-    asked = problem(Op.ALL_REDUCE, 1 << 26)
-    for nbytes in (0, 1, 1 << 20, 1 << 30):
-        shape = launch_shape(dataclasses.replace(asked, nbytes=nbytes), "copy_engines")
-        assert 0 < 4 * 4 * shape.chunk_bytes <= 128 << 20
-        assert shape.chunk_bytes % 16 == 0
+@given(op=st.sampled_from(KINDS), nbytes=st.integers(0, 1 << 33))
+def test_chunks_have_room(op: Op, nbytes: int) -> None:
+    chunk = launch_shape(problem(op, nbytes), "copy_engines").chunk_bytes
+    chunks = max(1, math.ceil(nbytes / 4 / chunk))
+    assert chunk > 0
+    assert chunk % 16 == 0
+    assert 4 * chunk * places_of_copies(op, chunks) <= ENGINE_BYTES
+    assert chunks == 1 or nbytes > ENGINE_BYTES // places_of_copies(op, 1), "a message that has room passes at once"

@@ -8,13 +8,14 @@ terms those of two-shot. Ranks meet before the first step and after each, in ker
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
 from shotcast.collectives.algorithms import one_shot, two_shot
 from shotcast.cost.collective import Work
-from shotcast.transport.triton.layout import ENGINE_BYTES, ENGINE_ROOM, QUAD
+from shotcast.transport.triton.layout import ENGINE_BYTES, ENGINE_ROOM, QUAD, places_of_copies
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
@@ -25,7 +26,6 @@ _SHARED_FROM = 16 << 20
 
 A shorter message takes the SMs for no longer than the meetings take (docs/design/overlap.md).
 """
-_LEAST_CHUNK, _CHUNKS = 4 << 20, 4
 _BLOCK_WORDS, _WARPS, _MOST_PROGRAMS = 2048, 8, 128
 """The launch of the sums, which wait for nobody."""
 
@@ -43,15 +43,17 @@ def _with_meetings(work: Work, count: int) -> Work:
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of the sums, with the bytes of each part that pass at once: chunks are alike.
+    """Return the launch of the sums, with the bytes of each part that pass at once: all that have room, or chunks alike.
 
-    A message has at least four where they are not too small, so that what is done with one passes under the next.
+    Many chunks would be faster alone, but each sum waits for the end of a product that has all SMs.
     """
     part = max(1, slice_of_message(problem))
-    places = 4 if problem.op is Op.ALL_REDUCE else 2
-    room = ENGINE_BYTES // places // problem.topology.world_size // QUAD * QUAD
-    room = min(room, max(_LEAST_CHUNK, math.ceil(part / _CHUNKS)))
-    chunk = align_up(math.ceil(part / math.ceil(part / room)), QUAD)
+    room = ENGINE_BYTES // problem.topology.world_size
+    chunk = next(
+        align_up(math.ceil(part / chunks), QUAD)
+        for chunks in itertools.count(1)
+        if align_up(math.ceil(part / chunks), QUAD) * places_of_copies(problem.op, chunks) <= room
+    )
     if problem.topology.transport.serial:
         return LaunchShape(2, 256, 1, chunk)
     return LaunchShape(min(_MOST_PROGRAMS, math.ceil(chunk / (4 * _BLOCK_WORDS))), _BLOCK_WORDS, _WARPS, chunk)

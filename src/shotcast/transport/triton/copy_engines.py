@@ -6,8 +6,8 @@
     all_gather:      each rank copies x to all
     all_to_all:      each rank copies part j to rank j
 
-A message passes chunk by chunk, through places in the region of each rank: two for the parts, two for the sums of an
-all_reduce, which serve in turn. Between two meetings of all ranks, in *phase* p, a rank
+A message passes in chunks, mostly one, through places in the region of each rank: two for parts, two for the sums of
+an all_reduce, which serve in turn. Between two meetings of all ranks, in *phase* p, a rank
 
     adds up chunk p-2, which came in phase p-1, and copies the sums of chunk p-3 to out
     copies chunk p-1 to the others, and the sums of chunk p-2 once they are made
@@ -142,7 +142,7 @@ class Phase(NamedTuple):
 class Parts:
     """A message in parts and chunks, and where they go.
 
-    ``room`` bytes of each rank's region, from ``regions`` on, are for copies; all sizes are in bytes.
+    Copies go to each rank's region from ``regions`` on. All sizes are in bytes.
     """
 
     op: Op
@@ -151,12 +151,16 @@ class Parts:
     chunk: int
     rank: int
     regions: tuple[int, ...]
-    room: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a part."""
+        return -(-self.part // self.chunk)
 
     def place(self, chunk: int, at: int, of: int, sums: bool = False) -> int:
         """Return the address of the place at rank ``at`` for a chunk, or its sums, that rank ``of`` copies."""
-        turn = chunk % 2 + 2 * sums
-        return self.regions[at] + turn * (self.room // places(self.op)) + of * self.chunk
+        turns = min(self.chunks, 2)
+        return self.regions[at] + ((chunk % turns + turns * sums) * len(self.regions) + of) * self.chunk
 
     def size(self, chunk: int, of: int) -> int:
         """Return the bytes that rank ``of`` has of a chunk of its part."""
@@ -165,12 +169,11 @@ class Parts:
 
     def phases(self) -> Iterator[Phase]:
         """Yield what this rank does after each meeting."""
-        chunks = -(-self.part // self.chunk)
-        yield from map(self._phase, range(1, chunks + (3 if self.op is Op.ALL_REDUCE else 2)))
+        yield from map(self._phase, range(1, self.chunks + (3 if self.op is Op.ALL_REDUCE else 2)))
 
     def _phase(self, number: int) -> Phase:
         rank, op, part = self.rank, self.op, self.part
-        world_size, chunks = len(self.regions), -(-part // self.chunk)
+        world_size, chunks = len(self.regions), self.chunks
         peers = [(rank + i) % world_size for i in range(1, world_size)]  # so each is written to by one at a time
         sent, came, first = number - 1, number - 2, number - 3
         sums, taken, early, late = list[Sum](), list[Copy](), list[Copy](), list[Copy]()
@@ -268,11 +271,6 @@ class CopyEngineCall:
                 self._reduce(stream, (x + each.x, out + each.out, each.came, each.nbytes))
 
 
-def places(op: Op) -> int:
-    """Return into how many places an operation divides the room of copies."""
-    return 4 if op is Op.ALL_REDUCE else 2
-
-
 def _copy(copies: Sequence[Copy], stream: int, x: int, out: int) -> None:
     """Enqueue copies; none to where it comes from."""
     bases = 0, x, out
@@ -295,15 +293,16 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     """
     world_size, chunk = context.world_size, plan.launch.chunk_bytes
     room = context.layout.copies_quads * layout.QUAD
-    if chunk < layout.QUAD or chunk % layout.QUAD or (room and places(plan.op) * world_size * chunk > room):
-        raise ConfigError(
-            f"copy_engines: {places(plan.op)} times {world_size} chunks of {chunk} bytes (a multiple of 16) do not go "
-            f"into {room}"
-        )
     part = wire.slice_bytes(plan.nbytes, world_size) if plan.op is Op.ALL_REDUCE else plan.nbytes // world_size
+    if (
+        chunk < layout.QUAD
+        or chunk % layout.QUAD
+        or 0 < room < layout.places_of_copies(plan.op, -(-part // chunk)) * world_size * chunk
+    ):
+        raise ConfigError(f"copy_engines: chunks of {chunk} bytes (a multiple of 16) do not go into {room}")
     at = context.layout.copies_at * layout.QUAD
     regions = tuple(address + at for address in context.addresses)
-    parts = Parts(plan.op, plan.nbytes, part, chunk, context.rank, regions, room)
+    parts = Parts(plan.op, plan.nbytes, part, chunk, context.rank, regions)
     # a kernel that begins early would wait for the kernel before it in its stream alone, and not for the copies
     waits: dict[str, Any] = {"options": {"launch_pdl": False}, "PDL": False}
     meetings = []

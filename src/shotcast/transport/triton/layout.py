@@ -89,8 +89,8 @@ WINDOW_BYTES = 16 << 20
 """The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
 ENGINE_ROOM = 32 << 20
 """The longest message of the smallest region that calls by copy engines can have."""
-ENGINE_BYTES = 128 << 20
-"""The bytes of such a region for what copy engines bring: they are as fast as the wires in chunks of 16 MiB."""
+ENGINE_BYTES = 256 << 20
+"""The bytes of such a region for what copy engines bring: all at once of an all_reduce of 128 MiB."""
 CHUNKS_IN_WINDOW = 3
 """Places in the window for uneven parts: one is sent while the one before is read, and it may be sent before the reader
 of the one before that has said that it is done."""
@@ -230,6 +230,11 @@ def piece(dtype: str, max_bytes: int) -> int:
 def places_in_window(op: Op) -> int:
     """Return the places in the window for chunks of a program from each rank; an all_reduce has as many for sums."""
     return (4 if op is Op.ALL_REDUCE else 2) * STEPS_IN_FLIGHT
+
+
+def places_of_copies(op: Op, chunks: int) -> int:
+    """Return the places for chunks of each rank that copy engines bring: two that serve in turn, as many for sums."""
+    return min(chunks, 2) * (2 if op is Op.ALL_REDUCE else 1)
 
 
 def window_bytes(max_bytes: int) -> int:
