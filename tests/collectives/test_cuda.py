@@ -66,7 +66,8 @@ def test_closing_releases_everything(count: int) -> None:
 def test_graphs_go_on_in_the_workspace_that_they_were_captured_with(world_size: int) -> None:
     mib = 1 << 20
     sizes = [8192, 16 * mib, 64 * mib]
-    regions = [Layout.for_messages(room, mailboxes=room == 8 * mib).nbytes for room in (8 * mib, 32 * mib, 64 * mib)]
+    sizes_of = [(room * mib, room == 8) for room in (8, 32, 64)]
+    regions = [Layout.for_messages(room, mailboxes=first, engines=True).nbytes for room, first in sizes_of]
     wanted = list(itertools.accumulate(regions))
     assert shotcast.spawn(replays_across_growth, world_size, sizes, timeout_s=200) == [wanted] * world_size
 
