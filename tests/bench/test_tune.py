@@ -119,7 +119,9 @@ class TestSearch:
         assert best.algorithm != "two_shot_fp8"
 
     def test_fp8_is_never_an_implementation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        shared = {name for name, one in registered().items() if any(form.shared_from for form in one.forms.values())}
         on_a_node = {name for name, one in registered().items() if not one.between_nodes and not one.keeps_to_sms}
+        on_a_node -= shared
         everything = tuple(Candidate(name, LaunchShape()) for name in on_a_node)
         monkeypatch.setattr(tune, "candidates", lambda asked: everything)
         assert {c.algorithm for c in eligible_candidates(problem(), False)} == {"one_shot", "two_shot", "vendor"}

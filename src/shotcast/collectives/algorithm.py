@@ -222,7 +222,7 @@ class Algorithm:
         in_contract: ``in_contract(shape)`` for a :class:`shotcast.wire.NodeShape`: whether sums have the bits of the
             numerics contract (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for reductions.
         lossy: sums lose precision by design; ``auto`` takes it only where ``allow_fp8`` is set.
-        by_name: ``auto`` never takes it; a call or SHOTCAST_ALGORITHM names it.
+        by_name: ``auto`` takes it only by ``shared_from`` of a form; else a call or SHOTCAST_ALGORITHM names it.
         error_bound: of lossy algorithms, ``error_bound(inputs)``: how far off the sum of the float64 ``inputs`` of all
             ranks (an iterable) may be, element by element, beyond the rounding of the dtype.
         multicast: it needs a multicast address.

@@ -43,7 +43,7 @@ def _with_meetings(work: Work, count: int) -> Work:
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of the sums, with the bytes of each part that pass at once: all, or equal chunks that have room.
+    """Return the launch of the sums, with the bytes of each part that pass at once: all, or equal chunks.
 
     Many chunks would be faster alone, but each sum waits for the end of a product that has all SMs.
     """

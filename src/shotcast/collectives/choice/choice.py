@@ -35,8 +35,9 @@ class Explanation:
     """The explanation of a choice, as :meth:`Communicator.explain` gives it.
 
     Attributes:
-        source: who decided: ``argument``, ``environment``, ``user table``, ``packaged table``, ``cost model``, or
-            ``legality`` where only the vendor library can serve the call.
+        source: who decided: ``argument``, ``environment``, ``user table``, ``packaged table``, ``cost model``,
+            ``sharing`` for an algorithm that leaves the GPU's SMs to others, or ``legality`` where only the vendor
+            library can serve the call.
         reason: why, in words; for a table its name and the sizes that its row serves.
         candidates: names of all algorithms that may serve the call.
         mode: how the call is made, ``graph`` (captured in a CUDA graph) or ``eager``.

@@ -104,7 +104,7 @@ def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
 
 
 REGION, X, OUT = range(3)
-"""What an address counts from: nothing, ``x``, or ``out``."""
+"""The origins of addresses: none, ``x``, or ``out``."""
 
 
 class Copy(NamedTuple):
