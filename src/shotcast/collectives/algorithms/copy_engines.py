@@ -1,9 +1,9 @@
 r"""Copy engines: large messages are moved by the engines that copy memory, which leaves the SMs to other work.
 
-.. math:: T = f + 7 s\,a + S / b + M / m
+.. math:: T = f + s\,a + S / b + M / m
 
-where s and S are the steps and the bytes sent of two-shot (an all-reduce) or of one-shot (the others), and the other
-terms those of two-shot. Ranks meet before the first step and after each, in kernels of one warp, which take 5 to 7 us.
+where S are the bytes sent of two-shot (an all-reduce) or of one-shot (the others), and s their steps and the meetings
+of the ranks, before the first step and after each. The other terms are those of two-shot.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from shotcast.transport.triton.layout import ENGINE_BYTES, ENGINE_ROOM, QUAD, pl
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
-_MEETING_STEPS = 7
-"""The time of a meeting in steps of 0.86 us."""
 _SHARED_FROM = 16 << 20
 """The bytes from which calls of communicators that are not exclusive go by copy engines.
 
@@ -39,7 +37,7 @@ def _copy_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 
 
 def _with_meetings(work: Work, count: int) -> Work:
-    return work._replace(steps=work.steps + count * _MEETING_STEPS)
+    return work._replace(steps=work.steps + count)
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:

@@ -104,7 +104,7 @@ def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
 
 
 REGION, X, OUT = range(3)
-"""The origins of addresses: none, ``x``, or ``out``."""
+"""Origins of addresses: none, ``x``, or ``out``."""
 
 
 class Copy(NamedTuple):
@@ -127,7 +127,7 @@ class Sum(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What a rank does between two meetings: it takes what came before, and sends.
+    """The work of a rank between two meetings: it takes what came before, and sends.
 
     ``early`` copies wait for nothing, ``late`` ones for the sums.
     """
