@@ -29,6 +29,7 @@ from shotcast.kernels.triton.skinny_gemm import Matrix
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier, gate
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
+from shotcast.transport.triton.copy_engines import nan_if_stopped, sum_of_copies
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT
 from shotcast.transport.triton.few_sms import few_sms, mapped_block
 from shotcast.transport.triton.fused_nvrar import nvrar_norm
@@ -52,7 +53,7 @@ from shotcast.wire import NORM_KINDS, QUANTIZATIONS, REDUCED, REDUCIBLE, REDUCTI
 
 NORM = NormAddresses(*["i64"] * 7, "fp32")
 KINDS: dict[str, Any] = {
-    **dict.fromkeys(("x", "out", "data", "arrivals", "a", "b", "out_stride"), "i64"),
+    **dict.fromkeys(("x", "out", "came", "data", "arrivals", "a", "b", "out_stride"), "i64"),
     "places": Places("i64", "i64"),
     "blocks": Blocks("i32", "i64"),
     "sizes": Sizes("i32", "i32", "i32", "i64", "i64"),
@@ -112,6 +113,7 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 ALL = (
     *dict.fromkeys(kernel for kernel, _ in (KERNELS | FUSED).values()),
     *(gate, few_sms, exchange_parts, nvrar_all_reduce, nvrar_norm, matmul_reduce, gemm_kernel, arriving_gemm_kernel),
+    *(sum_of_copies, nan_if_stopped),
 )
 """All kernels with a SHAPE that are launched by addresses."""
 SIZES = ("part_nbytes", "starts", *Spans._fields)
@@ -258,6 +260,22 @@ def compiled_few_sms(
         "PDL": capability >= 90,
     }
     return build_shape(few_sms, values, warps, capability, {"maxnreg": registers} if registers else None)
+
+
+def compiled_of_copies(
+    kernel: Any, dtype: str, unit: int, world_size: int, block: int, warps: int, capability: int, reduction: str = "sum"
+) -> Any:
+    """Return a compiled kernel of calls by copy engines."""
+    values = {
+        "DTYPE": DTYPES[dtype],
+        "UNIT": unit,
+        "WORLD": world_size,
+        "BLOCK": block,
+        "WARPS": warps,
+        "PDL": False,
+        "REDUCTION": reduction_of(dtype, reduction),
+    }
+    return build_shape(kernel, values, warps, capability)
 
 
 @functools.lru_cache(maxsize=256)

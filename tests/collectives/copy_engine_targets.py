@@ -158,6 +158,35 @@ def in_place_after_a_fault() -> tuple[torch.Tensor, str]:
     return x, error
 
 
+def told_after_the_last_meeting() -> tuple[torch.Tensor, Any]:
+    """Have rank 1 give up, as this rank hears when it has met all. Return its result, and the error."""
+    from shotcast import wire
+    from shotcast.transport.triton import copy_engines
+
+    comm = shotcast.Communicator(device="cpu", max_bytes=ROOM, timeout_s=100)
+    x = torch.ones(5000)
+    out = torch.zeros_like(x)
+    call(comm, Op.ALL_REDUCE, x, out, 0)
+    comm._host.barrier()
+    original = copy_engines.CopyEngineCall._meet
+
+    def told(self: Any, number: int, stream: int) -> None:
+        original(self, number, stream)
+        if number == 2:
+            comm._executor.stop(wire.encode_fault(wire.TIMEOUT, Op.ALL_REDUCE, [1], 9))
+
+    if comm.rank == 0:
+        copy_engines.CopyEngineCall._meet = told  # type: ignore[method-assign]
+    error = None
+    try:
+        call(comm, Op.ALL_REDUCE, x, out, 0)
+    except shotcast.ShotcastError as caught:
+        error = caught
+    comm._host.barrier()
+    comm.close()
+    return out, error
+
+
 def graphs(count: int, chunk: int) -> int:
     """Replay a graph of calls of every kind on changed inputs, with eager calls between. Return the replays."""
     with shotcast.Communicator(device="cuda", max_bytes=ROOM, timeout_s=60) as comm:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from copy_engine_targets import KINDS, absent, cases, in_place_after_a_fault
+from copy_engine_targets import KINDS, absent, cases, in_place_after_a_fault, told_after_the_last_meeting
 from hypothesis import given
 from hypothesis import strategies as st
 from test_select import make_topology
@@ -57,6 +57,16 @@ def test_own_part_of_a_gather_in_place_outlives_a_fault() -> None:
     assert error == "CollectiveTimeout"
     assert (tensor[:3000] == 0).all()
     assert tensor[3000:].isnan().all()
+
+
+def test_rank_that_hears_of_a_fault_after_its_last_meeting_says_so() -> None:
+    """What another rank copied since then may lie where this one took its results from."""
+    (result, error), (other, none) = interpreted(told_after_the_last_meeting, 2, fresh=True)
+    assert isinstance(error, shotcast.CollectiveTimeout)
+    assert error.missing == (1,)
+    assert result.isnan().all()
+    assert none is None
+    assert (other == 2).all()
 
 
 # -- choice -----------------------------------------------------------------------------------------------------------

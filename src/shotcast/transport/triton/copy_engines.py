@@ -62,10 +62,9 @@ class CopiedSumShape(TileShape):
 
 
 @triton.jit
-def _live(entry, WARPS: tl.constexpr):
-    """Return 1 unless the communicator was stopped."""
-    own = tl.multiple_of(entry.own.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
-    return (sync.read_abort_word(own, WARPS) == 0).to(tl.int32)
+def own_region(entry):
+    """Return a pointer to this rank's region."""
+    return tl.multiple_of(entry.own.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
 
 
 @kernel(shape=CopiedSumShape)
@@ -76,7 +75,7 @@ def sum_of_copies(x, out, came, nbytes: tl.int64, entry: Entry, stride, SHAPE: t
     """
     WORLD: tl.constexpr = SHAPE.WORLD
     rank = entry.rank
-    live = _live(entry, SHAPE.WARPS)
+    live = (sync.read_abort_word(own_region(entry), SHAPE.WARPS) == 0).to(tl.int32)
     nbytes = nbytes.to(tl.int32)
     for at in range(tl.program_id(0) * SHAPE.BLOCK, few_sms.words_in(nbytes), tl.num_programs(0) * SHAPE.BLOCK):
         offs = at + tl.arange(0, SHAPE.BLOCK)
@@ -92,8 +91,14 @@ def sum_of_copies(x, out, came, nbytes: tl.int64, entry: Entry, stride, SHAPE: t
 
 @kernel(shape=TileShape)
 def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
-    """Make the floats of ``out`` NaN if the communicator was stopped. One program does it."""
-    if _live(entry, SHAPE.WARPS) == 0:
+    """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped. One program does it.
+
+    A rank that has met all others may be told by one that gave up then, and whose copies no longer wait for it.
+    """
+    own = own_region(entry)
+    fault = sync.read_abort_word(own, SHAPE.WARPS)
+    if fault != 0:
+        sync.report_fault(own, fault)
         start = nbytes * 0
         while start < nbytes:
             size = tl.minimum(nbytes - start, 4 * SHAPE.BLOCK).to(tl.int32)

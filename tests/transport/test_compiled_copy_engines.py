@@ -1,0 +1,47 @@
+"""The kernels of copy engines, compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import cross
+from shotcast.transport.triton.copy_engines import nan_if_stopped, sum_of_copies
+from shotcast.wire import REDUCIBLE
+
+FORMS = [
+    ("bfloat16", 16, 2, "avg"),
+    ("bfloat16", 16, 8, "sum"),
+    ("float32", 4, 4, "sum"),
+    ("float16", 2, 3, "avg"),
+    ("float64", 16, 2, "sum"),
+    ("uint8", 1, 8, "max"),
+]
+"""Dtype, unit, ranks and reduction."""
+
+
+@pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.every(3)) for form in FORMS], ids=str)
+@pytest.mark.parametrize("capability", [90, pytest.param(100, marks=pytest.mark.full)])
+def test_sums_wait_for_nothing_and_spill_nothing(
+    form: tuple[str, int, int, str], capability: int, tmp_path: Path
+) -> None:
+    dtype, unit, world_size, reduction = form
+    block = 2048 if unit == 16 and dtype != "float64" else 512
+    made = cross.compiled_of_copies(sum_of_copies, dtype, unit, world_size, block, 8, capability, reduction)
+    counts = cross.instructions(made.asm["ptx"])
+    assert not [key for key in counts if key.startswith(("fence", "membar", "griddepcontrol", "fma"))]
+    assert not [key for key in counts if "volatile" in key or "acquire" in key]
+    width = min(4, block // 256)  # words of a thread; those of numbers of several words are loaded in more than one
+    if dtype in REDUCIBLE:
+        assert counts[f"ld.global.cg.v{width}.b32"] == (world_size - 1) * block // (256 * width)
+    used = cross.resources(made, tmp_path)
+    assert used["LOCAL"] == 0
+    assert used["REG"] * 32 * 8 <= 65536
+
+
+def test_the_last_kernel_reads_the_abort_word_and_no_tensor_before() -> None:
+    """All threads take the branch alike: one reads the word past the caches, for all."""
+    made = cross.compiled_of_copies(nan_if_stopped, "bfloat16", 4, 2, 512, 8, 90)
+    before = made.asm["ptx"].partition("bra")[0]
+    assert [key for key in cross.instructions(before) if ".global" in key] == ["ld.global.sys.relaxed.b64"]
