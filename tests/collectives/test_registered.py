@@ -141,7 +141,7 @@ def test_a_kernel_without_a_compiled_form_says_what_runs_it() -> None:
 
 def test_built_in_algorithms_are_registered() -> None:
     between_nodes = {"nvrar", "nvrar_16bit", "nvrar_pairs", "nvrar_halving", "nvrar_two_shot"}
-    one_node = {"one_shot", "two_shot", "two_shot_fp8", "few_sms", "multimem", "ring"}
+    one_node = {"one_shot", "two_shot", "two_shot_fp8", "few_sms", "copy_engines", "multimem", "ring"}
     assert set(registered()) == one_node | between_nodes | {"vendor"}
     assert {name for name, algorithm in registered().items() if algorithm.between_nodes} == between_nodes
     assert list(registered())[-1] == "vendor"

@@ -41,20 +41,28 @@ def test_averages_are_rounded_once_where_kernels_divide(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "nodes", "algorithm", "asked", "taken"),
+    ("device", "nodes", "exclusive", "algorithm", "asked", "taken"),
     [
-        ("cuda", 1, "auto", None, ddp.SMS),
-        ("cuda", 1, "auto", 24, 24),
-        ("cuda", 1, "two_shot", None, None),
-        ("cuda", 2, "auto", None, None),
-        ("cpu", 1, "auto", None, None),
+        ("cuda", 1, True, "auto", None, ddp.SMS),
+        ("cuda", 1, False, "auto", None, None),
+        ("cuda", 1, False, "auto", 24, 24),
+        ("cuda", 1, True, "two_shot", None, None),
+        ("cuda", 2, True, "auto", None, None),
+        ("cpu", 1, True, "auto", None, None),
     ],
 )
 def test_sums_leave_most_sms_of_a_gpu_to_the_backward(
-    monkeypatch: pytest.MonkeyPatch, device: str, nodes: int, algorithm: str, asked: int | None, taken: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    nodes: int,
+    exclusive: bool,
+    algorithm: str,
+    asked: int | None,
+    taken: int | None,
 ) -> None:
+    """Where the communicator is not exclusive, copy engines leave all of them."""
     seen: list[Any] = []
-    topology = SimpleNamespace(shape=SimpleNamespace(nodes=nodes))
+    topology = SimpleNamespace(shape=SimpleNamespace(nodes=nodes), exclusive=exclusive)
     comm = SimpleNamespace(
         device=SimpleNamespace(type=device),
         topology=topology,

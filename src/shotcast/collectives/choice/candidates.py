@@ -24,7 +24,7 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
     form = algorithm.forms.get(op)
     if form is None:
         serving = [one for one in topology.algorithms.serving(op) if not one.library]
-        own = [one.name for one in serving if one.forms[op].keeps_to_sms == bool(problem.sms)]
+        own = [one.name for one in serving if _is_to_name(problem, one.forms[op])]
         return f"there is no {name} {op.label}; there is {', '.join(own)}"
     if topology.obstacle:
         return topology.obstacle
@@ -59,6 +59,11 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
     if not transport.grids or op in (Op.SEND, Op.RECV, Op.BARRIER):
         return ""  # a message of any size passes in chunks
     return _beyond_workspace(problem, algorithm, form)
+
+
+def _is_to_name(problem: CollectiveProblem, form: Form) -> bool:
+    """Return whether a call could name an algorithm of this form: those for shared GPUs are taken without that."""
+    return form.keeps_to_sms == bool(problem.sms) and not form.shared_from
 
 
 _MOST_WARPS = 1024
@@ -106,7 +111,7 @@ def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
     able = [
         name
         for name, form in forms.items()
-        if form.any_reduction and form.between_nodes <= between and form.keeps_to_sms == (problem.sms > 0)
+        if form.any_reduction and form.between_nodes <= between and _is_to_name(problem, form)
     ]
     return f"only {' and '.join(able)} do more than sum {summed}, and this is {problem.reduction} of {problem.dtype}"
 
