@@ -60,7 +60,7 @@ def test_own_part_of_a_gather_in_place_outlives_a_fault() -> None:
 
 
 def test_rank_that_hears_of_a_fault_after_its_last_meeting_says_so() -> None:
-    """What another rank copied since then may lie where this one took its results from."""
+    """Copies of another rank may since then lie where this one took its results from."""
     (result, error), (other, none) = interpreted(told_after_the_last_meeting, 2, fresh=True)
     assert isinstance(error, shotcast.CollectiveTimeout)
     assert error.missing == (1,)

@@ -60,7 +60,7 @@ def test_sums_leave_most_sms_of_a_gpu_to_the_backward(
     asked: int | None,
     taken: int | None,
 ) -> None:
-    """Where the communicator is not exclusive, copy engines leave all of them."""
+    """Copy engines leave all of them, unless the communicator is exclusive."""
     seen: list[Any] = []
     topology = SimpleNamespace(shape=SimpleNamespace(nodes=nodes), exclusive=exclusive)
     comm = SimpleNamespace(
