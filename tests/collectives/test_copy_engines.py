@@ -18,6 +18,7 @@ from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.algorithm import CollectiveProblem
 from shotcast.collectives.choice.candidates import launch_shape, room, unsupported_reason
 from shotcast.collectives.choice.select import choose
+from shotcast.transport.triton import copy_engines
 from shotcast.transport.triton.copy_engines import OUT, REGION, Parts
 from shotcast.transport.triton.layout import ENGINE_BYTES, places_of_copies
 from shotcast.wire import Op, slice_bytes
@@ -143,6 +144,75 @@ def test_every_byte_of_the_result_is_written_once(op: Op, world_size: int, eleme
             assert start == end
             end += size
         assert end == (part if op is Op.REDUCE_SCATTER else nbytes)
+
+
+class Recorded:
+    """Streams, events and kernels that note what happens before what, in place of those of a GPU."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, set[str]] = {1: set(), 2: set()}  # by stream, 2 being the lane's
+        self.events: list[set[str]] = []
+        self.before: dict[str, set[str]] = {}
+
+    def kernel(self, name: str) -> Any:
+        return lambda stream, values: self.does(stream, f"{name} {len(self.before)}")
+
+    def does(self, stream: int, what: str) -> None:
+        self.before[what] = set(self.done[stream])
+        self.done[stream].add(what)
+
+    def of(self, stream: int) -> Recorded:
+        return self
+
+    def after(self, stream: int) -> int:
+        self.done[2] |= self.done[stream]
+        return 2
+
+    def mark(self) -> int:
+        self.events.append(set(self.done[2]))
+        return len(self.events) - 1
+
+    def wait(self, stream: int, event: int) -> None:
+        self.done[stream] |= self.events[event]
+
+
+@pytest.mark.parametrize("op", KINDS)
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, op: Op, chunk: int) -> None:
+    """Kernels and copies are enqueued by phases; those of one phase wait only for the sums."""
+    seen = Recorded()
+
+    def copy(copies: Any, stream: int, x: int, out: int) -> None:
+        for one in copies:
+            kind = "takes" if one.target_base == OUT else "late" if one.source_base == OUT else "early"
+            seen.does(stream, f"{kind} {len(seen.before)}")
+
+    monkeypatch.setattr(copy_engines, "_copy", copy)
+    phases = tuple(Parts(op, 128, 64, chunk, 0, (1000, 2000)).phases())
+    launches: Any = [seen.kernel(name) for name in ("meets", "sums", "last")]
+    lane: Any = seen
+    made = copy_engines.CopyEngineCall(phases, launches[:1], launches[1], launches[2], 128, (128, 128), lane)
+    made(1, (10**6, 2 * 10**6))
+    order = list(seen.before)
+    meetings = [what for what in order if what.startswith("meets")]
+    assert len(meetings) == len(phases)
+    for number, what in enumerate(order):
+        earlier = [one for one in order[:number] if one.startswith("meets")]
+        assert set(earlier) <= seen.before[what], "what comes after a meeting waits for it"
+        if what.startswith(("meets", "last")):
+            assert set(order[:number]) <= seen.before[what], "a meeting waits for both streams"
+        if what.startswith("late"):
+            sums = [one for one in order[:number] if one.startswith("sums")]
+            assert set(sums) <= seen.before[what]
+        if what.startswith("early"):
+            assert all(one.startswith(("meets", "early", "late")) for one in seen.before[what] - before(what, order))
+
+
+def before(what: str, order: list[str]) -> set[str]:
+    """Return what comes before the last meeting before."""
+    number = order.index(what)
+    last = max(at for at in range(number) if order[at].startswith("meets"))
+    return set(order[:last])
 
 
 @given(op=st.sampled_from(KINDS), nbytes=st.integers(0, 1 << 33))

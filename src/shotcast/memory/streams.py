@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class SideLane:
         if not self._stream:
             self._stream = driver.new_stream(self._device, urgent=True).cuda_stream
             self._begun, *self._marks = (_new_event() for _ in range(3))
+            weakref.finalize(self, _destroy, self._stream, (self._begun, *self._marks)).atexit = False
         _record(self._begun, stream)
         self.wait(self._stream, self._begun)
         return self._stream
@@ -96,6 +97,13 @@ class SideLane:
         """Let a stream wait for an event."""
         error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
         driver.check(error, "waiting for an event")
+
+
+def _destroy(stream: int, events: Sequence[int]) -> None:
+    with driver.relaxed():
+        driver.library().cuStreamDestroy_v2(ctypes.c_void_p(stream))  # what is enqueued goes on
+        for event in events:
+            driver.library().cuEventDestroy_v2(ctypes.c_void_p(event))
 
 
 def _new_event() -> int:
