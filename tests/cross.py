@@ -29,7 +29,7 @@ from shotcast.kernels.triton.skinny_gemm import Matrix
 from shotcast.memory import nvshmem_library
 from shotcast.transport.triton.barrier import barrier, gate
 from shotcast.transport.triton.copies import BROADCAST, EXCHANGE, GATHER, copy
-from shotcast.transport.triton.copy_engines import nan_if_stopped, sum_of_copies
+from shotcast.transport.triton.copy_engines import meeting, nan_if_stopped, sum_of_copies
 from shotcast.transport.triton.exchanges import DOUBLING, HALVING, PAIRS, PAIRS_16BIT, TWO_SHOT_16BIT
 from shotcast.transport.triton.few_sms import few_sms, mapped_block
 from shotcast.transport.triton.fused_nvrar import nvrar_norm
@@ -113,7 +113,7 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 ALL = (
     *dict.fromkeys(kernel for kernel, _ in (KERNELS | FUSED).values()),
     *(gate, few_sms, exchange_parts, nvrar_all_reduce, nvrar_norm, matmul_reduce, gemm_kernel, arriving_gemm_kernel),
-    *(sum_of_copies, nan_if_stopped),
+    *(meeting, sum_of_copies, nan_if_stopped),
 )
 """All kernels with a SHAPE that are launched by addresses."""
 SIZES = ("part_nbytes", "starts", *Spans._fields)

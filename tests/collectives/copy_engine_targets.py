@@ -6,9 +6,11 @@ import dataclasses
 import os
 import random
 import signal
+import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 from few_sms_targets import exact, rank_tensors
 from workers import FLOATS, check, failing_call, settle, shifted, straggle
@@ -185,6 +187,47 @@ def told_after_the_last_meeting() -> tuple[torch.Tensor, Any]:
     comm._host.barrier()
     comm.close()
     return out, error
+
+
+def stopped_by_its_host(op: Op) -> tuple[bool, Any]:
+    """Have the host of rank 0 end a second call while rank 1 has yet to take what came in the first.
+
+    Return whether the first had the right result, and its error.
+    """
+    from shotcast import wire
+    from shotcast.transport.triton import copy_engines
+
+    comm = shotcast.Communicator(device="cpu", max_bytes=ROOM, timeout_s=100)
+    size, count = comm.world_size, 3000
+    numbers = count if op is Op.ALL_GATHER else count * size
+    out = torch.zeros(count if op is Op.REDUCE_SCATTER else count * size)
+    x = torch.full((numbers,), comm.rank + 1.0)
+    call(comm, op, x, out, 0)
+    right = out.clone()
+    comm._host.barrier()
+    original = copy_engines.CopyEngineCall._meet
+
+    def stall(self: Any, number: int, stream: int) -> None:
+        original(self, number, stream)
+        if number == len(self._phases) - 1:
+            comm._host.barrier()  # rank 0 has ended its second call
+
+    if comm.rank == 1:
+        copy_engines.CopyEngineCall._meet = stall  # type: ignore[method-assign]
+    error = None
+    try:
+        call(comm, op, x, out.zero_(), 0)
+    except shotcast.ShotcastError as caught:
+        error = caught
+    if comm.rank == 0:
+        fault = wire.encode_fault(wire.INTERRUPTED, op, [0], 9)
+        threading.Timer(1.0, comm._executor.stop, (fault,)).start()
+        with pytest.raises(shotcast.ShotcastError):
+            call(comm, op, torch.full_like(x, 1000.0), torch.zeros_like(out), 0)
+        comm._host.barrier()
+    comm._host.barrier()
+    comm.close()
+    return torch.equal(out, right), error
 
 
 def graphs(count: int, chunk: int) -> int:

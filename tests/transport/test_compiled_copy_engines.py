@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import cross
-from shotcast.transport.triton.copy_engines import nan_if_stopped, sum_of_copies
+from shotcast.transport.triton.barrier import GATE_REGISTERS
+from shotcast.transport.triton.copy_engines import meeting, nan_if_stopped, sum_of_copies
 from shotcast.wire import REDUCIBLE
 
 FORMS = [
@@ -38,6 +39,16 @@ def test_sums_wait_for_nothing_and_spill_nothing(
     used = cross.resources(made, tmp_path)
     assert used["LOCAL"] == 0
     assert used["REG"] * 32 * 8 <= 65536
+
+
+def test_a_meeting_has_the_registers_of_a_gate(tmp_path: Path) -> None:
+    values = {"WORLD": 8, "WARPS": 1, "PDL": False}
+    made = cross.build_shape(meeting, values, 1, 90, {"maxnreg": GATE_REGISTERS})
+    used = cross.resources(made, tmp_path)
+    assert used["REG"] <= GATE_REGISTERS
+    assert used["LOCAL"] == 0
+    counts = cross.instructions(made.asm["ptx"])
+    assert not [key for key in counts if key.startswith("griddepcontrol")], "it waits for copies too"
 
 
 def test_the_last_kernel_reads_the_abort_word_and_no_tensor_before() -> None:

@@ -109,9 +109,10 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one,
             also where each sees its own alone (CUDA_VISIBLE_DEVICES).
         max_bytes: the largest message for native kernels on CUDA. The workspace takes 82 MiB of each GPU at first and
-            grows with the messages, to about 9 times ``max_bytes`` (more where captured graphs use several sizes of
-            it). Longer all-reduces pass through it in pieces, and other long messages go to the vendor library. On the
-            CPU it is the size of the workspace itself, through which messages of any size pass.
+            grows with the messages, to about 9 times ``max_bytes``, and 256 MiB more where the communicator is not
+            exclusive (and more where captured graphs use several sizes of it). Longer all-reduces pass through it in
+            pieces, and other long messages go to the vendor library. On the CPU it is the size of the workspace itself,
+            through which messages of any size pass.
         timeout_s: how long a call waits for ranks that are late. A rank whose process has ended is not waited for: the
             others get a :class:`~shotcast.CollectiveTimeout` within a second.
         allow_fp8: whether ``auto`` may take ``two_shot_fp8`` where it is faster; it sends FP8 and loses precision

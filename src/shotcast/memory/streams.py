@@ -70,18 +70,21 @@ class SideLane:
         A stream that was captured takes all into the graph until the capture ends, and a replay runs on other streams.
         """
         if not capturing():
-            return self
+            return self._made()
         if self._captured is None:
             self._captured = SideLane(self._device)
-        own = self._captured._stream
-        return self._captured if not own or capture_of(own) in (0, capture_of(stream)) else None
+        own = self._captured._made()._stream
+        return self._captured if capture_of(own) in (0, capture_of(stream)) else None
 
-    def after(self, stream: int) -> int:
-        """Return the handle of the stream, behind what is enqueued on the stream with a handle."""
+    def _made(self) -> SideLane:
         if not self._stream:
             self._stream = driver.new_stream(self._device, urgent=True).cuda_stream
             self._begun, *self._marks = (_new_event() for _ in range(3))
             weakref.finalize(self, _destroy, self._stream, (self._begun, *self._marks)).atexit = False
+        return self
+
+    def after(self, stream: int) -> int:
+        """Return the handle of the stream, behind what is enqueued on the stream with a handle."""
         _record(self._begun, stream)
         self.wait(self._stream, self._begun)
         return self._stream

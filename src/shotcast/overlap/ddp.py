@@ -21,7 +21,7 @@ from shotcast.overlap.lanes import Lanes, lanes_of
 
 SMS = 16
 """The SMs that all-reduces of gradients take where the communicator is exclusive: the matmuls of the backward have the
-others. Elsewhere large buckets go by copy engines."""
+others. Elsewhere buckets from 16 MiB on go by copy engines, and shorter ones take all SMs for less time."""
 
 
 class GradientBuckets:

@@ -24,6 +24,9 @@ _SHARED_FROM = 16 << 20
 
 A shorter message takes the SMs for no longer than the meetings take (docs/design/overlap.md).
 """
+_OF_A_CHUNK, _MOST_ENQUEUED = 8, 512
+"""Kernels, events and waits of a chunk; and the most of a call: a stream takes about twice as many, and then its host
+waits until other ranks have come."""
 _BLOCK_WORDS, _WARPS, _MOST_PROGRAMS = 2048, 8, 128
 """The launch of the sums, which wait for nobody."""
 
@@ -64,7 +67,13 @@ def _workspace(problem: CollectiveProblem) -> Workspace:
 def _obstacle(problem: CollectiveProblem) -> str:
     if problem.topology.exclusive:
         return "it is for communicators that are not exclusive"
-    return "all ranks are not on one node" if problem.topology.shape.nodes > 1 else ""
+    if problem.topology.shape.nodes > 1:
+        return "all ranks are not on one node"
+    chunks = math.ceil(slice_of_message(problem) / launch(problem).chunk_bytes)
+    enqueued = chunks * (3 * problem.topology.world_size + _OF_A_CHUNK)
+    if enqueued > _MOST_ENQUEUED:
+        return f"it would enqueue {enqueued} copies and kernels, and {_MOST_ENQUEUED} are the most"
+    return ""
 
 
 def _form(**fields: Any) -> Form:

@@ -1,4 +1,4 @@
-"""Choose an algorithm: by argument, environment, the user's table, the packaged table, or the cost model."""
+"""Choose an algorithm: by argument, environment, the sharing of the GPU, the user's or packaged table, or the model."""
 
 from __future__ import annotations
 
@@ -69,12 +69,13 @@ def choose(
         return Choice(legal[environment], "environment", "SHOTCAST_ALGORITHM")
     if all(algorithms[name].library for name in legal):
         return _the_library(problem, legal)
-    if sharing := next((name for name in legal if _shares(problem, name)), ""):
-        least = format_size(algorithms[sharing].forms[problem.op].shared_from)
-        return Choice(legal[sharing], "sharing", f"it leaves the SMs to others, which calls from {least} on do here")
     passed = []
     if environment != "auto":
         passed.append(f"SHOTCAST_ALGORITHM is {environment}, but {unsupported_reason(problem, environment)}")
+    if sharing := next((name for name in legal if _shares(problem, name)), ""):
+        least = format_size(algorithms[sharing].forms[problem.op].shared_from)
+        reason = f"it leaves the SMs to others, as calls from {least} on do, whatever tables have"
+        return Choice(legal[sharing], "sharing", "; ".join((reason, *passed)))
     for number, (source, table) in enumerate(tables):
         op = problem.op
         row = table.lookup(op.label, problem.dtype, problem.nbytes, mode, problem.sms)

@@ -19,9 +19,10 @@ or copies chunk p-2 to out where there are no sums. Both lines go on at once, on
   write there again.
 - A first meeting, before phase 1, says the same of the call before, of this algorithm or another.
 
-A meeting is an exchange of headers, as every call has one, with an epoch of its own; it is one program of one warp. A
-failed meeting stops no copies: what they then bring to ``out`` a last kernel replaces with NaN. CPU ranks of the
-interpreter do the same in turn.
+A meeting is an exchange of headers, as every call has one, with an epoch of its own; it is one program of one warp.
+Nothing stops the copies behind a meeting that failed, or that the host of this rank alone ended. So the meeting first
+tells all ranks, whose last kernel replaces what they may have taken by then with NaN. CPU ranks of the interpreter do
+the same in turn.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from shotcast.errors import ConfigError
 from shotcast.memory import driver
 from shotcast.memory.streams import SideLane
 from shotcast.transport.triton import few_sms, layout, sync
-from shotcast.transport.triton.barrier import GATE_REGISTERS, barrier
+from shotcast.transport.triton.barrier import GATE_REGISTERS
 from shotcast.transport.triton.binding import EnqueuedCall, KernelContext, TileShape
 from shotcast.transport.triton.reductions import reduction_arguments
 from shotcast.transport.triton.sync import Entry
@@ -52,6 +53,27 @@ from shotcast.wire import CallPlan, Op
 
 _MEETINGS = 4
 """Kernels that meet in turn; the headers of neighbors differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingShape:
+    """The argument SHAPE of a meeting."""
+
+    WORLD: int
+    WARPS: int
+    PDL: bool
+
+
+@kernel(shape=MeetingShape)
+def meeting(entry: Entry, SHAPE: tl.constexpr):
+    """Return once every rank has come, or all have been told why not."""
+    call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
+    sync.exchange_headers(call, call.rank * 0, False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL)
+    fault = sync.read_abort_word(call.own, SHAPE.WARPS)
+    if fault != 0:
+        ranks = tl.arange(0, sync.MAX_WORLD)
+        regions = tl.load(call.peers + ranks, mask=ranks < SHAPE.WORLD, other=0)
+        tl.store(regions.to(tl.pointer_type(tl.int64)) + sync.ABORT, fault, mask=ranks < SHAPE.WORLD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +116,7 @@ def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
     """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped. One program does it.
 
     A rank that has met all others may be told by one that gave up then, and whose copies no longer wait for it.
+    Numbers of types that are only copied stay.
     """
     own = own_region(entry)
     fault = sync.read_abort_word(own, SHAPE.WARPS)
@@ -238,8 +261,9 @@ class CopyEngineCall:
     def __call__(self, stream: int, call_values: Sequence[int]) -> None:
         """Enqueue the call with the addresses of ``x`` and ``out``."""
         x, out = call_values
-        self._meet(0, stream)
+        self.load()  # nothing is compiled behind a meeting that waits
         lane = None if self._lane is None else self._lane.of(stream)
+        self._meet(0, stream)
         for number, phase in enumerate(self._phases, 1):
             if lane is not None:
                 self._two_streams(phase, stream, lane, x, out)
@@ -313,7 +337,7 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     meetings = []
     for piece in range(_MEETINGS):
         named = dataclasses.replace(plan, piece=piece)
-        bound = context.launch(barrier, named, programs=1, num_warps=1, tensors="none", **waits)
+        bound = context.launch(meeting, named, programs=1, num_warps=1, tensors="none", **waits)
         options = bound.options | {"maxnreg": GATE_REGISTERS}
         meetings.append(Launch(bound.kernel, bound.programs, bound.arguments, (), options, padding_bytes=0))
     reduce, found = None, dict[str, Any]()
