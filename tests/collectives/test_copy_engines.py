@@ -35,16 +35,25 @@ def interpreted(fn: Any, world_size: int, *args: Any, **options: Any) -> list[An
     return interpret(fn, world_size, *args, env=GPU_COLLECTIVES, **options)
 
 
-@pytest.mark.parametrize(("world_size", "counts"), [(2, [0, 1, 333, 4099]), pytest.param(3, [5, 1030]), (4, [600])])
+@pytest.mark.parametrize(
+    ("world_size", "counts"),
+    [
+        (2, [1, 4099]),
+        *(pytest.param(*more, marks=pytest.mark.full) for more in ((2, [0, 333]), (3, [5, 1030]), (4, [600]))),
+    ],
+)
 def test_calls_have_the_bits_of_the_contract(world_size: int, counts: list[int]) -> None:
     """Odd sizes and addresses, in place and not, one round and many, with other calls between and stragglers."""
-    dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64]
     done = interpreted(cases, world_size, "cpu", counts, [0, 64, 1024], dtypes)
-    assert done == [len(counts) * (2 * 4 + 2 * 2)] * world_size
+    assert done == [len(counts) * (2 * 4 + 2)] * world_size
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(("meeting", "killed"), [(0, False), (2, False), pytest.param(3, True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("meeting", "killed"),
+    [(2, False), *(pytest.param(*more, marks=pytest.mark.full) for more in ((0, False), (3, True)))],
+)
 def test_rank_that_stops_between_steps_is_named(meeting: int, killed: bool) -> None:
     """The others copy what lies in their regions, and make it NaN."""
     timeout_s = 600.0 if killed else 4.0
@@ -59,6 +68,7 @@ def test_rank_that_stops_between_steps_is_named(meeting: int, killed: bool) -> N
             assert outcome["took"] < 60
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_own_part_of_a_gather_in_place_outlives_a_fault() -> None:
     tensor, error = interpreted(in_place_after_a_fault, 2, fresh=True)[0]
@@ -78,7 +88,7 @@ def test_rank_that_hears_of_a_fault_after_its_last_meeting_says_so() -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.every(3)) for op in KINDS])
+@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.every(4)) for op in KINDS])
 def test_a_rank_that_its_host_stopped_spoils_no_result_in_silence(op: Op) -> None:
     """Its next copies go where another rank has yet to take what came before."""
     (right, none), (also_right, error) = interpreted(stopped_by_its_host, 2, op, fresh=True)

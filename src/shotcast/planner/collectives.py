@@ -105,8 +105,9 @@ class CollectiveCosts:
 def modelled_algorithms() -> tuple[str, ...]:
     """Return the names by which sums can be priced: ``auto``, our algorithms for GPUs, and the library's."""
     own = (one for one in registered().values() if Op.ALL_REDUCE in one.forms and not one.library)
-    named = [one.name for one in own if one.forms[Op.ALL_REDUCE].triton and not (one.lossy or one.multicast)]
-    return ("auto", *(name for name in named if not registered()[name].forms[Op.ALL_REDUCE].keeps_to_sms), LIBRARY)
+    forms = {one.name: one.forms[Op.ALL_REDUCE] for one in own if not (one.lossy or one.multicast)}
+    named = (name for name, form in forms.items() if form.triton and not (form.keeps_to_sms or form.shared_from))
+    return ("auto", *named, LIBRARY)
 
 
 def may_be_chosen(algorithm: Algorithm, shape: NodeShape) -> bool:
