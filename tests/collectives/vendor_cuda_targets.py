@@ -113,15 +113,18 @@ class _Moves:
             output.view(torch.uint8).zero_()
         self._last.copy_(self._own)
 
-    def right(self) -> bool:
+    def wrong(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Return the bytes that arrived and those that were to arrive, by the operation that got them wrong."""
         torch.cuda.synchronize()
         n, rank = self._comm.world_size, self._comm.rank
         turned = torch.cat([part.chunk(n)[rank] for part in self._parts])
         wanted = [torch.cat(self._parts), torch.cat(self._uneven), turned, self._parts[n - 1]]
-        pairs = list(zip(self._outputs, wanted, strict=True))
+        names = "all_gather", "all_gather of uneven parts", "all_to_all", "broadcast"
+        pairs = dict(zip(names, zip(self._outputs, wanted, strict=True), strict=True))
         if self._neighbour < n:
-            pairs.append((self._message, self._parts[self._neighbour]))
-        return all(torch.equal(got.view(torch.uint8), right.view(torch.uint8)) for got, right in pairs)
+            pairs["send and recv"] = self._message, self._parts[self._neighbour]
+        bytes_of = {name: tuple(x.view(torch.uint8).tolist() for x in pair) for name, pair in pairs.items()}
+        return {name: (got[:64], right[:64]) for name, (got, right) in bytes_of.items() if got != right}
 
 
 def every_operation(counts: list[int]) -> int:
@@ -132,14 +135,14 @@ def every_operation(counts: list[int]) -> int:
             for count in counts:
                 moves = _Moves(comm, getattr(torch, name), count)
                 moves.make()
-                assert moves.right(), (name, count)
+                assert not (wrong := moves.wrong()), (name, count, wrong)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     moves.make()
-                for _ in range(3):
+                for replay in range(3):
                     moves.clear()
                     graph.replay()
-                    assert moves.right(), (name, count, "replayed")
+                    assert not (wrong := moves.wrong()), (name, count, replay, wrong)
                 made += 4
         comm.check()
     return made

@@ -195,7 +195,7 @@ def inference_mode() -> None:
     gpu = device()
     with backend(60.0) as (_, size):
         x = torch.ones(12 << 20, device=gpu)
-        out = torch.empty(size * x.numel(), device=gpu)  # longer than messages of own kernels
+        out = torch.empty(size * x.numel(), device=gpu)
         with torch.inference_mode():
             dist.all_gather_into_tensor(out, x)
             flags = torch.ones(3 << 26, dtype=torch.bool, device=gpu)

@@ -10,6 +10,7 @@ from shotcast.collectives.rank_device import enough_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 WORLD_SIZES = [n for n in (2, 4) if enough_gpus(n)]
+BY_LIBRARY = {"SHOTCAST_ALGORITHM": "vendor"}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -17,11 +18,17 @@ WORLD_SIZES = [n for n in (2, 4) if enough_gpus(n)]
     "name",
     [
         *("collectives", "streams", "captured", "messages", "bound"),
-        *("inner_calls", "inference_mode", "barrier_after_streams", "factors", "default_device"),
+        *("inner_calls", "barrier_after_streams", "factors"),
     ],
 )
 def test_calls(name: str, world_size: int) -> None:
     shotcast.spawn(getattr(targets, name), world_size, timeout_s=200)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", ["inference_mode", "default_device"])
+def test_first_calls_by_the_library(name: str, world_size: int) -> None:
+    shotcast.spawn(getattr(targets, name), world_size, env=BY_LIBRARY, timeout_s=200)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -40,7 +47,7 @@ def test_late_ranks_and_calls_that_differ() -> None:
 @pytest.mark.parametrize("compared", ["1", "0"])
 def test_a_call_of_the_library_has_its_own_deadline(asynchronous: bool, compared: str) -> None:
     """Kernels that compare headers end at it, and where nothing compares the watch of the library ends the call."""
-    env = {"SHOTCAST_CHECK_VENDOR": compared}
+    env = {**BY_LIBRARY, "SHOTCAST_CHECK_VENDOR": compared}
     (text, took), _ = shotcast.spawn(targets.timeout_of_one_call, 2, asynchronous, env=env, timeout_s=200)
     assert text.startswith("late")
     assert took < 8
