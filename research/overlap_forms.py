@@ -137,7 +137,7 @@ def shaped(steps: Steps) -> Candidates:
     yield own.on_streams("shaped", steps, LOW, product, few)
     yield own.on_streams("shaped, priority", steps, HIGH, product, few)
     yield own.on_streams("shaped as published, priority", steps, HIGH, as_published(), few)
-    for sms in steps.config.sms:
+    for sms in filter(None, steps.config.sms):
         yield own.on_streams(f"{sms} SMs, shaped", steps, HIGH, _leaving(steps, sms), own.by_sms(steps, sms))
 
 
@@ -157,7 +157,7 @@ def options_of_library(steps: Steps, groups: Groups) -> Candidates:
     published = as_published()
     yield Candidate("library shaped as published", library.form_of(steps, groups, published))
     yield Candidate("library shaped as published, priority", library.form_of(steps, groups, published, priority=True))
-    for sms in steps.config.sms:
+    for sms in filter(None, steps.config.sms):
         yield Candidate(f"library, {sms} SMs left", library.form_of(steps, groups, LibraryProduct(sms), priority=True))
         on = ShapedProduct(sms=sms_of(steps.comm.device) - sms)
         yield Candidate(f"library shaped, {sms} SMs left", library.form_of(steps, groups, on, priority=True))

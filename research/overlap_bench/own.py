@@ -12,7 +12,7 @@ from overlap_bench.form import Candidate, Candidates, Form, in_one
 from overlap_bench.steps import Steps, library_product
 from shotcast.collectives.communicator import Communicator
 from shotcast.overlap import schedule
-from shotcast.overlap.chains import Chain
+from shotcast.overlap.chains import Chain, way_on
 from shotcast.overlap.controller import Controller
 from shotcast.overlap.gathered_products import all_gather_matmul
 from shotcast.overlap.lanes import HIGH, LOW, StreamLanes, lanes_of
@@ -63,7 +63,7 @@ def gathered_first(steps: Steps) -> Candidates:
     if steps.config.device == "cuda":
         yield on_streams("priority", steps, HIGH, library_product, steps.communicate)
         for sms in steps.config.sms:
-            yield on_streams(f"{sms} SMs", steps, HIGH, LibraryProduct(sms), by_sms(steps, sms))
+            yield on_streams(way_on(sms), steps, HIGH, LibraryProduct(sms), by_sms(steps, sms))
 
 
 def fused(steps: Steps, way: str = FUSED) -> Candidates:

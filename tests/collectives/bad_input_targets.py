@@ -376,7 +376,7 @@ CALLS: dict[str, tuple[Call, type[ShotcastError], tuple[str, ...]]] = {
         ConfigError,
         ("all_to_all: out must be",),
     ),
-    "no SMs": (lambda c: c.all_reduce(x(6), sms=0), ConfigError, ("all_reduce: sms is a whole number", "not 0")),
+    "fewer SMs than none": (lambda c: c.all_reduce(x(6), sms=-1), ConfigError, ("sms is a whole number", "not -1")),
     "messages to nobody": (lambda c: c.batch_send_recv([(x(6), 9)]), ConfigError, ("dst is a rank", "not 9")),
     "messages to itself": (lambda c: c.batch_send_recv([(x(6), c.rank)]), ConfigError, ("with itself",)),
     "list with no tensor": (lambda c: c.all_reduce_coalesced([x(6), 3]), ConfigError, ("x 1 is a torch.Tensor",)),

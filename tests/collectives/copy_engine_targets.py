@@ -26,7 +26,10 @@ ROOM = 32 << 20
 
 
 def call(comm: shotcast.Communicator, op: Op, x: torch.Tensor, out: torch.Tensor, chunk: int, **by: Any) -> None:
-    """Make a call by copy engines in chunks of so many bytes of each part, 0 for the default."""
+    """Make a call by copy engines in chunks of so many bytes of each part; 0 for a call as users make it."""
+    if not chunk:
+        getattr(comm, op.label)(x, out=out, sms=0, **by)
+        return
     count = x.numel() * comm.world_size if op is Op.ALL_GATHER else x.numel()
     problem = comm._resolver.problem(op, x.dtype, count, by.get("reduction", "sum"), 0, (), None, None)
     launch = launch_shape(problem, "copy_engines")
@@ -35,7 +38,7 @@ def call(comm: shotcast.Communicator, op: Op, x: torch.Tensor, out: torch.Tensor
         x,
         out,
         algorithm="copy_engines",
-        launch=dataclasses.replace(launch, chunk_bytes=chunk or launch.chunk_bytes),
+        launch=dataclasses.replace(launch, chunk_bytes=chunk),
         **by,
     )
 
@@ -82,10 +85,14 @@ def one_case(
         check(place, wanted, (*what, "in place"))
 
 
-def cases(device: str, counts: list[int], chunks: list[int], dtypes: list[torch.dtype], seed: int = 0) -> int:
+def cases(
+    device: str, counts: list[int], chunks: list[int], dtypes: list[torch.dtype], exclusive: bool = False, seed: int = 0
+) -> int:
     """Compare calls of every kind, with random stragglers and other calls between. Return how many were made."""
     done = 0
-    with shotcast.Communicator(device=device, max_bytes=ROOM, timeout_s=60) as comm:
+    with shotcast.Communicator(device=device, max_bytes=ROOM, timeout_s=60, exclusive=exclusive) as comm:
+        for op in KINDS:
+            assert comm.explain(torch.ones(64, device=comm.device), op.label, sms=0).algorithm == "copy_engines"
         own = random.Random(comm.rank)
         for number, count in enumerate(counts):
             for place, dtype in enumerate(dtypes):

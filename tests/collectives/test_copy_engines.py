@@ -36,16 +36,19 @@ def interpreted(fn: Any, world_size: int, *args: Any, **options: Any) -> list[An
 
 
 @pytest.mark.parametrize(
-    ("world_size", "counts"),
+    ("world_size", "counts", "exclusive"),
     [
-        (2, [1030]),
-        *(pytest.param(*more, marks=pytest.mark.full) for more in ((2, [0, 1, 4099]), (3, [5, 1030]), (4, [600]))),
+        (2, [1030], True),
+        *(
+            pytest.param(*more, marks=pytest.mark.full)
+            for more in ((2, [0, 1, 4099], False), (3, [5, 1030], False), (4, [600], True))
+        ),
     ],
 )
-def test_calls_have_the_bits_of_the_contract(world_size: int, counts: list[int]) -> None:
+def test_calls_have_the_bits_of_the_contract(world_size: int, counts: list[int], exclusive: bool) -> None:
     """Odd sizes and addresses, in place and not, one round and many, with other calls between and stragglers."""
     dtypes = [torch.float32, torch.bfloat16, torch.int64]
-    done = interpreted(cases, world_size, "cpu", counts, [0, 64, 1024], dtypes)
+    done = interpreted(cases, world_size, "cpu", counts, [0, 64, 1024], dtypes, exclusive)
     assert done == [len(counts) * (2 * 4 + 2)] * world_size
 
 
@@ -119,11 +122,10 @@ def test_large_calls_go_by_copy_engines_where_the_gpu_is_shared(op: Op, mode: st
     assert choose(problem(op, 1 << 30), "lossless", "auto", ()).candidate.algorithm == "copy_engines"
 
 
-def test_copy_engines_serve_shared_regions_with_room_and_no_number_of_sms() -> None:
+def test_copy_engines_serve_regions_with_room_and_no_number_of_sms() -> None:
     asked = problem(Op.ALL_REDUCE, 1 << 26)
     assert unsupported_reason(asked, "copy_engines") == ""
     assert room(asked, "copy_engines") == 32 << 20
-    assert "not exclusive" in unsupported_reason(problem(Op.ALL_REDUCE, 1 << 26, exclusive=True), "copy_engines")
     assert "max_bytes" in unsupported_reason(problem(Op.ALL_REDUCE, 1 << 26, max_bytes=16 << 20), "copy_engines")
     assert "SMs" in unsupported_reason(problem(Op.ALL_REDUCE, 1 << 26, sms=16), "copy_engines")
     assert "512 are the most" in unsupported_reason(problem(Op.ALL_REDUCE, 8 << 30), "copy_engines")

@@ -41,7 +41,7 @@ from shotcast.engine.input_batch import (
 )
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.outputs import EngineCoreOutput, ModelRunnerOutput
-from shotcast.engine.prefill import HALVES, ON_SMS, PrefillForms, PrefillGraphs, PrefillOverlap
+from shotcast.engine.prefill import BY_COPIES, HALVES, PrefillForms, PrefillGraphs, PrefillOverlap
 from shotcast.engine.requests import Request
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.sampling_params import SamplingParams
@@ -478,12 +478,12 @@ def test_halves_on_static_memory_change_no_output(folder: Path, overlap: str) ->
 @pytest.mark.full
 def test_shaped_halves_change_no_answer(folder: Path) -> None:
     """Sums keep to a number of SMs, in the interpreter."""
-    prompts, ways = [list(range(30, 50)), [40, 41], list(range(60, 69))], ("off", ON_SMS.name)
+    prompts, ways = [list(range(30, 50)), [40, 41], list(range(60, 69))], ("off", BY_COPIES.name)
     options = str(folder), "cpu", SIZES, targets.LIMIT, ways, prompts
     for found in interpret(prefill_overlap_targets.answers, 2, *options, env=GPU_COLLECTIVES):
         for first, again, _ in found.values():
             assert first == again == found["off"][0]
-        assert {decision.way for decision in found[ON_SMS.name][2].values()} == {ON_SMS.name}
+        assert {decision.way for decision in found[BY_COPIES.name][2].values()} == {BY_COPIES.name}
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shotcast.engine import prefill
-from shotcast.engine.prefill import BESIDE_OWN, FORMS, HALVES, ON_SMS, WHOLE, Form, PrefillForms
+from shotcast.engine.prefill import BESIDE_OWN, BY_COPIES, FORMS, HALVES, WHOLE, Form, PrefillForms
 from shotcast.overlap.policy import Decision, Way
 
 SIZE = 1024
@@ -21,10 +21,10 @@ class Comm:
     """Ranks on GPUs whose sums of more than 512 tokens take the two-shot."""
 
     device = SimpleNamespace(type="cuda")
-    few_sms = True
+    able = "few_sms", "copy_engines"
 
-    def candidates(self, x: Any, op: str, sms: int) -> list[str]:
-        return ["few_sms"] if self.few_sms else ["vendor"]
+    def candidates(self, x: Any, op: str, sms: int | None) -> list[str]:
+        return [name for name in (*self.able, "vendor") if name == "vendor" or (name == "few_sms") == bool(sms)]
 
     def explain(self, x: Any, op: str) -> Any:
         return SimpleNamespace(algorithm="two_shot" if x.shape[0] > 512 else "one_shot")
@@ -86,7 +86,7 @@ def test_auto_takes_the_fastest_form_and_says_why(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("overlap", "compared"),
-    [("on", [HALVES, ON_SMS, BESIDE_OWN]), ("shaped", [ON_SMS, BESIDE_OWN])],
+    [("on", [HALVES, BY_COPIES, BESIDE_OWN]), ("shaped", [BY_COPIES, BESIDE_OWN])],
 )
 def test_named_forms_are_compared_without_the_sequential_one(
     monkeypatch: pytest.MonkeyPatch, overlap: str, compared: list[Form]
@@ -145,13 +145,16 @@ def test_ranks_that_take_turns_on_a_gpu_measure_nothing(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "compared", "left_out"),
     [
-        ({"dtype": torch.float32}, [WHOLE, HALVES, ON_SMS], {BESIDE_OWN.name: "16 bits"}),
-        ({"algorithm": "vendor"}, [WHOLE, HALVES], {ON_SMS.name: "vendor was named"}),
+        ({"dtype": torch.float32}, [WHOLE, HALVES, BY_COPIES], {BESIDE_OWN.name: "16 bits"}),
+        ({"algorithm": "vendor"}, [WHOLE, HALVES], {BY_COPIES.name: "vendor was named"}),
+        ({"able": ["few_sms"]}, [WHOLE, HALVES, BESIDE_OWN], {BY_COPIES.name: "no sum"}),
+        ({"able": ["copy_engines"]}, [WHOLE, HALVES, BY_COPIES], {BESIDE_OWN.name: "no sum"}),
     ],
 )
 def test_forms_that_cannot_serve_are_left_out(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compared: list[Form], left_out: dict[str, str]
 ) -> None:
+    monkeypatch.setattr(Comm, "able", options.pop("able", Comm.able))
     forms = forms_of(monkeypatch, "auto", **options)
     assert measured(monkeypatch, forms, WHOLE.name) == [form.name for form in compared]
     for name, why in left_out.items():
@@ -159,7 +162,7 @@ def test_forms_that_cannot_serve_are_left_out(
 
 
 def test_shaped_falls_back_where_no_sum_keeps_to_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Comm, "few_sms", False)
+    monkeypatch.setattr(Comm, "able", ())
     forms = forms_of(monkeypatch, "shaped")
     assert measured(monkeypatch, forms, HALVES.name) == []
     assert forms.form(SIZE) == WHOLE

@@ -86,9 +86,9 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
     def communicate(comm: object, x: int, **arguments: int) -> None:
         seen.append((x, arguments))
 
-    for way in ("24 SMs", "plain"):
-        one = chains.chain(Rank(), [lambda: 7], communicate, way, (16, 24))  # type: ignore[arg-type]
-        assert [known.name for known in one.ways()] == ["sequential", "plain", "priority", "16 SMs", "24 SMs"]
+    for way in ("24 SMs", "copy engines", "plain"):
+        one = chains.chain(Rank(), [lambda: 7], communicate, way, (0, 24))  # type: ignore[arg-type]
+        assert [known.name for known in one.ways()] == ["sequential", "plain", "priority", "copy engines", "24 SMs"]
         one()
         one.close()
     one = chains.chain(Rank(), [lambda: 7])  # type: ignore[arg-type]
@@ -96,7 +96,8 @@ def test_a_number_of_sms_reaches_products_and_communication(monkeypatch: pytest.
     with pytest.raises(ConfigError, match="decided on at its first call"):
         one()
     one.close()
-    assert seen == ["leave 24", "leave none", (7, {"sms": 24}), "leave 0", "leave none", (7, {})]
+    wanted = ((24, {"sms": 24}), (0, {"sms": 0}), (0, {}))
+    assert seen == [each for left, given in wanted for each in (f"leave {left}", "leave none", (7, given))]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -132,7 +132,7 @@ def test_every_wait_of_a_step_in_halves_is_needed(given: bool) -> None:
         assert not all(on_streams(order, left_out, given)[0] for order in orders), f"wait {left_out} is not needed"
 
 
-@pytest.mark.parametrize("sms", [None, 24])
+@pytest.mark.parametrize("sms", [None, 0, 24])
 def test_all_sums_keep_to_the_same_sms(sms: int | None) -> None:
     streams, asked = EmulatedStreams(), list[int | None]()
     kernels = Kernels(streams.enqueue, asked)

@@ -112,7 +112,7 @@ def test_inputs_are_fetched_ahead() -> None:
         ((Compute("a", ("b",)),), "needs 'b', which is no step"),
         ((Compute("a", ("b",)), Compute("b")), "needs 'b', which comes no earlier"),
         ((Compute("a", ("a",)),), "needs 'a', which comes no earlier"),
-        ((Communicate("a", sms=0),), "sms is a number of multiprocessors from 1, not 0"),
+        ((Communicate("a", sms=-1),), "sms is a number of multiprocessors from 0, not -1"),
     ],
 )
 def test_a_wrong_schedule_is_refused(steps: tuple[Step, ...], fault: str) -> None:

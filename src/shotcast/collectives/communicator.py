@@ -435,7 +435,8 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             call = self._calls.get(key) or self._calls.recall(key)
             if call is None:
                 problem = self._resolver.problem(op, dtype, count, reduction, root, sizes, norm, sms)
-                call = self._calls.keep(key, self._resolver.resolve(problem, algorithm, capturing, launch))
+                named = self._resolver.named(problem, algorithm, sms)
+                call = self._calls.keep(key, self._resolver.resolve(problem, named, capturing, launch))
             if self._growths is not None and call.needs and algorithm == "auto":
                 call = self._within_workspace(call, capturing, op, dtype, count, reduction, root, sizes, norm, sms)
             if out is not None and norm is None and self._prepared.counts_versions:

@@ -1,7 +1,7 @@
 """Steps with prompts: the forms in which they are computed, on memory of their own or as CUDA graphs.
 
 A step is computed as a whole, or in halves, of which one communicates while the other computes. On GPUs the sum of a
-half may be kept to some SMs, which products leave alone; the sum is not fused with the norm then. Halves can lose:
+half may go by copy engines, or be kept to some SMs; the sum is not fused with the norm then. Halves can lose:
 their products are smaller, each of them may read all weights, and their messages may be too short for the algorithm of
 the whole. So the forms are measured for each size of a step when the engine starts. A size is decided on once, and in
 the same way on all ranks.
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shotcast.collectives.algorithms.copy_engines import COPY_ENGINES
 from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.rank_device import gpus_are_shared
 from shotcast.engine.cuda_graphs import CudaGraphs, DeviceState
@@ -57,9 +58,9 @@ logger = logging.getLogger(__name__)
 LEAST_TOKENS = {True: 512, False: 64}
 """Steps of fewer tokens are not divided, by whether memory is static: products of few rows take nearly as long as those
 of twice as many, on GPUs up to some hundred rows, where a product takes as long as reading its weights."""
-_SMS, _SMS_BESIDE_OWN = 16, 12
-"""The SMs of sums beside matmuls of the library, which leave them alone, and of ours, where a program of a sum begins
-when any tile ends. 12 fill the wires where the sums lie in mapped memory (docs/design/overlap.md)."""
+_SMS_BESIDE_OWN = 12
+"""The SMs of sums beside our matmuls, where a program of a sum begins when any tile ends. 12 fill the wires where the
+sums lie in mapped memory (docs/design/overlap.md)."""
 MEASURED_LAYERS = 8
 """The layers of a model that a measurement computes: they are alike."""
 
@@ -74,9 +75,9 @@ class Form:
 
 
 WHOLE, HALVES = Form(SEQUENTIAL, 1), Form(PLAIN, 2)
-ON_SMS = Form(f"{_SMS} SMs", 2, Shaping(_SMS, _SMS))
-BESIDE_OWN = Form(f"{_SMS_BESIDE_OWN} SMs beside own products", 2, Shaping(_SMS_BESIDE_OWN, 0, True))
-FORMS = {form.name: form for form in (WHOLE, HALVES, ON_SMS, BESIDE_OWN)}
+BY_COPIES = Form("copy engines", 2, Shaping(0))
+BESIDE_OWN = Form(f"{_SMS_BESIDE_OWN} SMs beside own products", 2, Shaping(_SMS_BESIDE_OWN, True))
+FORMS = {form.name: form for form in (WHOLE, HALVES, BY_COPIES, BESIDE_OWN)}
 
 
 def overlap_unsupported_reason(parallel: Parallel, overlap: str, static: bool) -> str:
@@ -98,6 +99,11 @@ def _share_gpus(comm: Communicator) -> bool:
     if comm.device.type != "cuda":
         return False
     return agreed(comm, [float(gpus_are_shared())])[0] > 0
+
+
+def _sums_on(comm: Communicator, x: torch.Tensor, sms: int | None) -> bool:
+    """Return whether own kernels sum ``x`` on so many SMs, or by copy engines."""
+    return ("few_sms" if sms else COPY_ENGINES) in comm.candidates(x, "all_reduce", sms or None)
 
 
 class PrefillForms:
@@ -166,7 +172,7 @@ class PrefillForms:
 
     def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
         """Return the forms that compute a step in halves, and why others are left out."""
-        parallel, forms, shaped = self._model.parallel, [HALVES], [ON_SMS]
+        parallel, forms, shaped = self._model.parallel, [HALVES], [BY_COPIES]
         left_out: dict[str, str] = {}
         if not self._static:
             return forms, left_out
@@ -179,7 +185,7 @@ class PrefillForms:
         for form in shaped:
             if parallel.algorithm != "auto":
                 left_out[form.name] = f"algorithm {parallel.algorithm} was named"
-            elif "few_sms" not in parallel.comm.candidates(half, "all_reduce", form.shaping.sms):
+            elif not _sums_on(parallel.comm, half, form.shaping.sms):
                 left_out[form.name] = "no sum keeps to a number of SMs here"
             else:
                 forms.append(form)
@@ -371,7 +377,7 @@ class PrefillGraphs:
                 hidden = model.hidden(batches[0], caches)
             else:
                 assert self._forms.controller is not None
-                sums = () if form.shaping.sms is None else self._parts_of_sums(size, form.parts)
+                sums = self._parts_of_sums(size, form.parts) if form.shaping.sms else ()
                 hidden = torch.cat(model.hidden_of_parts(batches, caches, self._forms.controller, form.shaping, sums))
             if hidden is not None:
                 torch.index_select(hidden, 0, packed[layout.logits_indices], out=self._last_hidden)

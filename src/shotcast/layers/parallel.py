@@ -121,8 +121,8 @@ class Parallel:
             residual: [tokens, hidden], or this rank's :meth:`part` of them; overwritten with the new residual.
             weight: [hidden].
             eps: added to the mean square.
-            sms: the most SMs of a GPU that the sum takes, where the residual is not divided. The norm is then a
-                separate kernel, with the same bits.
+            sms: the most SMs of a GPU that the sum takes, where the residual is not divided; 0 for copy engines. The
+                norm is then a separate kernel, with the same bits.
         """
         if self.size == 1 and x.device.type == "cpu" and not self.comm.topology.runs_grids:
             self._separate_norm(x, residual, weight, eps, x)

@@ -155,7 +155,7 @@ class CausalLM:
         is freed only when the next work of its part has waited for both.
         """
         assert self.embeddings is not None
-        sms, device = shaping.sms, self.parallel.comm.device
+        sms = shaping.sms
         blocks, parts = self.blocks, range(len(batches))
         partial: list[Any] = [None for _ in parts]
         normed: list[Any] = [None for _ in parts]
@@ -170,7 +170,7 @@ class CausalLM:
                 residual[part] = torch.zeros_like(partial[part])
                 return
             out = sums[part] if sums else None
-            with shaping.scope(device):
+            with shaping.scope():
                 if stage % 2:
                     index = stage // 2
                     partial[part] = blocks[index].attend(normed[part], caches[index], batch, out)

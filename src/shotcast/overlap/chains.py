@@ -20,6 +20,11 @@ from shotcast.overlap.timeline import Timeline
 PRIORITY, LIBRARY = "priority", "library"
 
 
+def way_on(sms: int) -> str:
+    """Return the name of the way whose communication takes so many SMs."""
+    return f"{sms} SMs" if sms else "copy engines"
+
+
 def in_place_sum(comm: Communicator, x: torch.Tensor, sms: int | None = None, algorithm: str = "auto") -> torch.Tensor:
     """Sum ``x`` over the ranks, in place, on at most ``sms`` SMs of a GPU."""
     return comm.all_reduce(x, out=x, algorithm=algorithm, sms=sms)
@@ -48,7 +53,7 @@ class Chain:
         self._sms: dict[str, int] = {}
         if self._comm.device.type == "cuda":
             urgent = self._lanes[PRIORITY] = StreamLanes(self._comm, HIGH)
-            self._sms = {f"{budget} SMs": budget for budget in sms}
+            self._sms = {way_on(budget): budget for budget in sms}
             self._lanes |= dict.fromkeys(self._sms, urgent)
         self._lanes[LIBRARY] = self._lanes[PLAIN]
         self._known(way)
@@ -177,9 +182,9 @@ def chain(
             (:meth:`Communicator.split`).
         computations: each returns what is communicated next. None needs what another one's communication returns.
         communicate: called with a communicator and the result of a computation; an all-reduce in place by default.
-        sms: on GPUs, numbers of SMs that communication may be given, each of which is a way to run (``24 SMs``): it is
-            called with ``sms=24``, and products of the vendor's library leave so many alone. It may round them
-            otherwise.
+        sms: on GPUs, numbers of SMs that communication may be given, each of which is a way to run (``24 SMs``, or
+            ``copy engines`` for 0): it is called with ``sms=24``, and products of the vendor's library leave so many
+            alone. It may round them otherwise.
         way: ``auto``; or, without measuring, ``sequential``, ``plain``, ``priority`` (a stream of it) or ``library``:
             ``communicate`` is called with ``algorithm="vendor"``, so that NCCL or Gloo does it. ``auto`` measures that
             too where two ranks sum in place, which gives the same bits.

@@ -92,7 +92,7 @@ def all_gather_matmul(
     """
     comm = ranks.communicators[0] if isinstance(ranks, Lanes) else ranks
     weights = [b] if isinstance(b, torch.Tensor) else list(b)
-    sm_budget(sms, "all_gather_matmul")
+    sm_budget(sms, "all_gather_matmul", least=1)
     _check(comm, a_shard, weights)
     for weight in weights:
         without_gradient("all_gather_matmul", a_shard=a_shard, b=weight)

@@ -40,7 +40,8 @@ class Communicate:
     Attributes:
         name: a unique name.
         after: the names of steps before it whose results it needs.
-        sms: the number of multiprocessors that the call may take, on GPUs; None for what the algorithm takes.
+        sms: the number of multiprocessors that the call may take, on GPUs; 0 for copy engines, None for what the
+            algorithm takes.
     """
 
     name: str
@@ -100,8 +101,8 @@ class Schedule:
                         f"step {step.name!r} needs {name!r}, which comes no earlier; list steps in an order in which "
                         "they can run one after another"
                     )
-            if isinstance(step, Communicate) and step.sms is not None and step.sms < 1:
-                raise ConfigError(f"step {step.name!r}: sms is a number of multiprocessors from 1, not {step.sms}")
+            if isinstance(step, Communicate) and step.sms is not None and step.sms < 0:
+                raise ConfigError(f"step {step.name!r}: sms is a number of multiprocessors from 0, not {step.sms}")
             known.add(step.name)
 
     @property

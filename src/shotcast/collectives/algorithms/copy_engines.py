@@ -19,6 +19,7 @@ from shotcast.transport.triton.layout import ENGINE_BYTES, ENGINE_ROOM, QUAD, pl
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
+COPY_ENGINES = "copy_engines"
 _SHARED_FROM = 16 << 20
 """The bytes from which calls of communicators that are not exclusive go by copy engines.
 
@@ -27,8 +28,8 @@ By all SMs a shorter message takes less than 50 us on two H200, and by copy engi
 _OF_A_CHUNK, _MOST_ENQUEUED = 8, 512
 """Kernels, events and waits of a chunk; and the most of a call. Where a stream takes no more (some 1,024, which was not
 measured), its host waits until other ranks have come."""
-_BLOCK_WORDS, _WARPS, _MOST_PROGRAMS = 2048, 8, 128
-"""The launch of the sums, which wait for nobody."""
+_BLOCK_WORDS, _WARPS, _MOST_PROGRAMS = 2048, 8, 528
+"""The launch of the sums, which wait for nobody: four programs on each SM of an H100."""
 
 
 def _reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -65,8 +66,6 @@ def _workspace(problem: CollectiveProblem) -> Workspace:
 
 
 def _obstacle(problem: CollectiveProblem) -> str:
-    if problem.topology.exclusive:
-        return "it is for communicators that are not exclusive"
     if problem.topology.shape.nodes > 1:
         return "all ranks are not on one node"
     chunks = math.ceil(slice_of_message(problem) / launch(problem).chunk_bytes)
@@ -90,7 +89,7 @@ def _form(**fields: Any) -> Form:
 
 
 ALGORITHM = Algorithm(
-    name="copy_engines",
+    name=COPY_ENGINES,
     label="copy engines",
     summary="as two-shot and one-shot, by the engines that copy memory; the SMs only add up",
     color="#72b7b2",

@@ -34,8 +34,9 @@ class SumCalls(Caller):
             reduction: ``sum``, ``avg``, ``prod``, ``max`` or ``min``, of integers and bool also ``band``, ``bor`` or
                 ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines
                 them for each dtype.
-            sms: the most SMs that native kernels may occupy on a GPU, so that other work continues; None for as many as
-                are fastest. The same on all ranks. CPU ranks and the vendor library (see :meth:`explain`) ignore it.
+            sms: the most SMs that native kernels may occupy on a GPU, so that other work continues; 0 for copy engines,
+                None for as many as are fastest. The same on all ranks. CPU ranks and the vendor library (see
+                :meth:`explain`) ignore it.
 
         Returns:
             ``out``. Differentiable; the gradient of ``max`` and ``min`` is divided equally among the ranks that reach

@@ -54,7 +54,8 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
         return "its kernel takes nodes of consecutive ranks"
     if why := form.obstacle(problem):
         return why
-    if form.launch is not None and not form.keeps_to_sms and (why := _beyond_others(problem, form.launch(problem))):
+    others_wait = not (form.keeps_to_sms or form.shared_from)
+    if others_wait and form.launch is not None and (why := _beyond_others(problem, form.launch(problem))):
         return why
     if not transport.grids or op in (Op.SEND, Op.RECV, Op.BARRIER):
         return ""  # a message of any size passes in chunks

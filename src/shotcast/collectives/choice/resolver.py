@@ -11,6 +11,7 @@ import torch
 from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
+from shotcast.collectives.algorithms.copy_engines import COPY_ENGINES
 from shotcast.collectives.arguments import operation, sm_budget
 from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room, unsupported_reason
 from shotcast.collectives.choice.choice import Explanation
@@ -154,6 +155,11 @@ class Resolver:
             budget if self.topology.runs_grids else 0,
         )
 
+    def named(self, problem: CollectiveProblem, algorithm: str, sms: int | None) -> str:
+        """Return the name of the algorithm of a call: copy engines for one that is to take no SM, where they serve."""
+        without = sms == 0 and algorithm == "auto" and self.topology.runs_grids
+        return COPY_ENGINES if without and not unsupported_reason(problem, COPY_ENGINES) else algorithm
+
     def resolve(
         self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
     ) -> Call:
@@ -244,7 +250,7 @@ class Resolver:
         if mode not in (MODES if self.graphs else ("eager",)):
             known = " or ".join(MODES) if self.graphs else "eager, as CPU ranks have no graphs"
             raise ConfigError(f"mode is {known}, not {mode!r}")
-        choice = choose(problem, algorithm, self.environment, self.tables, mode)
+        choice = choose(problem, self.named(problem, algorithm, sms), self.environment, self.tables, mode)
         candidate, reason = choice.candidate, choice.reason
         if choice.source in ("packaged table", "cost model"):
             reason = "; ".join((reason, *self.passed))

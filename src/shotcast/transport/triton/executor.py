@@ -456,7 +456,7 @@ class TritonExecutor:
     def _layout(self, room: int) -> Layout:
         size = next(size for size in self._rooms if size >= room)
         ranks_per_node = self._group.world_size // self._nodes
-        engines = not self._exclusive and self._nodes == 1
+        engines = self._nodes == 1
         return Layout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts, engines)
 
     def keep(self) -> None:
