@@ -263,7 +263,15 @@ def compiled_few_sms(
 
 
 def compiled_of_copies(
-    kernel: Any, dtype: str, unit: int, world_size: int, block: int, warps: int, capability: int, reduction: str = "sum"
+    kernel: Any,
+    dtype: str,
+    unit: int,
+    world_size: int,
+    block: int,
+    warps: int,
+    capability: int,
+    reduction: str = "sum",
+    options: dict[str, Any] | None = None,
 ) -> Any:
     """Return a compiled kernel of calls by copy engines."""
     values = {
@@ -275,7 +283,7 @@ def compiled_of_copies(
         "PDL": False,
         "REDUCTION": reduction_of(dtype, reduction),
     }
-    return build_shape(kernel, values, warps, capability)
+    return build_shape(kernel, values, warps, capability, options)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ import pytest
 
 import cross
 from shotcast.transport.triton.barrier import GATE_REGISTERS
-from shotcast.transport.triton.copy_engines import meeting, nan_if_stopped, sum_of_copies
+from shotcast.transport.triton.copy_engines import BESIDE_PRODUCTS, meeting, nan_if_stopped, sum_of_copies
 from shotcast.wire import REDUCIBLE
 
 FORMS = [
@@ -41,9 +41,19 @@ def test_sums_wait_for_nothing_and_spill_nothing(
     assert used["REG"] * 32 * 8 <= 65536
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "uint8"])
+@pytest.mark.parametrize("unit", [16, 1])
+def test_the_last_kernel_has_the_registers_of_a_gate(dtype: str, unit: int, tmp_path: Path) -> None:
+    """So it begins beside the blocks of a product of cuBLAS, which leave one warp of 32 registers on an SM."""
+    made = cross.compiled_of_copies(nan_if_stopped, dtype, unit, 2, 128, 1, 90, options=BESIDE_PRODUCTS)
+    used = cross.resources(made, tmp_path)
+    assert used["REG"] <= GATE_REGISTERS
+    assert used["LOCAL"] == 0
+
+
 def test_a_meeting_has_the_registers_of_a_gate(tmp_path: Path) -> None:
     values = {"WORLD": 8, "WARPS": 1, "PDL": False}
-    made = cross.build_shape(meeting, values, 1, 90, {"maxnreg": GATE_REGISTERS})
+    made = cross.build_shape(meeting, values, 1, 90, BESIDE_PRODUCTS)
     used = cross.resources(made, tmp_path)
     assert used["REG"] <= GATE_REGISTERS
     assert used["LOCAL"] == 0
@@ -52,7 +62,7 @@ def test_a_meeting_has_the_registers_of_a_gate(tmp_path: Path) -> None:
 
 
 def test_the_last_kernel_reads_the_abort_word_and_no_tensor_before() -> None:
-    """All threads take the branch alike: one reads the word past the caches, for all."""
-    made = cross.compiled_of_copies(nan_if_stopped, "bfloat16", 4, 2, 512, 8, 90)
+    """The threads of the warp take the branch alike: one access past the caches serves all."""
+    made = cross.compiled_of_copies(nan_if_stopped, "bfloat16", 4, 2, 128, 1, 90)
     before = made.asm["ptx"].partition("bra")[0]
-    assert [key for key in cross.instructions(before) if ".global" in key] == ["ld.global.sys.relaxed.b64"]
+    assert [key for key in cross.instructions(before) if ".global" in key] == ["ld.volatile.global.b64"]

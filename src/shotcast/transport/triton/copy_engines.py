@@ -51,6 +51,8 @@ from shotcast.transport.triton.reductions import reduction_arguments
 from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op
 
+BESIDE_PRODUCTS = {"maxnreg": GATE_REGISTERS}
+"""Options of kernels of one warp that begin while a product of the vendor's library has all SMs."""
 _MEETINGS = 4
 """Kernels that meet in turn; the headers of neighbors differ."""
 
@@ -113,10 +115,10 @@ def sum_of_copies(x, out, came, nbytes: tl.int64, entry: Entry, stride, SHAPE: t
 
 @kernel(shape=TileShape)
 def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
-    """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped. One program does it.
+    """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped. One warp does it.
 
     A rank that has met all others may be told by one that gave up then, and whose copies no longer wait for it.
-    Numbers of types that are only copied stay.
+    Numbers of types that are only copied stay. More than a warp would begin when the product that runs ends.
     """
     own = own_region(entry)
     fault = sync.read_abort_word(own, SHAPE.WARPS)
@@ -338,8 +340,7 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     for piece in range(_MEETINGS):
         named = dataclasses.replace(plan, piece=piece)
         bound = context.launch(meeting, named, programs=1, num_warps=1, tensors="none", **waits)
-        options = bound.options | {"maxnreg": GATE_REGISTERS}
-        meetings.append(Launch(bound.kernel, bound.programs, bound.arguments, (), options, padding_bytes=0))
+        meetings.append(Launch(bound.kernel, 1, bound.arguments, (), bound.options | BESIDE_PRODUCTS, padding_bytes=0))
     reduce, found = None, dict[str, Any]()
     if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
         found = reduction_arguments(plan, context)
@@ -355,8 +356,9 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
         )
         names = "x", "out", "came", "nbytes"
         reduce = Launch(bound.kernel, bound.programs, bound.arguments, names, bound.options)
+    waits |= {"BLOCK": 128, "num_warps": 1}
     bound = context.launch(nan_if_stopped, dataclasses.replace(plan, reduction="sum"), programs=1, **waits)
-    last = Launch(bound.kernel, bound.programs, bound.arguments, ("out", "nbytes"), bound.options)
+    last = Launch(bound.kernel, 1, bound.arguments, ("out", "nbytes"), bound.options | BESIDE_PRODUCTS, padding_bytes=0)
     nbytes = part if plan.op is Op.REDUCE_SCATTER else plan.nbytes
     own = (context.rank * part, (context.rank + 1) * part) if plan.op is Op.ALL_GATHER else (nbytes, nbytes)
     call = CopyEngineCall(tuple(parts.phases()), meetings, reduce, last, nbytes, own, context.lane)
