@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from gpu_times import seconds_each
 
 from shotcast.hardware.detect import detect
+
+os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL as it is by default, which the library is not
 
 
 def write(path: Path, rows: list[dict[str, Any]], made_by: dict[str, str], **measured: float) -> None:

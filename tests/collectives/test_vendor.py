@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import os
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +17,10 @@ import torch.distributed as dist
 from expected_results import reduced
 
 import shotcast
-from shotcast.collectives.vendor import gloo, nccl
+from shotcast.collectives.vendor import gloo, nccl, nccl_library
 from shotcast.collectives.vendor.interface import CallError, RefusedError
 from shotcast.memory.members import Members
+from shotcast.process_group import torch_private
 from shotcast.process_group.failure_watch import FailureWatch
 from shotcast.wire import CallPlan, Op
 
@@ -155,3 +159,18 @@ def test_nccl_reduces_bool_as_bytes_of_which_any_may_be_true(reduction: str) -> 
     assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
     with pytest.raises(nccl.RefusedError, match="no bxor"):
         nccl._reducible(CallPlan(Op.ALL_REDUCE, "vendor", "bool", 200, reduction="bxor"))
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "0"), ("1", "1")])
+def test_nccl_registers_no_memory_of_graphs_unless_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+) -> None:
+    """The tests of GPUs show why: ``test_graphs_read_memory_at_an_address_that_another_had``."""
+    made = functools.partial(torch_private.inner_nccl, None, 0, 1, timedelta(1), None, None)
+    for use in (nccl_library.library.__wrapped__, made):
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", given or "")
+        if given is None:
+            monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # there is no NCCL here
+            use()
+        assert os.environ["NCCL_GRAPH_REGISTER"] == found

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from shotcast.bench import implementations
 from shotcast.bench.operations import OPERATIONS, ROOT
 
-NCCL_FAVOURABLE = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
+NCCL_FAVOURABLE = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "1"}
 """Environment of all ranks.
 
 By default NCCL guards against one communicator being captured in several graphs at once. No benchmark does that, and
-the guard raised the time of 8 KiB from 8.4 to 33 us with 250 calls a graph (4 H200, NCCL 2.28.9).
+the guard raised the time of 8 KiB from 8.4 to 33 us with 250 calls a graph (4 H200, NCCL 2.28.9). And by default it
+maps the tensors of captured calls, which we switch off elsewhere (``collectives/vendor/nccl_library.py``).
 """
 
 

@@ -23,6 +23,8 @@ from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch, _pytree
 
+from shotcast.collectives.vendor.nccl_library import keep_graphs_from_registering
+
 Told = weakref.WeakMethod[Callable[[timedelta], None]]
 """A method that is told of a timeout, of an object that may be gone."""
 Allocate = weakref.WeakMethod[Callable[[int, torch.dtype, torch.device], torch.Tensor]]
@@ -198,6 +200,7 @@ def inner_nccl(
 
     ``options`` are those of NCCL, whose timeout becomes ``timeout``; None for the usual ones.
     """
+    keep_graphs_from_registering()
     options = c10d.ProcessGroupNCCL.Options() if options is None else options
     options._timeout = timeout
     made = _nccl_class()(store, rank, world_size, options)

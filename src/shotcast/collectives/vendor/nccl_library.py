@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from typing import Any
 
 SUCCESS, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 4, 5, 6, 7
@@ -55,9 +56,20 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 """Arguments of the functions, from nccl.h; each returns an ncclResult_t."""
 
 
+def keep_graphs_from_registering() -> None:
+    """Let NCCL copy what captured calls send and receive through its own buffers, unless the user says otherwise.
+
+    By default it lets peers map the tensors of a captured call, by their addresses, until the graph is destroyed, and a
+    moment longer. A tensor that PyTorch makes at the address of one that was given back is mapped already, and so a
+    replay of another graph sends what the old memory holds. To be called before the first capture.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 @functools.cache
 def library() -> Any:
     """Return the library that PyTorch was installed with. Raises OSError if there is none."""
+    keep_graphs_from_registering()
     found = ctypes.CDLL("libnccl.so.2")
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, name)
