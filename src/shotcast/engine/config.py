@@ -117,8 +117,7 @@ class EngineConfig:
         overlap: compute the halves of long prompts in turn, so that one communicates while the other computes:
             ``auto`` where a measurement at the start finds that it pays, on GPUs and on CPU ranks of several nodes;
             ``on`` for the fastest form by halves; ``plain`` on two streams or threads without more; ``shaped`` on GPUs,
-            where sums keep to some SMs and products leave them room; or ``off``. Products of other numbers of rows may
-            be rounded otherwise.
+            where sums take few SMs or none; or ``off``. Products of other numbers of rows may be rounded otherwise.
         algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
             norms.
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
