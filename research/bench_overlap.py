@@ -95,7 +95,7 @@ def bench_overlap(
     ] = False,
     lanes: Annotated[int, typer.Option("--lanes", min=1, help="CPU: messages under way at once.")] = 1,
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU: threads of a rank.")] = 1,
-    sms: Annotated[str, typer.Option("--sms", help="CUDA: numbers of SMs that messages are given.")] = "0,16,24,32",
+    sms: Annotated[str, typer.Option("--sms", help="CUDA: numbers of SMs that messages are given.")] = "16,24,32",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measurements of each way.")] = 5,
     seconds: Seconds = 0.2,
     world_size: WorldSize = "",

@@ -94,7 +94,7 @@ def measure_on_rank(config: OverlapConfig, found: Finder = candidates, at: Note 
     if config.device == "cpu":
         torch.set_num_threads(config.threads)
     room = MAX_WORKSPACE_MESSAGE if config.device == "cuda" else None
-    with Communicator(device=config.device, max_bytes=room, exclusive=True) as comm, torch.no_grad():
+    with Communicator(device=config.device, max_bytes=room) as comm, torch.no_grad():
         return _measure(config, comm, found, at)
 
 

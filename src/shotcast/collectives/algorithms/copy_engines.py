@@ -15,7 +15,7 @@ from typing import Any
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
 from shotcast.collectives.algorithms import one_shot, two_shot
 from shotcast.cost.collective import Work
-from shotcast.transport.triton.layout import ENGINE_BYTES, ENGINE_ROOM, QUAD, places_of_copies
+from shotcast.transport.triton.layout import ENGINE_ROOM, QUAD, bytes_of_copies, places_of_copies
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
@@ -50,7 +50,7 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
     Few chunks are faster: each has a meeting, and its sum waits for the end of a product that has all SMs.
     """
     part = max(1, slice_of_message(problem))
-    room = ENGINE_BYTES // problem.topology.world_size
+    room = bytes_of_copies(problem.topology.exclusive) // problem.topology.world_size
     chunk = next(
         align_up(math.ceil(part / chunks), QUAD)
         for chunks in itertools.count(1)

@@ -115,22 +115,23 @@ def sum_of_copies(x, out, came, nbytes: tl.int64, entry: Entry, stride, SHAPE: t
 
 @kernel(shape=TileShape)
 def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
-    """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped. One warp does it.
+    """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped.
 
     A rank that has met all others may be told by one that gave up then, and whose copies no longer wait for it.
-    Numbers of types that are only copied stay. More than a warp would begin when the product that runs ends.
+    Numbers of types that are only copied stay. One warp does it: more would wait for the end of a product that runs.
     """
     own = own_region(entry)
     fault = sync.read_abort_word(own, SHAPE.WARPS)
     if fault != 0:
         sync.report_fault(own, fault)
-        start = nbytes * 0
-        while start < nbytes:
-            size = tl.minimum(nbytes - start, 4 * SHAPE.BLOCK).to(tl.int32)
+        if SHAPE.DTYPE.is_floating():  # of 16 bits or more
             offs = tl.arange(0, SHAPE.BLOCK)
-            words = load_words(out, start, offs, size, SHAPE.UNIT)
-            store_words(out, start, offs, reduced_unless_stopped(size * 0, words, SHAPE.DTYPE), size, SHAPE.UNIT)
-            start += 4 * SHAPE.BLOCK
+            words = reduced_unless_stopped(offs * 0, offs, SHAPE.DTYPE)
+            start = nbytes * 0
+            while start < nbytes:
+                size = tl.minimum(nbytes - start, 4 * SHAPE.BLOCK).to(tl.int32)
+                store_words(out, start, offs, words, size, SHAPE.UNIT)
+                start += 4 * SHAPE.BLOCK
 
 
 REGION, X, OUT = range(3)

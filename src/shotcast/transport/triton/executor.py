@@ -32,7 +32,7 @@ from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.barrier import gate_of
 from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelContext, KernelLaunch
-from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.layout import Layout, bytes_of_copies
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.units import align_up
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op, Wait
@@ -456,7 +456,7 @@ class TritonExecutor:
     def _layout(self, room: int) -> Layout:
         size = next(size for size in self._rooms if size >= room)
         ranks_per_node = self._group.world_size // self._nodes
-        engines = self._nodes == 1
+        engines = bytes_of_copies(self._exclusive) if self._nodes == 1 else 0
         return Layout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts, engines)
 
     def keep(self) -> None:

@@ -2,9 +2,9 @@
 
 A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, their
 progress, two generations of flag cells, three generations of sentinel slots, where ranks put to other nodes two
-generations of what is staged for that, the window, and in large regions of communicators that are not exclusive what
-copy engines bring. Offsets never depend on a call, so calls of different
-sizes cannot overlap; only the window is divided anew by each call that passes through it.
+generations of what is staged for that, the window, and in large regions what copy engines bring. Offsets never depend
+on a call, so calls of different sizes cannot overlap; only the window is divided anew by each call that passes through
+it.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ WINDOW_BYTES = 16 << 20
 """The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
 ENGINE_ROOM = 32 << 20
 """The longest message of the smallest region that calls by copy engines can have."""
-ENGINE_BYTES = 256 << 20
-"""The bytes of such a region for what copy engines bring: all at once of an all_reduce of 128 MiB."""
+_ENGINE_BYTES = {False: 256 << 20, True: 64 << 20}
+"""The bytes of such a region for what copy engines bring: all at once of an all_reduce of 128 MiB; of 32 MiB where the
+communicator is exclusive, whose calls take them only by name."""
 CHUNKS_IN_WINDOW = 3
 """Places in the window for uneven parts: one is sent while the one before is read, and it may be sent before the reader
 of the one before that has said that it is done."""
@@ -169,7 +170,7 @@ class Layout:
         nodes: int = 1,
         ranks_per_node: int = MAX_WORLD_SIZE,
         staged: bool = False,
-        engines: bool = False,
+        engine_bytes: int = 0,
     ) -> Layout:
         """Lay a region out for messages up to ``max_bytes``.
 
@@ -177,7 +178,7 @@ class Layout:
         bytes. Send and recv use the mailboxes of one region, whatever others a communicator has. A rank exchanges a
         slice of a message between nodes, of which a word of two 16-bit floats takes two words of float32; their slots
         lie behind the others of a generation. If they are ``staged`` to be put, they have as much room again, twice,
-        and there is no window, whose ranks are all mapped. Calls by copy engines are for ``engines`` alone.
+        and there is no window, whose ranks are all mapped. Copy engines bring up to ``engine_bytes`` at once.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slot_bytes = 8 * network_slots(nodes)
@@ -196,7 +197,7 @@ class Layout:
         staging = network if staged else 0
         window_at = staging_at + 2 * staging
         window = 0 if staged else window_bytes(max_bytes)
-        copies = ENGINE_BYTES if engines and not staged and max_bytes >= ENGINE_ROOM else 0
+        copies = engine_bytes if not staged and max_bytes >= ENGINE_ROOM else 0
         return cls(
             max_bytes=max_bytes,
             mailboxes_at=mailboxes_at // QUAD,
@@ -235,6 +236,11 @@ def places_in_window(op: Op) -> int:
 def places_of_copies(op: Op, chunks: int) -> int:
     """Return the places for chunks of each rank that copy engines bring: two that serve in turn, as many for sums."""
     return min(chunks, 2) * (2 if op is Op.ALL_REDUCE else 1)
+
+
+def bytes_of_copies(exclusive: bool) -> int:
+    """Return the bytes for what copy engines bring in large regions of a communicator."""
+    return _ENGINE_BYTES[exclusive]
 
 
 def window_bytes(max_bytes: int) -> int:
