@@ -22,12 +22,14 @@ from test_select import make_topology
 
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
+from shotcast.bench.tune import eligible_candidates
 from shotcast.collectives.algorithm import CollectiveProblem
-from shotcast.collectives.choice.candidates import launch_shape, room, unsupported_reason
+from shotcast.collectives.choice.candidates import launch_shape, launch_shapes, room, unsupported_reason
+from shotcast.collectives.choice.resolver import Resolver
 from shotcast.collectives.choice.select import choose
 from shotcast.transport.triton import copy_engines
 from shotcast.transport.triton.copy_engines import OUT, REGION, Parts
-from shotcast.transport.triton.layout import ENGINE_BYTES, places_of_copies
+from shotcast.transport.triton.layout import bytes_of_copies, places_of_copies
 from shotcast.wire import Op, slice_bytes
 
 
@@ -120,6 +122,35 @@ def test_large_calls_go_by_copy_engines_where_the_gpu_is_shared(op: Op, mode: st
     passed = choose(problem(op, 64 << 20), "auto", "few_sms", ()).reason
     assert "SHOTCAST_ALGORITHM is few_sms, but" in passed
     assert choose(problem(op, 1 << 30), "lossless", "auto", ()).candidate.algorithm == "copy_engines"
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "lossless", "two_shot"])
+@pytest.mark.parametrize("environment", ["auto", "ring"])
+def test_calls_that_take_no_sm_go_by_copy_engines_where_they_serve(algorithm: str, environment: str) -> None:
+    """An algorithm that the call names, or SHOTCAST_ALGORITHM, comes first."""
+    served = problem(Op.ALL_REDUCE, 1 << 20, exclusive=True)
+    without = problem(Op.ALL_REDUCE, 1 << 20, exclusive=True, max_bytes=16 << 20)
+    resolver = Resolver(served.topology, environment, (), (), None, True)
+    free = algorithm != "two_shot" and environment == "auto"
+    assert resolver.named(served, algorithm, 0) == ("copy_engines" if free else algorithm)
+    assert resolver.named(served, algorithm, None) == algorithm
+    assert resolver.named(without, algorithm, 0) == algorithm
+
+
+def test_tuning_leaves_out_what_tables_may_not_name() -> None:
+    for op in KINDS:
+        names = [one.algorithm for one in eligible_candidates(problem(op, 1 << 26, exclusive=True), True)]
+        assert "copy_engines" not in names
+        assert names
+
+
+def test_other_launches_and_reasons_of_copy_engines() -> None:
+    asked = problem(Op.ALL_REDUCE, 1 << 27)
+    default = launch_shape(asked, "copy_engines")
+    assert default.programs * default.num_warps > 1024
+    assert launch_shapes(asked, "copy_engines")[0] == default
+    alone = problem(Op.ALL_GATHER, 512 << 20, exclusive=True, max_bytes=32 << 20)
+    assert "serves only calls that name it" in choose(alone, "auto", "auto", ()).reason
 
 
 def test_copy_engines_serve_regions_with_room_and_no_number_of_sms() -> None:
@@ -251,11 +282,12 @@ def before(what: str, order: list[str]) -> set[str]:
     return set(order[:last])
 
 
-@given(op=st.sampled_from(KINDS), nbytes=st.integers(0, 1 << 33))
-def test_chunks_have_room(op: Op, nbytes: int) -> None:
-    chunk = launch_shape(problem(op, nbytes), "copy_engines").chunk_bytes
+@given(op=st.sampled_from(KINDS), nbytes=st.integers(0, 1 << 33), exclusive=st.booleans())
+def test_chunks_have_room(op: Op, nbytes: int, exclusive: bool) -> None:
+    chunk = launch_shape(problem(op, nbytes, exclusive), "copy_engines").chunk_bytes
     chunks = max(1, math.ceil(nbytes / 4 / chunk))
     assert chunk > 0
     assert chunk % 16 == 0
-    assert 4 * chunk * places_of_copies(op, chunks) <= ENGINE_BYTES
-    assert chunks == 1 or nbytes > ENGINE_BYTES // places_of_copies(op, 1), "a message that has room passes at once"
+    room = bytes_of_copies(exclusive)
+    assert 4 * chunk * places_of_copies(op, chunks) <= room
+    assert chunks == 1 or nbytes > room // places_of_copies(op, 1), "a message that has room passes at once"

@@ -70,7 +70,8 @@ class Rank:
             prefill.LEAST_TOKENS[True] = 4
         self.sizes, self.limit = sizes, limit
         checkpoint = open_checkpoint(folder)
-        self.comm = shotcast.Communicator(device=device, timeout_s=timeout_s)
+        self.comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=32 << 20)
+        assert self.comm.explain(torch.ones(64, device=self.comm.device), sms=0).algorithm == "copy_engines"
         self.cuda = device == "cuda"
         timer = DeviceStepTimer(self.comm.device) if self.cuda else HostStepTimer()
         weights = Weights(checkpoint, dtype, self.comm.device)

@@ -477,7 +477,7 @@ def test_halves_on_static_memory_change_no_output(folder: Path, overlap: str) ->
 
 @pytest.mark.full
 def test_shaped_halves_change_no_answer(folder: Path) -> None:
-    """Sums keep to a number of SMs, in the interpreter."""
+    """Sums go by copy engines, in the interpreter."""
     prompts, ways = [list(range(30, 50)), [40, 41], list(range(60, 69))], ("off", BY_COPIES.name)
     options = str(folder), "cpu", SIZES, targets.LIMIT, ways, prompts
     for found in interpret(prefill_overlap_targets.answers, 2, *options, env=GPU_COLLECTIVES):

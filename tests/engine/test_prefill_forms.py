@@ -147,8 +147,8 @@ def test_ranks_that_take_turns_on_a_gpu_measure_nothing(monkeypatch: pytest.Monk
     [
         ({"dtype": torch.float32}, [WHOLE, HALVES, BY_COPIES], {BESIDE_OWN.name: "16 bits"}),
         ({"algorithm": "vendor"}, [WHOLE, HALVES], {BY_COPIES.name: "vendor was named"}),
-        ({"able": ["few_sms"]}, [WHOLE, HALVES, BESIDE_OWN], {BY_COPIES.name: "no sum"}),
-        ({"able": ["copy_engines"]}, [WHOLE, HALVES, BY_COPIES], {BESIDE_OWN.name: "no sum"}),
+        ({"able": ["few_sms"]}, [WHOLE, HALVES, BESIDE_OWN], {BY_COPIES.name: "copy_engines does not serve"}),
+        ({"able": ["copy_engines"]}, [WHOLE, HALVES, BY_COPIES], {BESIDE_OWN.name: "few_sms does not serve"}),
     ],
 )
 def test_forms_that_cannot_serve_are_left_out(
@@ -161,9 +161,9 @@ def test_forms_that_cannot_serve_are_left_out(
         assert why in forms.decisions[SIZE].left_out[name]
 
 
-def test_shaped_falls_back_where_no_sum_keeps_to_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shaped_falls_back_where_neither_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comm, "able", ())
     forms = forms_of(monkeypatch, "shaped")
     assert measured(monkeypatch, forms, HALVES.name) == []
     assert forms.form(SIZE) == WHOLE
-    assert "no sum can be kept" in forms.decisions[SIZE].why
+    assert "no form takes few SMs" in forms.decisions[SIZE].why

@@ -95,7 +95,7 @@ def _collective(op: Op, name: str, shape: NodeShape) -> tuple[str, ...]:
             one.keeps_bits(op, shape)
             and (shape.nodes > 1 or not one.forms[op].between_nodes)
             and not one.forms[op].keeps_to_sms
-            and not one.forms[op].shared_from  # communicators that are measured are exclusive
+            and not one.forms[op].shared_from  # communicators that are measured are exclusive, and name nothing
         )
     ]
     return tuple(f"{op.label}/{one}" for one in chosen)

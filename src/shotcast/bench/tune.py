@@ -147,7 +147,8 @@ class Point:
 
 def eligible_candidates(problem: CollectiveProblem, any_bits: bool) -> list[Candidate]:
     """Return the candidates that may be chosen, with their default launches."""
-    legal = candidates(problem)
+    algorithms = problem.topology.algorithms
+    legal = tuple(one for one in candidates(problem) if not algorithms[one.algorithm].by_name)
     if problem.sms and any(candidate.algorithm != LIBRARY for candidate in legal):
         legal = tuple(candidate for candidate in legal if candidate.algorithm != LIBRARY)
     return [
@@ -155,7 +156,7 @@ def eligible_candidates(problem: CollectiveProblem, any_bits: bool) -> list[Cand
         for candidate in legal
         if candidate.algorithm == LIBRARY
         or keeps_bits(problem, candidate.algorithm)
-        or (any_bits and not problem.topology.algorithms[candidate.algorithm].lossy)
+        or (any_bits and not algorithms[candidate.algorithm].lossy)
     ]
 
 

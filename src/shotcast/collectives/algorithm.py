@@ -173,7 +173,7 @@ class Form:
         keeps_to_sms: it serves calls that may occupy a number of SMs, and no others.
         flags_words: its words carry flags, for which those of some dtypes take twice the workspace.
         shared_from: the bytes of a message from which ``auto`` takes it on GPUs where the communicator is not
-            exclusive, whatever tables say; 0 for none.
+            exclusive, whatever tables say; 0 for none. Its grids wait for no other rank, so they may fill a GPU.
     """
 
     work: Callable[[int, NodeShape, int], Work]
@@ -222,7 +222,8 @@ class Algorithm:
         in_contract: ``in_contract(shape)`` for a :class:`shotcast.wire.NodeShape`: whether sums have the bits of the
             numerics contract (``docs/reference/numerics.md``). ``auto`` takes no other algorithm for reductions.
         lossy: sums lose precision by design; ``auto`` takes it only where ``allow_fp8`` is set.
-        by_name: ``auto`` takes it only by ``shared_from`` of a form; else a call or SHOTCAST_ALGORITHM names it.
+        by_name: ``auto`` takes it only by ``shared_from`` of a form, or for ``sms=0``; else a call names it, or
+            SHOTCAST_ALGORITHM does.
         error_bound: of lossy algorithms, ``error_bound(inputs)``: how far off the sum of the float64 ``inputs`` of all
             ranks (an iterable) may be, element by element, beyond the rounding of the dtype.
         multicast: it needs a multicast address.

@@ -101,11 +101,6 @@ def _share_gpus(comm: Communicator) -> bool:
     return agreed(comm, [float(gpus_are_shared())])[0] > 0
 
 
-def _sums_on(comm: Communicator, x: torch.Tensor, sms: int | None) -> bool:
-    """Return whether own kernels sum ``x`` on so many SMs, or by copy engines."""
-    return ("few_sms" if sms else COPY_ENGINES) in comm.candidates(x, "all_reduce", sms or None)
-
-
 class PrefillForms:
     """Decides in which form steps of each number of tokens are computed.
 
@@ -161,7 +156,7 @@ class PrefillForms:
             best = min(times, key=lambda name: times[name], default=ways[0].name)
             found = Decision(best, f"overlap is {self.overlap}", times, {}, {})
         else:
-            found = Decision(SEQUENTIAL, "no sum can be kept to a number of SMs", {}, {}, {})
+            found = Decision(SEQUENTIAL, "no form takes few SMs or none for its sums", {}, {}, {})
         why = found.why + self._other_algorithm(size)
         self.decisions[size] = replace(found, why=why, left_out={**found.left_out, **left_out})
         logger.info("steps of %d tokens: %s", size, self.decisions[size])
@@ -183,10 +178,11 @@ class PrefillForms:
                 shaped.append(BESIDE_OWN)
         half = self._message(size // 2)
         for form in shaped:
+            name = "few_sms" if form.shaping.sms else COPY_ENGINES
             if parallel.algorithm != "auto":
                 left_out[form.name] = f"algorithm {parallel.algorithm} was named"
-            elif not _sums_on(parallel.comm, half, form.shaping.sms):
-                left_out[form.name] = "no sum keeps to a number of SMs here"
+            elif name not in parallel.comm.candidates(half, "all_reduce", form.shaping.sms or None):
+                left_out[form.name] = f"{name} does not serve its sums"
             else:
                 forms.append(form)
         return forms, left_out

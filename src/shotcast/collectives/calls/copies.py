@@ -34,7 +34,8 @@ class CopyCalls(Caller):
             x: [k, ...]; with ``sizes``, [sizes[rank], ...].
             out: [N * k, ...]; with ``sizes``, [sum(sizes), ...]; None for a new tensor.
             sizes: the first dimension of each rank's part, the same list on all ranks.
-            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms``.
+            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms`` or
+                ``copy_engines``.
             sms: as in :meth:`all_reduce`.
 
         Returns:
@@ -77,7 +78,8 @@ class CopyCalls(Caller):
         Args:
             x: [N * k, ...]; with sizes, [sum(input_sizes), ...].
             out: like ``x``, or [sum(output_sizes), ...], and does not overlap it; None for a new tensor.
-            algorithm: ``auto``, ``one_shot`` or ``vendor``; with ``sms`` ``few_sms``.
+            algorithm: ``auto``, ``one_shot`` or ``vendor``; with ``sms`` ``few_sms`` or
+                ``copy_engines``.
             sms: as in :meth:`all_reduce`; parts of different sizes take none.
             input_sizes, output_sizes: how many rows this rank sends to each rank, and receives from each. All ranks
                 give both, or none does and parts are equal. Sizes that do not fit those of another rank are a

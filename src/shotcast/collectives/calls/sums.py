@@ -64,7 +64,8 @@ class SumCalls(Caller):
         Args:
             x: contiguous [N * k, ...].
             out: [k, ...]; None for a new tensor.
-            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms``.
+            algorithm: ``auto``, ``one_shot``, ``ring`` or ``vendor``; with ``sms`` ``few_sms`` or
+                ``copy_engines``.
             reduction, sms: as in :meth:`all_reduce`.
 
         Returns:

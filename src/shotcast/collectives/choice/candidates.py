@@ -54,8 +54,8 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
         return "its kernel takes nodes of consecutive ranks"
     if why := form.obstacle(problem):
         return why
-    others_wait = not (form.keeps_to_sms or form.shared_from)
-    if others_wait and form.launch is not None and (why := _beyond_others(problem, form.launch(problem))):
+    launch = None if form.keeps_to_sms else form.launch
+    if launch is not None and (why := _beyond_others(problem, form, launch(problem))):
         return why
     if not transport.grids or op in (Op.SEND, Op.RECV, Op.BARRIER):
         return ""  # a message of any size passes in chunks
@@ -63,7 +63,7 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
 
 
 def _is_to_name(problem: CollectiveProblem, form: Form) -> bool:
-    """Return whether a call could name an algorithm of this form: those for shared GPUs are taken without that."""
+    """Return whether an error tells of an algorithm of this form: those for shared GPUs are for large calls alone."""
     return form.keeps_to_sms == bool(problem.sms) and not form.shared_from
 
 
@@ -77,17 +77,17 @@ _BESIDE_OTHERS = ((2, LaunchShape(128, 2048, 8)), (MAX_WORLD_SIZE, LaunchShape(1
 """Launches of this many warps for up to a number of ranks, whose tiles decide the registers of a thread."""
 
 
-def _beyond_others(problem: CollectiveProblem, shape: LaunchShape) -> str:
-    """Return why a grid leaves too little of the GPU to other communicators; empty if it does not."""
+def _beyond_others(problem: CollectiveProblem, form: Form, shape: LaunchShape) -> str:
+    """Return why a grid that waits leaves too little of the GPU to other communicators; empty if it does not."""
     warps = shape.programs * shape.num_warps
-    if problem.topology.exclusive or problem.topology.device != "cuda" or warps <= _MOST_WARPS:
+    if problem.topology.exclusive or problem.topology.device != "cuda" or warps <= _MOST_WARPS or form.shared_from:
         return ""
     return f"its grid has {warps} warps, and calls have up to {_MOST_WARPS} where the communicator is not exclusive"
 
 
-def _beside_others(problem: CollectiveProblem, shape: LaunchShape) -> LaunchShape:
+def _beside_others(problem: CollectiveProblem, form: Form, shape: LaunchShape) -> LaunchShape:
     """Return the launch, or one that leaves room for calls of other communicators where it would not."""
-    if not _beyond_others(problem, shape):
+    if not _beyond_others(problem, form, shape):
         return shape
     return next(launch for ranks, launch in _BESIDE_OTHERS if problem.topology.shape.ranks_per_node <= ranks)
 
@@ -201,7 +201,7 @@ def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:
         return LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
     if form.launch is not None:
         return form.launch(problem)
-    return _beside_others(problem, _whole_gpu(problem, form))
+    return _beside_others(problem, form, _whole_gpu(problem, form))
 
 
 def _whole_gpu(problem: CollectiveProblem, form: Form) -> LaunchShape:
@@ -285,7 +285,7 @@ def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, .
                 ]
     elif transport.grids and not transport.serial:
         shapes += form.launches(problem)
-    return tuple(dict.fromkeys(shape for shape in shapes if not _beyond_others(problem, shape)))
+    return tuple(dict.fromkeys(shape for shape in shapes if not _beyond_others(problem, form, shape)))
 
 
 def fitted(problem: CollectiveProblem, name: str, shape: LaunchShape) -> LaunchShape:
@@ -300,4 +300,4 @@ def fitted(problem: CollectiveProblem, name: str, shape: LaunchShape) -> LaunchS
         return dataclasses.replace(shape, programs=min(shape.programs, problem.sms))
     share = max(problem.sizes) * wire.DTYPES[problem.dtype] if problem.sizes else form.share(problem)
     tiles = -(-max(share // 4, 1) // shape.block_words)
-    return _beside_others(problem, dataclasses.replace(shape, programs=min(shape.programs, tiles)))
+    return _beside_others(problem, form, dataclasses.replace(shape, programs=min(shape.programs, tiles)))

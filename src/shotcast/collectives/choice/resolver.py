@@ -15,7 +15,7 @@ from shotcast.collectives.algorithms.copy_engines import COPY_ENGINES
 from shotcast.collectives.arguments import operation, sm_budget
 from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room, unsupported_reason
 from shotcast.collectives.choice.choice import Explanation
-from shotcast.collectives.choice.select import choose
+from shotcast.collectives.choice.select import LOSSLESS, choose
 from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import CompiledVariant
 from shotcast.collectives.interface import BoundCall, BoundKernel, Executor, KernelExecutor
@@ -157,7 +157,8 @@ class Resolver:
 
     def named(self, problem: CollectiveProblem, algorithm: str, sms: int | None) -> str:
         """Return the name of the algorithm of a call: copy engines for one that is to take no SM, where they serve."""
-        without = sms == 0 and algorithm == "auto" and self.topology.runs_grids
+        free = algorithm in ("auto", LOSSLESS) and self.environment == "auto"
+        without = sms == 0 and free and self.topology.runs_grids
         return COPY_ENGINES if without and not unsupported_reason(problem, COPY_ENGINES) else algorithm
 
     def resolve(

@@ -137,7 +137,12 @@ def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Cho
     forms = {one.name: one.forms[problem.op] for one in serving}
     own = [name for name, form in forms.items() if not (one_node and form.between_nodes)]
     own = [name for name in own if forms[name].keeps_to_sms == bool(problem.sms)]
-    why = dict.fromkeys(unsupported_reason(problem, name) or _OTHER_ORDER.format(name=name) for name in own)
+    why = dict.fromkeys(
+        unsupported_reason(problem, name)
+        or (_BY_NAME if algorithms[name].by_name else "")
+        or _OTHER_ORDER.format(name=name)
+        for name in own
+    )
     reason = "; ".join(why) or ("no own algorithm keeps to a number of SMs" if problem.sms else "no own algorithm")
     if problem.op in FUSED:
         reason += "; so the sum is a call of its own, and the norm follows it"
