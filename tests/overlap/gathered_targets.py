@@ -298,7 +298,7 @@ def refused() -> None:
             def call(a: Any = rows, b: Any = weight, sms: Any = 2, way: str = way) -> list[torch.Tensor]:
                 return all_gather_matmul(comm, a, b, way=way, config=SMALL, sms=sms).products
 
-            for sms in (0, True, -1, 1.5):
+            for sms in (True, -1, 1.5):
                 with pytest.raises(shotcast.ConfigError, match="sms is a whole number"):
                     call(sms=sms)
             with pytest.raises(shotcast.ConfigError, match="a_shard is on meta; this communicator serves cpu"):

@@ -265,8 +265,8 @@ def block_by_rows(
     return found
 
 
-def numbers_of_sms() -> list[tuple[str, int | None]]:
-    """Use layers and the hook of DDP with a number of SMs; return the collectives that they make, with theirs."""
+def numbers_of_sms(sms: int) -> list[tuple[str, int | None]]:
+    """Use layers and the hook of DDP with this number of SMs; return the collectives that they make, with theirs."""
     seen: list[tuple[str, int | None]] = []
     up, down, x, _ = inputs_of_block(torch.float32)
     with shotcast.Communicator(device="cpu") as comm:
@@ -285,18 +285,18 @@ def numbers_of_sms() -> list[tuple[str, int | None]]:
         for by_rows in (False, True):
             for way in ("sequential", "plain", "2 chunks"):
                 lanes = shotcast.overlap.lanes_of(comm)
-                column = shotcast.overlap.ColumnParallelLinear(lanes, up, way, by_rows, sms=5)
-                row = shotcast.overlap.RowParallelLinear(lanes, down, way, sms=5)
+                column = shotcast.overlap.ColumnParallelLinear(lanes, up, way, by_rows, sms=sms)
+                row = shotcast.overlap.RowParallelLinear(lanes, down, way, sms=sms)
                 one = x.clone().requires_grad_()
                 row(column(one)).sum().backward()
                 lanes.close()
         for way in ("sequential", "plain"):
-            row = shotcast.overlap.RowParallelLinear(comm, down, way, True, sms=5)
+            row = shotcast.overlap.RowParallelLinear(comm, down, way, True, sms=sms)
             made = len(seen)
             y = row(x.new_zeros(24, 32, 48 // comm.world_size))
             assert {name for name, _ in seen[made:]} == {"reduce_scatter"}, way
             y.sum().backward()
-        state = shotcast.overlap.GradientBuckets(comm, sms=5)
+        state = shotcast.overlap.GradientBuckets(comm, sms=sms)
         state.average(torch.ones(7)).wait()
         state.close()
     return seen

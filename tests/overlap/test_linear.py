@@ -97,10 +97,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def test_collectives_keep_to_the_number_of_sms() -> None:
-    for seen in spawn(targets.numbers_of_sms, 2, timeout_s=300):
+@pytest.mark.parametrize("sms", [5, 0])
+def test_collectives_keep_to_the_number_of_sms(sms: int) -> None:
+    for seen in spawn(targets.numbers_of_sms, 2, sms, timeout_s=300):
         assert {name for name, _ in seen} == {"all_reduce", "all_gather", "reduce_scatter"}
-        assert {sms for _, sms in seen} == {5}
+        assert {given for _, given in seen} == {sms}
 
 
 def test_uncommon_uses() -> None:

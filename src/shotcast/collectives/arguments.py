@@ -143,13 +143,12 @@ def rank_in(rank: int, world_size: int, name: str, call: str) -> int:
     return rank
 
 
-def sm_budget(sms: int | None, call: str, least: int = 0) -> int:
+def sm_budget(sms: int | None, call: str) -> int:
     """Return the number of SMs that a call may occupy, 0 for None. Raises ConfigError if it is not usable."""
     if sms is None:
         return 0
-    if not isinstance(sms, int) or isinstance(sms, bool) or not least <= sms <= MAX_SMS:
-        known = f"{least}..{MAX_SMS}, or None for any number of SMs"
-        raise ConfigError(f"{call}: sms is a whole number in {known}; not {sms!r}")
+    if not isinstance(sms, int) or isinstance(sms, bool) or not 0 <= sms <= MAX_SMS:
+        raise ConfigError(f"{call}: sms is a whole number in 0..{MAX_SMS}, or None for any number of SMs; not {sms!r}")
     return sms
 
 

@@ -83,7 +83,8 @@ def all_gather_matmul(
             of two) where the models say that it is faster than ``sequential``, and takes it if it was, and if the bits
             were equal. A CUDA graph can capture every way after one eager call of the same shape.
         config: the shape of our product's blocks; None for a fast one. Its ``persistent`` is for ``sequential`` alone.
-        sms: the most SMs that the all-gather may occupy; None for as many as are thought fast.
+        sms: the most SMs that the all-gather may occupy; None for as many as are thought fast, 0 for copy engines where
+            it is a call of its own.
 
     Raises:
         ConfigError: shapes, dtypes, devices or ``sms`` that do not fit; ``plain`` without lanes.
@@ -92,7 +93,7 @@ def all_gather_matmul(
     """
     comm = ranks.communicators[0] if isinstance(ranks, Lanes) else ranks
     weights = [b] if isinstance(b, torch.Tensor) else list(b)
-    sm_budget(sms, "all_gather_matmul", least=1)
+    sm_budget(sms, "all_gather_matmul")
     _check(comm, a_shard, weights)
     for weight in weights:
         without_gradient("all_gather_matmul", a_shard=a_shard, b=weight)

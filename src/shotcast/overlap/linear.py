@@ -102,14 +102,13 @@ class _Divided(nn.Module):
         """Return the ways to multiply the rows of all ranks by a weight; each gives the product and the rows."""
 
         def by(way: str) -> Callable[[], Any]:
-            sms = self._sms or None  # copy engines gather no rows for a product that runs
-            return lambda: all_gather_matmul(self._lanes, rows, weight, return_gathered=True, way=way, sms=sms)
+            return lambda: all_gather_matmul(self._lanes, rows, weight, return_gathered=True, way=way, sms=self._sms)
 
         ways = {SEQUENTIAL: by(SEQUENTIAL)}
         if self._comm.world_size > 1:
             ways[PLAIN] = by(PLAIN)
             shape = rows.new_empty(()).expand(self._comm.world_size * rows.shape[0], rows.shape[1])
-            if gathered_products.serves_fused(self._comm, shape, [weight], self._sms or None):
+            if gathered_products.serves_fused(self._comm, shape, [weight], self._sms):
                 ways[FUSED] = by(FUSED)
         return ways
 
