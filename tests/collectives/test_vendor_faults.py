@@ -372,7 +372,8 @@ class TestCallsOnADevice:
         host.members, host.left = Members(0), ()
         host._store = store
         cpu = torch.device("cpu")
-        peers: Any = types.SimpleNamespace(alarmed=-1, alarm=lambda generation: alarms.append(generation))
+        listen = lambda: None  # noqa: E731
+        peers: Any = types.SimpleNamespace(alarmed=-1, alarm=alarms.append, listen=listen)
         vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults), peers)
         device: Any = Device()
         known = _Connected(device, (0, 1), 0)
@@ -413,6 +414,21 @@ class TestCallsOnADevice:
         parts.vendor._connected[0, 1] = parts.known
         parts.vendor.run(plan, x, x)
         assert parts.device.made == 2, "the alarm was of the connections before"
+
+    def test_results_of_a_call_that_another_rank_has_aborted_are_not_taken(self, parts: Any) -> None:
+        """Kernels of NCCL that are aborted send what they have, and calls of other ranks end with that."""
+        x, plan = torch.ones(2), CallPlan(Op.ALL_REDUCE, "vendor", "float32", 8)
+        parts.vendor.run(plan, x, x)
+        parts.vendor.check()
+        parts.peers.listen = lambda: setattr(parts.peers, "alarmed", 0)  # its word has come, and nobody has read it
+        with pytest.raises(shotcast.CollectiveTimeout):
+            parts.vendor.check()
+
+    def test_others_are_told_before_calls_are_aborted(self, parts: Any) -> None:
+        parts.peers.alarm = lambda _: parts.alarms.append(parts.device.stops)
+        parts.device.begun = 1
+        assert self.look(parts, SOON_S) < SOON_S
+        assert (parts.alarms, parts.device.stops) == ([0], 1)
 
     def test_the_deadline(self, parts: Any) -> None:
         parts.device.begun = 1

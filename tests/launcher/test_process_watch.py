@@ -154,6 +154,32 @@ def test_what_a_process_tells_is_heard_with_its_token() -> None:
     tell(ProcessId.own(), "token", 1)  # to nobody
 
 
+def test_a_listener_hears_before_the_late_thread_of_the_watch() -> None:
+    watch = ProcessWatch()
+    heard: list[str] = []
+    busy, go = threading.Event(), threading.Event()
+
+    def wait(number: int, _: int) -> None:
+        busy.set()
+        go.wait(SOON_S)
+        heard.append(f"usual {number}")
+
+    ends = [watch.hear("usual", wait), watch.hear("soon", lambda number, _: heard.append(f"soon {number}"), True)]
+    tell(ProcessId.own(), "usual", 1)
+    assert busy.wait(SOON_S)
+    tell(ProcessId.own(), "usual", 2)
+    tell(ProcessId.own(), "soon", 3)
+    watch.listen()
+    assert heard == ["soon 3"]
+    go.set()
+    assert eventually(lambda: len(heard) == 3), "the thread calls the others for what was taken meanwhile"
+    assert heard[1:] == ["usual 1", "usual 2"]
+    for end in ends:
+        end()
+    watch.listen()  # nobody hears any more
+    assert eventually(lambda: threads() == 0)
+
+
 def test_a_process_is_given_files() -> None:
     watch = ProcessWatch()
     heard: list[tuple[int, int]] = []

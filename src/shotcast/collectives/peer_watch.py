@@ -33,7 +33,7 @@ class PeerWatch:
         self._ends: list[Callable[[], None] | None] = []
         if host.world_size > 1:
             self._ends.append(WATCH.hear(token, self.departed))
-            self._ends.append(WATCH.hear(token + _ALARM, self._hear_alarm))
+            self._ends.append(WATCH.hear(token + _ALARM, self._hear_alarm, at_once=True))
         self._token = token
         processes = self._processes = host.all_gather((ProcessId.own(), token), what="construction")
         self._peers = [peer for peer in processes if peer[0] != processes[host.rank][0]]
@@ -75,6 +75,10 @@ class PeerWatch:
 
     def _hear_alarm(self, generation: int, _: int) -> None:
         self.alarmed = max(self.alarmed, generation)
+
+    def listen(self) -> None:
+        """Bring ``alarmed`` up to date with what ranks of this machine have told."""
+        WATCH.listen()
 
     def alarm(self, generation: int) -> None:
         """Tell the others that a call of the library has failed here, on connections of this generation."""

@@ -105,6 +105,8 @@ class ProcessWatch:
         self._callbacks: dict[ProcessId, dict[int, Callable[[], None]]] = {}
         self._descriptors: dict[int, ProcessId] = {}
         self._hearers: dict[str, Callable[[int, int], None]] = {}
+        self._at_once: set[str] = set()
+        self._late: list[Callable[[], None]] = []
         self._socket: socket.socket | None = None
         self._epoll: select.epoll | None = None
         self._wake = -1
@@ -134,7 +136,7 @@ class ProcessWatch:
             self._callbacks[process][number] = ended
         return lambda: self._remove(process, number)
 
-    def hear(self, token: str, told: Callable[[int, int], None]) -> Callable[[], None]:
+    def hear(self, token: str, told: Callable[[int, int], None], at_once: bool = False) -> Callable[[], None]:
         """Call ``told(number, descriptor)``, on the thread of the watch, for each number told by :func:`tell`.
 
         The descriptor is that of a file, which is the hearer's to close; -1 for none. Nothing is told where the system
@@ -142,6 +144,7 @@ class ProcessWatch:
 
         Args:
             token: what nobody guesses, and those know that are to tell.
+            at_once: :meth:`listen` may be first to call ``told``, which takes no lock and does not use the watch.
         """
         with self._lock:
             if self._socket is None:
@@ -155,11 +158,14 @@ class ProcessWatch:
                 self._socket = heard
                 self._started().register(heard, select.EPOLLIN)
             self._hearers[token] = told
+            if at_once:
+                self._at_once.add(token)
         return lambda: self._unhear(token)
 
     def _unhear(self, token: str) -> None:
         with self._lock:
             self._hearers.pop(token, None)
+            self._at_once.discard(token)
             if self._hearers or self._socket is None:
                 return
             assert self._epoll is not None
@@ -168,15 +174,27 @@ class ProcessWatch:
             self._socket = None
             self._end_if_idle()
 
+    def listen(self) -> None:
+        """Return once all hearers ``at_once`` have heard what was told before, however late the watch's thread is."""
+        with self._lock:
+            self._late += self._heard()
+            if self._late and self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
     def _heard(self) -> list[Callable[[], None]]:
-        """Return what to call for the datagrams that have come. The caller holds the lock."""
+        """Tell hearers ``at_once`` of the datagrams that have come, and return what to call for the others.
+
+        The caller holds the lock.
+        """
         found: list[Callable[[], None]] = []
         with contextlib.suppress(BlockingIOError):
             while self._socket is not None:
                 text, files, _, _ = socket.recv_fds(self._socket, _LONGEST_BYTES, 1)
                 token, _, number = text.decode(errors="replace").partition(" ")
                 descriptor = files[0] if files else -1
-                if token in self._hearers and number.isdecimal():
+                if token in self._at_once and number.isdecimal():
+                    self._hearers[token](int(number), descriptor)
+                elif token in self._hearers and number.isdecimal():
                     found.append(functools.partial(self._hearers[token], int(number), descriptor))
                 elif descriptor >= 0:
                     os.close(descriptor)
@@ -222,16 +240,19 @@ class ProcessWatch:
     def _run(self, epoll: select.epoll, wake: int) -> None:
         while True:
             ready = [descriptor for descriptor, _ in epoll.poll()]
-            ended: list[Callable[[], None]] = []
             with self._lock:
-                if self._epoll is epoll:
+                over = self._epoll is not epoll
+                ended, self._late = self._late, []
+                if not over:
                     ended += self._heard()  # first: a rank that has left may have ended, too
+                    if wake in ready:
+                        os.eventfd_read(wake)
                 for descriptor in ready:
                     if descriptor in self._descriptors and self._epoll is epoll:
                         ended += self._forget(descriptor)
             for callback in ended:
                 callback()
-            if wake in ready:
+            if over:
                 epoll.close()
                 os.close(wake)
                 return
@@ -245,7 +266,7 @@ class ProcessWatch:
             self._epoll.close()
         if self._socket is not None:
             self._socket.close()
-        self._hearers, self._socket = {}, None
+        self._hearers, self._at_once, self._late, self._socket = {}, set(), [], None
         self._callbacks, self._descriptors = {}, {}
         self._epoll, self._wake = None, -1
 

@@ -188,7 +188,7 @@ class Vendor:
         assert call.header is not None
         headers = dict(zip(known.members, known.group.headers(call.header), strict=False))
         if len(set(headers.values())) > 1:
-            if self._halt(self.generation):
+            if self._halt(self.generation, tells=False):  # the others compare the same headers
                 self._error = mismatch_of(self._host.members, headers, call.number, self._algorithms.names)
                 self._decided.set()
             raise CallError("the calls differ")
@@ -270,6 +270,8 @@ class Vendor:
 
     def _alarmed(self) -> bool:
         """Return whether another rank of this machine has said that a call of it failed."""
+        if self._connected:
+            self._peers.listen()
         return self._peers.alarmed >= self.generation
 
     def _waits(self) -> bool:
@@ -319,7 +321,6 @@ class Vendor:
         generation = self.generation if generation is None else generation
         if not self._halt(generation):
             return
-        self._peers.alarm(generation)
         rank = self._host.members.own
         self._error = self._library_error(call, str(error))
         try:
@@ -373,15 +374,18 @@ class Vendor:
         """Return that a call waits in the library, which does not tell for whom."""
         return wait_text(self._host.members, (), call.op, call.number, waited_s, call.timeout_s, self._library)
 
-    def _halt(self, generation: int) -> bool:
+    def _halt(self, generation: int, tells: bool = True) -> bool:
         """End all calls under way. Returns whether this is the first fault, so that the caller sets the error.
 
-        A fault of connections that a reset has replaced is none.
+        A fault of connections that a reset has replaced is none. Others are told first: a kernel of NCCL that is
+        aborted no longer waits, and may send what it has not received, with which calls of other ranks end.
         """
         with self._halting:
             if self.failed or generation != self.generation:
                 return False
             self.failed = True
+        if tells:
+            self._peers.alarm(generation)
         for known in list(self._connected.values()):
             known.group.stop()
         return True
