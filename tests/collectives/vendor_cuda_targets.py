@@ -148,34 +148,6 @@ def every_operation(counts: list[int]) -> int:
     return made
 
 
-def addresses_used_again() -> int:
-    """Capture gathers by NCCL of memory that is given back after each, and check each. Return how many addresses came
-    again.
-
-    Graphs are kept, and with them whatever NCCL knows of the memory.
-    """
-    graphs, again, before = [], 0, 0
-    with Communicator(device="cuda", timeout_s=60) as comm:
-        for value in range(6):
-            x = torch.full((8 << 20,), float(10 * value + comm.rank), device=comm.device)  # it has blocks of its own
-            again, before = again + (x.data_ptr() == before), x.data_ptr()
-            comm.all_gather(x, algorithm="vendor")
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = comm.all_gather(x, algorithm="vendor")
-            graph.replay()
-            torch.cuda.synchronize()
-            parts = out.view(comm.world_size, -1)
-            assert (
-                parts.amin(1).tolist() == parts.amax(1).tolist() == [10.0 * value + r for r in range(comm.world_size)]
-            )
-            graphs.append(graph)
-            del x, out, parts
-            torch.cuda.empty_cache()
-        comm.check()
-    return again
-
-
 def absent(victim: int, deadline_s: float) -> list[dict[str, Any]]:
     """Have the victim stay away from an all-reduce by NCCL, eager and replayed. Return what the others saw.
 

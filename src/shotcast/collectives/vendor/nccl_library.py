@@ -60,8 +60,8 @@ def keep_graphs_from_registering() -> None:
     """Let NCCL copy what captured calls send and receive through its own buffers, unless the user says otherwise.
 
     By default it lets peers map the tensors of a captured call, by their addresses, until the graph is destroyed, and a
-    moment longer. A tensor that PyTorch makes at the address of one that was given back is mapped already, and so a
-    replay of another graph sends what the old memory holds. To be called before the first capture.
+    moment longer. First replays then gave what had been sent before, in 3 of 21 runs of a test (NCCL 2.28.9;
+    docs/reference/hardware.md). To be called before the first capture.
     """
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 

@@ -52,7 +52,7 @@ from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op
 
 BESIDE_PRODUCTS = {"maxnreg": GATE_REGISTERS}
-"""Options of kernels of one warp that begin while a product of the vendor's library has all SMs."""
+"""Options of kernels of one warp, which begin beside those products of the vendor's library that leave room for it."""
 _MEETINGS = 4
 """Kernels that meet in turn; the headers of neighbors differ."""
 
@@ -118,7 +118,7 @@ def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
     """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped.
 
     A rank that has met all others may be told by one that gave up then, and whose copies no longer wait for it.
-    Numbers of types that are only copied stay. One warp does it: more would wait for the end of a product that runs.
+    Numbers of types that are only copied stay. One warp does it, which finds room on an SM first.
     """
     own = own_region(entry)
     fault = sync.read_abort_word(own, SHAPE.WARPS)
