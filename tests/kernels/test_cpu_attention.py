@@ -146,6 +146,7 @@ print(hashlib.sha256(b"".join(one.numpy().tobytes() for one in found)).hexdigest
 """
 
 
+@pytest.mark.full
 def test_machine_code_that_was_kept_has_the_bits_of_what_was_compiled(tmp_path: Path) -> None:
     """Sums may be added in any order within a function, so each must be compiled in one place."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}

@@ -119,7 +119,7 @@ def test_in_registers(kernel: Any, warps: int, registers: int, vocab: int, tmp_p
         assert not [name for name in found if name.startswith("fma")]
 
 
-@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize("capability", [100, pytest.param(80, marks=pytest.mark.full)])
 def test_kernels_compile(capability: int) -> None:
     for kernel in (sampling.penalised_max_kernel, sampling.histogram_kernel, sampling.candidates_kernel):
         compiled(kernel, 32_000, sampling.WARPS, capability)

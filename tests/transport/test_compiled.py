@@ -349,7 +349,7 @@ CHECKS = (
 )
 
 
-@pytest.mark.every(62)
+@pytest.mark.every(93)
 @pytest.mark.parametrize("form", chosen_forms(), ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_form(form: Form, check: Callable[[Form, Path], None], tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ CHECKS = (
 )
 
 
-@pytest.mark.every(32)
+@pytest.mark.every(48)
 @pytest.mark.parametrize("form", chosen_forms(), ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_form(form: Form, check: Callable[[Form, Path], None], tmp_path: Path) -> None:
