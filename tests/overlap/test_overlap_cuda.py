@@ -95,7 +95,8 @@ def test_streams_wait_as_much_as_they_must(name: str) -> None:
         good, made = right(plan, late, None)
         assert good
     for left_out in range(made):
-        assert not all(right(plan, late, left_out)[0] for late in (0, 1)), f"wait {left_out} is not needed"
+        tries = (right(plan, late, left_out)[0] for _ in range(5) for late in (0, 1))  # other work may delay one
+        assert not all(tries), f"wait {left_out} is not needed"
 
 
 @pytest.mark.parametrize("name", PLANS)
