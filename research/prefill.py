@@ -3,7 +3,7 @@
     python research/prefill.py --json benchmarks/data/h200/prefill_x2.json
 
 Weights are random, in the shape of ``--model``; all ranks load it once. Forms are those of the engine's ``overlap``
-(``engine/prefill.py``), the one that ``auto`` takes, and the sequential and the plain form with NCCL's sums.
+(``engine/prefill_forms.py``), the one that ``auto`` takes, and the sequential and the plain form with NCCL's sums.
 Before anything is timed, the logits after prompts are compared with those of the sequential form. Then the forms take
 turns. A time is from the step's plan on the host to the token on the host: the median of the rounds, of the slowest
 rank.
@@ -40,7 +40,7 @@ from shotcast.collectives import separate_norm
 from shotcast.collectives.norm_operands import norm_operands
 from shotcast.collectives.rank_device import gpu_of
 from shotcast.engine.model_runner import ModelRunner
-from shotcast.engine.prefill import FORMS, HALVES, WHOLE
+from shotcast.engine.prefill_forms import FORMS, HALVES, WHOLE
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.step_plan import ScheduledSequence, StepPlan
 from shotcast.layers.parallel import Parallel

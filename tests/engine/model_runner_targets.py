@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shotcast
-from shotcast.engine import prefill
+from shotcast.engine import prefill_forms
 from shotcast.engine.cuda_graphs import decode_capture_size, decode_capture_sizes
 from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.grammar import Vocabulary
@@ -60,7 +60,7 @@ def outputs_of(
         vocabulary: the tokens, for requests with grammars.
         proposer: the outputs, from which proposals are made, right or wrong by chance; or the folder of a draft model.
     """
-    prefill.LEAST_TOKENS.update({True: 4, False: 4})
+    prefill_forms.LEAST_TOKENS.update({True: 4, False: 4})
     checkpoint = open_checkpoint(folder)
     with contextlib.ExitStack() as stack:
         world = comm = stack.enter_context(shotcast.Communicator(device=device))

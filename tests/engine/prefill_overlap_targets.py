@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import shotcast
-from shotcast.engine import prefill
+from shotcast.engine import prefill_forms
 from shotcast.engine.cuda_graphs import decode_capture_sizes
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.requests import Request
@@ -66,8 +66,8 @@ class Rank:
         self, folder: str, device: str, dtype: torch.dtype, sizes: tuple[int, ...], limit: int, timeout_s: float = 60.0
     ):
         if device == "cpu":
-            prefill.lanes_of = lambda comm: StreamLanes(comm, streams=OneThread())
-            prefill.LEAST_TOKENS[True] = 4
+            prefill_forms.lanes_of = lambda comm: StreamLanes(comm, streams=OneThread())
+            prefill_forms.LEAST_TOKENS[True] = 4
         self.sizes, self.limit = sizes, limit
         checkpoint = open_checkpoint(folder)
         self.comm = shotcast.Communicator(device=device, timeout_s=timeout_s, max_bytes=32 << 20)
@@ -82,7 +82,7 @@ class Rank:
     def runner(self, overlap: str) -> Iterator[ModelRunner]:
         """Make a runner; ``overlap`` may also be the name of a form, which serves steps of all sizes."""
         decisions = {}
-        if overlap in prefill.FORMS:
+        if overlap in prefill_forms.FORMS:
             decisions = {size: Decision(overlap, "chosen by a test", {}, {}, {}) for size in self.sizes}
             overlap = "on"
         options = decode_capture_sizes(SEQUENCES), self.sizes, True, overlap, self.sizes[-1], decisions

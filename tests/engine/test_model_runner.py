@@ -41,7 +41,8 @@ from shotcast.engine.input_batch import (
 )
 from shotcast.engine.model_runner import ModelRunner
 from shotcast.engine.outputs import EngineCoreOutput, ModelRunnerOutput
-from shotcast.engine.prefill import BY_COPIES, HALVES, PrefillForms, PrefillGraphs, PrefillOverlap
+from shotcast.engine.prefill import PrefillGraphs, PrefillOverlap
+from shotcast.engine.prefill_forms import BY_COPIES, HALVES, PrefillForms
 from shotcast.engine.requests import Request
 from shotcast.engine.sampler import Sampler
 from shotcast.engine.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from shotcast.engine import prefill
-from shotcast.engine.prefill import BESIDE_OWN, BY_COPIES, FORMS, HALVES, WHOLE, Form, PrefillForms
+from shotcast.engine import prefill_forms
+from shotcast.engine.prefill_forms import BESIDE_OWN, BY_COPIES, FORMS, HALVES, WHOLE, Form, PrefillForms
 from shotcast.overlap.policy import Decision, Way
 
 SIZE = 1024
@@ -38,8 +38,8 @@ def forms_of(
     dtype: torch.dtype = torch.bfloat16,
     **others: Any,
 ) -> PrefillForms:
-    monkeypatch.setattr(prefill, "lanes_of", mock.Mock())
-    monkeypatch.setattr(prefill, "_share_gpus", lambda comm: False)
+    monkeypatch.setattr(prefill_forms, "lanes_of", mock.Mock())
+    monkeypatch.setattr(prefill_forms, "_share_gpus", lambda comm: False)
     monkeypatch.setattr(PrefillForms, "_message", lambda self, tokens: torch.empty(tokens, 1))
     parallel = SimpleNamespace(
         comm=Comm(), size=ranks, stages=1, algorithm="auto", divides_residual=lambda tokens: False
@@ -65,7 +65,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, forms: PrefillForms, fastest: str)
     def run_of(form: Form) -> Callable[[], str]:
         return lambda: form.name
 
-    monkeypatch.setattr(prefill, "measure", measure)
+    monkeypatch.setattr(prefill_forms, "measure", measure)
     monkeypatch.setattr("shotcast.overlap.policy.measure", measure)
     monkeypatch.setattr("shotcast.overlap.policy._predictions", lambda comm, ways: {})
     assert forms.undecided(SIZE)
@@ -136,7 +136,7 @@ def test_short_steps_and_the_plain_form_are_not_measured(monkeypatch: pytest.Mon
 
 def test_ranks_that_take_turns_on_a_gpu_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     forms, named = forms_of(monkeypatch, "auto"), forms_of(monkeypatch, "on")
-    monkeypatch.setattr(prefill, "_share_gpus", lambda comm: True)
+    monkeypatch.setattr(prefill_forms, "_share_gpus", lambda comm: True)
     assert not forms.undecided(SIZE)
     assert "take turns" in forms.decisions[SIZE].why
     assert named.undecided(SIZE)

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from shotcast.collectives.rank_device import enough_gpus
-from shotcast.engine.prefill import BESIDE_OWN, BY_COPIES, HALVES, WHOLE
+from shotcast.engine.prefill_forms import BESIDE_OWN, BY_COPIES, HALVES, WHOLE
 from shotcast.launcher.spawn import spawn
 
 pytestmark = [

@@ -14,7 +14,8 @@ import torch
 from shotcast.engine.cuda_graphs import CudaGraphs, DecodeGraphs, DeviceState, decode_capture_size, decode_capture_sizes
 from shotcast.engine.input_batch import InputBatch, Int32Array, attention_tiles, build_input_batch, cache_slots
 from shotcast.engine.outputs import ModelRunnerOutput, TokenLogprob
-from shotcast.engine.prefill import PrefillForms, PrefillGraphs, PrefillOverlap
+from shotcast.engine.prefill import PrefillGraphs, PrefillOverlap
+from shotcast.engine.prefill_forms import PrefillForms
 from shotcast.engine.sampler import Sampler, SamplerOutput, logprobs_of, token_logprobs
 from shotcast.engine.step_plan import INVALID_TOKEN, PromptTargets, StepPlan
 from shotcast.engine.token_feedback import TokenFeedback

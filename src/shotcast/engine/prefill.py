@@ -1,10 +1,5 @@
-"""Steps with prompts: the forms in which they are computed, on memory of their own or as CUDA graphs.
-
-A step is computed as a whole, or in halves, of which one communicates while the other computes. On GPUs the sum of a
-half may go by copy engines, or be kept to some SMs; the sum is not fused with the norm then. Halves can lose:
-their products are smaller, each of them may read all weights, and their messages may be too short for the algorithm of
-the whole. So the forms are measured for each size of a step when the engine starts. A size is decided on once, and in
-the same way on all ranks.
+"""Steps with prompts, as a whole or in halves (:mod:`shotcast.engine.prefill_forms`), on memory of their own or as CUDA
+graphs.
 
 Without graphs (:class:`PrefillOverlap`), a half is a step of its own: its messages take the algorithms for their size.
 Over a network, sums take longer than a core works on them, so the other half of the tokens is computed meanwhile.
@@ -21,18 +16,13 @@ the same layer.
 from __future__ import annotations
 
 import bisect
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from shotcast.collectives.algorithms.copy_engines import COPY_ENGINES
-from shotcast.collectives.communicator import Communicator
-from shotcast.collectives.rank_device import gpus_are_shared
 from shotcast.engine.cuda_graphs import CudaGraphs, DeviceState
 from shotcast.engine.input_batch import (
     InputBatch,
@@ -43,166 +33,13 @@ from shotcast.engine.input_batch import (
     part_bounds,
     prefill_layout,
 )
+from shotcast.engine.prefill_forms import HALVES, LEAST_TOKENS, WHOLE, Form, PrefillForms
 from shotcast.engine.transfer import pinned_empty
 from shotcast.kernels.step_fields import TILE_FIELDS
 from shotcast.layers.batch import AttentionTiles, Batch, Logits
-from shotcast.layers.parallel import Parallel
-from shotcast.layers.shaping import UNSHAPED, Shaping
-from shotcast.models.causal_lm import CausalLM
-from shotcast.overlap.controller import Controller
-from shotcast.overlap.lanes import lanes_of
-from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agreed, decide, measure
 
-logger = logging.getLogger(__name__)
-
-LEAST_TOKENS = {True: 512, False: 64}
-"""Steps of fewer tokens are not divided, by whether memory is static: products of few rows take nearly as long as those
-of twice as many, on GPUs up to some hundred rows, where a product takes as long as reading its weights."""
-_SMS_BESIDE_OWN = 12
-"""The SMs of sums beside our matmuls, where a program of a sum begins when any tile ends. 12 fill the wires where the
-sums lie in mapped memory (docs/design/overlap.md)."""
-MEASURED_LAYERS = 8
+_MEASURED_LAYERS = 8
 """The layers of a model that a measurement computes: they are alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A form of a step."""
-
-    name: str
-    parts: int  # the number of parts that the tokens are divided into
-    shaping: Shaping = UNSHAPED  # the part of a GPU that all-reduces and matmuls of the parts take
-
-
-WHOLE, HALVES = Form(SEQUENTIAL, 1), Form(PLAIN, 2)
-BY_COPIES = Form("copy engines", 2, Shaping(0))
-BESIDE_OWN = Form(f"{_SMS_BESIDE_OWN} SMs beside own products", 2, Shaping(_SMS_BESIDE_OWN, True))
-FORMS = {form.name: form for form in (WHOLE, HALVES, BY_COPIES, BESIDE_OWN)}
-
-
-def overlap_unsupported_reason(parallel: Parallel, overlap: str, static: bool) -> str:
-    """Return why no step is divided; empty if steps may be."""
-    if overlap == "off":
-        return "overlap is off"
-    if parallel.size == 1 or parallel.stages > 1:
-        return "one stage of several ranks has sums to hide"
-    if parallel.divides_residual(parallel.size * LEAST_TOKENS[False]):
-        return "sequence_parallel divides the residual instead"
-    comm = parallel.comm
-    if not static and overlap == "auto" and comm.device.type == "cpu" and not comm.topology.network.name:
-        return "CPU ranks of one node wait for no network"
-    return ""
-
-
-def _share_gpus(comm: Communicator) -> bool:
-    """Return whether ranks of any machine share a GPU. Collective."""
-    if comm.device.type != "cuda":
-        return False
-    return agreed(comm, [float(gpus_are_shared())])[0] > 0
-
-
-class PrefillForms:
-    """Decides in which form steps of each number of tokens are computed.
-
-    Args:
-        decisions: what was decided before, by number of tokens; later decisions are added.
-        static: steps have static memory; others are tried in halves alone, without a number of SMs.
-
-    Attributes:
-        controller: runs the parts of steps; None where no step is divided.
-        overlap, decisions: as above. They are the same on all ranks.
-    """
-
-    def __init__(self, model: CausalLM, overlap: str, decisions: dict[int, Decision], static: bool = True):
-        self._model, self.overlap, self.decisions, self._static = model, overlap, decisions, static
-        self._reason = overlap_unsupported_reason(model.parallel, overlap, static) or model.overlap_unsupported_reason
-        self.controller = None if self._reason else Controller(lanes_of(model.parallel.comm))
-
-    def form(self, size: int) -> Form:
-        decision = self.decisions.get(size)
-        return WHOLE if decision is None else FORMS[decision.way]
-
-    def undecided(self, size: int) -> bool:
-        """Return whether the forms of a step of ``size`` tokens are still to be compared. Collective."""
-        if size in self.decisions:
-            return False
-        why = self._reason
-        least = LEAST_TOKENS[self._static]
-        if not why and size < least:
-            why = f"steps of fewer than {least} tokens are not divided"
-        if not why and self.overlap == "auto" and _share_gpus(self._model.parallel.comm):
-            why = "ranks take turns on a GPU, so nothing runs at once"
-        if why:
-            self.decisions[size] = Decision(SEQUENTIAL, why, {}, {}, {})
-        elif self.overlap == PLAIN:
-            self.decisions[size] = Decision(PLAIN, "overlap is plain", {}, {}, {})
-        return size not in self.decisions
-
-    def decide(self, size: int, run_of: Callable[[Form], Callable[[], Any]]) -> None:
-        """Decide on a size, by measuring. Collective.
-
-        Args:
-            run_of: returns a function that computes a step of that many tokens in a form; called once for each form.
-        """
-        forms, left_out = self._forms(size)
-        if self.overlap == "shaped":
-            forms = [form for form in forms if form.shaping != UNSHAPED]
-        comm = self._model.parallel.comm
-        ways = [Way(form.name, run_of(form)) for form in forms]
-        if self.overlap == "auto":
-            found = decide(comm, [Way(SEQUENTIAL, run_of(WHOLE)), *ways])
-        elif ways:
-            times = measure(comm, ways) if len(ways) > 1 else {}
-            best = min(times, key=lambda name: times[name], default=ways[0].name)
-            found = Decision(best, f"overlap is {self.overlap}", times, {}, {})
-        else:
-            found = Decision(SEQUENTIAL, "no form takes few SMs or none for its sums", {}, {}, {})
-        why = found.why + self._other_algorithm(size)
-        self.decisions[size] = replace(found, why=why, left_out={**found.left_out, **left_out})
-        logger.info("steps of %d tokens: %s", size, self.decisions[size])
-
-    def close(self) -> None:
-        if self.controller is not None:
-            self.controller.lanes.close()
-
-    def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
-        """Return the forms that compute a step in halves, and why others are left out."""
-        parallel, forms, shaped = self._model.parallel, [HALVES], [BY_COPIES]
-        left_out: dict[str, str] = {}
-        if not self._static:
-            return forms, left_out
-        if parallel.comm.device.type == "cuda":
-            if self._model.dtype == torch.float32 or self._model.blocks[0].qkv.takes_float8(size):
-                left_out[BESIDE_OWN.name] = "own products take 16 bits"
-            else:
-                shaped.append(BESIDE_OWN)
-        half = self._message(size // 2)
-        for form in shaped:
-            name = "few_sms" if form.shaping.sms else COPY_ENGINES
-            if parallel.algorithm != "auto":
-                left_out[form.name] = f"algorithm {parallel.algorithm} was named"
-            elif name not in parallel.comm.candidates(half, "all_reduce", form.shaping.sms or None):
-                left_out[form.name] = f"{name} does not serve its sums"
-            else:
-                forms.append(form)
-        return forms, left_out
-
-    def _message(self, tokens: int) -> torch.Tensor:
-        model = self._model
-        return torch.empty(tokens, model.config.hidden, dtype=model.dtype, device=model.parallel.comm.device)
-
-    def _other_algorithm(self, size: int) -> str:
-        """Say so where the sums of a half are computed by another algorithm than those of the whole."""
-        parallel = self._model.parallel
-        if parallel.algorithm != "auto":
-            return ""
-        whole, half = (
-            parallel.comm.explain(self._message(tokens), "all_reduce_rms_norm").algorithm
-            for tokens in (size, size - size // 2)
-        )
-        return "" if whole == half else f"; the sum of a half takes {half}, that of the whole {whole}"
-
-
 _MEASURED_TOKENS = 512
 
 
@@ -400,7 +237,7 @@ class PrefillGraphs:
 
                 def run() -> None:
                     self._packed[: host.numel()].copy_(host, non_blocking=True)
-                    trial.get_or_capture(form.name, partial(self._compute, size, form, MEASURED_LAYERS))()
+                    trial.get_or_capture(form.name, partial(self._compute, size, form, _MEASURED_LAYERS))()
 
                 return run
 
