@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 
 from shotcast.errors import ConfigError, shorten, similar
 from shotcast.hardware import catalog
+from shotcast.hardware.description import Fields, read_yaml
 from shotcast.hardware.spec import GpuSpec, LinkSpec
 
 PACKAGED = {
@@ -79,33 +79,6 @@ _ASTRA_GIGA = 1 << 30
 _ASTRA_LINKS = {"Ring": 1, "FullyConnected": 1, "Switch": 2}
 """Links that a message passes in a dimension, each with its latency; of a ring, to the neighbor."""
 CPU_VENDORS = ("intel", "amd")
-_BYTES_PER_S = ("bytes/s", 1e6, 1e15)
-_FLOPS = ("operations/s", 1e9, 1e19)
-_SECONDS = ("seconds", 1e-9, 1.0)
-_COUNT = ("", 1, 1 << 20)
-_RANGES: Mapping[str, tuple[str, float, float]] = {
-    "mem_bw": _BYTES_PER_S,
-    "intra_node_bw": _BYTES_PER_S,
-    "inter_node_bw": _BYTES_PER_S,
-    "inter_rack_bw": _BYTES_PER_S,
-    "mem_capacity": ("bytes", 1e8, 1e15),
-    "bfloat16_tc_flops": _FLOPS,
-    "float16_tc_flops": _FLOPS,
-    "fp8_tc_flops": _FLOPS,
-    "p2p_latency": _SECONDS,
-    "inter_rack_latency": _SECONDS,
-    "hop_latency": _SECONDS,
-    "oversubscription": ("", 1e-3, 1e3),
-    "sm_version": ("", 1, 1000),
-    "num_gpus_per_node": _COUNT,
-    "num_gpus_per_rack": _COUNT,
-    "num_nics_per_node": _COUNT,
-    "num_nodes_per_leaf": _COUNT,
-    "npus_count": _COUNT,
-    "bandwidth": ("GB/s", 1e-3, 1e6),
-    "latency": ("ns", 1e-3, 1e9),
-}
-"""The unit of each figure, and the least and the most of it. They are wide: what lies outside is of another unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +155,7 @@ def read_text(path: Path, what: str) -> str:
 
 def parse(text: str, origin: str) -> Cluster:
     """Return the cluster that a description in YAML says. Raises ConfigError as :func:`load` does."""
-    fields = _Fields(_yaml(text, origin, "a description: it must be a mapping with gpu and node"), origin)
+    fields = Fields(read_yaml(text, origin, "a description: it must be a mapping with gpu and node"), origin)
     if set(fields.values) >= _ASTRA_FIELDS:
         raise ConfigError(
             f"{origin} is a network of ASTRA-sim, which says nothing of GPUs; give it as --network with a cluster"
@@ -201,12 +174,12 @@ def parse(text: str, origin: str) -> Cluster:
     return Cluster(name, gpu, gpus_per_node, network, cpu_vendor=vendor, gpus_per_host=gpus_per_host)
 
 
-def _is_rack(node: _Fields, link: LinkSpec) -> bool:
+def _is_rack(node: Fields, link: LinkSpec) -> bool:
     """Return whether the GPUs of a rack have the link of those of a node, which makes the rack one node of ours."""
     return "num_gpus_per_rack" in node.values and node.number("inter_node_bw") / _GIGA >= link.paper_bw_gbps
 
 
-def _network(fields: _Fields, node: _Fields, link: LinkSpec) -> NetworkSpec | None:
+def _network(fields: Fields, node: Fields, link: LinkSpec) -> NetworkSpec | None:
     """Return what joins nodes; of AIConfigurator's racks, what joins racks, or a leaf of switches for each rack."""
     if "inter_node_bw" not in node.values:
         for name in ("num_nics_per_node", "num_gpus_per_rack", "inter_rack_bw", "inter_rack_latency"):
@@ -250,7 +223,7 @@ def _network(fields: _Fields, node: _Fields, link: LinkSpec) -> NetworkSpec | No
     return NetworkSpec(name, bw_gbps, latency_us, source, gpus_per_nic, switch)
 
 
-def _switch(fields: _Fields, nodes: int, oversubscription: float, hop_us: float, source: str) -> SwitchSpec:
+def _switch(fields: Fields, nodes: int, oversubscription: float, hop_us: float, source: str) -> SwitchSpec:
     if oversubscription < 1:
         raise ConfigError(
             f"{fields.origin}: oversubscription is {oversubscription:.3g}, so what leaves a leaf, or a rack, has more "
@@ -269,7 +242,7 @@ def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
 
     Raises ConfigError if it is no such file, has more dimensions than that, or a number that makes no sense.
     """
-    fields = _Fields(_yaml(text, origin, "a network: it must be a mapping with topology and npus_count"), origin)
+    fields = Fields(read_yaml(text, origin, "a network: it must be a mapping with topology and npus_count"), origin)
     fields.only(_ASTRA_FIELDS)
     columns: dict[str, list[Any]] = {}
     for name in sorted(_ASTRA_FIELDS):
@@ -306,7 +279,7 @@ def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
     )
 
 
-def _gpu(fields: _Fields, node: _Fields) -> GpuSpec:
+def _gpu(fields: Fields, node: Fields) -> GpuSpec:
     value = fields.values.get("gpu")
     if isinstance(value, str):
         spec = next((spec for spec in catalog.CATALOG if spec.name == value), None)
@@ -337,94 +310,3 @@ def _gpu(fields: _Fields, node: _Fields) -> GpuSpec:
         multicast=node.flag("multicast"),
         source=source,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """A mapping of a description, and where it is from."""
-
-    values: Mapping[str, Any]
-    origin: str
-
-    def only(self, known: set[str]) -> None:
-        if unknown := [str(name) for name in self.values if name not in known]:
-            raise ConfigError(f"{self.origin}: unknown field {unknown[0]!r}; accepted: {', '.join(sorted(known))}")
-
-    def part(self, name: str, known: set[str]) -> _Fields:
-        value = self.values.get(name)
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{self.origin}: {name} must be a mapping of figures, not {shorten(value)}")
-        part = _Fields(value, f"{self.origin}: {name}")
-        part.only(known)
-        return part
-
-    def text(self, name: str, default: str) -> str:
-        value = self.values.get(name, default)
-        if not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"{self.origin}: {name} must be text, not {shorten(value)}")
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.origin}: {name} must be true or false, not {shorten(value)}")
-        return value
-
-    def number(self, name: str) -> float:
-        return self.positive(name, self.value(name))
-
-    def positive(self, name: str, value: Any) -> float:
-        # YAML 1.1 reads 1e12 as text
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        unit, least, most = _RANGES[name]
-        if not 0 < number < math.inf:
-            raise ConfigError(f"{self.origin}: {name} must be a number above 0, not {shorten(value)}")
-        if not least <= number <= most:
-            unit = f" {unit}" * bool(unit)
-            raise ConfigError(f"{self.origin}: {name} must be from {least:g} to {most:g}{unit}, not {number:g}")
-        return number
-
-    def not_negative(self, name: str, value: Any) -> float:
-        return 0.0 if not isinstance(value, bool) and value == 0 else self.positive(name, value)
-
-    def count(self, name: str) -> int:
-        return self.whole(name, self.value(name))
-
-    def whole(self, name: str, value: Any) -> int:
-        number = self.positive(name, value)
-        if number != int(number):
-            raise ConfigError(f"{self.origin}: {name} must be a whole number, not {number}")
-        return int(number)
-
-    def value(self, name: str) -> Any:
-        if name not in self.values:
-            raise ConfigError(f"{self.origin} lacks {name}")
-        return self.values[name]
-
-
-def _yaml(text: str, origin: str, wanted: str) -> Mapping[str, Any]:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Refuses a field that is there twice, of which YAML's loader takes the last."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise ConfigError(f"{origin}, line {key.start_mark.line + 1}: {shorten(key.value)} is there twice")
-                seen.add(str(key.value))
-            return super().construct_mapping(node, deep)
-
-    try:
-        value = yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{origin} is not {wanted}")
-    return value

@@ -1,0 +1,130 @@
+"""Reading the fields of a cluster's description: figures are checked, and errors name the field and what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shotcast.errors import ConfigError, shorten
+
+_BYTES_PER_S = ("bytes/s", 1e6, 1e15)
+_FLOPS = ("operations/s", 1e9, 1e19)
+_SECONDS = ("seconds", 1e-9, 1.0)
+_COUNT = ("", 1, 1 << 20)
+_RANGES: Mapping[str, tuple[str, float, float]] = {
+    "mem_bw": _BYTES_PER_S,
+    "intra_node_bw": _BYTES_PER_S,
+    "inter_node_bw": _BYTES_PER_S,
+    "inter_rack_bw": _BYTES_PER_S,
+    "mem_capacity": ("bytes", 1e8, 1e15),
+    "bfloat16_tc_flops": _FLOPS,
+    "float16_tc_flops": _FLOPS,
+    "fp8_tc_flops": _FLOPS,
+    "p2p_latency": _SECONDS,
+    "inter_rack_latency": _SECONDS,
+    "hop_latency": _SECONDS,
+    "oversubscription": ("", 1e-3, 1e3),
+    "sm_version": ("", 1, 1000),
+    "num_gpus_per_node": _COUNT,
+    "num_gpus_per_rack": _COUNT,
+    "num_nics_per_node": _COUNT,
+    "num_nodes_per_leaf": _COUNT,
+    "npus_count": _COUNT,
+    "bandwidth": ("GB/s", 1e-3, 1e6),
+    "latency": ("ns", 1e-3, 1e9),
+}
+"""The unit of each figure, and the least and the most of it. They are wide: what lies outside is of another unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A mapping of a description, and where it is from."""
+
+    values: Mapping[str, Any]
+    origin: str
+
+    def only(self, known: set[str]) -> None:
+        if unknown := [str(name) for name in self.values if name not in known]:
+            raise ConfigError(f"{self.origin}: unknown field {unknown[0]!r}; accepted: {', '.join(sorted(known))}")
+
+    def part(self, name: str, known: set[str]) -> Fields:
+        value = self.values.get(name)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self.origin}: {name} must be a mapping of figures, not {shorten(value)}")
+        part = Fields(value, f"{self.origin}: {name}")
+        part.only(known)
+        return part
+
+    def text(self, name: str, default: str) -> str:
+        value = self.values.get(name, default)
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"{self.origin}: {name} must be text, not {shorten(value)}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.origin}: {name} must be true or false, not {shorten(value)}")
+        return value
+
+    def number(self, name: str) -> float:
+        return self.positive(name, self.value(name))
+
+    def positive(self, name: str, value: Any) -> float:
+        # YAML 1.1 reads 1e12 as text
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        unit, least, most = _RANGES[name]
+        if not 0 < number < math.inf:
+            raise ConfigError(f"{self.origin}: {name} must be a number above 0, not {shorten(value)}")
+        if not least <= number <= most:
+            unit = f" {unit}" * bool(unit)
+            raise ConfigError(f"{self.origin}: {name} must be from {least:g} to {most:g}{unit}, not {number:g}")
+        return number
+
+    def not_negative(self, name: str, value: Any) -> float:
+        return 0.0 if not isinstance(value, bool) and value == 0 else self.positive(name, value)
+
+    def count(self, name: str) -> int:
+        return self.whole(name, self.value(name))
+
+    def whole(self, name: str, value: Any) -> int:
+        number = self.positive(name, value)
+        if number != int(number):
+            raise ConfigError(f"{self.origin}: {name} must be a whole number, not {number}")
+        return int(number)
+
+    def value(self, name: str) -> Any:
+        if name not in self.values:
+            raise ConfigError(f"{self.origin} lacks {name}")
+        return self.values[name]
+
+
+def read_yaml(text: str, origin: str, wanted: str) -> Mapping[str, Any]:
+    """Return the mapping in a text of YAML. Raises ConfigError if it is not ``wanted``, or has a field twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a field that is there twice, of which YAML's loader takes the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise ConfigError(f"{origin}, line {key.start_mark.line + 1}: {shorten(key.value)} is there twice")
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    try:
+        value = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{origin} is not {wanted}")
+    return value
