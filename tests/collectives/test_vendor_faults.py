@@ -27,9 +27,10 @@ from shotcast.collectives.call_watch import CallWatch
 from shotcast.collectives.registry import registered
 from shotcast.collectives.vendor import blame
 from shotcast.collectives.vendor.blame import Blame
+from shotcast.collectives.vendor.connected import Begun, Connected
 from shotcast.collectives.vendor.gloo import GlooGroup
 from shotcast.collectives.vendor.interface import CallError
-from shotcast.collectives.vendor.vendor import Vendor, _Begun, _Connected
+from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import RankFailed
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.memory.host_group import StoreGroup
@@ -376,7 +377,7 @@ class TestCallsOnADevice:
         peers: Any = types.SimpleNamespace(alarmed=-1, alarm=alarms.append, listen=listen)
         vendor = Vendor(host, cpu, registered(), 0.2, "gloo", False, lambda: bool(faults), peers)
         device: Any = Device()
-        known = _Connected(device, (0, 1), 0)
+        known = Connected(device, (0, 1), 0)
         vendor._connected[0, 1] = known
         names = {"gone": gone, "faults": faults, "store": store, "known": known, "peers": peers, "alarms": alarms}
         return types.SimpleNamespace(vendor=vendor, device=device, **names)
@@ -432,7 +433,7 @@ class TestCallsOnADevice:
 
     def test_the_deadline(self, parts: Any) -> None:
         parts.device.begun = 1
-        parts.known.recent.append(_Begun("all_to_all", 1, HeaderWords(1 << 47 | 8, 5), 0.2))
+        parts.known.recent.append(Begun("all_to_all", 1, HeaderWords(1 << 47 | 8, 5), 0.2))
         assert 0.19 < self.look(parts, SOON_S) < SOON_S
         with pytest.raises(shotcast.CollectiveTimeout, match="all_to_all") as caught:
             parts.vendor.check()
@@ -448,14 +449,14 @@ class TestCallsOnADevice:
     def test_each_call_has_the_deadline_that_it_was_made_with(self, parts: Any) -> None:
         """A deadline of one call is set for the time in which it is enqueued, and the device begins it later."""
         parts.vendor._timeout_s = 600.0
-        parts.known.recent += [_Begun("all_to_all", 1, None, 0.3), _Begun("broadcast", 2, None, 0.1)]
+        parts.known.recent += [Begun("all_to_all", 1, None, 0.3), Begun("broadcast", 2, None, 0.1)]
         parts.device.begun = 1
         assert 0.29 < self.look(parts, SOON_S) < SOON_S
         with pytest.raises(shotcast.CollectiveTimeout, match=r"all_to_all.* 0\.3 s"):
             parts.vendor.check()
 
     def test_a_long_deadline_of_one_call(self, parts: Any) -> None:
-        parts.known.recent.append(_Begun("all_to_all", 1, None, 600.0))
+        parts.known.recent.append(Begun("all_to_all", 1, None, 600.0))
         parts.device.begun = 1
         assert self.look(parts, 0.5) == 0.5
 
@@ -501,7 +502,7 @@ class TestCallsOnADevice:
         parts.vendor._timeout_s = 600.0
         parts.device.begun = 1
         idle: Any = Device()
-        parts.vendor._connected[0,] = _Connected(idle, (0,), 0)  # which is looked at as often
+        parts.vendor._connected[0,] = Connected(idle, (0,), 0)  # which is looked at as often
         header = HeaderWords(1 << 47 | 8, 5)
         other = Blame(dist.PrefixStore("vendor/0", parts.store), 1, ())
         threading.Thread(target=other.verdict, args=((0, 1), header, 1.0, "other", True)).start()
@@ -530,7 +531,7 @@ class TestCallsOnADevice:
     def test_a_fault_of_connections_that_a_reset_has_replaced(self, parts: Any) -> None:
         parts.vendor.reset(1)
         late = CallError("the deadline has passed", "deadline")
-        parts.vendor._fail((0, 1), _Begun("all_reduce", 1, None, 0.2), time.monotonic(), late, False, 0)
+        parts.vendor._fail((0, 1), Begun("all_reduce", 1, None, 0.2), time.monotonic(), late, False, 0)
         assert parts.alarms == []
         parts.vendor.check()
 

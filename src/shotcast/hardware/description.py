@@ -1,4 +1,4 @@
-"""Reading the fields of a cluster's description: figures are checked, and errors name the field and what is accepted."""
+"""Reading the fields of a cluster's description: figures are checked, and errors say what is accepted."""
 
 from __future__ import annotations
 

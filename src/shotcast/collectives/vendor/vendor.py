@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +18,13 @@ from shotcast.collectives.call_watch import LIBRARY_CALLS
 from shotcast.collectives.faults import mismatch_of
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.vendor.blame import Blame
+from shotcast.collectives.vendor.connected import Begun, Connected
 from shotcast.collectives.vendor.gloo import GlooGroup
 from shotcast.collectives.vendor.interface import CallError, RefusedError, VendorGroup
 from shotcast.errors import CollectiveTimeout, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.wait_log import WaitLog, wait_text
-from shotcast.wire import CallPlan, HeaderWords, Op
+from shotcast.wire import CallPlan, Op
 
 _CONNECT_LIMIT_S = 120.0
 """The limit for connecting ranks that have met: the library sets up its memory and its threads meanwhile."""
@@ -33,43 +32,11 @@ _ALARM_AFTER_S = 0.25
 """Time between two looks for faults of other ranks, which ask the job's store."""
 _SETTLE_S = 0.3
 """Time from the end of a process to the end of calls with it, which may have all that they need from it."""
-_REMEMBERED = 1024
-"""Calls on a device whose headers are kept, to compare them should one fail."""
 _ELSEWHERE = "a call of another rank failed", "elsewhere"
 """The text and the cause of an error."""
 _OPS = {op.label: op for op in Op}
 _KINDS = {"late": wire.TIMEOUT, "dead": wire.DEAD}
 """Kinds of faults by the reasons of verdicts; a rank interrupts its kernels for others."""
-
-
-class _Begun(NamedTuple):
-    """A call that this rank has made, and its deadline."""
-
-    op: str
-    number: int
-    header: HeaderWords | None
-    timeout_s: float
-
-
-@dataclasses.dataclass
-class _Connected:
-    """Connected ranks, and what is known of their calls."""
-
-    group: VendorGroup
-    members: tuple[int, ...]
-    generation: int  # of the connections
-    calls: int = 0  # how many this rank has made
-    recent: deque[_Begun] = dataclasses.field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # the last of them
-    # some call was captured in a graph, so the device may begin more calls than this rank has made
-    captured: bool = False
-    waiting: int = -1  # the number of the call that the device waited in at the last look; -1 for none
-    since: float = 0.0  # the time of the first look at that
-    log: WaitLog = dataclasses.field(default_factory=WaitLog)  # what the log says of that
-
-    def begun(self, number: int, timeout_s: float) -> _Begun:
-        """Return the call that the device has begun as its ``number``-th; ``timeout_s`` is the deadline of others."""
-        known = [] if self.captured else [one for one in self.recent if one.number == number]
-        return known[0] if known else _Begun("a captured call" if self.captured else "a call", number, None, timeout_s)
 
 
 class Vendor:
@@ -112,7 +79,7 @@ class Vendor:
         self._halting = threading.Lock()
         self._gone_at: dict[int, float] = {}
         self._looked = 0.0
-        self._wait: tuple[_Begun, float, WaitLog] | None = None
+        self._wait: tuple[Begun, float, WaitLog] | None = None
         self.served = 0
         self._begin(0)
         if library == "nccl":
@@ -123,10 +90,10 @@ class Vendor:
         self.generation = generation
         self._store = self._host.store(f"vendor/{generation}")
         self._blame = Blame(self._store, self._host.rank, self._host.gone)
-        self._connected: dict[tuple[int, ...], _Connected] = {}
+        self._connected: dict[tuple[int, ...], Connected] = {}
         self._error: ShotcastError | None = None
         self._decided = threading.Event()
-        self._last = _Begun("a call of another rank", 0, None, self._timeout_s)
+        self._last = Begun("a call of another rank", 0, None, self._timeout_s)
         self.failed = self.failed_first = False
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -150,7 +117,7 @@ class Vendor:
         sent = dataclasses.replace(plan, root=self._host.rank) if plan.op is Op.SEND else plan
         header = self._algorithms.header(sent)
         known = self._connected.get(members)
-        call = self._last = _Begun(plan.op.label, known.calls + 1 if known else 1, header, self._timeout_s)
+        call = self._last = Begun(plan.op.label, known.calls + 1 if known else 1, header, self._timeout_s)
         begun = time.monotonic()
         if self._library == "gloo":
             self._wait = call, begun, WaitLog()
@@ -183,7 +150,7 @@ class Vendor:
         finally:
             self._wait = None
 
-    def _compare(self, known: _Connected, call: _Begun) -> None:
+    def _compare(self, known: Connected, call: Begun) -> None:
         """Compare the headers of a call between its ranks. Raises CallError if they differ."""
         assert call.header is not None
         headers = dict(zip(known.members, known.group.headers(call.header), strict=False))
@@ -195,14 +162,14 @@ class Vendor:
 
     def connect(self, limit_s: float) -> None:
         """Connect all ranks, which call this together. Raises what :meth:`run` raises."""
-        call, begun = _Begun("connecting", 0, None, limit_s), time.monotonic()
+        call, begun = Begun("connecting", 0, None, limit_s), time.monotonic()
         try:
             self._connect(self._all, limit_s)
         except CallError as error:
             self._fail(self._all, call, begun, error)
             self.check()
 
-    def _connect(self, members: tuple[int, ...], patience_s: float) -> _Connected:
+    def _connect(self, members: tuple[int, ...], patience_s: float) -> Connected:
         """Connect ``members``. Raises CallError if one of them does not come within ``patience_s``, or ends."""
         name = "-".join(map(str, members)) if members != self._all else "all"
         store = dist.PrefixStore(name, self._store)
@@ -225,7 +192,7 @@ class Vendor:
         except BaseException:
             group.stop()
             raise
-        known = self._connected[members] = _Connected(group, members, self.generation)
+        known = self._connected[members] = Connected(group, members, self.generation)
         return known
 
     def _meet(self, store: dist.Store, what: str, members: tuple[int, ...], limit_s: float) -> None:
@@ -308,7 +275,7 @@ class Vendor:
     def _fail(
         self,
         members: tuple[int, ...],
-        call: _Begun,
+        call: Begun,
         begun: float,
         error: CallError,
         interrupted: bool = False,
@@ -337,7 +304,7 @@ class Vendor:
             self._decided.set()
 
     def _settle(
-        self, members: tuple[int, ...], call: _Begun, waited_s: float, failure: CallError, interrupted: bool
+        self, members: tuple[int, ...], call: Begun, waited_s: float, failure: CallError, interrupted: bool
     ) -> tuple[int, Sequence[int]]:
         """Set the error of a call that failed by itself. Return the kind of the fault and the ranks it names."""
         kind, ranks = wire.INTERRUPTED, (self._host.rank,)  # what ends native kernels, where no other rank is at fault
@@ -359,18 +326,18 @@ class Vendor:
                 return wire.DEAD, dead
         return kind, ranks
 
-    def _timeout(self, ranks: Sequence[int], call: _Begun, reason: str) -> CollectiveTimeout:
+    def _timeout(self, ranks: Sequence[int], call: Begun, reason: str) -> CollectiveTimeout:
         if reason == "dead" and self._host.layout.nodes > 1 and not set(ranks) & set(self._host.gone):
             reason = "unreachable"  # connections to another node broke, and why cannot be seen from here
         return self._host.timeout(ranks, call.op, call.number, call.timeout_s, reason)
 
-    def _library_error(self, call: _Begun, detail: str) -> ShotcastError:
+    def _library_error(self, call: Begun, detail: str) -> ShotcastError:
         members = self._host.members
         after = members.advice or "The communicator is stopped: reset() it, or close() it and build a new one"
         what = call_text(call.op, call.number, members.group)
         return ShotcastError(f"rank {members.own}: {self._library} failed in {what}: {detail}. {after}")
 
-    def _text(self, call: _Begun, waited_s: float) -> str:
+    def _text(self, call: Begun, waited_s: float) -> str:
         """Return that a call waits in the library, which does not tell for whom."""
         return wait_text(self._host.members, (), call.op, call.number, waited_s, call.timeout_s, self._library)
 
