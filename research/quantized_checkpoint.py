@@ -1,9 +1,10 @@
 """A checkpoint of random weights in the shape of a Llama preset, quantized as published ones are, to measure with.
 
-    python research/quantized_checkpoint.py PRESET[:LAYERS] awq|gptq|fp8|fp8-blocks FOLDER
+    python research/quantized_checkpoint.py PRESET[:LAYERS] awq|gptq|fp8|fp8-blocks|bf16-cycles FOLDER
     shotcast bench engine FOLDER
 
-8B in 4 bits take 6 GB of the disk.
+8B in 4 bits take 6 GB of the disk. ``bf16-cycles`` is not quantized: its layers add little, and its head makes each
+token be followed by the next of its cycle of 32 tokens, so that n-grams predict its greedy text.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from shotcast.models.safetensors_folder import INDEX
 
 GROUP, BLOCK = 128, 128
 DEVIATION = 0.02
+CYCLE = 32
+CYCLES = "bf16-cycles"
 FORMATS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
@@ -53,6 +56,14 @@ def stored(outputs: int, inputs: int, form: str) -> dict[str, torch.Tensor]:
     return {"qweight": words(*shape), "qzeros": words(groups, outputs // 8), "scales": scales}
 
 
+def before_each(embeddings: torch.Tensor) -> torch.Tensor:
+    """Return the embedding of the token before each in its cycle, which the logits of a head compare with."""
+    tokens = torch.arange(len(embeddings))
+    first = tokens // CYCLE * CYCLE
+    length = (len(embeddings) - first).clamp(max=CYCLE)
+    return embeddings[first + (tokens - first - 1) % length]
+
+
 def write(config: ModelConfig, form: str, folder: Path) -> None:
     """Write config.json, a file of the tensors outside the layers, and one of each layer."""
     folder.mkdir(parents=True)
@@ -71,8 +82,9 @@ def write(config: ModelConfig, form: str, folder: Path) -> None:
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tied,
         "dtype": "bfloat16",
-        "quantization_config": FORMATS[form],
     }
+    if form in FORMATS:
+        said["quantization_config"] = FORMATS[form]
     (folder / "config.json").write_text(json.dumps(said, indent=1))
     shapes, weight_map = config.tensors(), dict[str, str]()
     parts: dict[str, list[str]] = {}
@@ -82,11 +94,17 @@ def write(config: ModelConfig, form: str, folder: Path) -> None:
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             shape = shapes[name]
-            if part != "others" and len(shape) == 2:
+            if part != "others" and len(shape) == 2 and form in FORMATS:
                 stem = name.removesuffix(".weight")
                 tensors |= {f"{stem}.{kind}": tensor for kind, tensor in stored(*shape, form).items()}
             else:
                 tensors[name] = torch.randn(shape).mul_(DEVIATION).add_(len(shape) == 1).bfloat16()
+        if form == CYCLES and part == "others":
+            tensors["lm_head.weight"] = before_each(tensors["model.embed_tokens.weight"])
+        elif form == CYCLES:
+            for name in names:
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    tensors[name] *= 1e-4
         file = f"model-{part}.safetensors"
         save_file(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
@@ -96,7 +114,7 @@ def write(config: ModelConfig, form: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("preset")
-    parser.add_argument("format", choices=FORMATS)
+    parser.add_argument("format", choices=(*FORMATS, CYCLES))
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
     write(preset(given.preset), given.format, given.folder)

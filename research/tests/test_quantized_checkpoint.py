@@ -6,23 +6,40 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from quantized_checkpoint import DEVIATION, FORMATS, write
+from quantized_checkpoint import CYCLES, DEVIATION, FORMATS, write
 
+from shotcast import LLM, SamplingParams
 from shotcast.layers.quantized import Float8Rows, GroupedRows
 from shotcast.models.presets import preset
 from shotcast.models.source import open_checkpoint
 
+SMALL = replace(preset("llama-3.1-8b:2"), hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=64, vocab=96)
+
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_any_format_is_read(tmp_path: Path, form: str) -> None:
-    config = replace(preset("llama-3.1-8b:2"), hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=64, vocab=96)
-    write(config, form, tmp_path / "made")
+    write(SMALL, form, tmp_path / "made")
     checkpoint = open_checkpoint(str(tmp_path / "made"))
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"):
         values = checkpoint.read(name)
-        assert tuple(values.shape) == config.tensors()[name]
+        assert tuple(values.shape) == SMALL.tensors()[name]
         assert 0.8 * DEVIATION < values.std() < 1.2 * DEVIATION
         kept = checkpoint.read_stored(name)
         assert isinstance(kept, Float8Rows if form == "fp8" else GroupedRows)
     assert checkpoint.config.layers == 2
     checkpoint.close()
+
+
+@pytest.mark.parametrize("vocab", [96, 100])
+def test_each_token_is_followed_by_the_next_of_its_cycle(tmp_path: Path, vocab: int) -> None:
+    config = replace(
+        preset("llama-3.1-8b:2"), hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=64, vocab=vocab
+    )
+    write(config, CYCLES, tmp_path / "made")
+    prompt, last = [5, 31, 70], [vocab - 1]
+    with LLM(str(tmp_path / "made"), device="cpu") as llm:
+        greedy = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+        outputs = llm.generate([prompt, last], greedy)
+    assert outputs[0].tokens == [71, 72, 73, 74, 75]
+    first = 96 if vocab > 96 else 64
+    assert outputs[1].tokens == [first + n % (vocab - first) for n in range(5)]
