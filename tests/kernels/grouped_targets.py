@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from shotcast.kernels.triton import skinny_gemm
+from shotcast.kernels.triton import gemv, grouped_gemv, skinny_gemm
 from shotcast.kernels.triton.dequantize import dequantize
+from shotcast.kernels.triton.grouped_gemv import GroupedGemvConfig
 from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
 from shotcast.layers.linear import Linear
-from shotcast.layers.quantized import GroupedRows
+from shotcast.layers.quantized import GroupedRows, pack
 
 
 class Case(NamedTuple):
@@ -23,7 +24,8 @@ class Case(NamedTuple):
     int4: bool
     dtype: str
     biased: bool
-    config: SkinnyGemmConfig | None = None
+    config: SkinnyGemmConfig | GroupedGemvConfig | None = None
+    gated: bool = False
 
 
 def made(case: Case) -> tuple[GroupedRows, torch.Tensor]:
@@ -37,13 +39,10 @@ def made(case: Case) -> tuple[GroupedRows, torch.Tensor]:
         return GroupedRows(stored, scales, None, case.group), exact
     codes = torch.randint(16, (case.outputs, case.inputs), generator=numbers)
     zeros = torch.randint(17, (groups, case.outputs), generator=numbers, dtype=torch.uint8)
-    words = torch.zeros(case.outputs, case.inputs // 8, dtype=torch.int64)
-    for place in range(8):
-        words |= codes[:, place::8] << (4 * place)
     scales = scales.half()
     exact = (codes - zeros.long().t().repeat_interleave(case.group, 1)).double()
     exact *= scales.double().t().repeat_interleave(case.group, 1)
-    return GroupedRows(words.to(torch.uint32).view(torch.int32), scales, zeros, case.group), exact
+    return GroupedRows(pack(codes), scales, zeros, case.group), exact
 
 
 def excess(case: Case, device: str = "cpu") -> tuple[float, float]:
@@ -57,13 +56,24 @@ def excess(case: Case, device: str = "cpu") -> tuple[float, float]:
     counters = skinny_gemm.new_counters(matrix.values)
     weight, *others = matrix
     there = None if bias is None else bias.to(device)
-    found = [skinny_gemm.grouped_linear(x.to(device), weight, counters, *others, there, case.config) for _ in range(2)]
+
+    def multiply() -> torch.Tensor:
+        given = *others, there, case.gated, case.config
+        if case.rows <= gemv.MAX_ROWS and not isinstance(case.config, SkinnyGemmConfig):
+            return grouped_gemv.linear(x.to(device), weight, *given)
+        return skinny_gemm.grouped_linear(x.to(device), weight, counters, *given)
+
+    found = [multiply() for _ in range(2)]
     assert torch.equal(*found)
     assert not counters.any()
     wanted, size = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
     if bias is not None:
         wanted += bias.double()
     half = torch.finfo(dtype).eps / 2
+    if case.gated:
+        gate, up = wanted.chunk(2, 1)
+        wanted = gate * gate.sigmoid() * up
+        size = size[:, : case.outputs // 2] * (1 + up.abs()) + size[:, case.outputs // 2 :] * (1 + gate.abs())
     bound = size * (case.inputs * 2**-24) + wanted.abs() * half + 1e-7
     product = ((found[0].cpu().double() - wanted).abs() / bound).nan_to_num(nan=torch.inf).max()
     whole = dequantize(*matrix, dtype).cpu().double()
@@ -87,7 +97,7 @@ def layers(cases: list[Case]) -> list[tuple[float, bool]]:
         wanted = x.double() @ exact.t()
         out = layer._by_own_kernel(x, gated=False)
         by_kernel = out is not None
+        assert (layer._by_own_kernel(x, gated=True) is not None) == by_kernel
         out = layer._by_library(x) if out is None else out
-        assert layer._by_own_kernel(x, gated=True) is None
         found.append((float((out.double() - wanted).abs().max() / wanted.abs().max()), by_kernel))
     return found

@@ -13,11 +13,19 @@ import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton import skinny_gemm
-from shotcast.kernels.triton.dequantize import dequantize_kernel, step_columns
+from shotcast.kernels.triton.dequantize import dequantize_kernel
+from shotcast.kernels.triton.grouped import step_columns
+from shotcast.kernels.triton.grouped_gemv import GroupedGemvConfig
 from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, SkinnyShape, skinny_gemm_kernel
 
 CASES = [
     Case(1, 256, 70, 128, True, "bfloat16", False),
+    Case(2, 288, 70, 32, True, "float16", True, GroupedGemvConfig(2, 32, 4)),  # a part of a block
+    Case(1, 1344, 70, 192, True, "bfloat16", True, GroupedGemvConfig(4, 64, 2), True),
+    Case(2, 1344, 38, 64, False, "bfloat16", True, GroupedGemvConfig(2, 64, 2)),
+    Case(2, 384, 38, 128, False, "float16", False, None, True),
+    Case(1, 288, 70, 32, True, "float16", False, SkinnyGemmConfig(2, 2)),
+    Case(5, 448, 140, 64, True, "bfloat16", True, None, True),
     Case(3, 768, 38, 64, True, "float16", True, SkinnyGemmConfig(2, 3)),
     Case(17, 384, 64, 192, True, "bfloat16", True, SkinnyGemmConfig(2, 2)),  # steps of 64
     Case(64, 160, 130, 32, True, "bfloat16", False),
@@ -92,6 +100,8 @@ def test_kernels_compile_without_spills(int4: bool, capability: int, memory: int
             SPLIT_K=config.split_k,
             EVEN_K=True,
             GROUP=128,
+            STEP=128,
+            BY_DOT=int4 and capability == 90,
             NATIVE=native,
             GATED=False,
             PDL=capability >= 90,

@@ -125,6 +125,8 @@ def compiled(
         SPLIT_K=config.split_k,
         EVEN_K=whole,
         GROUP=0,
+        STEP=0,
+        BY_DOT=False,
         NATIVE=False,
         GATED=gated,
         PDL=capability >= 90,

@@ -202,7 +202,9 @@ def values_of(stored: Float8Rows | GroupedRows) -> torch.Tensor:
     if zeros is None:
         codes = values.double()
     else:
-        codes = torch.stack([(values >> 4 * place) & 15 for place in range(8)], 2).flatten(1).double()
+        blocks = values.unflatten(1, (-1, 16))  # code j of word w is that of input 16 * j + w
+        codes = torch.stack([(blocks >> 4 * place) & 15 for place in range(8)], 2).flatten(1).double()
+        codes = codes[:, : stored.shape[1]]
         codes -= zeros.double().t().repeat_interleave(group, 1)
     return codes * scales.double().t().repeat_interleave(group, 1)
 

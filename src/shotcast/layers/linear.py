@@ -103,7 +103,7 @@ class Linear:
         from shotcast.kernels.triton import activations
 
         x = self._as_taken(x)
-        fuses = activation == "silu" and self._grouped is None
+        fuses = activation == "silu"
         out = self._by_own_kernel(x, gated=True) if fuses else None
         if out is None:
             both = self._by_library(x) if fuses else self(x)
@@ -123,15 +123,16 @@ class Linear:
 
     def _by_own_kernel(self, x: torch.Tensor | Float8Rows, gated: bool) -> torch.Tensor | None:
         """Multiply by a kernel of this package; return None where the library is faster."""
-        from shotcast.kernels.triton import gemv, skinny_gemm
+        from shotcast.kernels.triton import gemv, grouped_gemv, skinny_gemm
 
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
         if self._grouped is not None:
-            if gated or values.shape[0] > skinny_gemm.MAX_ROWS or self._counters is None:
+            x, (weight, *groups) = values.contiguous(), self._grouped
+            if x.shape[0] <= gemv.MAX_ROWS:
+                return grouped_gemv.linear(x, weight, *groups, self.bias, gated)
+            if x.shape[0] > skinny_gemm.MAX_ROWS or self._counters is None:
                 return None
-            weight, scales, zeros, group = self._grouped
-            x = values.contiguous()
-            return skinny_gemm.grouped_linear(x, weight, self._counters, scales, zeros, group, self.bias)
+            return skinny_gemm.grouped_linear(x, weight, self._counters, *groups, self.bias, gated)
         if gemv.serves(values, self.weight):
             return gemv.linear(values, self.weight, self._scale, self.bias, gated)
         if self._counters is not None and skinny_gemm.serves(values, self.weight):

@@ -112,12 +112,14 @@ LEAST_GROUP = 32
 """The smallest group that kernels multiply with."""
 PER_WORD = 8
 """Codes of 4 bits in a word."""
+_BLOCK = 128
+"""Inputs whose codes are in the same words."""
 
 
 class GroupedRows(NamedTuple):
     """A matrix [outputs, inputs], of whose rows each group of inputs has a scale."""
 
-    # int32 [outputs, inputs / 8], eight codes a word, the first in the lowest bits; or float8_e4m3fn [outputs, inputs]
+    # int32 [outputs, words], as :func:`pack` makes it; or float8_e4m3fn [outputs, inputs]
     values: torch.Tensor
     scales: torch.Tensor  # [groups, outputs]
     zeros: torch.Tensor | None  # uint8 [groups, outputs]; None for FP8
@@ -133,7 +135,7 @@ class GroupedRows(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.values.shape[0], self.values.shape[1] * (1 if self.zeros is None else PER_WORD)
+        return self.values.shape[0], self.scales.shape[0] * self.group
 
 
 def common_group(group: int, columns: slice) -> int:
@@ -142,9 +144,16 @@ def common_group(group: int, columns: slice) -> int:
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes of 4 bits [outputs, inputs] into words [outputs, inputs / 8]."""
+    """Pack codes of 4 bits [outputs, inputs] into int32 words [outputs, 16 * blocks of 128 inputs], zeros beyond the
+    last input.
+
+    Word w of a block has the codes of its inputs w, 16 + w, ..., 112 + w, the first in the lowest bits, so that 16
+    words have 16 neighbors at each place, as tensor cores take them.
+    """
+    codes = torch.nn.functional.pad(codes.to(torch.int32), (0, -codes.shape[1] % _BLOCK))
     shifts = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=codes.device)
-    return (codes.to(torch.int32).unflatten(1, (-1, PER_WORD)) << shifts).sum(-1, dtype=torch.int32)
+    slices = codes.unflatten(1, (-1, PER_WORD, _BLOCK // PER_WORD))
+    return (slices << shifts[:, None]).sum(2, dtype=torch.int32).flatten(1)
 
 
 def join(matrices: Sequence[GroupedRows]) -> GroupedRows:

@@ -3,8 +3,8 @@
     out = (x * x_scale) @ weight.T * scale + bias;   GATED: the first half of the outputs are gates of the second half,
                                                      out = silu(gates) * others
 
-With GROUP, the weight has codes of 4 bits or FP8, and a scale for each group of columns (``dequantize.py``), by which
-the sums of each step are multiplied.
+With GROUP, the weight has codes of 4 bits or FP8, and a scale for each group of columns (``grouped.py``), by which the
+sums of each step are multiplied.
 
 They are made for decoding a batch. The weight is the left operand, of which tensor cores take 64 rows at a time; rows
 of x are columns of the right operand. A program computes one tile of outputs. Where there are fewer tiles than SMs,
@@ -26,16 +26,15 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import (
     add_dot,
     await_prior_kernel,
-    dot,
     has_float8_conversions,
+    is_hopper,
     launch_options,
     num_sms,
     release_next_kernel,
     shared_memory_per_sm,
 )
-from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.kernels.triton.dequantize import load_codes, step_columns
 from shotcast.kernels.triton.gemv import DTYPES, UNIT, check, weight_rows, write_outputs
+from shotcast.kernels.triton.grouped import BLOCK, add_step_of_codes, add_step_of_float8, check_groups, step_columns
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -57,7 +56,7 @@ class SkinnyShape:
     """The argument SHAPE of :func:`skinny_gemm_kernel`.
 
     EVEN_K: the number of inputs is a multiple of COLUMNS. GROUP: the columns that share a scale, 0 for all of them.
-    NATIVE: as in ``device/triton/float8.py``.
+    STEP: as many of a step do. BY_DOT: as in ``grouped.py``. NATIVE: as in ``device/triton/float8.py``.
     """
 
     M_TILE: int
@@ -67,6 +66,8 @@ class SkinnyShape:
     SPLIT_K: int
     EVEN_K: bool
     GROUP: int
+    STEP: int
+    BY_DOT: bool
     NATIVE: bool
     GATED: bool
     PDL: bool
@@ -84,6 +85,7 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
     COLUMNS: tl.constexpr = SHAPE.COLUMNS
     SPLIT_K: tl.constexpr = SHAPE.SPLIT_K
     GROUP: tl.constexpr = SHAPE.GROUP
+    BY_DOT: tl.constexpr = SHAPE.BY_DOT
     weight, scale, zeros, bias = matrix
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -98,13 +100,27 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
     sums = tl.zeros([TILE, M_TILE], tl.float32)
     for start in tl.range(first, end, COLUMNS, num_stages=SHAPE.STAGES):
         k = start + i
-        if GROUP > 0:
-            group = start // GROUP
-            weights = load_codes(weight, zeros, rows, group, start, outputs, inputs, TILE, COLUMNS, SHAPE.NATIVE)
-            values = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
-            # whole numbers up to 15, and FP8, are exact in 16 bits
-            sums += (
-                dot(weights.to(values.dtype), values) * tl.load(scale + group * outputs + rows).to(tl.float32)[:, None]
+        if GROUP > 0 and zeros is not None:
+            sums = add_step_of_codes(
+                sums,
+                x,
+                weight,
+                scale,
+                zeros,
+                rows,
+                start,
+                outputs,
+                inputs,
+                count,
+                M_TILE,
+                TILE,
+                GROUP,
+                SHAPE.STEP,
+                BY_DOT,
+            )
+        elif GROUP > 0:
+            sums = add_step_of_float8(
+                sums, x, weight, scale, rows, start, outputs, inputs, count, M_TILE, COLUMNS, GROUP, SHAPE.NATIVE
             )
         elif SHAPE.EVEN_K:
             weights = tl.load(weight + rows[:, None] * inputs + k[None, :], eviction_policy="evict_first")
@@ -158,8 +174,6 @@ STEP_BYTES = 256
 WARPS = 4
 MAX_ROWS = 64
 """The number of rows of x up to which this is mostly faster than a library (benchmarks/data/h200/linear.json)."""
-_LEAST_COLUMNS = 32
-"""The smallest step of a weight in groups."""
 _LEAST_ROWS = 16
 """The smallest number of columns of the right operand; 8 would be no faster."""
 _MOST_STAGES = 10
@@ -271,6 +285,7 @@ def grouped_linear(
     zeros: torch.Tensor | None,
     group: int,
     bias: torch.Tensor | None = None,
+    gated: bool = False,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once. Raises
@@ -281,29 +296,16 @@ def grouped_linear(
         weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`.
         counters: from :func:`new_counters`.
         bias: [outputs].
+        gated: the result is ``silu(first half of the outputs) * second half``.
         config: the launch configuration; None for one that fits.
     """
+    check_groups(x, weight, scales, zeros, group, gated, MAX_ROWS)
     rows, inputs = x.shape
-    columns = step_columns(group)
-    if x.dtype not in DTYPES or not 0 < rows <= MAX_ROWS:
-        raise UnsupportedError(
-            f"this product takes 1 to {MAX_ROWS} rows of bfloat16 or float16, not {rows} of {x.dtype}"
-        )
-    if (
-        weight.shape[1] * (1 if zeros is None else 8) != inputs
-        or columns < _LEAST_COLUMNS
-        or scales.shape != (inputs // group, weight.shape[0])
-        or inputs % group
-        or not x.is_contiguous()
-    ):
-        raise ConfigError(
-            f"x {list(x.shape)} must be contiguous and have the columns of the weight {list(weight.shape)}, in groups "
-            f"of a multiple of {_LEAST_COLUMNS} columns, not of {group} with scales {list(scales.shape)}"
-        )
+    columns = step_columns(group) if zeros is None else BLOCK.value
     if config is None:
         # of each weight's step, 16 bits are loaded for x
         config = choose_config(weight.shape[0], inputs, 2, rows, num_sms(x.device), shared_memory_per_sm(x.device))
-    return _launch(x, None, weight, scales, zeros, bias, counters, inputs, False, group, columns, config)
+    return _launch(x, None, weight, scales, zeros, bias, counters, inputs, gated, group, columns, config)
 
 
 def _launch(
@@ -335,6 +337,8 @@ def _launch(
         config.split_k,
         inputs % columns == 0,
         group,
+        step_columns(group) if group else columns,
+        zeros is not None and is_hopper(x.device),
         group > 0 and has_float8_conversions(x.device),
         gated,
         options["launch_pdl"],

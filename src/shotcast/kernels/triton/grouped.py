@@ -1,0 +1,221 @@
+"""Parts of products with matrices in groups of inputs that share a scale (:mod:`shotcast.layers.quantized`).
+
+    weight = (code - zero) * scale       or       weight = e4m3 * scale
+
+Codes of 4 bits are multiplied as 16 + code, of which a float has the code in its first bits, so none is converted; the
+sum of the inputs, times 16 + zero, is subtracted from the sum of the products.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from shotcast.device.triton.float8 import from_e4m3
+from shotcast.device.triton.intrinsics import add_dot, dot
+from shotcast.device.triton.words import unpack
+from shotcast.errors import ConfigError, UnsupportedError
+from shotcast.kernels.triton.gemv import DTYPES
+
+BLOCK = tl.constexpr(128)
+"""Inputs whose codes are in the same 16 words: code j of word w is that of input 16 * j + w."""
+SLICE = tl.constexpr(16)
+MOST_COLUMNS = 128
+"""The most columns of a step."""
+_LEAST_COLUMNS = 32
+"""The smallest step."""
+
+
+def step_columns(group: int) -> int:
+    """Return the columns of a step: the largest power of two that divides the group, at most MOST_COLUMNS."""
+    return min(MOST_COLUMNS, group & -group)
+
+
+def check_groups(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group: int,
+    gated: bool,
+    max_rows: int,
+) -> None:
+    """Raise if the operands are not supported. Raises UnsupportedError if x has another dtype or more than ``max_rows``
+    rows. Raises ConfigError if the shapes do not fit."""
+    rows, inputs = x.shape
+    if x.dtype not in DTYPES or not 0 < rows <= max_rows:
+        raise UnsupportedError(
+            f"this product takes 1 to {max_rows} rows of bfloat16 or float16, not {rows} of {x.dtype}"
+        )
+    outputs = values.shape[0]
+    columns = inputs if zeros is None else -(-inputs // BLOCK.value) * SLICE.value
+    if (
+        values.shape[1] != columns
+        or step_columns(group) < _LEAST_COLUMNS
+        or inputs % group
+        or scales.shape != (inputs // group, outputs)
+        or (gated and outputs % 2)
+        or not x.is_contiguous()
+    ):
+        raise ConfigError(
+            f"x {list(x.shape)} must be contiguous and have the columns of the weight {list(values.shape)}, in groups "
+            f"of a multiple of {_LEAST_COLUMNS} columns, not of {group} with scales {list(scales.shape)}"
+            f"{', and an even number of outputs' if gated else ''}"
+        )
+
+
+@triton.jit
+def codes_as_float32(words, PLACE: tl.constexpr):
+    """Return 16 + the codes at PLACE of int32 words."""
+    shifted = words << (19 - 4 * PLACE) if PLACE < 5 else words >> (4 * PLACE - 19)
+    return ((shifted & 0x780000) | 0x41800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_scales(scales, zeros, rows, group, outputs, inputs, GROUP: tl.constexpr):
+    """Load scales and 16 + zeros of ``group``, a number or of the rank of ``rows``; 0 beyond the last group."""
+    inside = group < inputs // GROUP
+    at = group * outputs + rows
+    scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+    zero = 16.0
+    if zeros is not None:
+        zero += tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+    return scale, zero
+
+
+@triton.jit
+def multiply_codes(
+    x,
+    words,
+    scales,
+    zeros,
+    rows,
+    start,
+    outputs,
+    inputs,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return sums of x times weights over the codes of four words, which one thread holds: float32 [M_TILE, TILE,
+    WORDS / 4].
+
+    ``words`` [1, TILE, WORDS] are those from word ``start`` of the rows on. In each slice of 16 columns, four words
+    have the codes of four neighbors, which are two words of x. STEP columns have the same scale.
+    """
+    QUADS: tl.constexpr = WORDS // 4
+    quad = start // 4 + tl.arange(0, QUADS)[None, None, :]
+    i = tl.arange(0, 2 * QUADS)[None, None, :]
+    source = start * 4 + i // 8 * (BLOCK // 2) + i % 8
+    m = tl.arange(0, M_TILE)[:, None, None]
+    row = x.to(tl.pointer_type(tl.int32)) + m * (inputs // 2)
+    even, odd = tl.split(tl.reshape(words, [1, TILE, QUADS, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    sums = tl.zeros([M_TILE, TILE, QUADS], tl.float32)
+    for part in tl.static_range(BLOCK // STEP):
+        group = (quad // 4 * BLOCK + part * STEP) // GROUP
+        scale, zero = load_scales(scales, zeros, rows[None, :, None], group, outputs, inputs, GROUP)
+        total = tl.zeros([M_TILE, TILE, QUADS], tl.float32)
+        total_x = tl.zeros([M_TILE, 1, QUADS], tl.float32)
+        for place in tl.static_range(part * (STEP // SLICE), (part + 1) * (STEP // SLICE)):
+            at = source + place * (SLICE // 2)
+            pairs = tl.reshape(tl.load(row + at, mask=at < inputs // 2, other=0), [M_TILE, 1, QUADS, 2])
+            left, right = tl.split(pairs)
+            a, b = unpack(left, x.dtype.element_ty)
+            c, d = unpack(right, x.dtype.element_ty)
+            total += a * codes_as_float32(first, place)
+            total += b * codes_as_float32(second, place)
+            total += c * codes_as_float32(third, place)
+            total += d * codes_as_float32(fourth, place)
+            total_x += (a + b) + (c + d)
+        sums += scale * (total - zero * total_x)
+    return sums
+
+
+@triton.jit
+def add_step_of_codes(
+    sums,
+    x,
+    values,
+    scales,
+    zeros,
+    rows,
+    start,
+    outputs,
+    inputs,
+    count,
+    M_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+    BY_DOT: tl.constexpr,
+):
+    """Add to ``sums`` [TILE, M_TILE] the products of a block of columns, from ``start`` on, by tensor cores.
+
+    BY_DOT: these add up x too, which takes fewer registers; compute capability 10 has no room for that many products.
+    """
+    m = tl.arange(0, M_TILE)
+    i = tl.arange(0, SLICE)
+    width = tl.cdiv(inputs, BLOCK) * SLICE
+    words = tl.load(values + rows[:, None] * width + (start // 8 + i)[None, :], eviction_policy="evict_first")
+    ones = tl.full([TILE, SLICE], 1.0, tl.float32).to(x.dtype.element_ty)
+    for part in tl.static_range(BLOCK // STEP):
+        group = (start + part * STEP) // GROUP
+        scale, zero = load_scales(scales, zeros, rows, group, outputs, inputs, GROUP)
+        total = tl.zeros([TILE, M_TILE], tl.float32)
+        total_x = tl.zeros([TILE if BY_DOT else SLICE, M_TILE], tl.float32)
+        for place in tl.static_range(part * (STEP // SLICE), (part + 1) * (STEP // SLICE)):
+            k = start + place * SLICE + i
+            inside = (m[None, :] < count) & (k < inputs)[:, None]
+            those = tl.load(x + m[None, :] * inputs + k[:, None], mask=inside, other=0.0)
+            total = add_dot(total, codes_as_float32(words, place).to(x.dtype.element_ty), those)
+            if BY_DOT:
+                total_x = add_dot(total_x, ones, those)
+            else:
+                total_x += those.to(tl.float32)
+        if not BY_DOT:
+            total_x = tl.sum(total_x, axis=0)[None, :]
+        sums += scale[:, None] * (total - zero[:, None] * total_x)
+    return sums
+
+
+@triton.jit
+def load_float8(values, rows, start, inputs, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
+    """Load COLUMNS columns of FP8 from ``start`` on as float32, without their scale."""
+    address = rows[:, None] * inputs + (start + tl.arange(0, COLUMNS))[None, :]
+    if NATIVE:
+        found = tl.load(values + address, eviction_policy="evict_first").to(tl.float32)
+    else:
+        bytes_of = values.to(tl.pointer_type(tl.uint8))
+        found = from_e4m3(tl.load(bytes_of + address, eviction_policy="evict_first").to(tl.int32))
+    return found
+
+
+@triton.jit
+def add_step_of_float8(
+    sums,
+    x,
+    values,
+    scales,
+    rows,
+    start,
+    outputs,
+    inputs,
+    count,
+    M_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Add to ``sums`` [TILE, M_TILE] the products of COLUMNS columns in FP8, from ``start`` on, by tensor cores."""
+    m = tl.arange(0, M_TILE)
+    k = start + tl.arange(0, COLUMNS)
+    scale, _ = load_scales(scales, None, rows, start // GROUP, outputs, inputs, GROUP)
+    weights = load_float8(values, rows, start, inputs, COLUMNS, NATIVE)
+    those = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
+    sums += dot(weights.to(those.dtype), those) * scale[:, None]  # FP8 is exact in 16 bits
+    return sums
