@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from shotcast.kernels.triton import gemv, grouped_gemv, skinny_gemm
+from shotcast.kernels.triton import gemv, grouped_gemm, grouped_gemv
 from shotcast.kernels.triton.dequantize import dequantize
+from shotcast.kernels.triton.grouped_gemm import GroupedGemmConfig
 from shotcast.kernels.triton.grouped_gemv import GroupedGemvConfig
-from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig
 from shotcast.layers.linear import Linear
 from shotcast.layers.quantized import GroupedRows, pack
 
@@ -24,7 +24,7 @@ class Case(NamedTuple):
     int4: bool
     dtype: str
     biased: bool
-    config: SkinnyGemmConfig | GroupedGemvConfig | None = None
+    config: GroupedGemmConfig | GroupedGemvConfig | None = None
     gated: bool = False
 
 
@@ -53,15 +53,15 @@ def excess(case: Case, device: str = "cpu") -> tuple[float, float]:
     numbers = torch.Generator().manual_seed(case.rows)
     x = torch.randn(case.rows, case.inputs, generator=numbers).to(dtype)
     bias = torch.randn(case.outputs, generator=numbers).to(dtype) if case.biased else None
-    counters = skinny_gemm.new_counters(matrix.values)
+    counters = grouped_gemm.new_counters(matrix.values)
     weight, *others = matrix
     there = None if bias is None else bias.to(device)
 
     def multiply() -> torch.Tensor:
         given = *others, there, case.gated, case.config
-        if case.rows <= gemv.MAX_ROWS and not isinstance(case.config, SkinnyGemmConfig):
+        if case.rows <= gemv.MAX_ROWS and not isinstance(case.config, GroupedGemmConfig):
             return grouped_gemv.linear(x.to(device), weight, *given)
-        return skinny_gemm.grouped_linear(x.to(device), weight, counters, *given)
+        return grouped_gemm.linear(x.to(device), weight, counters, *given)
 
     found = [multiply() for _ in range(2)]
     assert torch.equal(*found)
@@ -91,7 +91,7 @@ def layers(cases: list[Case]) -> list[tuple[float, bool]]:
     for case in cases:
         matrix, exact = made(case)
         layer = Linear(matrix)
-        layer._counters = skinny_gemm.new_counters(matrix.values)
+        layer._counters = grouped_gemm.new_counters(matrix.values)
         assert not layer.takes_float8(case.rows)
         x = torch.randn(case.rows, case.inputs, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
         wanted = x.double() @ exact.t()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grouped_targets as targets
 import pytest
@@ -12,11 +13,11 @@ from grouped_targets import Case
 import cross
 from quick_interpreter import interpret
 from shotcast.errors import ConfigError, UnsupportedError
-from shotcast.kernels.triton import skinny_gemm
+from shotcast.kernels.triton import grouped_gemm, grouped_gemv
 from shotcast.kernels.triton.dequantize import dequantize_kernel
 from shotcast.kernels.triton.grouped import step_columns
-from shotcast.kernels.triton.grouped_gemv import GroupedGemvConfig
-from shotcast.kernels.triton.skinny_gemm import SkinnyGemmConfig, SkinnyShape, skinny_gemm_kernel
+from shotcast.kernels.triton.grouped_gemm import GroupedGemmConfig, GroupedGemmShape, grouped_gemm_kernel
+from shotcast.kernels.triton.grouped_gemv import GroupedGemvConfig, GroupedGemvShape, grouped_gemv_kernel
 
 CASES = [
     Case(1, 256, 70, 128, True, "bfloat16", False),
@@ -24,13 +25,15 @@ CASES = [
     Case(1, 1344, 70, 192, True, "bfloat16", True, GroupedGemvConfig(4, 64, 2), True),
     Case(2, 1344, 38, 64, False, "bfloat16", True, GroupedGemvConfig(2, 64, 2)),
     Case(2, 384, 38, 128, False, "float16", False, None, True),
-    Case(1, 288, 70, 32, True, "float16", False, SkinnyGemmConfig(2, 2)),
+    Case(1, 288, 70, 32, True, "float16", False, GroupedGemmConfig(32, 2, 2, 2)),
     Case(5, 448, 140, 64, True, "bfloat16", True, None, True),
-    Case(3, 768, 38, 64, True, "float16", True, SkinnyGemmConfig(2, 3)),
-    Case(17, 384, 64, 192, True, "bfloat16", True, SkinnyGemmConfig(2, 2)),  # steps of 64
+    Case(3, 768, 38, 64, True, "float16", True, GroupedGemmConfig(64, 4, 2, 3)),
+    Case(17, 384, 64, 192, True, "bfloat16", True, GroupedGemmConfig(32, 2, 2, 2)),  # steps of 64
     Case(64, 160, 130, 32, True, "bfloat16", False),
+    Case(40, 512, 140, 128, True, "bfloat16", True, GroupedGemmConfig(64, 4, 2, 2), True),
+    Case(40, 512, 140, 64, False, "float16", True, GroupedGemmConfig(64, 4, 2, 2), True),
     Case(2, 512, 66, 512, True, "bfloat16", False),
-    Case(1, 256, 70, 128, False, "bfloat16", True, SkinnyGemmConfig(2, 2)),
+    Case(1, 256, 70, 128, False, "bfloat16", True, GroupedGemmConfig(32, 2, 2, 2)),
     Case(33, 256, 64, 64, False, "float16", False),
 ]
 
@@ -55,16 +58,16 @@ def test_a_step_is_of_one_group(group: int, columns: int) -> None:
 
 def test_what_is_not_served_is_refused() -> None:
     (weight, scales, zeros, group), _ = targets.made(CASES[0])
-    counters = skinny_gemm.new_counters(weight)
+    counters = grouped_gemm.new_counters(weight)
     x = torch.zeros(1, 256, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match="not 65 of"):
-        skinny_gemm.grouped_linear(x.repeat(65, 1), weight, counters, scales, zeros, group)
+        grouped_gemm.linear(x.repeat(65, 1), weight, counters, scales, zeros, group)
     with pytest.raises(UnsupportedError, match=r"not 1 of torch\.float32"):
-        skinny_gemm.grouped_linear(x.float(), weight, counters, scales, zeros, group)
+        grouped_gemm.linear(x.float(), weight, counters, scales, zeros, group)
     with pytest.raises(ConfigError, match="have the columns of the weight"):
-        skinny_gemm.grouped_linear(x[:, :128].contiguous(), weight, counters, scales, zeros, group)
+        grouped_gemm.linear(x[:, :128].contiguous(), weight, counters, scales, zeros, group)
     with pytest.raises(ConfigError, match="of a multiple of 32 columns, not of 16"):
-        skinny_gemm.grouped_linear(x, weight, counters, scales.repeat(8, 1), zeros.repeat(8, 1), 16)
+        grouped_gemm.linear(x, weight, counters, scales.repeat(8, 1), zeros.repeat(8, 1), 16)
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------------
@@ -80,7 +83,7 @@ KINDS = {
 def kinds_of(int4: bool, capability: int) -> dict[str, str]:
     kinds = KINDS | {
         **dict.fromkeys(("weight", "values"), "*i32" if int4 else "*fp8e4nv" if capability >= 89 else "*u8"),
-        **dict.fromkeys(("scale", "scales"), "*fp16" if int4 else "*fp32"),
+        "scales": "*fp16" if int4 else "*fp32",
     }
     return kinds | {"zeros": "*u8"} if int4 else kinds
 
@@ -90,28 +93,23 @@ def kinds_of(int4: bool, capability: int) -> dict[str, str]:
 @pytest.mark.parametrize(("capability", "memory"), [(80, 164), (90, 228), (100, 228)])
 def test_kernels_compile_without_spills(int4: bool, capability: int, memory: int, tmp_path: Path) -> None:
     kinds, native = kinds_of(int4, capability), capability >= 89 and not int4
-    for rows in (1, 64):
-        config = skinny_gemm.choose_config(4096, 4096, 2, rows, 132, memory << 10)
-        shape = SkinnyShape(
-            M_TILE=skinny_gemm.row_tile(rows),
-            TILE=skinny_gemm.TILE,
-            COLUMNS=128,
-            STAGES=config.stages,
-            SPLIT_K=config.split_k,
-            EVEN_K=True,
-            GROUP=128,
-            STEP=128,
-            BY_DOT=int4 and capability == 90,
-            NATIVE=native,
-            GATED=False,
-            PDL=capability >= 90,
-        )
-        aligned = ("x", "weight", "inputs", "out", "partial_sums")
-        kernel = cross.build_of_kinds(skinny_gemm_kernel, kinds, shape, skinny_gemm.WARPS, capability, {}, aligned)
+    aligned = ("x", "weight", "inputs", "out", "partial_sums")
+    pdl = capability >= 90
+    for rows in (1, 16, 64):
+        if rows == 1:
+            one = grouped_gemv.choose_config(4096, 132)
+            shape: Any = GroupedGemvShape(rows, one.tile, one.words, 128, 128, False, native, pdl)
+            kernel = cross.build_of_kinds(grouped_gemv_kernel, kinds, shape, one.warps, capability, {}, aligned)
+        else:
+            many = grouped_gemm.choose_config(4096, 4096, rows, 132)
+            m_tile, halves = grouped_gemm.row_tiles(rows)
+            shape = GroupedGemmShape(m_tile, halves, many.tile, many.stages, many.split_k, 128, 128, native, False, pdl)
+            kernel = cross.build_of_kinds(grouped_gemm_kernel, kinds, shape, many.warps, capability, {}, aligned)
+            assert "mma.sync" in kernel.asm["ptx"], "weights are multiplied from registers"
+            assert "st.shared.b16" not in kernel.asm["ptx"], "nor pass through shared memory"
         found = cross.resources(kernel, tmp_path)
         assert found["LOCAL"] == found["STACK"] == 0
         assert kernel.metadata.shared <= (memory - 1) << 10
-        assert "mma" in kernel.asm["ptx"]
     constants = {"GROUP": 128, "COLUMNS": 128, "NATIVE": native, "TILE": 16, **({} if int4 else {"zeros": None})}
     signature = {name: "constexpr" if name in constants else kinds[name] for name in dequantize_kernel.arg_names}
     kernel = cross.build(dequantize_kernel, signature, constants, 4, capability, {}, ("values", "inputs", "out"))

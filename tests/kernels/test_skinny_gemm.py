@@ -124,10 +124,6 @@ def compiled(
         STAGES=config.stages,
         SPLIT_K=config.split_k,
         EVEN_K=whole,
-        GROUP=0,
-        STEP=0,
-        BY_DOT=False,
-        NATIVE=False,
         GATED=gated,
         PDL=capability >= 90,
     )

@@ -66,9 +66,9 @@ class Linear:
         self._on_cpu = _product_on_cpu(weight, parts, bias) if weight.device.type == "cpu" else None
         self._counters: torch.Tensor | None = None
         if weight.device.type == "cuda":
-            from shotcast.kernels.triton import skinny_gemm
+            from shotcast.kernels.triton import grouped_gemm, skinny_gemm
 
-            self._counters = skinny_gemm.new_counters(weight)
+            self._counters = (skinny_gemm if self._grouped is None else grouped_gemm).new_counters(weight)
         if self._scale is not None and any(size % quantized.UNIT for size in self.weight.shape):
             raise ConfigError(
                 f"FP8 needs matrices whose sides are multiples of {quantized.UNIT}; a rank's part of this one is "
@@ -123,16 +123,16 @@ class Linear:
 
     def _by_own_kernel(self, x: torch.Tensor | Float8Rows, gated: bool) -> torch.Tensor | None:
         """Multiply by a kernel of this package; return None where the library is faster."""
-        from shotcast.kernels.triton import gemv, grouped_gemv, skinny_gemm
+        from shotcast.kernels.triton import gemv, grouped_gemm, grouped_gemv, skinny_gemm
 
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
         if self._grouped is not None:
             x, (weight, *groups) = values.contiguous(), self._grouped
             if x.shape[0] <= gemv.MAX_ROWS:
                 return grouped_gemv.linear(x, weight, *groups, self.bias, gated)
-            if x.shape[0] > skinny_gemm.MAX_ROWS or self._counters is None:
+            if x.shape[0] > grouped_gemm.MAX_ROWS or self._counters is None:
                 return None
-            return skinny_gemm.grouped_linear(x, weight, self._counters, *groups, self.bias, gated)
+            return grouped_gemm.linear(x, weight, self._counters, *groups, self.bias, gated)
         if gemv.serves(values, self.weight):
             return gemv.linear(values, self.weight, self._scale, self.bias, gated)
         if self._counters is not None and skinny_gemm.serves(values, self.weight):

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from shotcast.device.triton.float8 import from_e4m3
-from shotcast.device.triton.intrinsics import add_dot, dot
 from shotcast.device.triton.words import unpack
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton.gemv import DTYPES
@@ -137,53 +136,6 @@ def multiply_codes(
 
 
 @triton.jit
-def add_step_of_codes(
-    sums,
-    x,
-    values,
-    scales,
-    zeros,
-    rows,
-    start,
-    outputs,
-    inputs,
-    count,
-    M_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    STEP: tl.constexpr,
-    BY_DOT: tl.constexpr,
-):
-    """Add to ``sums`` [TILE, M_TILE] the products of a block of columns, from ``start`` on, by tensor cores.
-
-    BY_DOT: these add up x too, which takes fewer registers; compute capability 10 has no room for that many products.
-    """
-    m = tl.arange(0, M_TILE)
-    i = tl.arange(0, SLICE)
-    width = tl.cdiv(inputs, BLOCK) * SLICE
-    words = tl.load(values + rows[:, None] * width + (start // 8 + i)[None, :], eviction_policy="evict_first")
-    ones = tl.full([TILE, SLICE], 1.0, tl.float32).to(x.dtype.element_ty)
-    for part in tl.static_range(BLOCK // STEP):
-        group = (start + part * STEP) // GROUP
-        scale, zero = load_scales(scales, zeros, rows, group, outputs, inputs, GROUP)
-        total = tl.zeros([TILE, M_TILE], tl.float32)
-        total_x = tl.zeros([TILE if BY_DOT else SLICE, M_TILE], tl.float32)
-        for place in tl.static_range(part * (STEP // SLICE), (part + 1) * (STEP // SLICE)):
-            k = start + place * SLICE + i
-            inside = (m[None, :] < count) & (k < inputs)[:, None]
-            those = tl.load(x + m[None, :] * inputs + k[:, None], mask=inside, other=0.0)
-            total = add_dot(total, codes_as_float32(words, place).to(x.dtype.element_ty), those)
-            if BY_DOT:
-                total_x = add_dot(total_x, ones, those)
-            else:
-                total_x += those.to(tl.float32)
-        if not BY_DOT:
-            total_x = tl.sum(total_x, axis=0)[None, :]
-        sums += scale[:, None] * (total - zero[:, None] * total_x)
-    return sums
-
-
-@triton.jit
 def load_float8(values, rows, start, inputs, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
     """Load COLUMNS columns of FP8 from ``start`` on as float32, without their scale."""
     address = rows[:, None] * inputs + (start + tl.arange(0, COLUMNS))[None, :]
@@ -193,29 +145,3 @@ def load_float8(values, rows, start, inputs, COLUMNS: tl.constexpr, NATIVE: tl.c
         bytes_of = values.to(tl.pointer_type(tl.uint8))
         found = from_e4m3(tl.load(bytes_of + address, eviction_policy="evict_first").to(tl.int32))
     return found
-
-
-@triton.jit
-def add_step_of_float8(
-    sums,
-    x,
-    values,
-    scales,
-    rows,
-    start,
-    outputs,
-    inputs,
-    count,
-    M_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Add to ``sums`` [TILE, M_TILE] the products of COLUMNS columns in FP8, from ``start`` on, by tensor cores."""
-    m = tl.arange(0, M_TILE)
-    k = start + tl.arange(0, COLUMNS)
-    scale, _ = load_scales(scales, None, rows, start // GROUP, outputs, inputs, GROUP)
-    weights = load_float8(values, rows, start, inputs, COLUMNS, NATIVE)
-    those = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
-    sums += dot(weights.to(those.dtype), those) * scale[:, None]  # FP8 is exact in 16 bits
-    return sums

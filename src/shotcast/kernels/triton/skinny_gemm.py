@@ -3,9 +3,6 @@
     out = (x * x_scale) @ weight.T * scale + bias;   GATED: the first half of the outputs are gates of the second half,
                                                      out = silu(gates) * others
 
-With GROUP, the weight has codes of 4 bits or FP8, and a scale for each group of columns (``grouped.py``), by which the
-sums of each step are multiplied.
-
 They are made for decoding a batch. The weight is the left operand, of which tensor cores take 64 rows at a time; rows
 of x are columns of the right operand. A program computes one tile of outputs. Where there are fewer tiles than SMs,
 several programs divide the columns of a tile (split-K): each stores its sums, and the last one to arrive adds all of
@@ -26,38 +23,27 @@ import triton.language as tl
 from shotcast.device.triton.intrinsics import (
     add_dot,
     await_prior_kernel,
-    has_float8_conversions,
-    is_hopper,
     launch_options,
     num_sms,
     release_next_kernel,
     shared_memory_per_sm,
 )
 from shotcast.kernels.triton.gemv import DTYPES, UNIT, check, weight_rows, write_outputs
-from shotcast.kernels.triton.grouped import BLOCK, add_step_of_codes, add_step_of_float8, check_groups, step_columns
 
 FLOAT8 = torch.float8_e4m3fn
 
 
 class Matrix(NamedTuple):
-    """A weight, its scales and zeros, and the bias of its outputs; all but the weight may be None.
-
-    With groups, ``scale`` and ``zeros`` are [groups, outputs].
-    """
+    """A weight, its scale, and the bias of its outputs; all but the weight may be None."""
 
     weight: Any
     scale: Any
-    zeros: Any
     bias: Any
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyShape:
-    """The argument SHAPE of :func:`skinny_gemm_kernel`.
-
-    EVEN_K: the number of inputs is a multiple of COLUMNS. GROUP: the columns that share a scale, 0 for all of them.
-    STEP: as many of a step do. BY_DOT: as in ``grouped.py``. NATIVE: as in ``device/triton/float8.py``.
-    """
+    """The argument SHAPE of :func:`skinny_gemm_kernel`. EVEN_K: the number of inputs is a multiple of COLUMNS."""
 
     M_TILE: int
     TILE: int
@@ -65,10 +51,6 @@ class SkinnyShape:
     STAGES: int
     SPLIT_K: int
     EVEN_K: bool
-    GROUP: int
-    STEP: int
-    BY_DOT: bool
-    NATIVE: bool
     GATED: bool
     PDL: bool
 
@@ -84,9 +66,7 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
     TILE: tl.constexpr = SHAPE.TILE
     COLUMNS: tl.constexpr = SHAPE.COLUMNS
     SPLIT_K: tl.constexpr = SHAPE.SPLIT_K
-    GROUP: tl.constexpr = SHAPE.GROUP
-    BY_DOT: tl.constexpr = SHAPE.BY_DOT
-    weight, scale, zeros, bias = matrix
+    weight, scale, bias = matrix
     tile = tl.program_id(0)
     part = tl.program_id(1)
     rows = weight_rows(outputs, TILE, SHAPE.GATED)
@@ -100,29 +80,7 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
     sums = tl.zeros([TILE, M_TILE], tl.float32)
     for start in tl.range(first, end, COLUMNS, num_stages=SHAPE.STAGES):
         k = start + i
-        if GROUP > 0 and zeros is not None:
-            sums = add_step_of_codes(
-                sums,
-                x,
-                weight,
-                scale,
-                zeros,
-                rows,
-                start,
-                outputs,
-                inputs,
-                count,
-                M_TILE,
-                TILE,
-                GROUP,
-                SHAPE.STEP,
-                BY_DOT,
-            )
-        elif GROUP > 0:
-            sums = add_step_of_float8(
-                sums, x, weight, scale, rows, start, outputs, inputs, count, M_TILE, COLUMNS, GROUP, SHAPE.NATIVE
-            )
-        elif SHAPE.EVEN_K:
+        if SHAPE.EVEN_K:
             weights = tl.load(weight + rows[:, None] * inputs + k[None, :], eviction_policy="evict_first")
             values = tl.load(x + m[None, :] * inputs + k[:, None], mask=m[None, :] < count, other=0.0)
         else:
@@ -136,8 +94,7 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
             values = tl.load(
                 x + m[None, :] * inputs + k[:, None], mask=(m[None, :] < count) & inside[:, None], other=0.0
             )
-        if GROUP == 0:
-            sums = add_dot(sums, weights, values)
+        sums = add_dot(sums, weights, values)
     is_last = True
     if SPLIT_K > 1:
         offset = tl.arange(0, TILE)[:, None] * M_TILE + m[None, :]
@@ -152,8 +109,7 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
                 sums += tl.load(tile_sums + other * (TILE * M_TILE), cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if is_last:
-        output_scale = scale if GROUP == 0 else None
-        write_outputs(tl.trans(sums), rows, x_scale, output_scale, bias, out, outputs, count, M_TILE, TILE, SHAPE.GATED)
+        write_outputs(tl.trans(sums), rows, x_scale, scale, bias, out, outputs, count, M_TILE, TILE, SHAPE.GATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,38 +230,7 @@ def linear(
     itemsize = weight.element_size()
     if config is None:
         config = choose_config(outputs, inputs, itemsize, rows, num_sms(x.device), shared_memory_per_sm(x.device))
-    return _launch(x, x_scale, weight, scale, None, bias, counters, inputs, gated, 0, STEP_BYTES // itemsize, config)
-
-
-def grouped_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    counters: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
-    config: SkinnyGemmConfig | None = None,
-) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once. Raises
-    UnsupportedError if the dtype is another, or there are more rows. Raises ConfigError if the shapes do not fit.
-
-    Args:
-        x: contiguous [rows, inputs] of bfloat16 or float16; at most MAX_ROWS rows.
-        weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`.
-        counters: from :func:`new_counters`.
-        bias: [outputs].
-        gated: the result is ``silu(first half of the outputs) * second half``.
-        config: the launch configuration; None for one that fits.
-    """
-    check_groups(x, weight, scales, zeros, group, gated, MAX_ROWS)
-    rows, inputs = x.shape
-    columns = step_columns(group) if zeros is None else BLOCK.value
-    if config is None:
-        # of each weight's step, 16 bits are loaded for x
-        config = choose_config(weight.shape[0], inputs, 2, rows, num_sms(x.device), shared_memory_per_sm(x.device))
-    return _launch(x, None, weight, scales, zeros, bias, counters, inputs, gated, group, columns, config)
+    return _launch(x, x_scale, weight, scale, bias, counters, inputs, gated, STEP_BYTES // itemsize, config)
 
 
 def _launch(
@@ -313,12 +238,10 @@ def _launch(
     x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
-    zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     counters: torch.Tensor,
     inputs: int,
     gated: bool,
-    group: int,
     columns: int,
     config: SkinnyGemmConfig,
 ) -> torch.Tensor:
@@ -336,13 +259,9 @@ def _launch(
         config.stages,
         config.split_k,
         inputs % columns == 0,
-        group,
-        step_columns(group) if group else columns,
-        zeros is not None and is_hopper(x.device),
-        group > 0 and has_float8_conversions(x.device),
         gated,
         options["launch_pdl"],
     )
-    matrix = Matrix(weight, scale, zeros, bias)
+    matrix = Matrix(weight, scale, bias)
     skinny_gemm_kernel[grid](x, x_scale, matrix, out, partial_sums, counters, outputs, inputs, rows, shape, **options)
     return out
