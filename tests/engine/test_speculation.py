@@ -13,9 +13,11 @@ from shotcast.engine.config import EngineConfig
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.sequence import SequenceState
 from shotcast.engine.speculation import (
+    FORESEEN_STEPS,
     KEPT_STEPS,
     SETTLING_STEPS,
     TRIAL_STEPS,
+    ForesightPolicy,
     MeasuringPolicy,
     NgramProposer,
     Speculation,
@@ -61,6 +63,80 @@ def test_proposals_are_accepted_up_to_the_first_that_differs(proposals: list[int
     count = num_accepted(proposals, sampled)
     assert proposals[:count] == sampled[:count]
     assert count == len(proposals) or proposals[count] != sampled[count]
+
+
+class Foreseeing:
+    """A policy of n-grams at work: steps take 1 s, and those with proposals ``seconds``; both would give, and give,
+    ``tokens``."""
+
+    def __init__(self) -> None:
+        self.policy = ForesightPolicy()
+        self.tokens, self.given, self.seconds = 1.0, None, 1.2
+
+    def steps(self, count: int, running: int = 1) -> list[bool]:
+        found = []
+        for number in range(count):
+            found.append(speculates := self.policy.speculates(running))
+            slow = 100.0 if number % TRIAL_STEPS == 5 else 0.0  # does not count
+            given = self.tokens if self.given is None else self.given
+            self.policy.record(running, speculates, *((given, self.seconds) if speculates else (1.0, 1.0 + slow)))
+            if not speculates:
+                self.policy.foresee(running, self.tokens)
+        return found
+
+
+def test_ngrams_are_not_tried_where_nothing_repeats() -> None:
+    assert not any(Foreseeing().steps(10 * KEPT_STEPS))
+
+
+def test_ngrams_are_used_as_soon_as_text_repeats_and_as_long() -> None:
+    decoding = Foreseeing()
+    decoding.steps(TRIAL_STEPS + SETTLING_STEPS)
+    decoding.tokens = 3.0
+    assert decoding.steps(FORESEEN_STEPS + 1)[-1]
+    assert all(decoding.steps(KEPT_STEPS))
+    decoding.tokens = 1.1  # and a step takes 1.2 s
+    assert not decoding.steps(2 * TRIAL_STEPS)[-1]  # the first of these count in part
+    decoding.tokens = 1.3
+    assert any(decoding.steps(FORESEEN_STEPS + 1)[-2:])
+
+
+def test_ngrams_that_give_less_than_was_foreseen_wait() -> None:
+    decoding = Foreseeing()
+    decoding.steps(TRIAL_STEPS + SETTLING_STEPS)
+    decoding.tokens, decoding.given = 3.0, 1.0
+    found = decoding.steps(KEPT_STEPS)
+    assert sum(found) == TRIAL_STEPS + SETTLING_STEPS
+    assert sum(decoding.steps(KEPT_STEPS)) == TRIAL_STEPS + SETTLING_STEPS
+
+
+def test_a_cost_that_was_measured_counts() -> None:
+    decoding = Foreseeing()
+    decoding.steps(TRIAL_STEPS + SETTLING_STEPS)
+    decoding.tokens, decoding.seconds = 2.0, 4.0
+    assert any(decoding.steps(KEPT_STEPS))
+    assert not any(decoding.steps(4 * KEPT_STEPS))
+    decoding.tokens = 4.5
+    assert any(decoding.steps(TRIAL_STEPS))
+    assert not decoding.policy.speculates(40), "numbers of sequences are decided on apart"
+
+
+@pytest.mark.parametrize(("most", "accepted"), [(5, 3.0), (2, 1.2)])
+def test_what_would_have_been_accepted_is_known_afterwards(most: int, accepted: float) -> None:
+    """A text that repeats, but for one token: of five proposals, three are accepted."""
+    told: list[tuple[int, float]] = []
+    policy = ForesightPolicy()
+    policy.foresee = lambda running, tokens: told.append((running, tokens))  # type: ignore[method-assign]
+    speculation = Speculation(5, most, NgramProposer(3, 2), policy)
+    state = sequence([1, 2, 3, 4, 5, 6, 7, 8, 1, 2])
+    speculation.foresee([state], 1)
+    for token in (3, 4, 5, 9, 9, 9):
+        state.tokens.append(token)
+        speculation.foresee([state], 1)
+    assert told == [(1, 1 + accepted), (1, 1.0), (1, 1.0)]
+    told.clear()
+    Speculation(5, 5, NgramProposer(3, 2), MeasuringPolicy()).foresee([state], 1)
+    assert not told
 
 
 class Decoding:
@@ -136,6 +212,7 @@ def test_options_have_the_names_of_vllm() -> None:
     made = Speculation.of(config)
     assert made is not None
     assert (made.count, made.most, made.proposer) == (4, 64, NgramProposer(4, 4))
+    assert isinstance(made.policy, ForesightPolicy)
     plain = EngineConfig("m")
     assert (plain.speculation, plain.max_proposals, Speculation.of(plain)) == (None, 0, None)
 

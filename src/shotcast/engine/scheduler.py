@@ -490,6 +490,8 @@ class Scheduler:
         if plan.speculates is not None:
             seconds = now_s - max(plan.begun_s, self._updated_s)
             self._speculation.policy.record(plan.running, plan.speculates, tokens / len(plan.sampling), seconds)
+            if not plan.speculates:
+                self._speculation.foresee([sequence for sequence, _ in plan.sampling], plan.running)
         self._updated_s = now_s
 
     def _finish(self, sequence: SequenceState, token: int) -> tuple[FinishReason | None, int | None]:

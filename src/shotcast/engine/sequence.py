@@ -40,6 +40,7 @@ class SequenceState:
     drafts: tuple[int, ...] = ()
     num_accepted: int = 0  # how many of the last plan's proposals were accepted, until the ranks are told
     reported: tuple[int, ...] = ()  # proposals of the ranks for the tokens after ``tokens``
+    guess: tuple[int, tuple[int, ...]] = (0, ())  # a number of ``tokens``, and what would have been proposed after them
     # the first of ``tokens``, as many as have been searched
     history: array[int] = field(default_factory=lambda: array("i"))
 

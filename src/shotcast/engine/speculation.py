@@ -7,6 +7,7 @@ A step computes a sequence's last token and its proposals together, and samples 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,11 @@ from shotcast.engine.sequence import SequenceState
 
 TRIAL_STEPS, KEPT_STEPS = 12, 256
 """Steps for which the slower way is tried, and those between two trials."""
+FORESEEN_STEPS, FORESEEN_SEQUENCES = 4, 8
+"""Steps without proposals after which it is known what proposals would have given, and the sequences of a step that are
+looked at."""
+ASSUMED_COST, LEAST_GAIN = 1.25, 1.05
+"""What a step with proposals takes, relative to one without, before that is measured; and the gain for which it is tried."""
 SETTLING_STEPS = 2
 """Steps after a change of ways that are not counted."""
 
@@ -110,6 +116,73 @@ class MeasuringPolicy:
             measured.speculates, measured.trial = not speculated, True
 
 
+@dataclass(slots=True)
+class _Foreseen:
+    """The steps of both ways, and what proposals would give, of about so many sequences."""
+
+    speculates: bool = False
+    steps: int = 0  # since the way changed
+    failed: int = 0  # steps before the next trial, as one gave less than was foreseen
+    tokens: list[float] = field(default_factory=list)  # of a sequence, in each of the last steps
+    seconds: list[float] = field(default_factory=list)
+    step_s: dict[bool, float] = field(default_factory=dict)  # the median of the last steps, by way
+    foreseen: list[float] = field(default_factory=list)  # tokens of a sequence that steps would have given
+
+    @property
+    def cost(self) -> float:
+        """What a step with proposals takes, relative to one without."""
+        return self.step_s[True] / self.step_s[False] if True in self.step_s else ASSUMED_COST
+
+
+class ForesightPolicy:
+    """Decodes with proposals from n-grams where these pay, for numbers of sequences within a power of two.
+
+    What would have been accepted is known afterwards, without a step with proposals. So these are tried only where they
+    promise more than they take, and left as soon as they give less.
+    """
+
+    def __init__(self) -> None:
+        self._foreseen: dict[int, _Foreseen] = {}
+
+    def _of(self, running: int) -> _Foreseen:
+        return self._foreseen.setdefault(running.bit_length(), _Foreseen())
+
+    def speculates(self, running: int) -> bool:
+        """Return whether the next step with ``running`` sequences has proposals."""
+        return self._of(running).speculates
+
+    def record(self, running: int, speculated: bool, tokens: float, seconds: float) -> None:
+        """Take note of a step: whether it was to have proposals, and its tokens of a sequence."""
+        found = self._of(running)
+        if speculated != found.speculates:
+            return  # it was planned before the way changed
+        found.steps += 1
+        found.failed = max(0, found.failed - 1)
+        if found.steps <= SETTLING_STEPS:
+            return
+        found.tokens.append(tokens)
+        found.seconds.append(seconds)
+        if len(found.seconds) < TRIAL_STEPS:
+            return
+        found.step_s[speculated] = statistics.median(found.seconds)
+        gain = statistics.fmean(found.tokens) / found.cost
+        found.tokens, found.seconds = [], []
+        if speculated and gain < 1:
+            found.failed = KEPT_STEPS if found.steps <= SETTLING_STEPS + TRIAL_STEPS else 0
+            found.speculates, found.steps, found.foreseen = False, 0, []
+
+    def foresee(self, running: int, tokens: float) -> None:
+        """Take note that a step with proposals would have given a sequence so many tokens."""
+        found = self._of(running)
+        found.foreseen.append(tokens)
+        if len(found.foreseen) < FORESEEN_STEPS:
+            return
+        gain = statistics.fmean(found.foreseen) / found.cost
+        found.foreseen = []
+        if gain > LEAST_GAIN and not found.speculates and not found.failed and False in found.step_s:
+            found.speculates, found.steps, found.tokens, found.seconds = True, 0, [], []
+
+
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """Speculative decoding, as the scheduler plans it."""
@@ -117,7 +190,7 @@ class Speculation:
     count: int  # proposals of a sequence at most
     most: int  # proposals of a step at most
     proposer: NgramProposer | RankProposer  # where they come from
-    policy: MeasuringPolicy = field(default_factory=MeasuringPolicy)  # when steps have any
+    policy: MeasuringPolicy | ForesightPolicy = field(default_factory=MeasuringPolicy)  # when steps have any
     clock: Callable[[], float] = time.perf_counter  # seconds, by which steps are measured
 
     @classmethod
@@ -126,8 +199,24 @@ class Speculation:
         if (found := config.speculation) is None:
             return None
         lengths = found.prompt_lookup_max, found.prompt_lookup_min
-        proposer = RankProposer() if found.model else NgramProposer(*lengths)
-        return cls(found.num_speculative_tokens, config.max_proposals, proposer)
+        count, most = found.num_speculative_tokens, config.max_proposals
+        if found.model:
+            return cls(count, most, RankProposer(), MeasuringPolicy())
+        return cls(count, most, NgramProposer(*lengths), ForesightPolicy())
+
+    def foresee(self, sequences: Sequence[SequenceState], running: int) -> None:
+        """Compare what would have been proposed with the tokens that have come since, in a step without proposals."""
+        if not isinstance(self.policy, ForesightPolicy):
+            return
+        share = min(1.0, self.most / (self.count * running))
+        for sequence in sequences[:FORESEEN_SEQUENCES]:
+            start, proposals = sequence.guess
+            known = sequence.tokens[start:]
+            accepted = num_accepted(proposals, known)
+            if accepted < min(len(known), len(proposals)) or len(known) > len(proposals):
+                if start:
+                    self.policy.foresee(running, 1 + accepted * share)
+                sequence.guess = len(sequence.tokens), tuple(self.proposer.propose(sequence, self.count))
 
     @property
     def by_ranks(self) -> bool:

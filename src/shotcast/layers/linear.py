@@ -128,7 +128,7 @@ class Linear:
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
         if self._grouped is not None:
             x, (weight, *groups) = values.contiguous(), self._grouped
-            if x.shape[0] <= gemv.MAX_ROWS:
+            if x.shape[0] == 1:
                 return grouped_gemv.linear(x, weight, *groups, self.bias, gated)
             if x.shape[0] > grouped_gemm.MAX_ROWS or self._counters is None:
                 return None

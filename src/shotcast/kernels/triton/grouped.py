@@ -93,14 +93,13 @@ def multiply_codes(
     start,
     outputs,
     inputs,
-    M_TILE: tl.constexpr,
     TILE: tl.constexpr,
     WORDS: tl.constexpr,
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return sums of x times weights over the codes of four words, which one thread holds: float32 [M_TILE, TILE,
-    WORDS / 4].
+    """Return sums of x times weights over the codes of four words, which one thread holds: float32 [1, TILE, WORDS /
+    4].
 
     ``words`` [1, TILE, WORDS] are those from word ``start`` of the rows on. In each slice of 16 columns, four words
     have the codes of four neighbors, which are two words of x. STEP columns have the same scale.
@@ -109,20 +108,19 @@ def multiply_codes(
     quad = start // 4 + tl.arange(0, QUADS)[None, None, :]
     i = tl.arange(0, 2 * QUADS)[None, None, :]
     source = start * 4 + i // 8 * (BLOCK // 2) + i % 8
-    m = tl.arange(0, M_TILE)[:, None, None]
-    row = x.to(tl.pointer_type(tl.int32)) + m * (inputs // 2)
+    row = x.to(tl.pointer_type(tl.int32))
     even, odd = tl.split(tl.reshape(words, [1, TILE, QUADS, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    sums = tl.zeros([M_TILE, TILE, QUADS], tl.float32)
+    sums = tl.zeros([1, TILE, QUADS], tl.float32)
     for part in tl.static_range(BLOCK // STEP):
         group = (quad // 4 * BLOCK + part * STEP) // GROUP
         scale, zero = load_scales(scales, zeros, rows[None, :, None], group, outputs, inputs, GROUP)
-        total = tl.zeros([M_TILE, TILE, QUADS], tl.float32)
-        total_x = tl.zeros([M_TILE, 1, QUADS], tl.float32)
+        total = tl.zeros([1, TILE, QUADS], tl.float32)
+        total_x = tl.zeros([1, 1, QUADS], tl.float32)
         for place in tl.static_range(part * (STEP // SLICE), (part + 1) * (STEP // SLICE)):
             at = source + place * (SLICE // 2)
-            pairs = tl.reshape(tl.load(row + at, mask=at < inputs // 2, other=0), [M_TILE, 1, QUADS, 2])
+            pairs = tl.reshape(tl.load(row + at, mask=at < inputs // 2, other=0), [1, 1, QUADS, 2])
             left, right = tl.split(pairs)
             a, b = unpack(left, x.dtype.element_ty)
             c, d = unpack(right, x.dtype.element_ty)

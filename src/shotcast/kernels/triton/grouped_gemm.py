@@ -167,24 +167,28 @@ class GroupedGemmConfig:
 
 
 MAX_ROWS = 64
-_TILE, _WARPS, _STAGES = 64, 4, 3
-_PER_SM = 4
-"""Programs of an SM at a time."""
+_LEAST_TILE = 32
+_FEW_STEPS = 4
+"""The number of steps of a program up to which loading more than one ahead is slower."""
 
 
 def choose_config(outputs: int, inputs: int, rows: int, num_sms: int) -> GroupedGemmConfig:
-    """Choose the launch on a GPU of ``num_sms`` SMs."""
-    tiles = -(-outputs // _TILE)
-    split_k = max(1, min(_PER_SM * num_sms // tiles, inputs // BLOCK.value // 2))
-    return GroupedGemmConfig(_TILE, _WARPS, _STAGES, split_k)
+    """Choose the launch on a GPU of ``num_sms`` SMs.
+
+    The choice is nearly the fastest for the shapes of an 8B model (benchmarks/data/h200/exploration/grouped_x1.txt).
+    """
+    tile, warps, per_sm = (64, 2, 8) if rows <= 16 else (64, 4, 4) if rows <= 32 else (128, 8, 2)
+    steps = -(-inputs // BLOCK.value)
+    split_k = max(1, min(per_sm * num_sms // -(-outputs // tile), steps // 2))
+    return GroupedGemmConfig(tile, warps, 2 if -(-steps // split_k) <= _FEW_STEPS else 4, split_k)
 
 
-def candidates(outputs: int, inputs: int, rows: int, num_sms: int) -> Iterator[GroupedGemmConfig]:
+def candidates(outputs: int, inputs: int, num_sms: int) -> Iterator[GroupedGemmConfig]:
     """Yield the configurations that are worth measuring."""
-    for tile, warps in ((32, 2), (64, 2), (64, 4), (128, 4)):
+    for tile, warps in ((_LEAST_TILE, 2), (64, 2), (64, 4), (128, 8)):
         tiles = -(-outputs // tile)
         splits = {max(1, min(per_sm * num_sms // tiles, inputs // BLOCK.value // 2)) for per_sm in (1, 2, 4, 8)}
-        for stages in (2, 3, 4, 6):
+        for stages in (2, 4):
             yield from (GroupedGemmConfig(tile, warps, stages, split_k) for split_k in sorted(splits))
 
 
@@ -195,7 +199,7 @@ def row_tiles(rows: int) -> tuple[int, int]:
 
 def new_counters(weight: torch.Tensor) -> torch.Tensor:
     """Allocate the counters of :func:`linear`, for matmuls with ``weight`` that run in sequence."""
-    return torch.zeros(-(-weight.shape[0] // 32), dtype=torch.int32, device=weight.device)
+    return torch.zeros(-(-weight.shape[0] // _LEAST_TILE), dtype=torch.int32, device=weight.device)
 
 
 def linear(

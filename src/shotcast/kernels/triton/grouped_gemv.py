@@ -1,4 +1,4 @@
-"""Products of one or two rows with a matrix in groups of inputs that share a scale: each weight is read once.
+"""Products of one row with a matrix in groups of inputs that share a scale: each weight is read once.
 
 It is :mod:`shotcast.kernels.triton.gemv` with codes of 4 bits or FP8 that have a scale for each group. A thread holds
 four words of a row, which lie in one group or slices of it, and multiplies their sum by the scale of the group.
@@ -20,7 +20,7 @@ from shotcast.device.triton.intrinsics import (
     num_sms,
     release_next_kernel,
 )
-from shotcast.kernels.triton.gemv import MAX_ROWS, multiply_words, weight_rows, write_outputs
+from shotcast.kernels.triton.gemv import multiply_words, weight_rows, write_outputs
 from shotcast.kernels.triton.grouped import BLOCK, SLICE, check_groups, load_scales, multiply_codes, step_columns
 
 
@@ -32,7 +32,6 @@ class GroupedGemvShape:
     do. NATIVE: as in ``device/triton/float8.py``.
     """
 
-    M_TILE: int
     TILE: int
     WORDS: int
     GROUP: int
@@ -44,29 +43,27 @@ class GroupedGemvShape:
 
 @triton.jit
 def _multiply(x, words, scales, zeros, rows, start, outputs, inputs, SHAPE: tl.constexpr):
-    """Return sums over four words: float32 [M_TILE, TILE, WORDS / 4]."""
-    M_TILE: tl.constexpr = SHAPE.M_TILE
+    """Return sums over four words: float32 [1, TILE, WORDS / 4]."""
     TILE: tl.constexpr = SHAPE.TILE
     WORDS: tl.constexpr = SHAPE.WORDS
     GROUP: tl.constexpr = SHAPE.GROUP
     STEP: tl.constexpr = SHAPE.STEP
     NATIVE: tl.constexpr = SHAPE.NATIVE
     if zeros is not None:
-        sums = multiply_codes(x, words, scales, zeros, rows, start, outputs, inputs, M_TILE, TILE, WORDS, GROUP, STEP)
+        sums = multiply_codes(x, words, scales, zeros, rows, start, outputs, inputs, TILE, WORDS, GROUP, STEP)
     else:
         group = (start * 4 + 16 * tl.arange(0, WORDS // 4)) // GROUP
         scale, _ = load_scales(scales, None, rows[:, None], group[None, :], outputs, inputs, GROUP)
-        sums = multiply_words(x, words, start, inputs, M_TILE, TILE, WORDS, True, NATIVE) * scale[None, :, :]
+        sums = multiply_words(x, words, start, inputs, 1, TILE, WORDS, True, NATIVE) * scale[None, :, :]
     return sums
 
 
-@triton.jit(do_not_specialize=["outputs", "count"])
-def grouped_gemv_kernel(x, weight, scales, zeros, bias, out, outputs, inputs, count, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["outputs"])
+def grouped_gemv_kernel(x, weight, scales, zeros, bias, out, outputs, inputs, SHAPE: tl.constexpr):
     """Program (tile): multiply WORDS words of TILE rows at a time. SHAPE is a :class:`GroupedGemvShape`.
 
     ``zeros`` is None for FP8. The next words are loaded while these are multiplied, as in ``gemv.py``.
     """
-    M_TILE: tl.constexpr = SHAPE.M_TILE
     TILE: tl.constexpr = SHAPE.TILE
     WORDS: tl.constexpr = SHAPE.WORDS
     width = tl.cdiv(inputs, BLOCK) * SLICE if zeros is not None else inputs // 4
@@ -76,7 +73,7 @@ def grouped_gemv_kernel(x, weight, scales, zeros, bias, out, outputs, inputs, co
     words = tl.load(base + i, mask=i < width, other=0, eviction_policy="evict_first")
     release_next_kernel(SHAPE.PDL)
     await_prior_kernel(SHAPE.PDL)
-    total = tl.zeros([M_TILE, TILE, WORDS // 4], tl.float32)
+    total = tl.zeros([1, TILE, WORDS // 4], tl.float32)
     last = (width - 1) // WORDS * WORDS
     for start in range(0, last, WORDS):
         column = start + WORDS + i
@@ -84,7 +81,7 @@ def grouped_gemv_kernel(x, weight, scales, zeros, bias, out, outputs, inputs, co
         total += _multiply(x, words, scales, zeros, rows, start, outputs, inputs, SHAPE)
         words = next_words
     total += _multiply(x, words, scales, zeros, rows, last, outputs, inputs, SHAPE)
-    write_outputs(tl.sum(total, axis=2), rows, None, None, bias, out, outputs, count, M_TILE, TILE, SHAPE.GATED)
+    write_outputs(tl.sum(total, axis=2), rows, None, None, bias, out, outputs, 1, 1, TILE, SHAPE.GATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ class GroupedGemvConfig:
 
 def choose_config(outputs: int, num_sms: int) -> GroupedGemvConfig:
     """Choose the launch on a GPU of ``num_sms`` SMs; each SM gets two programs if possible."""
-    config = GroupedGemvConfig(4, 512, 4)
+    config = GroupedGemvConfig(4, 256, 2)
     tile = config.tile
     while tile > 1 and -(-outputs // tile) < 2 * num_sms:
         tile //= 2
@@ -132,21 +129,20 @@ def linear(
     is another, or there are more rows. Raises ConfigError if the shapes do not fit.
 
     Args:
-        x: contiguous [rows, inputs] of bfloat16 or float16; 1 or 2 rows.
+        x: contiguous [rows, inputs] of bfloat16 or float16; 1 row.
         weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`.
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
         config: the launch configuration; None for one that fits.
     """
-    check_groups(x, weight, scales, zeros, group, gated, MAX_ROWS)
-    rows, outputs, inputs = x.shape[0], weight.shape[0], x.shape[1]
+    check_groups(x, weight, scales, zeros, group, gated, 1)
+    outputs, inputs = weight.shape[0], x.shape[1]
     if config is None:
         config = choose_config(outputs, num_sms(x.device))
     tile = max(2, config.tile) if gated else config.tile
-    out = x.new_empty(rows, outputs // 2 if gated else outputs)
+    out = x.new_empty(1, outputs // 2 if gated else outputs)
     options = launch_options(x.device, config.warps)
     shape = GroupedGemvShape(
-        M_TILE=rows,
         TILE=tile,
         WORDS=config.words,
         GROUP=group,
@@ -155,7 +151,5 @@ def linear(
         NATIVE=zeros is None and has_float8_conversions(x.device),
         PDL=options["launch_pdl"],
     )
-    grouped_gemv_kernel[(-(-outputs // tile),)](
-        x, weight, scales, zeros, bias, out, outputs, inputs, rows, shape, **options
-    )
+    grouped_gemv_kernel[(-(-outputs // tile),)](x, weight, scales, zeros, bias, out, outputs, inputs, shape, **options)
     return out
