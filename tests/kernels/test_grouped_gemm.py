@@ -31,7 +31,7 @@ CASES = [
     Case(17, 384, 64, 192, True, "bfloat16", True, GroupedGemmConfig(32, 2, 2, 2)),  # steps of 64
     Case(64, 160, 130, 32, True, "bfloat16", False),
     Case(40, 512, 140, 128, True, "bfloat16", True, GroupedGemmConfig(64, 4, 2, 2), True),
-    Case(40, 512, 140, 64, False, "float16", True, GroupedGemmConfig(64, 4, 2, 2), True),
+    Case(40, 512, 140, 64, False, "float16", True, GroupedGemmConfig(128, 4, 2, 2), True),
     Case(2, 512, 66, 512, True, "bfloat16", False),
     Case(1, 256, 70, 128, False, "bfloat16", True, GroupedGemmConfig(32, 2, 2, 2)),
     Case(33, 256, 64, 64, False, "float16", False),

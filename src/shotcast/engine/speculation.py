@@ -21,7 +21,7 @@ FORESEEN_STEPS, FORESEEN_SEQUENCES = 4, 8
 """Steps without proposals after which it is known what proposals would have given, and the sequences of a step that are
 looked at."""
 ASSUMED_COST, LEAST_GAIN = 1.25, 1.05
-"""What a step with proposals takes, relative to one without, before that is measured; and the gain for which it is tried."""
+"""The time of a step with proposals, relative to one without, before it is measured; the least gain to try it for."""
 SETTLING_STEPS = 2
 """Steps after a change of ways that are not counted."""
 
@@ -130,7 +130,7 @@ class _Foreseen:
 
     @property
     def cost(self) -> float:
-        """What a step with proposals takes, relative to one without."""
+        """The time of a step with proposals, relative to one without."""
         return self.step_s[True] / self.step_s[False] if True in self.step_s else ASSUMED_COST
 
 

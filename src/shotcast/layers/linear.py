@@ -127,12 +127,12 @@ class Linear:
 
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
         if self._grouped is not None:
-            x, (weight, *groups) = values.contiguous(), self._grouped
+            x, (weight, scales, zeros, group) = values.contiguous(), self._grouped
             if x.shape[0] == 1:
-                return grouped_gemv.linear(x, weight, *groups, self.bias, gated)
+                return grouped_gemv.linear(x, weight, scales, zeros, group, self.bias, gated)
             if x.shape[0] > grouped_gemm.MAX_ROWS or self._counters is None:
                 return None
-            return grouped_gemm.linear(x, weight, self._counters, *groups, self.bias, gated)
+            return grouped_gemm.linear(x, weight, self._counters, scales, zeros, group, self.bias, gated)
         if gemv.serves(values, self.weight):
             return gemv.linear(values, self.weight, self._scale, self.bias, gated)
         if self._counters is not None and skinny_gemm.serves(values, self.weight):

@@ -175,9 +175,11 @@ _FEW_STEPS = 4
 def choose_config(outputs: int, inputs: int, rows: int, num_sms: int) -> GroupedGemmConfig:
     """Choose the launch on a GPU of ``num_sms`` SMs.
 
-    The choice is nearly the fastest for the shapes of an 8B model (benchmarks/data/h200/exploration/grouped_x1.txt).
+    The choice is nearly the fastest for the shapes of an 8B model (benchmarks/data/h200/exploration/quantized_x1.txt).
     """
-    tile, warps, per_sm = (64, 2, 8) if rows <= 16 else (64, 4, 4) if rows <= 32 else (128, 8, 2)
+    tile, warps, per_sm = (64, 2, 8) if rows <= 16 else (64, 4, 4)
+    if rows > 32:
+        tile, warps, per_sm = 128, 8, 2
     steps = -(-inputs // BLOCK.value)
     split_k = max(1, min(per_sm * num_sms // -(-outputs // tile), steps // 2))
     return GroupedGemmConfig(tile, warps, 2 if -(-steps // split_k) <= _FEW_STEPS else 4, split_k)
