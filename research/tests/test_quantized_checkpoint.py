@@ -32,10 +32,7 @@ def test_any_format_is_read(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("vocab", [96, 100])
 def test_each_token_is_followed_by_the_next_of_its_cycle(tmp_path: Path, vocab: int) -> None:
-    config = replace(
-        preset("llama-3.1-8b:2"), hidden=256, intermediate=384, heads=4, kv_heads=2, head_dim=64, vocab=vocab
-    )
-    write(config, CYCLES, tmp_path / "made")
+    write(replace(SMALL, vocab=vocab), CYCLES, tmp_path / "made")
     prompt, last = [5, 31, 70], [vocab - 1]
     with LLM(str(tmp_path / "made"), device="cpu") as llm:
         greedy = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -43,3 +40,18 @@ def test_each_token_is_followed_by_the_next_of_its_cycle(tmp_path: Path, vocab: 
     assert outputs[0].tokens == [71, 72, 73, 74, 75]
     first = 96 if vocab > 96 else 64
     assert outputs[1].tokens == [first + n % (vocab - first) for n in range(5)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_n_grams_predict_it_without_changing_it(tmp_path: Path, device: str) -> None:
+    write(SMALL, CYCLES, tmp_path / "made")
+    prompts = [[first] for first in (3, 40, 70)]
+    greedy = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    options = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+    with LLM(str(tmp_path / "made"), device=device) as llm:
+        plain = [output.tokens for output in llm.generate(prompts, greedy)]
+    with LLM(str(tmp_path / "made"), device=device, speculative_config=options) as llm:
+        assert [output.tokens for output in llm.generate(prompts, greedy)] == plain
+        stats = llm.stats()
+    assert plain[0] == [(4 + n) % 32 for n in range(200)]
+    assert stats.accepted_tokens == stats.proposed_tokens > 50
