@@ -26,6 +26,7 @@ class Case(NamedTuple):
     biased: bool
     config: GroupedGemmConfig | GroupedGemvConfig | None = None
     gated: bool = False
+    dead: bool = False  # all codes are those of zero
 
 
 def made(case: Case) -> tuple[GroupedRows, torch.Tensor]:
@@ -39,6 +40,8 @@ def made(case: Case) -> tuple[GroupedRows, torch.Tensor]:
         return GroupedRows(stored, scales, None, case.group), exact
     codes = torch.randint(16, (case.outputs, case.inputs), generator=numbers)
     zeros = torch.randint(17, (groups, case.outputs), generator=numbers, dtype=torch.uint8)
+    if case.dead:
+        codes = (zeros.clamp_(max=15)).long().t().repeat_interleave(case.group, 1)
     scales = scales.half()
     exact = (codes - zeros.long().t().repeat_interleave(case.group, 1)).double()
     exact *= scales.double().t().repeat_interleave(case.group, 1)
@@ -67,6 +70,8 @@ def excess(case: Case, device: str = "cpu") -> tuple[float, float]:
     assert torch.equal(*found)
     assert not counters.any()
     wanted, size = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
+    if case.dead:  # docs/reference/numerics.md
+        size = x.double().abs() @ (64 * matrix.scales.cpu().double().t().repeat_interleave(case.group, 1)).t()
     if bias is not None:
         wanted += bias.double()
     half = torch.finfo(dtype).eps / 2

@@ -35,6 +35,8 @@ CASES = [
     Case(2, 512, 66, 512, True, "bfloat16", False),
     Case(1, 256, 70, 128, False, "bfloat16", True, GroupedGemmConfig(32, 2, 2, 2)),
     Case(33, 256, 64, 64, False, "float16", False),
+    Case(1, 1024, 64, 128, True, "bfloat16", False, None, False, True),
+    Case(9, 1024, 64, 32, True, "float16", False, None, False, True),
 ]
 
 
