@@ -129,13 +129,13 @@ def test_what_would_have_been_accepted_is_known_afterwards(most: int, accepted: 
     policy.foresee = lambda running, tokens: told.append((running, tokens))  # type: ignore[method-assign]
     speculation = Speculation(5, most, NgramProposer(3, 2), policy)
     state = sequence([1, 2, 3, 4, 5, 6, 7, 8, 1, 2])
-    speculation.foresee([state], 1)
+    speculation.foresee(state, 1)
     for token in (3, 4, 5, 9, 9, 9):
         state.tokens.append(token)
-        speculation.foresee([state], 1)
+        speculation.foresee(state, 1)
     assert told == [(1, 1 + accepted), (1, 1.0), (1, 1.0)]
     told.clear()
-    Speculation(5, 5, NgramProposer(3, 2), MeasuringPolicy()).foresee([state], 1)
+    Speculation(5, 5, NgramProposer(3, 2), MeasuringPolicy()).foresee(state, 1)
     assert not told
 
 

@@ -15,3 +15,4 @@ def test_as_exact_as_float32_sums(int4: bool, dtype: str) -> None:
         for inputs, outputs, group in ((4096, 4096, 128), (14336, 1030, 128), (2752, 512, 64), (4096, 256, 4096)):
             case = Case(rows, inputs, outputs, group, int4, dtype, rows == 2)
             assert max(excess(case, "cuda")) <= 1, case
+            assert max(excess(case._replace(gated=True), "cuda")) <= 1, case

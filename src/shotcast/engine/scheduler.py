@@ -491,7 +491,8 @@ class Scheduler:
             seconds = now_s - max(plan.begun_s, self._updated_s)
             self._speculation.policy.record(plan.running, plan.speculates, tokens / len(plan.sampling), seconds)
             if not plan.speculates:
-                self._speculation.foresee([sequence for sequence, _ in plan.sampling], plan.running)
+                # one in turn, since a long text takes a while to search
+                self._speculation.foresee(plan.sampling[plan.number % len(plan.sampling)][0], plan.running)
         self._updated_s = now_s
 
     def _finish(self, sequence: SequenceState, token: int) -> tuple[FinishReason | None, int | None]:

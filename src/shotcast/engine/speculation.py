@@ -17,9 +17,8 @@ from shotcast.engine.sequence import SequenceState
 
 TRIAL_STEPS, KEPT_STEPS = 12, 256
 """Steps for which the slower way is tried, and those between two trials."""
-FORESEEN_STEPS, FORESEEN_SEQUENCES = 4, 8
-"""Steps without proposals after which it is known what proposals would have given, and the sequences of a step that are
-looked at."""
+FORESEEN_STEPS = 4
+"""Steps without proposals after which it is known what proposals would have given."""
 ASSUMED_COST, LEAST_GAIN = 1.25, 1.05
 """The time of a step with proposals, relative to one without, before it is measured; the least gain to try it for."""
 SETTLING_STEPS = 2
@@ -204,19 +203,17 @@ class Speculation:
             return cls(count, most, RankProposer(), MeasuringPolicy())
         return cls(count, most, NgramProposer(*lengths), ForesightPolicy())
 
-    def foresee(self, sequences: Sequence[SequenceState], running: int) -> None:
-        """Compare what would have been proposed with the tokens that have come since, in a step without proposals."""
+    def foresee(self, sequence: SequenceState, running: int) -> None:
+        """Compare what would have been proposed for a sequence with its tokens since, in a step without proposals."""
         if not isinstance(self.policy, ForesightPolicy):
             return
-        share = min(1.0, self.most / (self.count * running))
-        for sequence in sequences[:FORESEEN_SEQUENCES]:
-            start, proposals = sequence.guess
-            known = sequence.tokens[start:]
-            accepted = num_accepted(proposals, known)
-            if accepted < min(len(known), len(proposals)) or len(known) > len(proposals):
-                if start:
-                    self.policy.foresee(running, 1 + accepted * share)
-                sequence.guess = len(sequence.tokens), tuple(self.proposer.propose(sequence, self.count))
+        start, proposals = sequence.guess
+        known = sequence.tokens[start:]
+        accepted = num_accepted(proposals, known)
+        if accepted < min(len(known), len(proposals)) or len(known) > len(proposals):
+            if start:
+                self.policy.foresee(running, 1 + accepted * min(1.0, self.most / (self.count * running)))
+            sequence.guess = len(sequence.tokens), tuple(self.proposer.propose(sequence, self.count))
 
     @property
     def by_ranks(self) -> bool:

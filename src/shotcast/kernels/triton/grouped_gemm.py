@@ -7,7 +7,6 @@ Tiles of x have at most 32 rows, with which tensor cores multiply weights from r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -162,9 +161,6 @@ class GroupedGemmConfig:
     stages: int  # the number of steps of columns that are loaded ahead
     split_k: int  # the number of programs that divide the columns of a tile
 
-    def __str__(self) -> str:
-        return f"{self.tile} w{self.warps} {self.stages}/{self.split_k}"
-
 
 MAX_ROWS = 64
 _LEAST_TILE = 32
@@ -183,15 +179,6 @@ def choose_config(outputs: int, inputs: int, rows: int, num_sms: int) -> Grouped
     steps = -(-inputs // BLOCK.value)
     split_k = max(1, min(per_sm * num_sms // -(-outputs // tile), steps // 2))
     return GroupedGemmConfig(tile, warps, 2 if -(-steps // split_k) <= _FEW_STEPS else 4, split_k)
-
-
-def candidates(outputs: int, inputs: int, num_sms: int) -> Iterator[GroupedGemmConfig]:
-    """Yield the configurations that are worth measuring."""
-    for tile, warps in ((_LEAST_TILE, 2), (64, 2), (64, 4), (128, 8)):
-        tiles = -(-outputs // tile)
-        splits = {max(1, min(per_sm * num_sms // tiles, inputs // BLOCK.value // 2)) for per_sm in (1, 2, 4, 8)}
-        for stages in (2, 4):
-            yield from (GroupedGemmConfig(tile, warps, stages, split_k) for split_k in sorted(splits))
 
 
 def row_tiles(rows: int) -> tuple[int, int]:

@@ -6,7 +6,6 @@ four words of a row, which lie in one group or slices of it, and multiplies thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,9 +91,6 @@ class GroupedGemvConfig:
     words: int  # the words of a row that are loaded at a time, 16 bytes or more for each thread
     warps: int  # the warps of a program
 
-    def __str__(self) -> str:
-        return f"{self.tile}x{self.words} w{self.warps}"
-
 
 def choose_config(outputs: int, num_sms: int) -> GroupedGemvConfig:
     """Choose the launch on a GPU of ``num_sms`` SMs; each SM gets two programs if possible."""
@@ -103,12 +99,6 @@ def choose_config(outputs: int, num_sms: int) -> GroupedGemvConfig:
     while tile > 1 and -(-outputs // tile) < 2 * num_sms:
         tile //= 2
     return replace(config, tile=tile)
-
-
-def candidates() -> Iterator[GroupedGemvConfig]:
-    """Yield the configurations that are worth measuring."""
-    shapes = (4, 512, 4), (2, 512, 4), (8, 512, 4), (4, 256, 4), (8, 256, 4), (4, 256, 2), (2, 256, 2)
-    yield from (GroupedGemvConfig(*shape) for shape in shapes)
 
 
 def linear(
