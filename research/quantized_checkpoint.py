@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def before_each(embeddings: torch.Tensor) -> torch.Tensor:
 def write(config: ModelConfig, form: str, folder: Path) -> None:
     """Write config.json, a file of the tensors outside the layers, and one of each layer."""
     folder.mkdir(parents=True)
+    if form == CYCLES:
+        config = replace(config, tied=False)
     said = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -43,11 +43,14 @@ def test_each_token_is_followed_by_the_next_of_its_cycle(tmp_path: Path, vocab: 
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_n_grams_predict_it_without_changing_it(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("source", ["ngram", "draft_model"])
+def test_proposals_predict_it_without_changing_it(tmp_path: Path, source: str, device: str) -> None:
     write(SMALL, CYCLES, tmp_path / "made")
+    write(replace(SMALL, layers=1, hidden=128, heads=2, kv_heads=1), CYCLES, tmp_path / "draft")
     prompts = [[first] for first in (3, 40, 70)]
     greedy = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-    options = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+    options: dict[str, object] = {"method": source, "num_speculative_tokens": 5}
+    options |= {"prompt_lookup_max": 3} if source == "ngram" else {"model": str(tmp_path / "draft")}
     with LLM(str(tmp_path / "made"), device=device) as llm:
         plain = [output.tokens for output in llm.generate(prompts, greedy)]
     with LLM(str(tmp_path / "made"), device=device, speculative_config=options) as llm:

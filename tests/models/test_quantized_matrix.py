@@ -147,10 +147,12 @@ FORMATS = {
 }
 
 
-def save(folder: Path, form: Format, family: str = "Llama") -> tuple[transformers.PreTrainedModel, Tensors]:
+def save(
+    folder: Path, form: Format, family: str = "Llama", sizes: dict[str, Any] | None = None
+) -> tuple[transformers.PreTrainedModel, Tensors]:
     """Save a tiny model in this format; return the one of the same values, and the exact values of its matrices."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, pad_token_id=0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | (sizes or {}), pad_token_id=0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     model.save_pretrained(folder)
     tensors, exact = load_file(folder / "model.safetensors"), Tensors()
