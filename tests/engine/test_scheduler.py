@@ -372,6 +372,25 @@ def test_a_tiny_cache_under_load(lookahead: int, pipeline: int, proposer: Guesse
     engine.check()
 
 
+@pytest.mark.parametrize("proposer", [Guesses(), RankProposer()])
+def test_prompts_do_not_wait_for_a_draft_model(proposer: Guesses | RankProposer) -> None:
+    engine = Engine(config(lookahead=1, max_model_len=200), Speculation(3, 9, proposer, Turns([True])))
+    engine.add(request("a", (1, 2), max_tokens=60, ignore_eos=True))
+    while len(engine.made) < 6:
+        assert engine.schedule()
+        engine.update()
+    engine.add(request("b", tuple(number % VOCAB for number in range(90)), max_tokens=1))
+    engine.drain()
+    engine.check()
+    with_prompts = [any(len(s.tokens) > 1 + s.drafts for s in plan.sequences) for plan in engine.made]
+    proposals = [any(s.drafts or s.propose for s in plan.sequences) for plan in engine.made]
+    after = [proposes for proposes, before in zip(proposals[1:], with_prompts, strict=False) if before]
+    assert len(after) > 6
+    assert any(after) == isinstance(proposer, Guesses)
+    assert any(proposals[:6])
+    assert any(proposals[-6:])
+
+
 def test_a_prefix_is_reused_from_an_earlier_step_but_not_from_the_same() -> None:
     engine = Engine(config(max_batch_tokens=64))
     prompt = tuple(range(10))

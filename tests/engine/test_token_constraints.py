@@ -250,7 +250,7 @@ def checker() -> Iterator[GrammarChecker]:
 
 
 def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
-    matcher = compiler.matcher(grammar)
+    matcher, _ = compiler.matcher(grammar)
     tokens = tokens_of(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -400,9 +400,24 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
 
 
 def test_matchers_of_one_grammar_are_independent(compiler: GrammarCompiler) -> None:
-    one, other = (compiler.matcher(Grammar.choice(["ab"])) for _ in range(2))
+    (one, _), (other, _) = (compiler.matcher(Grammar.choice(["ab"])) for _ in range(2))
     assert one.consume_tokens(tokens_of("ab"))
     assert not other.is_accepting()
+
+
+def test_what_compiles_quickly_is_compiled_for_each_thread() -> None:
+    """The library computes the masks of copies of one matcher one by one."""
+    threads = 3
+    compiler = GrammarCompiler(vocabulary(VOCAB, ENDS), threads)
+    quick, slow = Grammar.choice(["ab"]), Grammar.choice(["cd"])
+    compiler.compile(quick).seconds = 0.001
+    compiler.compile(slow).seconds = 0.1
+    assert [compiler.matcher(quick)[1] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [compiler.matcher(slow)[1] for _ in range(3)] == [0, 0, 0]
+    assert len(compiler.compile(quick).matchers) == threads
+    first, second = (compiler.matcher(quick)[0] for _ in range(2))
+    assert first.consume_tokens(tokens_of("ab"))
+    assert not second.is_accepting()
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ class ScriptedEngine:
     def _sentence(self, params: SamplingParams, closing_after: int = 40) -> str:
         """Return a text of the grammar: random, but as short as brackets let it be after some characters."""
         assert params.grammar is not None
-        chance, matcher = random.Random(params.seed), compiler().matcher(params.grammar)
+        chance, (matcher, _) = random.Random(params.seed), compiler().matcher(params.grammar)
         text = ""
         while True:
             mask = np.zeros(4, np.int32)

@@ -86,6 +86,7 @@ class Scheduler:
         self._speculation = speculation
         self._updated_s = 0.0
         self._asks_ranks = False  # for proposals, in the plan that is being made
+        self._computes_prompts = False  # in the last plan
         self._blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
         self._eos = frozenset(config.eos)
         # Both are in order of arrival.
@@ -170,8 +171,15 @@ class Scheduler:
         if len(self._outstanding) >= config.pipeline + config.lookahead:
             return None
         chosen: dict[SequenceState, int] = {}  # how many tokens of each sequence
-        speculates = self._speculation is not None and self._speculation.policy.speculates(len(self._running))
-        self._asks_ranks = speculates and self._speculation is not None and self._speculation.by_ranks
+        speculation = self._speculation
+        by_ranks = speculation is not None and speculation.by_ranks
+        # prompts are not to wait for the steps of a draft model, nor for the host, which knows no lookahead then
+        speculates = (
+            speculation is not None
+            and speculation.policy.speculates(len(self._running))
+            and not (by_ranks and self._computes_prompts)
+        )
+        self._asks_ranks = speculates and by_ranks
         lookahead = 0 if speculates else config.lookahead  # proposals follow known tokens
 
         prefilling = None  # at most one: the next is admitted only when a step has more room than this one needs
@@ -205,7 +213,8 @@ class Scheduler:
             decodes = len(chosen)
         if not chosen:
             return None
-        return self._make_plan(chosen, speculates if len(chosen) == decodes else None)
+        self._computes_prompts = len(chosen) > decodes
+        return self._make_plan(chosen, None if self._computes_prompts else speculates)
 
     def _choose_decodes(
         self, candidates: list[SequenceState], num_decoding: int, chosen: dict[SequenceState, int]
