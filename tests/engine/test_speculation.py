@@ -207,11 +207,11 @@ def test_options_have_the_names_of_vllm() -> None:
     config = EngineConfig("m", speculative_config=text)
     assert config.speculation == SpeculativeConfig(4, "ngram", "", 4, 4)
     assert EngineConfig("m", speculative_config=config.speculative_config) == config
-    assert config.max_proposals == 4 * 16
+    assert config.max_proposals == 4 * 64
     assert EngineConfig("m", speculative_config=text, max_sequences=3).max_proposals == 12
     made = Speculation.of(config)
     assert made is not None
-    assert (made.count, made.most, made.proposer) == (4, 64, NgramProposer(4, 4))
+    assert (made.count, made.most, made.proposer) == (4, 256, NgramProposer(4, 4))
     assert isinstance(made.policy, ForesightPolicy)
     plain = EngineConfig("m")
     assert (plain.speculation, plain.max_proposals, Speculation.of(plain)) == (None, 0, None)

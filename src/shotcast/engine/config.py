@@ -21,7 +21,7 @@ QUANTIZATIONS = ("", "fp8")
 MAX_RANKS = 1024
 """The largest number of ranks of one engine."""
 _AUTO = re.compile(r"auto(?::([1-9]\d{0,3}))?")
-MAX_SPECULATING = 16
+MAX_SPECULATING = 64
 """Sequences whose proposals may all be verified in one step; the logits of a step have room for no more."""
 DEFAULT_TARGET = "throughput"
 DEFAULT_MODEL_LEN = 8192
