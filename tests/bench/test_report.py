@@ -204,6 +204,7 @@ OTHERS = (
     "programs_",
     "shared_calls_",
     "mixed_requests",
+    "constrained_rows",
 )
 """File names of other results: those of the engine, of the scripts in research, and of long tests."""
 KEPT = sorted(
