@@ -46,7 +46,7 @@ def schema(**bounds: int) -> Grammar:
 
 
 CONSTRAINED = {"none": (0, None), "half": (2, schema()), "all": (1, schema()), "bounded": (1, schema(maxLength=60))}
-"""Of how many rows one is constrained, 0 for none, and by what."""
+"""The number of rows of which one is constrained, 0 for none, and its grammar."""
 
 
 def train_tokenizer(folder: Path) -> None:

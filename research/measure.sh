@@ -8,25 +8,25 @@
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
 cpu="faults_cpu fuzz hosts operations_cpu overlap_hosts frameworks_cpu process_group_cpu served_trace"
-one="calibrate_x1 engine_8b_x1 engine_70b_x1 engine_70b_half_x1 engine_405b_x1 profile_x1 sanitizer_memcheck sanitizer_racecheck products_x1 tests_products fused_products_x1"
+one="calibrate_x1 engine_8b_x1 engine_70b_x1 engine_70b_half_x1 engine_405b_x1 profile_x1 sanitizer_memcheck sanitizer_racecheck products_x1 tests_products"
 two="shared_calls_x2 nccl_memory_x2 tests_progress_x2 programs_x2 sm_wires_x2 calibrate_x2 x2 fast_x2 slices_x2 fused_x2 operations_x2 reductions_x2 tune_x2 tune_sms_x2 launches_x2 few_sms_x2 few_sms_launches_x2 headers_x2
     engine_8b_x2 engine_70b_x2 engine_70b_half engine_405b_half prefill_x2 training_x2 frameworks_x2 generation_x2 process_group_x2
-    nvrar_2x1 fused_products_x2 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2
+    nvrar_2x1 overlap_all_reduce_x2 overlap_reduce_scatter_x2 overlap_all_gather_x2 overlap_all_to_all_x2
     overlap_bound_x2 overlap_scattered_x2 overlap_gathered_x2 overlap_published_x2 stress_x2 faults torch_suite_x2
     tests_cuda_x2 tests_fused_x2 tests_vendor_x2 tests_operations_x2 tests_compile_x2 tests_few_sms_x2 tests_stores_2x1 tests_puts_2x1
-    tests_engine_x2 tests_engine_nodes_x2 tests_overlap tests_prefill_overlap tests_fused_products_x2 tests_gathered_products tests_process_group_x2
+    tests_engine_x2 tests_engine_nodes_x2 tests_overlap tests_prefill_overlap tests_process_group_x2
     tests_frameworks tests_integrations vllm_x2"
 four="x4 fast_x4 slices_x4 fused_x4 operations_x4 reductions_x4 tune_x4 tune_sms_x4 launches_x4 few_sms_x4 few_sms_launches_x4 headers_x4
     engine_8b engine_70b engine_405b engine_8b_x4 engine_70b_x4 engine_405b_4x1 engine_405b_2x2 engine_405b_1x4
     prefill_x4 training_x4 frameworks_x4 generation_x4 process_group_x4 nvrar_2x2 nvrar_4x1 nodes_engine_x4
-    fused_products_x4 overlap_all_reduce_x4 overlap_reduce_scatter_x4 overlap_all_gather_x4 overlap_all_to_all_x4
+    overlap_all_reduce_x4 overlap_reduce_scatter_x4 overlap_all_gather_x4 overlap_all_to_all_x4
     overlap_bound_x4 overlap_scattered_x4 overlap_gathered_x4 overlap_published_x4 stress_x4 faults_own_x4 faults_vendor_x4
     torch_suite_x4 tests_cuda_x4 tests_fused_x4 tests_vendor_x4 tests_operations_x4 tests_compile_x4 tests_few_sms_x4 tests_stores_2x2
-    tests_stores_4x1 tests_puts_2x2 tests_puts_4x1 tests_engine_x4 tests_engine_nodes_x4 tests_fused_products_x4
+    tests_stores_4x1 tests_puts_2x2 tests_puts_4x1 tests_engine_x4 tests_engine_nodes_x4
     tests_process_group_x4"
 eight="x8 x5 x6 x7 fast_x8 slices_x8 fused_x8 operations_x8 tune_x8 launches_x8 engine_8b_x8 engine_70b_x8 engine_405b_8x1 engine_405b_4x2
     engine_405b_2x4 engine_405b_1x8 nvrar_2x4 nvrar_4x2 stress_x8 tests_cuda_x8 tests_fused_x8 tests_operations_x8 tests_compile_x8
-    tests_few_sms_x8 tests_fused_products_x8 tests_stores_4x2 tests_puts_4x2"
+    tests_few_sms_x8 tests_stores_4x2 tests_puts_4x2"
 parts=$(echo $cpu $one $two $four $eight)
 [ $# -ge 2 ] || { echo "usage: sh $0 FOLDER PART...; parts: $parts" >&2; exit 2; }
 out=$1
@@ -412,20 +412,6 @@ for part in "$@"; do
         ;;
     tests_products) tests 300 products tests/kernels/test_large_gemm_cuda.py tests/overlap/test_products_cuda.py \
         research/tests/test_product_room_cuda.py ;;
-    tests_fused_products_x[248]) # products whose tiles are sent as they are finished: on one GPU too
-        SHOTCAST_SHARE_GPUS=$(shared "$ranks") tests 590 "$part" \
-            tests/overlap/test_summed_products_cuda.py -k "[$ranks"
-        ;;
-    tests_gathered_products) # products whose rows arrive: on one GPU too
-        SHOTCAST_SHARE_GPUS=$(shared 2) tests 400 gathered_products tests/overlap/test_gathered_products_cuda.py \
-            tests/overlap/test_overlap_cuda.py -k "gathered or sequence_parallelism"
-        ;;
-    fused_products_x1) # one rank of two without the other: what sending, adding up and clearing cost
-        script 200 fused_products_x1 research/fused_products.py --alone --json "$out/fused_products_x1.json"
-        ;;
-    fused_products_x[24]) # beside product and collective, NCCL and PyTorch's own, with the projections of a 70B model
-        script 590 "$part" research/fused_products.py --world-size "$ranks" --json "$out/$part.json"
-        ;;
     frameworks_cpu) # training and generating by the backend of torch.distributed, beside Gloo
         script 3000 frameworks_cpu research/frameworks.py --rounds 5 --json "$out/frameworks.json"
         ;;

@@ -19,7 +19,6 @@ from triton.runtime.jit import create_function_from_signature
 from shotcast.device.triton import tiles
 from shotcast.device.triton.launch import unspecialized
 from shotcast.hardware.nodes import folded
-from shotcast.kernels.triton.arriving_gemm import Arriving, arriving_gemm_kernel
 from shotcast.kernels.triton.gemm import Sizes, gemm_kernel
 from shotcast.kernels.triton.norm import NormAddresses, norm_rows
 from shotcast.kernels.triton.paged_attention import Parts, Scoring, Sequences
@@ -37,7 +36,6 @@ from shotcast.transport.triton.fused_one_shot import one_shot_norm
 from shotcast.transport.triton.fused_reduce_scatter import COMPILE_OPTIONS, scatter_norm
 from shotcast.transport.triton.fused_tiles import RowCells
 from shotcast.transport.triton.fused_two_shot import two_shot_norm
-from shotcast.transport.triton.matmul_reduce import matmul_reduce
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.transport.triton.nvrar import nvrar_all_reduce
 from shotcast.transport.triton.one_shot import one_shot_reduce
@@ -57,7 +55,6 @@ KINDS: dict[str, Any] = {
     "places": Places("i64", "i64"),
     "blocks": Blocks("i32", "i64"),
     "sizes": Sizes("i32", "i32", "i32", "i64", "i64"),
-    "arriving": Arriving(*["i32"] * 6),
     **NORM._asdict(),
     "norm": NORM,
     "cells": RowCells("i64", "i64", "i64", "i32"),
@@ -112,7 +109,7 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 ALL = (
     *dict.fromkeys(kernel for kernel, _ in (KERNELS | FUSED).values()),
-    *(gate, few_sms, exchange_parts, nvrar_all_reduce, nvrar_norm, matmul_reduce, gemm_kernel, arriving_gemm_kernel),
+    *(gate, few_sms, exchange_parts, nvrar_all_reduce, nvrar_norm, gemm_kernel),
     *(meeting, sum_of_copies, nan_if_stopped),
 )
 """All kernels with a SHAPE that are launched by addresses."""
@@ -239,7 +236,6 @@ def compiled_few_sms(
     warps: int,
     capability: int = 90,
     registers: int = 0,
-    announces: bool = False,
     reduction: int = 0,
 ) -> Any:
     """Return the compiled kernel of calls that keep to a number of SMs; ``kind`` is the operation's.
@@ -250,7 +246,6 @@ def compiled_few_sms(
     values = {
         "KIND": kind,
         "REDUCTION": reduction,
-        "ANNOUNCES": announces,
         "DTYPE": DTYPES[dtype],
         "UNIT": unit,
         "WORLD": world_size,

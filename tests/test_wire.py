@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shotcast import wire
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
-from shotcast.wire import CallPlan, Fault, Header, HeaderWords, LaunchShape, Op, ProductOp
+from shotcast.wire import CallPlan, Fault, Header, HeaderWords, LaunchShape, Op
 
 NAMES = (*registered(), *(f"added_{number}" for number in range(wire.MAX_ALGORITHMS)))[: wire.MAX_ALGORITHMS]
 """The largest number of algorithms that headers can tell apart."""
@@ -46,17 +46,6 @@ def test_header_round_trip(plan: CallPlan) -> None:
     sent_as = Op.SEND if plan.op is Op.RECV else plan.op
     call = sent_as.label, plan.dtype, plan.algorithm, plan.reduction, plan.root, plan.nbytes
     assert header == Header(*call, plan.launch.digest, plan.piece)
-
-
-@given(st.sampled_from(ProductOp), st.integers(0, wire.MAX_NBYTES - 1), launches, st.integers(0, 31))
-def test_header_of_a_call_that_multiplies(op: ProductOp, nbytes: int, launch: LaunchShape, piece: int) -> None:
-    plan = wire.product_plan(op, "float16", 8, launch, 64, whole_nbytes=nbytes, piece=piece)
-    header = decoded(registered().header(plan))
-    assert header == Header(op.label, "float16", NAMES[0], "sum", 0, nbytes or 8, launch.digest, piece)
-    assert str(header).startswith(f"{op.label}(float16, ")
-    assert NAMES[0] not in str(header), "it has no algorithm"
-    fault = Fault.decode(wire.encode_fault(wire.TIMEOUT, int(op), [1], 7))
-    assert (fault.op, fault.ranks) == (op.label, (1,))
 
 
 @given(plans, st.integers(0, 0xFFFF), st.integers(0, 0xFFFF))

@@ -77,8 +77,6 @@ def candidates(steps: Steps, chain: Chain | None, groups: Groups) -> Found:
     yield from ((ALONE, one) for one in own.alone(steps))
     first = own.gathered_first(steps) if chain is None else own.of_chain(steps, chain)
     yield from ((OWN, one) for one in first)
-    if steps.config.device == "cuda":
-        yield from ((OWN, one) for one in own.fused(steps))
     yield ALONE, library.alone(steps, groups)
     yield from ((LIBRARY, one) for one in library.forms(steps, groups))
 

@@ -1,25 +1,20 @@
-"""Our forms: messages by our kernels, under products of the vendor's library, and both in one call."""
+"""Our forms: messages by our kernels, under products of the vendor's library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from overlap_bench.config import COMMUNICATION, COMPUTE
-from overlap_bench.form import Candidate, Candidates, Form, in_one
+from overlap_bench.form import Candidate, Candidates, Form
 from overlap_bench.steps import Steps, library_product
 from shotcast.collectives.communicator import Communicator
 from shotcast.overlap import schedule
 from shotcast.overlap.chains import Chain, way_on
 from shotcast.overlap.controller import Controller
-from shotcast.overlap.gathered_products import all_gather_matmul
 from shotcast.overlap.lanes import HIGH, LOW, StreamLanes, lanes_of
-from shotcast.overlap.policy import FUSED
 from shotcast.overlap.products import LibraryProduct, Product
 from shotcast.overlap.schedule import Communicate, Compute, Schedule
-from shotcast.overlap.summed_products import matmul_all_reduce, matmul_reduce_scatter
 
 Message = Callable[[Communicator, int], Any]
 
@@ -64,20 +59,6 @@ def gathered_first(steps: Steps) -> Candidates:
         yield on_streams("priority", steps, HIGH, library_product, steps.communicate)
         for sms in steps.config.sms:
             yield on_streams(way_on(sms), steps, HIGH, LibraryProduct(sms), by_sms(steps, sms))
-
-
-def fused(steps: Steps, way: str = FUSED) -> Candidates:
-    """Yield the forms whose matmul and message are one call, on whole matrices."""
-    comm, op = steps.comm, steps.config.op
-    if not steps.config.whole:
-        return
-
-    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if op == "all_gather":
-            return all_gather_matmul(comm, a, b, way=way).products[0]
-        return (matmul_all_reduce if op == "all_reduce" else matmul_reduce_scatter)(comm, a, b, way=way)
-
-    yield Candidate(way, lambda: in_one(steps, multiply), own=True)
 
 
 def by_sms(steps: Steps, sms: int) -> Message:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from overlap_bench import own
 from overlap_bench.config import OverlapConfig
+from overlap_bench.form import in_one
 from overlap_bench.steps import Steps
 
 from shotcast.collectives.communicator import Communicator
@@ -44,13 +44,18 @@ def out_of_order(config: OverlapConfig) -> dict[str, str]:
 
 
 def in_one_call(config: OverlapConfig) -> list[str]:
-    """Return what is wrong with the form in which product and message are one call, by the ways of CPU ranks."""
+    """Return what is wrong with a form whose product and message are one call."""
     with Communicator(device="cpu") as comm, torch.no_grad():
         found = []
         for op in ("all_reduce", "reduce_scatter", "all_gather"):
             steps = Steps(replace(config, op=op), comm, 0, 1)
-            (candidate,) = own.fused(steps, "sequential")
-            form = candidate.build()
+
+            def multiply(a: torch.Tensor, b: torch.Tensor, op: str = op) -> torch.Tensor:
+                if op == "all_gather":
+                    return comm.all_gather(a) @ b
+                return (comm.all_reduce if op == "all_reduce" else comm.reduce_scatter)(a @ b)
+
+            form = in_one(steps, multiply)
             form.steps.load()
             form.run()
             found.append(form.wrong())

@@ -48,4 +48,4 @@ def test_every_form(op: str) -> None:
 def test_whole_matrices(op: str) -> None:
     rows = measured(op, whole=True)
     check(rows)
-    assert "fused" in rows
+    assert "sequential" in rows

@@ -50,7 +50,7 @@ def test_every_form(op: str) -> None:
 def test_whole_matrices(op: str) -> None:
     rows = measured(op, whole=True)
     check(rows)
-    assert "fused" in rows
+    assert "sequential" in rows
     if op != "all_reduce":
         assert {"torch low contention", "torch async TP"} <= set(rows)
 

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from shotcast.errors import ConfigError
 from shotcast.units import align_up, format_size
@@ -74,30 +74,14 @@ class Op(enum.IntEnum):
         return self.name.lower()
 
 
-class ProductOp(enum.IntEnum):
-    """Operations that also multiply matrices, with their code in the header, which no :class:`Op` has.
-
-    One kernel serves each, so no algorithm is chosen, and ``shotcast.overlap`` makes the calls.
-    """
-
-    MATMUL_REDUCE_SCATTER = 32
-    MATMUL_ALL_REDUCE = 33
-    ALL_GATHER_MATMUL = 34
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
-
-
 ALL_REDUCE_NORMS = (Op.ALL_REDUCE_RMS_NORM, Op.ALL_REDUCE_LAYER_NORM)
 REDUCE_SCATTER_NORMS = (Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_LAYER_NORM)
 GATHERED_NORMS = (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER)
 """Operations that norm the rows of a sum, each in its RMSNorm and its LayerNorm form."""
 LAYER_NORMS = (ALL_REDUCE_NORMS[1], REDUCE_SCATTER_NORMS[1], GATHERED_NORMS[1])
 
-_LABELS = {int(op): op.label for op in (*Op, *ProductOp)}
+_LABELS = {int(op): op.label for op in Op}
 """Operations by their code in the header."""
-_PRODUCTS = tuple(op.label for op in ProductOp)
 
 
 DTYPES = {
@@ -264,13 +248,6 @@ class CallPlan:
     reduction: str = REDUCTIONS[0]
 
 
-def product_plan(
-    op: ProductOp, dtype: str, nbytes: int, launch: LaunchShape, room: int, whole_nbytes: int = 0, piece: int = 0
-) -> CallPlan:
-    """Return the plan of a call that multiplies, which has no algorithm."""
-    return CallPlan(cast(Op, op), "", dtype, nbytes, launch=launch, room=room, whole_nbytes=whole_nbytes, piece=piece)
-
-
 def _fnv(text: str) -> int:
     """Return 32 bits that stand for a text (FNV-1a)."""
     digest = 0x811C9DC5
@@ -408,8 +385,6 @@ class Header:
             end = f", {words}" if words else ""
         elif self.reduction != "sum":
             end = f", {self.reduction}"
-        if self.op in _PRODUCTS:
-            return f"{self.op}({self.dtype}, {size})"
         what = "the answer to a send" if self.op == "send" and self.piece == ANSWER else self.op
         return f"{what}({self.dtype}, {size}, {self.algorithm}{end})"
 

@@ -11,7 +11,7 @@ import pytest
 import cross
 from shotcast.collectives.algorithms.few_sms import launch
 from shotcast.transport.triton import GPUS
-from shotcast.transport.triton.few_sms import _KINDS, BESIDE_REGISTERS, BESIDE_WORDS
+from shotcast.transport.triton.few_sms import _KINDS
 from shotcast.transport.triton.reductions import reduction_of
 from shotcast.wire import REDUCIBLE, Op
 
@@ -114,16 +114,6 @@ def test_code(form: tuple[int, str, int, int], tmp_path: Path) -> None:
 
 def width(unit: int) -> str:
     return {16: "v4.b32", 4: "b32", 2: "b16", 1: "b8"}[unit]
-
-
-def test_programs_of_two_ranks_that_gather_rows_fit_beside_the_product(tmp_path: Path) -> None:
-    """With 512 threads of 48 registers there is room on an SM beside 256 threads of 155."""
-    options = {"registers": BESIDE_REGISTERS, "announces": True}
-    used = cross.resources(cross.compiled_few_sms(ALL_GATHER, "bfloat16", 16, 2, BESIDE_WORDS, 16, **options), tmp_path)
-    assert used["REG"] <= 48
-    assert used["LOCAL"] == 0
-    assert used["STACK"] <= 104, "addresses and sizes, and no data"
-    assert 48 * 512 + 156 * 256 <= 65536
 
 
 @pytest.mark.full

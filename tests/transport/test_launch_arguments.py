@@ -54,7 +54,6 @@ def executor_of_four(multicast: bool = False, nodes: int = 1, max_bytes: int = M
         peers_address=1 << 41,
         cells_address=1 << 42,
         blocks_address=1 << 44,
-        arrivals_address=1 << 43,
         cells_nbytes=24 * layout.row_cell_count(max_bytes),
         multicast=multicast,
         pdl=True,

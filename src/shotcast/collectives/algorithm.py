@@ -16,7 +16,7 @@ from shotcast.cost.collective import Work
 from shotcast.errors import UnsupportedError
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.transport.transport import NO_NETWORK, Network, Transport
-from shotcast.wire import LaunchShape, NodeShape, Norm, Op, ProductOp
+from shotcast.wire import LaunchShape, NodeShape, Norm, Op
 
 LIBRARY = "vendor"
 """The algorithm that is the vendor's library."""
@@ -300,7 +300,7 @@ class Algorithms(Mapping[str, Algorithm]):
 
     def header(self, plan: wire.CallPlan) -> wire.HeaderWords:
         """Return the header of a call. Raises ConfigError if its size has no room there."""
-        return wire.encode_header(plan, 0 if isinstance(plan.op, ProductOp) else self._codes[plan.algorithm])
+        return wire.encode_header(plan, self._codes[plan.algorithm])
 
     def form(self, plan: wire.CallPlan) -> Form:
         """Return how ``plan`` is served. Raises UnsupportedError for an algorithm that does not serve the operation."""

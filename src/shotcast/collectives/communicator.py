@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -37,7 +36,6 @@ from shotcast.collectives.growth import Growths, grow
 from shotcast.collectives.interface import (
     BatchExecutor,
     BoundCall,
-    BoundKernel,
     GrowingExecutor,
     KernelExecutor,
     MappingExecutor,
@@ -56,7 +54,6 @@ from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import ClosedError, ConfigError, ShotcastError, not_made
 from shotcast.memory.host_group import Rendezvous, StoreGroup
 from shotcast.memory.operands import NormTensors
-from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.registry import build_executor, find
 from shotcast.transport.transport import Ranks
 from shotcast.wire import CallPlan, Fault, LaunchShape, Norm, Op
@@ -223,8 +220,6 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self._closed = False
         self._first: ShotcastError | None = None
         """The error of the call that has stopped this communicator, once somebody has seen it."""
-        self._state_above: dict[str, Any] = {}
-        """The state that modules above keep with this communicator, by their names."""
         self._peers = PeerWatch(self._host)
         nodes = find_nodes(self._host, device, undecided)
         self._host.layout = nodes.layout
@@ -470,26 +465,6 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         makeshift.is_makeshift = True
         return makeshift
 
-    def _run_kernel(self, own: KernelCall, *operands: torch.Tensor) -> None:
-        """Make a call that brings its launches, for the rooms above. There are several ranks, with kernels of GPUs."""
-        self._take_turn(own.plan.op.label)
-        try:
-            capturing = self._chain.enter() if self._chain is not None else False
-            key = own, capturing
-            call = self._calls.get(key) or self._calls.recall(key)
-            if call is None:
-                call = self._calls.keep(key, self._resolver.resolve_kernel(own))
-            self._prepare(call, capturing)
-            assert call.kernel is not None
-            with torch.cuda.nvtx.range(call.label) if self._nvtx else contextlib.nullcontext():
-                call.kernel.run(operands)
-            if self._chain is None:
-                self.check()
-            else:
-                self._chain.leave(capturing)
-        finally:
-            self._lock.release()
-
     def _run_at_once(self, executor: BatchExecutor, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> bool:
         self._take_turn("batch_send_recv")
         try:
@@ -553,7 +528,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             return {}
         return self._resolver.plans_of_sizes(plan)
 
-    def _load(self, bound: BoundCall | BoundKernel, plans: Sequence[CallPlan]) -> None:
+    def _load(self, bound: BoundCall, plans: Sequence[CallPlan]) -> None:
         bound.load()
         cast(GrowingExecutor, self._executor).load(plans)
 
@@ -807,7 +782,6 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             if self._executor is not None:
                 self._executor.close()
             self._calls.clear()
-            self._state_above.clear()
         finally:
             self._lock.release()
 

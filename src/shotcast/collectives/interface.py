@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from shotcast.memory.operands import NormTensors
-from shotcast.transport.kernel_call import KernelCall
 from shotcast.wire import CallPlan, Fault, HeaderWords, Wait
 
 
@@ -31,13 +30,6 @@ class BoundCall(Protocol):
         norm: NormTensors | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None: ...
-    def load(self) -> None: ...
-
-
-class BoundKernel(Protocol):
-    """A call that brings its launches, in a workspace."""
-
-    def run(self, operands: Sequence[torch.Tensor]) -> None: ...
     def load(self) -> None: ...
 
 
@@ -116,9 +108,8 @@ class HeaderExchange(Protocol):
 
 @runtime_checkable
 class KernelExecutor(Executor, Protocol):
-    """An executor that also runs calls which bring their launches."""
+    """An executor whose kernels wait on a device."""
 
-    def bind_kernel(self, call: KernelCall, /) -> BoundKernel: ...
     def stop(self, fault: int, /) -> None:
         """End this rank's kernels that wait, now and until :meth:`clear`, for a fault that was found elsewhere.
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from shotcast.overlap.controller import Controller as Controller
     from shotcast.overlap.ddp import GradientBuckets as GradientBuckets
     from shotcast.overlap.ddp import average_gradients as average_gradients
-    from shotcast.overlap.gathered_products import GatheredProducts as GatheredProducts
-    from shotcast.overlap.gathered_products import all_gather_matmul as all_gather_matmul
     from shotcast.overlap.lanes import Lanes as Lanes
     from shotcast.overlap.lanes import lanes_of as lanes_of
     from shotcast.overlap.linear import ColumnParallelLinear as ColumnParallelLinear
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
     from shotcast.overlap.schedule import Communicate as Communicate
     from shotcast.overlap.schedule import Compute as Compute
     from shotcast.overlap.schedule import Schedule as Schedule
-    from shotcast.overlap.summed_products import explain_product as explain_product
-    from shotcast.overlap.summed_products import matmul_all_reduce as matmul_all_reduce
-    from shotcast.overlap.summed_products import matmul_reduce_scatter as matmul_reduce_scatter
 
 _MODULES = {
     "Chain": "chains",
@@ -32,18 +27,13 @@ _MODULES = {
     "Compute": "schedule",
     "Controller": "controller",
     "Decision": "policy",
-    "GatheredProducts": "gathered_products",
     "GradientBuckets": "ddp",
     "Lanes": "lanes",
     "RowParallelLinear": "linear",
     "Schedule": "schedule",
-    "all_gather_matmul": "gathered_products",
     "average_gradients": "ddp",
     "chain": "chains",
-    "explain_product": "summed_products",
     "lanes_of": "lanes",
-    "matmul_all_reduce": "summed_products",
-    "matmul_reduce_scatter": "summed_products",
 }
 """Public names and their modules, most of which import torch. They are imported on first use."""
 __all__ = list(_MODULES)

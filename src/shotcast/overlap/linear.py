@@ -24,20 +24,20 @@ from torch import nn
 
 from shotcast.collectives.communicator import Communicator
 from shotcast.errors import ConfigError
-from shotcast.overlap import gathered_products, schedule
+from shotcast.overlap import schedule
 from shotcast.overlap.adaptive import Adaptive, bucket
 from shotcast.overlap.chains import in_place_sum
 from shotcast.overlap.controller import Controller
-from shotcast.overlap.gathered_products import all_gather_matmul
 from shotcast.overlap.lanes import Lanes, lanes_of
-from shotcast.overlap.policy import AUTO, FUSED, PLAIN, SEQUENTIAL, Way, measure, model_us
+from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Way, measure, model_us
 from shotcast.overlap.schedule import makespan_us
-from shotcast.overlap.summed_products import scattered_sums
 
 CHUNKS = (2, 4, 8)
 """The numbers of chunks that a row-parallel layer may divide its rows into."""
 _LEAST_ROWS = 16
 """Chunks of fewer rows make products too small to hide anything."""
+_SCATTERED_CHUNKS, _LEAST_SCATTERED_ROWS = 4, 64
+"""The most chunks of a rank's rows of a sum, on CPU ranks, and the fewest rows of one."""
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -99,18 +99,34 @@ class _Divided(nn.Module):
         return x.reshape(-1, x.shape[-1]).contiguous()
 
     def _gathered(self, rows: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], Any]]:
-        """Return the ways to multiply the rows of all ranks by a weight; each gives the product and the rows."""
+        """Return the ways to multiply the rows of all ranks by a weight; each gives the product and the rows.
 
-        def by(way: str) -> Callable[[], Any]:
-            return lambda: all_gather_matmul(self._lanes, rows, weight, return_gathered=True, way=way, sms=self._sms)
+        Each rank's rows are multiplied for themselves, so that the bits do not depend on the way.
+        """
+        ranks, own = self._comm.world_size, self._comm.rank
+        gathered = rows.new_empty(ranks, *rows.shape)
+        out = rows.new_empty(ranks, rows.shape[0], weight.shape[1])
 
-        ways = {SEQUENTIAL: by(SEQUENTIAL)}
-        if self._comm.world_size > 1:
-            ways[PLAIN] = by(PLAIN)
-            shape = rows.new_empty(()).expand(self._comm.world_size * rows.shape[0], rows.shape[1])
-            if gathered_products.serves_fused(self._comm, shape, [weight], self._sms):
-                ways[FUSED] = by(FUSED)
-        return ways
+        def gather(comm: Communicator) -> None:
+            comm.all_gather(rows, out=gathered.flatten(0, 1), sms=self._sms)
+
+        def multiply(rank: int) -> None:
+            torch.mm(rows if rank == own else gathered[rank], weight, out=out[rank])
+
+        def sequential() -> tuple[torch.Tensor, torch.Tensor]:
+            gather(self._comm)
+            for rank in range(ranks):
+                multiply(rank)
+            return out.flatten(0, 1), gathered.flatten(0, 1)
+
+        def plain() -> tuple[torch.Tensor, torch.Tensor]:
+            computations = {"compute 0": lambda: None, "compute 1": lambda: multiply(own)}
+            self._controller.run(schedule.beside(), computations, {"communicate 0": gather})
+            for rank in range(own + 1, own + ranks):
+                multiply(rank % ranks)
+            return out.flatten(0, 1), gathered.flatten(0, 1)
+
+        return {SEQUENTIAL: sequential, PLAIN: plain} if ranks > 1 else {SEQUENTIAL: sequential}
 
     def _apply_to(self, function: type[torch.autograd.Function], x: torch.Tensor) -> torch.Tensor:
         """Apply a function to ``x``, weight and bias, in the dtype that autocast asks for."""
@@ -131,8 +147,7 @@ class ColumnParallelLinear(_Divided):
         ranks: a communicator; or lanes that several layers share, from :func:`shotcast.overlap.lanes_of`.
         linear: the whole layer, the same on all ranks.
         way: ``auto``, which measures at the first backward of about so many rows; or ``sequential`` or ``plain``. With
-            sequence parallelism, forwards are measured too, and may be ``fused``
-            (:func:`shotcast.overlap.all_gather_matmul`).
+            sequence parallelism, forwards are measured too.
         sequence_parallel: every rank has some rows of the input, equally many: [rows / ranks, ..., inputs] to
             [rows, ..., outputs / ranks].
         sms: the most SMs that a collective may occupy, as for :meth:`Communicator.all_reduce`.
@@ -156,8 +171,9 @@ class ColumnParallelLinear(_Divided):
         """Multiply the rows of all ranks by this rank's weight [inputs, outputs / ranks]."""
         rows = self._rows(x)
         ways = self._gathered(rows, weight)
-        done = self.adaptive.run(("forward", bucket(rows.shape[0]), rows.dtype), ways, checked=(FUSED,))
-        return done.products[0].view(self._comm.world_size * x.shape[0], *x.shape[1:-1], weight.shape[1])
+        out, _ = self.adaptive.run(("forward", bucket(rows.shape[0]), rows.dtype), ways)
+        result: torch.Tensor = out.view(self._comm.world_size * x.shape[0], *x.shape[1:-1], weight.shape[1])
+        return result
 
     def backward(
         self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
@@ -276,11 +292,11 @@ class RowParallelLinear(_Divided):
         ranks: as for :class:`ColumnParallelLinear`.
         linear: the whole layer, the same on all ranks.
         way: ``auto``, which measures at the first forward of about so many rows; or ``sequential``, or ``2 chunks``,
-            ``4 chunks`` or ``8 chunks``. With sequence parallelism, backwards are measured too, and the other ways are
-            ``plain`` and ``fused`` (:func:`shotcast.overlap.all_gather_matmul` and ``matmul_reduce_scatter``).
+            ``4 chunks`` or ``8 chunks``. With sequence parallelism, backwards are measured too, and the other way is
+            ``plain``, in the forward of CPU ranks alone.
         sequence_parallel: every rank gets the sums of some rows, equally many: [rows, ..., inputs / ranks] to
             [rows / ranks, ..., outputs].
-        sms: as for :class:`ColumnParallelLinear`. Products that send their own tiles (``fused``) need no SMs beside.
+        sms: as for :class:`ColumnParallelLinear`.
 
     Attributes:
         adaptive: its ``decisions`` say what was chosen, by rows (up to a power of two) and dtype, and why.
@@ -302,8 +318,51 @@ class RowParallelLinear(_Divided):
         rows, ranks = self._rows(x), self._comm.world_size
         if x.shape[0] % ranks:
             raise ConfigError(f"{x.shape[0]} rows are not divisible among {ranks} ranks")
-        out = scattered_sums(self.adaptive, self._comm, rows, weight, self._sms)
+        out = self.adaptive.run(("forward", bucket(rows.shape[0]), rows.dtype), self._scattered(rows, weight))
         return out.view(x.shape[0] // ranks, *x.shape[1:-1], weight.shape[1])
+
+    def _scattered(self, rows: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+        """Return the ways to multiply by a weight and sum this rank's rows over the ranks.
+
+        On CPU ranks that is done in chunks, of which one is summed under the product of the next. The products of
+        chunks are those of both ways, so that the bits do not depend on the way.
+        """
+        ranks = self._comm.world_size
+        each = rows.shape[0] // ranks
+        blocks, out = rows.view(ranks, each, rows.shape[1]), rows.new_empty(each, weight.shape[1])
+        count = min(_SCATTERED_CHUNKS, each // _LEAST_SCATTERED_ROWS) if self._comm.device.type == "cpu" else 1
+        size = max(1, -(-each // max(1, count)))
+        chunks = [slice(first, min(first + size, each)) for first in range(0, each, size)]
+
+        def multiply(chunk: slice) -> torch.Tensor:
+            part = rows.new_empty(ranks, chunk.stop - chunk.start, weight.shape[1])
+            for source, target in zip(blocks, part, strict=True):
+                torch.mm(source[chunk], weight, out=target)
+            return part
+
+        def sequential() -> torch.Tensor:
+            product = torch.cat([multiply(chunk) for chunk in chunks], 1) if len(chunks) > 1 else rows @ weight
+            self._comm.reduce_scatter(product.view(-1, weight.shape[1]), out=out, sms=self._sms)
+            return out
+
+        def plain() -> torch.Tensor:
+            parts: dict[int, torch.Tensor] = {}
+
+            def compute(number: int) -> None:
+                parts[number] = multiply(chunks[number])
+
+            def communicate(comm: Communicator, number: int) -> None:
+                comm.reduce_scatter(parts[number].flatten(0, 1), out=out[chunks[number]], sms=self._sms)
+
+            numbers = range(len(chunks))
+            self._controller.run(
+                schedule.chain(len(chunks)),
+                {f"compute {i}": lambda i=i: compute(i) for i in numbers},  # type: ignore[misc]
+                {f"communicate {i}": lambda comm, i=i: communicate(comm, i) for i in numbers},  # type: ignore[misc]
+            )
+            return out
+
+        return {SEQUENTIAL: sequential, PLAIN: plain} if ranks > 1 and len(chunks) > 1 else {SEQUENTIAL: sequential}
 
     def backward_by_rows(
         self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
@@ -313,8 +372,8 @@ class RowParallelLinear(_Divided):
         dx = gathered = None
         if needs[0]:
             ways = self._gathered(rows, weight)
-            done = self.adaptive.run(("backward", bucket(rows.shape[0]), rows.dtype), ways, checked=(FUSED,))
-            dx, gathered = done.products[0].view(x.shape), done.gathered
+            product, gathered = self.adaptive.run(("backward", bucket(rows.shape[0]), rows.dtype), ways)
+            dx = product.view(x.shape)
         elif needs[1] or needs[2]:
             gathered = self._comm.all_gather(rows, sms=self._sms)
         dw = gathered.t() @ x.reshape(-1, x.shape[-1]) if gathered is not None and needs[1] else None

@@ -34,14 +34,8 @@ WORTH = 1.01
 MOST_MEASURED = 4
 """The ways that are measured besides the sequential one and plain overlap."""
 
-AUTO, SEQUENTIAL, PLAIN, FUSED = "auto", "sequential", "plain", "fused"
-"""The names of ways: to measure them; a product, and then a collective; both at once; and both in one kernel."""
-
-
-def check_way(way: str) -> None:
-    """Raise ConfigError unless ``way`` names a way of a product with a collective."""
-    if way not in (AUTO, SEQUENTIAL, FUSED, PLAIN):
-        raise ConfigError(f"way is {way!r}; it takes {AUTO}, {SEQUENTIAL}, {FUSED} or {PLAIN}")
+AUTO, SEQUENTIAL, PLAIN = "auto", "sequential", "plain"
+"""The names of ways: to measure them; a product, and then a collective; and both at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,16 +45,6 @@ def own_gemm() -> Any:
     return gemm
 
 
-@functools.cache
-def interprets_kernels() -> bool:
-    """Return whether kernels of GPUs serve tensors of the CPU; without Triton none do."""
-    try:
-        from shotcast.device.triton.intrinsics import INTERPRETED
-    except ImportError:
-        return False
-    return INTERPRETED
-
-
 @functools.lru_cache(maxsize=256)
 def _bind(form: GemmForm, config: GemmConfig, sms: int) -> Gemm:
     bound: Gemm = own_gemm().Gemm(form, config, sms)

@@ -18,11 +18,10 @@ from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import LOSSLESS, choose
 from shotcast.collectives.choice.table import MODES, Table
 from shotcast.collectives.first_use import CompiledVariant
-from shotcast.collectives.interface import BoundCall, BoundKernel, Executor, KernelExecutor
+from shotcast.collectives.interface import BoundCall, Executor
 from shotcast.collectives.reductions import Reduction, check_reduction, is_divided, reduction_name
 from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.memory.operands import NormTensors
-from shotcast.transport.kernel_call import KernelCall
 from shotcast.units import format_size
 from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
 
@@ -66,7 +65,7 @@ class Needed(NamedTuple):
     """A variant that must have been compiled on all ranks before a call, and a bound call that takes it."""
 
     variant: CompiledVariant
-    bound: BoundCall | BoundKernel
+    bound: BoundCall
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,7 +82,6 @@ class Call:
     # included; 0 where any workspace will do
     room: int
     label: str  # a name for profilers and errors
-    kernel: BoundKernel | None = None  # of a call that brings its launches, in place of `bound`
     is_makeshift: bool = False  # it is made once, as the workspace has no room for the call that would be made
 
 
@@ -227,13 +225,6 @@ class Resolver:
                 plan = dataclasses.replace(like, algorithm=name, nbytes=nbytes, launch=taken.launch, room=needed)
                 found |= {one: plan for one in map(CompiledVariant, executor.variants(plan)) if one not in found}
         return found
-
-    def resolve_kernel(self, call: KernelCall) -> Call:
-        """Return a call that brings its launches, for ranks whose kernels are those of GPUs."""
-        assert isinstance(self.executor, KernelExecutor)
-        plan, kernel = call.plan, self.executor.bind_kernel(call)
-        label = f"shotcast.{plan.op.label} {plan.dtype} {format_size(plan.nbytes)}"
-        return Call(plan, False, None, (Needed(CompiledVariant(call.form), kernel),), plan.room, label, kernel)
 
     def explain(
         self, x: torch.Tensor, op: str, algorithm: str, reduction: Reduction, mode: str, sms: int | None = None

@@ -100,8 +100,6 @@ class KernelContext:
     cells_address: int  # the address of this GPU's own cells, by which programs of fused kernels add up rows
     cells_nbytes: int  # bytes of these cells
     blocks_address: int  # the address of the table of all ranks' blocks of tensors, in device memory
-    # the address of this GPU's own words, by which a call tells the kernel beside it what has come
-    arrivals_address: int
     multicast: bool  # the table ends with a multicast address that kernels may use
     pdl: bool  # kernels begin before the kernel before them has ended (programmatic dependent launch)
     native_fp8: bool  # the GPU converts FP8 by an instruction

@@ -27,11 +27,10 @@ from shotcast.memory.block_heap import BlockHeap, GpuBlock, HostBlock
 from shotcast.memory.operands import NormTensors
 from shotcast.memory.streams import current_device, raw_stream
 from shotcast.memory.symmetric import raise_failures, shortage
-from shotcast.transport.kernel_call import KernelCall
 from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.barrier import gate_of
-from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelContext, KernelLaunch
+from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
 from shotcast.transport.triton.layout import Layout, bytes_of_copies
 from shotcast.transport.triton.workspace import Workspace
 from shotcast.units import align_up
@@ -136,43 +135,6 @@ class BoundCall:
             pieces.append(_Piece(self._executor.gate(plan, launch), launch, start))
         self._pieces[aligned] = tuple(pieces)
         return self._pieces[aligned]
-
-
-class BoundKernel:
-    """A :class:`KernelCall` in the workspace that calls use now.
-
-    ``context`` returns the facts of the workspace, which has room for it, once it is launched or loaded.
-    """
-
-    __slots__ = ("_call", "_context", "_device", "_launches")
-
-    def __init__(self, call: KernelCall, context: Callable[[], KernelContext], device: torch.device):
-        self._call, self._context, self._device = call, context, device
-        self._launches: Sequence[Enqueue] = ()
-
-    def run(self, operands: Sequence[torch.Tensor]) -> None:
-        stream = 0
-        if not INTERPRETED:
-            index = self._device.index
-            if current_device() != index:
-                with torch.cuda.device(self._device):
-                    self.run(operands)
-                return
-            stream = raw_stream(index)
-        given = self._call.given(*operands)
-        for launch in self._bound():
-            launch(stream, given)
-
-    def load(self) -> None:
-        if not INTERPRETED:
-            with torch.cuda.device(self._device):
-                for launch in self._bound():
-                    launch.load()
-
-    def _bound(self) -> Sequence[Enqueue]:
-        if not self._launches:
-            self._launches = self._call.launches(self._context())
-        return self._launches
 
 
 def _launch(bound: KernelLaunch) -> Launch:
@@ -331,10 +293,6 @@ class TritonExecutor:
 
     def bind(self, plan: CallPlan) -> BoundCall:
         return BoundCall(self, plan)
-
-    def bind_kernel(self, call: KernelCall) -> BoundKernel:
-        """Return a call that brings its launches, in the last workspace."""
-        return BoundKernel(call, lambda: self.workspaces[-1].context, self.device)
 
     def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         """Return the kernel of a plan that is no longer than the last workspace, or of a piece.

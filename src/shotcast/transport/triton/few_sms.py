@@ -28,22 +28,18 @@ ranks, whose programs read and write each byte of the message twice. Copies move
 Where the tensors of all ranks lie in memory that the ranks map, nothing passes through a window: each rank reads the
 others' x in place, and in an all_reduce writes its sums into their out. Ranks say where their tensors lie as they
 enter, so all take the same way. They meet once more at the end: until then a rank's tensors are in use.
-
-An all_gather can announce chunks to a product that runs beside it (:mod:`shotcast.kernels.triton.arriving_gemm`). It
-lets the product begin once every program's namesakes have entered, which takes SMs that no program of any rank still
-needs to begin.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from shotcast import wire
-from shotcast.device.triton.intrinsics import kernel, release_next_kernel
+from shotcast.device.triton.intrinsics import kernel
 from shotcast.device.triton.launch import Wide
 from shotcast.device.triton.reductions import reduce_words, reduced_unless_stopped
 from shotcast.device.triton.words import load_words, store_words
@@ -207,7 +203,7 @@ def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.cons
 
 
 @triton.jit
-def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk_nbytes, parts, SHAPE: tl.constexpr):
+def through_window(call, x, out, addresses, progress, window_at, chunk_nbytes, parts, SHAPE: tl.constexpr):
     """Carry out the operation through the window, chunk by chunk."""
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
@@ -308,15 +304,13 @@ def through_window(call, x, out, addresses, arrivals, progress, window_at, chunk
                     words = reduced_unless_stopped(call.live, taken[i], SHAPE.DTYPE)
                     store_words(out, taken_to[i], offs, words, taken_sizes[i], SHAPE.UNIT)
         call = sync.join_warps(call, late_ranks, running, WORLD, WARPS)
-        if SHAPE.ANNOUNCES:
-            sync.announce(arrivals, worker, tl.maximum(turn - LAG + 1, 0), WARPS)  # the first chunks
         if step + 1 < steps:
             sync.raise_progress(call, progress, step + 1, WORLD, WARPS)
 
 
 @dataclass(frozen=True, slots=True)
 class FewSmsShape(TileShape):
-    """A kernel of few SMs; ``KIND`` is its operation, and ``ANNOUNCES`` tells a product what has come.
+    """A kernel of few SMs; ``KIND`` is its operation.
 
     ``MAPPED_BLOCK`` are the words of a tile of tensors that all ranks map.
     """
@@ -324,7 +318,6 @@ class FewSmsShape(TileShape):
     KIND: int
     REDUCTION: int
     MAPPED_BLOCK: int
-    ANNOUNCES: bool
 
 
 @kernel(shape=FewSmsShape)
@@ -339,10 +332,9 @@ def few_sms(
     progress_at,
     places: Places,
     blocks: Blocks,
-    arrivals,
     SHAPE: tl.constexpr,
 ):
-    """Carry out the operation of KIND on x into out; ANNOUNCES: say which chunks are there to the kernel after it."""
+    """Carry out the operation of KIND on x into out."""
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD
     KIND: tl.constexpr = SHAPE.KIND
@@ -369,29 +361,20 @@ def few_sms(
     parts = Parts(part_nbytes, starts, own_start, own_nbytes, copied_nbytes)
     progress = progress_at + worker * FLAG_ROW_QUADS
     row = blocks.rows + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
-    if not SHAPE.ANNOUNCES:
-        sync.tell_places(call, row, places, WORLD, WARPS)
+    sync.tell_places(call, row, places, WORLD, WARPS)
     sync.raise_progress(call, progress, 0, WORLD, WARPS)
     # the peers no longer read what a call before left there
     call = sync.await_progress(call, progress, 0, WORLD, WARPS)
-    if SHAPE.ANNOUNCES:
-        release_next_kernel(SHAPE.PDL)  # not before: it may take all SMs, and a peer on this GPU may not have begun
-        through_window(call, x, out, addresses, arrivals, progress, window_at, chunk_nbytes, parts, SHAPE)
+    mapped = call.live != 0
+    for r in tl.static_range(WORLD):
+        mapped = mapped & (sync.place_of(call, row, r, False) != 0)
+        if KIND == ALL_REDUCE:
+            mapped = mapped & (sync.place_of(call, row, r, True) != 0)
+    if mapped:
+        where_they_lie(call, x, out, blocks.addresses, row, progress, parts, SHAPE)
     else:
-        mapped = call.live != 0
-        for r in tl.static_range(WORLD):
-            mapped = mapped & (sync.place_of(call, row, r, False) != 0)
-            if KIND == ALL_REDUCE:
-                mapped = mapped & (sync.place_of(call, row, r, True) != 0)
-        if mapped:
-            where_they_lie(call, x, out, blocks.addresses, row, progress, parts, SHAPE)
-        else:
-            through_window(call, x, out, addresses, arrivals, progress, window_at, chunk_nbytes, parts, SHAPE)
+        through_window(call, x, out, addresses, progress, window_at, chunk_nbytes, parts, SHAPE)
 
-
-BESIDE_REGISTERS, BESIDE_WORDS = 48, 4096
-"""Registers of a thread, and the largest tile, with which a program of two ranks that gathers rows has room on an SM
-beside their product: 512 threads with 48 registers beside 256 with 155."""
 
 MAPPED_WORDS = 16384
 """Words of all ranks that a program holds, while as many are on their way, where tensors are mapped."""
@@ -414,10 +397,9 @@ def mapped_block(block: int, warps: int, world_size: int, unit: int) -> int:
     return max(128 * warps, min(MAPPED_WORDS // triton.next_power_of_2(world_size), 512 * warps))
 
 
-def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> KernelLaunch:
+def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce, a reduce_scatter, an all_gather, an all_to_all or a broadcast.
 
-    An all_gather that ``announces`` lets the next kernel of the stream begin, and tells it which chunks are there.
     Raises ConfigError if the launch needs more of the window than there is.
     """
     item, world_size, shape = wire.DTYPES[plan.dtype], context.world_size, plan.launch
@@ -444,7 +426,8 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
         )
     if steps + 2 * layout.STEPS_IN_FLIGHT >= 1 << layout.PROGRESS_STEP_BITS or shape.programs > layout.PROGRESS_ROWS:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")
-    block, options, reduces, unit = shape.block_words, {}, {"REDUCTION": 0}, context.unit(plan)
+    block, unit = shape.block_words, context.unit(plan)
+    reduces: dict[str, Any] = {"REDUCTION": 0}
     if plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
         found = reduction_arguments(plan, context)
         reduces = {name: found[name] for name in ("DTYPE", "REDUCTION")}
@@ -452,23 +435,18 @@ def bind(plan: CallPlan, context: KernelContext, announces: bool = False) -> Ker
             unit = 1  # each word takes several registers, as where a word is not loaded as a whole
     if unit != layout.QUAD:
         block = min(block, 64 * shape.num_warps)
-    elif announces and world_size == 2 and block <= BESIDE_WORDS:
-        options = {"maxnreg": BESIDE_REGISTERS}
     return context.launch(
         few_sms,
         plan,
         programs=shape.programs,
-        options=options,
         part_nbytes=part,
         starts=tuple(map(Wide, starts)),
         chunk_nbytes=shape.chunk_bytes,
-        tensors="x and out" if announces else "x and out in place",
+        tensors="x and out in place",
         places=Places(Wide(), Wide()),
         blocks=Blocks(context.layout.places_at, context.blocks_address),
-        arrivals=context.arrivals_address,
         KIND=_KINDS[plan.op].value,
         **reduces,
-        ANNOUNCES=announces,
         BLOCK=block,
         MAPPED_BLOCK=mapped_block(shape.block_words, shape.num_warps, world_size, unit),
     )

@@ -796,19 +796,6 @@ def join_warps(call, late_ranks, running, WORLD: tl.constexpr, WARPS: tl.constex
 
 
 @triton.jit
-def announce(arrivals, worker, chunks, WARPS: tl.constexpr):
-    """Tell the kernel that runs beside this one how many chunks of every rank this program has stored (a release).
-
-    ``arrivals`` is the address of a 64-bit word for each program, in the memory of this GPU. The kernel beside reads
-    them by ``shotcast.kernels.triton.arriving_gemm.await_rows``. A call that was stopped announces too: it stores NaN.
-    """
-    tl.debug_barrier()
-    threads = thread_ids(WARPS)
-    words = arrivals.to(tl.int64).to(tl.pointer_type(tl.int64)) + worker + threads * 0
-    store_release(words, (threads * 0 + chunks).to(tl.int64), threads == 0)
-
-
-@triton.jit
 def put_header(call, puts, row, WORLD: tl.constexpr):
     """Put this rank's header to all ranks whose regions are not mapped.
 

@@ -59,7 +59,6 @@ class Workspace:
         puts = [word for target in targets for word in (target.address, target.pe)]
         self._puts = torch.tensor(puts, dtype=torch.int64, device=device)
         self._cells = torch.zeros(3 * layout.row_cell_count(where.max_bytes), dtype=torch.int64, device=device)
-        self._arrivals = torch.zeros(wire.MAX_SMS + 1, dtype=torch.int64, device=device)
         self.context = KernelContext(
             rank=rank,
             world_size=world_size,
@@ -70,7 +69,6 @@ class Workspace:
             cells_address=self._cells.data_ptr(),
             cells_nbytes=self._cells.nbytes,
             blocks_address=blocks_address or memory.addresses[rank],
-            arrivals_address=self._arrivals.data_ptr(),
             multicast=bool(memory.multicast_address),
             pdl=supports_pdl(device),
             native_fp8=has_float8_conversions(device),
@@ -164,7 +162,6 @@ class Workspace:
         where = self.where
         self._control.zero_()
         self._cells.zero_()
-        self._arrivals.zero_()
         words = self.memory.view(self._rank, 0, (where.nbytes // 4,), torch.int32)
         words[where.mailboxes_at * 4 : where.cells_at * 4].zero_()
         words[where.slots_at * 4 : where.staging_at * 4].fill_(-1)
@@ -178,5 +175,4 @@ class Workspace:
         A second call does nothing.
         """
         self._control = self._peers = self._puts = self._cells = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._arrivals = self._cells
         self.memory.close()
