@@ -22,7 +22,7 @@ from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.sequence import SequenceState
 from shotcast.engine.speculation import RankProposer, Speculation
-from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, StepPlan
+from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, ScheduledSequence, StepPlan
 from shotcast.errors import ConfigError
 
 VOCAB = 13
@@ -93,12 +93,33 @@ class Ranks:
         self.config = config
         self.proposals = proposals
         self.cache = [[-1] * config.block_size for _ in range(config.num_blocks)]
+        self.draft_cache = [[-1] * config.block_size for _ in range(config.num_blocks)]
         self.slots: dict[int, Slot] = {}
         self.reported: list[tuple[int, ...]] = []  # proposals of the last step
 
     def read(self, slot: Slot, count: int) -> list[int]:
         size = self.config.block_size
         return [self.cache[slot.table[place // size]][place % size] for place in range(count)]
+
+    def draft(self, parts: list[tuple[ScheduledSequence, Slot, list[int]]]) -> None:
+        """Compute what the draft model computes, and check what it reads before it proposes."""
+        size, count = self.config.block_size, 0
+        for s, slot, tokens in parts:
+            if s.drafted is None:
+                assert not s.propose
+                continue
+            first, known = s.drafted
+            assert list(known) == slot.tokens[first : first + len(known)]
+            assert first + len(known) <= s.num_computed
+            computed = [*known, *tokens] if first + len(known) == s.num_computed else list(known)
+            count += len(computed)
+            for place, token in enumerate(computed, first):
+                self.draft_cache[slot.table[place // size]][place % size] = token
+            if s.propose:
+                assert first + len(computed) == s.num_computed + len(tokens)
+                wanted = [*slot.tokens[: s.num_computed], *tokens]
+                assert [self.draft_cache[slot.table[at // size]][at % size] for at in range(len(wanted))] == wanted
+        assert count <= self.config.max_batch_tokens
 
     def step(
         self, plan: StepPlan, prompts: dict[str, tuple[int, ...]]
@@ -134,6 +155,7 @@ class Ranks:
             # No sequence reads what this step writes: neither this one (it starts after), nor any other.
             assert self.read(slot, s.num_computed) == slot.tokens[: s.num_computed]
             parts.append((s, slot, tokens))
+        self.draft(parts)
         for s, slot, tokens in parts:
             assert len(tokens) > 0
             blocks = {slot.table[place // size] for place in range(s.num_computed, s.num_computed + len(tokens))}
@@ -368,8 +390,34 @@ def test_a_tiny_cache_under_load(lookahead: int, pipeline: int, proposer: Guesse
     stats = engine.scheduler.stats()
     assert stats.preemptions > 20
     assert stats.cached_tokens > 100
-    assert (stats.proposed_tokens > stats.accepted_tokens > 20) == (proposer is not None)
+    # a draft model proposes nothing in the many steps after one with prompts
+    assert (stats.proposed_tokens > stats.accepted_tokens > 5) == (proposer is not None)
     engine.check()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_draft_model_rests_where_proposals_do_not_pay(lookahead: int) -> None:
+    """Then it computes what it has left out, as far as steps have room, and proposes again."""
+    pays = [True] * 8 + [False] * 30 + [True] * 200
+    engine = Engine(config(lookahead=lookahead, max_model_len=200), Speculation(3, 9, RankProposer(), Turns(pays)))
+    engine.add(request("a", (1, 2), max_tokens=100, ignore_eos=True))
+    engine.drain()
+    engine.check()
+    (sequences,) = zip(*(plan.sequences for plan in engine.made), strict=True)
+    drafted = [s.drafted for s in sequences]
+    first = drafted.index(None)
+    again = next(number for number, part in enumerate(drafted) if number > first and part is not None)
+    assert drafted[first:again] == [None] * (again - first)
+    assert again - first > 20
+    assert drafted.count(None) == again - first
+    left_out = sequences[again].num_computed - sequences[first].num_computed
+    later = [len(part[1]) for part in drafted[again:] if part is not None and part[1]]
+    assert sum(later) >= left_out > max(later)
+    assert max(later) == engine.config.max_batch_tokens - 1
+    proposes = [s.propose > 0 for s in sequences]
+    assert not any(proposes[first : again + len(later) - 1])
+    assert any(proposes[:first])
+    assert any(proposes[again:])
 
 
 @pytest.mark.parametrize("proposer", [Guesses(), RankProposer()])

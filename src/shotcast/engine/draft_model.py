@@ -2,7 +2,7 @@
 
 It computes each step after the model has, for the same tokens, in a cache with the same blocks. So the scheduler's
 plans for prefixes, preemption and blocks hold for it too. Then it decodes the proposals that the plan asks for, a step
-for each.
+for each. Where these do not pay it rests, and it computes what it has left out before the next proposals.
 
 It samples by the noise by which the model samples the same position, so both often take the same token even where many
 are likely. Penalties, masks and biases are left out.
@@ -54,7 +54,9 @@ class DraftModel:
         """
         runner, sampler = self.runner, self.runner.sampler
         assert sampler is not None
-        runner.execute(StepPlan(plan.number, tuple(map(self._computed, plan.sequences))))
+        parts = sorted(map(self._computed, plan.sequences), key=lambda part: len(part.tokens) > 1)
+        runner.leave_out(StepPlan(plan.number, tuple(part for part in parts if not part.tokens)))
+        runner.execute(StepPlan(plan.number, tuple(part for part in parts if part.tokens)))
         sampling = [sequence for sequence in plan.sequences if sequence.do_sample]
         for sequence in sampling:
             sampler.advance(sequence.slot, sequence.accepted + 1)
@@ -76,12 +78,15 @@ class DraftModel:
         return made
 
     def _computed(self, sequence: ScheduledSequence) -> ScheduledSequence:
-        """Return a sequence of a plan without what only the model does with it."""
-        params = sequence.params and _simplified(sequence.params)
-        tokens = sequence.tokens
+        """Return what the smaller model computes of a sequence of a plan; no tokens where it leaves that out."""
+        first, tokens = (sequence.num_computed, ()) if sequence.drafted is None else sequence.drafted
+        if sequence.drafted is not None and first + len(tokens) == sequence.num_computed:
+            tokens += sequence.tokens
         if self._last + 1 < self._vocab:
             tokens = tuple(min(token, self._last) for token in tokens)
-        return sequence._replace(tokens=tokens, do_sample=False, drafts=0, accepted=0, params=params, targets=None)
+        params = sequence.params and _simplified(sequence.params)
+        quiet = sequence._replace(do_sample=False, drafts=0, accepted=0, params=params, targets=None)
+        return quiet._replace(num_computed=first, tokens=tokens)
 
     def _starts(self, sampling: list[ScheduledSequence], tokens: tuple[int, ...]) -> list[_Start]:
         starts, row = [], 0

@@ -270,6 +270,15 @@ class ModelRunner:
                 output.add_proposals(self._draft, drafted)
         return output
 
+    def leave_out(self, plan: StepPlan) -> None:
+        """Take note of the new sequences and blocks of a plan, without computing it."""
+        if self.sampler is not None:
+            self._assign_new(plan, self.sampler)
+        updates = self._update_host_tables(plan)
+        if len(updates):
+            indices, blocks = copy_to_device([updates[:, 0].astype(np.int64), updates[:, 1].copy()], self._state.device)
+            self._state.block_tables.view(-1)[indices] = blocks
+
     @staticmethod
     def _assign_new(plan: StepPlan, sampler: Sampler) -> None:
         for sequence in plan.sequences:

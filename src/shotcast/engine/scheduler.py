@@ -86,6 +86,9 @@ class Scheduler:
         self._speculation = speculation
         self._updated_s = 0.0
         self._asks_ranks = False  # for proposals, in the plan that is being made
+        self._drafts = False  # the ranks' draft model computes that plan
+        self._draft_room = 0  # tokens that it may compute besides, which it has left out before
+        self._undrafted: set[int] = set()  # blocks that it has not computed, or not all of
         self._computes_prompts = False  # in the last plan
         self._blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_caching)
         self._eos = frozenset(config.eos)
@@ -174,12 +177,9 @@ class Scheduler:
         speculation = self._speculation
         by_ranks = speculation is not None and speculation.by_ranks
         # prompts are not to wait for the steps of a draft model, nor for the host, which knows no lookahead then
-        speculates = (
-            speculation is not None
-            and speculation.policy.speculates(len(self._running))
-            and not (by_ranks and self._computes_prompts)
-        )
-        self._asks_ranks = speculates and by_ranks
+        pays = speculation is not None and speculation.policy.speculates(len(self._running))
+        speculates = pays and not (by_ranks and self._computes_prompts)
+        self._drafts, self._asks_ranks = pays and by_ranks, speculates and by_ranks
         lookahead = 0 if speculates else config.lookahead  # proposals follow known tokens
 
         prefilling = None  # at most one: the next is admitted only when a step has more room than this one needs
@@ -295,6 +295,9 @@ class Scheduler:
             if not self._blocks.fits(match, self._blocks.blocks_for(known) - len(match.blocks) + len(self._running)):
                 break
             matched = list(match.blocks)
+            undrafted = (place for place, block in enumerate(matched) if block in self._undrafted)
+            first = next(undrafted, None)
+            sequence.undrafted_from = None if first is None else first * self.config.block_size
             del self._waiting[sequence.request_id]
             self._running[sequence.request_id] = sequence
             sequence.slot = self._slots.pop()
@@ -316,6 +319,7 @@ class Scheduler:
         scheduled = []
         sampling = []
         targets = []
+        self._draft_room = self.config.max_batch_tokens - sum(chosen.values())
         for sequence, count in sorted(chosen.items(), key=lambda item: item[1] > 1 + len(item[0].drafts)):
             part = self._scheduled_sequence(sequence, count)
             scheduled.append(part)
@@ -342,8 +346,10 @@ class Scheduler:
         count -= drafts
         tokens = (tuple(sequence.tokens[start : start + count]) or (PENDING_TOKEN,)) + sequence.drafts
         do_sample = count == sequence.num_uncomputed
-        propose = 0
-        if self._asks_ranks and do_sample and self._speculation is not None:
+        propose, drafted = 0, None
+        if self._speculation is not None and self._speculation.by_ranks:
+            drafted = self._drafted(sequence, start + len(tokens))
+        if self._asks_ranks and do_sample and self._speculation is not None and sequence.undrafted_from is None:
             # After this step, one token at least is known.
             propose = max(0, min(self._speculation.count, sequence.limit - sequence.length - 2))
             self._extend(sequence, min(sequence.limit, start + len(tokens) + propose))
@@ -353,15 +359,36 @@ class Scheduler:
             targets = PromptTargets(tuple(followers), sequence.params.prompt_logprobs or 0)
         if sequence.num_sent_blocks:
             part = ScheduledSequence(sequence.slot, start, tokens, blocks, False, do_sample, targets=targets)
-            if drafts or accepted or propose:
-                part = part._replace(drafts=drafts, accepted=accepted, propose=propose)
+            if drafts or accepted or propose or drafted:
+                part = part._replace(drafts=drafts, accepted=accepted, propose=propose, drafted=drafted)
             return part
         penalised = sequence.params.repetition_penalty != 1
         prompt = tuple(sequence.tokens[: sequence.prompt_length]) if penalised else ()
         request = sequence.params, sequence.request_id, sequence.output, prompt, self._end_tokens(sequence)
         return ScheduledSequence(
-            sequence.slot, start, tokens, blocks, True, do_sample, *request, targets, propose=propose
+            sequence.slot, start, tokens, blocks, True, do_sample, *request, targets, propose=propose, drafted=drafted
         )
+
+    def _drafted(self, sequence: SequenceState, stop: int) -> tuple[int, tuple[int, ...]] | None:
+        """Return what the draft model computes of a sequence in a plan that computes it up to ``stop``, which is
+        :attr:`ScheduledSequence.drafted`.
+
+        Where proposals do not pay it leaves sequences out. It computes what it has left out once they do again, as far
+        as the step has room.
+        """
+        start, size = sequence.num_computed, self.config.block_size
+        first = start if sequence.undrafted_from is None else sequence.undrafted_from
+        drafted, end = None, first
+        if self._drafts and not (first < start and sequence.num_pending):  # it takes tokens that are known
+            known = tuple(sequence.tokens[first : min(start, first + self._draft_room)])
+            self._draft_room -= len(known)
+            drafted = first, known
+            end = stop if first + len(known) == start else first + len(known)
+        sequence.undrafted_from = None if end == stop else end
+        self._undrafted.difference_update(sequence.blocks[first // size : self._blocks.blocks_for(end)])
+        if end < stop:
+            self._undrafted.update(sequence.blocks[end // size : self._blocks.blocks_for(stop)])
+        return drafted
 
     def _end_tokens(self, sequence: SequenceState) -> tuple[int, ...]:
         """Return the tokens that would end an output too early; () if it may have any length."""

@@ -38,6 +38,8 @@ class SequenceState:
     ended: bool = False  # whether it has finished or was aborted
     # the proposals that an outstanding plan verifies; no later plan contains the sequence meanwhile
     drafts: tuple[int, ...] = ()
+    # the first token that the draft model has left out; None if it has computed as many as the model
+    undrafted_from: int | None = None
     num_accepted: int = 0  # how many of the last plan's proposals were accepted, until the ranks are told
     reported: tuple[int, ...] = ()  # proposals of the ranks for the tokens after ``tokens``
     guess: tuple[int, tuple[int, ...]] = (0, ())  # a number of ``tokens``, and what would have been proposed after them
