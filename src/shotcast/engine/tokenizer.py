@@ -172,11 +172,6 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return {str(token): number for number, token in added if token.special}
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens of the tokenizer; the vocabulary of a model may be larger."""
-        return len(self._tokenizer)
-
     def vocabulary(self) -> dict[str, int]:
         """Return all tokens, special ones too, by their spelling."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()

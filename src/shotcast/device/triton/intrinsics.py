@@ -116,9 +116,6 @@ if INTERPRETED:
     def sync_warp() -> None:
         """Let the threads of a warp wait for each other, and see what the others see."""
 
-    def fence_async_proxy() -> None:
-        """Let copies by the copy engine of the SM (TMA) that follow see the memory that this thread sees."""
-
     def opaque(value: Any) -> Any:
         """Return the same scalar, unknown to the compiler, so that what follows from it is not hoisted out of a
         loop."""
@@ -229,20 +226,6 @@ else:
         tl.inline_asm_elementwise(
             """
             bar.warp.sync 0xffffffff;
-            mov.b32 $0, 0;
-            """,
-            "=r",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-    @triton.jit
-    def fence_async_proxy():
-        tl.inline_asm_elementwise(
-            """
-            fence.proxy.async;
             mov.b32 $0, 0;
             """,
             "=r",
