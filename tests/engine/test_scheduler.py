@@ -78,12 +78,14 @@ class Turns:
 
     def __init__(self, pattern: list[bool]):
         self.pattern = itertools.cycle(pattern)
+        self.recorded: list[bool] = []
 
     def speculates(self, running: int) -> bool:
         return next(self.pattern)
 
     def record(self, running: int, speculated: bool, tokens: float, seconds: float) -> None:
         assert tokens >= 1 or running
+        self.recorded.append(speculated)
 
 
 class Ranks:
@@ -399,17 +401,19 @@ def test_a_tiny_cache_under_load(lookahead: int, pipeline: int, proposer: Guesse
 def test_a_draft_model_rests_where_proposals_do_not_pay(lookahead: int) -> None:
     """Then it computes what it has left out, as far as steps have room, and proposes again."""
     pays = [True] * 8 + [False] * 30 + [True] * 200
-    engine = Engine(config(lookahead=lookahead, max_model_len=200), Speculation(3, 9, RankProposer(), Turns(pays)))
+    turns = Turns(pays)
+    engine = Engine(config(lookahead=lookahead, max_model_len=200), Speculation(3, 9, RankProposer(), turns))
     engine.add(request("a", (1, 2), max_tokens=100, ignore_eos=True))
     engine.drain()
     engine.check()
     (sequences,) = zip(*(plan.sequences for plan in engine.made), strict=True)
     drafted = [s.drafted for s in sequences]
-    first = drafted.index(None)
+    assert drafted[0] is None, "the prompt"
+    first = next(number for number, part in enumerate(drafted) if part is None and any(drafted[:number]))
     again = next(number for number, part in enumerate(drafted) if number > first and part is not None)
     assert drafted[first:again] == [None] * (again - first)
     assert again - first > 20
-    assert drafted.count(None) == again - first
+    assert None not in drafted[again:]
     left_out = sequences[again].num_computed - sequences[first].num_computed
     later = [len(part[1]) for part in drafted[again:] if part is not None and part[1]]
     assert sum(later) >= left_out > max(later)
@@ -418,6 +422,10 @@ def test_a_draft_model_rests_where_proposals_do_not_pay(lookahead: int) -> None:
     assert not any(proposes[first : again + len(later) - 1])
     assert any(proposes[:first])
     assert any(proposes[again:])
+    measured = (
+        len(sequences) - 1 - sum(1 for part in drafted if part and part[1])
+    )  # neither the prompt nor steps that also compute what was left out
+    assert len(turns.recorded) <= measured
 
 
 @pytest.mark.parametrize("proposer", [Guesses(), RankProposer()])
@@ -435,6 +443,9 @@ def test_prompts_do_not_wait_for_a_draft_model(proposer: Guesses | RankProposer)
     after = [proposes for proposes, before in zip(proposals[1:], with_prompts, strict=False) if before]
     assert len(after) > 6
     assert any(after) == isinstance(proposer, Guesses)
+    assert not any(
+        s.propose for plan, prompts in zip(engine.made, with_prompts, strict=True) if prompts for s in plan.sequences
+    )
     assert any(proposals[:6])
     assert any(proposals[-6:])
 

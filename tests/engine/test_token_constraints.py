@@ -405,19 +405,29 @@ def test_matchers_of_one_grammar_are_independent(compiler: GrammarCompiler) -> N
     assert not other.is_accepting()
 
 
-def test_what_compiles_quickly_is_compiled_for_each_thread() -> None:
+def test_a_grammar_has_as_many_matchers_as_it_says(compiler: GrammarCompiler) -> None:
     """The library computes the masks of copies of one matcher one by one."""
-    threads = 3
-    compiler = GrammarCompiler(vocabulary(VOCAB, ENDS), threads)
-    quick, slow = Grammar.choice(["ab"]), Grammar.choice(["cd"])
-    compiler.compile(quick).seconds = 0.001
-    compiler.compile(slow).seconds = 0.1
+    quick, slow = Grammar('start: "gh"', 3), Grammar('start: "cd"')
     assert [compiler.matcher(quick)[1] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     assert [compiler.matcher(slow)[1] for _ in range(3)] == [0, 0, 0]
-    assert len(compiler.compile(quick).matchers) == threads
+    assert len(compiler.compile(quick).matchers) == 3
     first, second = (compiler.matcher(quick)[0] for _ in range(2))
-    assert first.consume_tokens(tokens_of("ab"))
+    assert first.consume_tokens(tokens_of("gh"))
     assert not second.is_accepting()
+
+
+def test_a_spoilt_matcher_is_compiled_again(compiler: GrammarCompiler) -> None:
+    class Spoilt:
+        def deep_copy(self) -> Spoilt:
+            return self
+
+        def is_error(self) -> bool:
+            return True
+
+    grammar = Grammar('start: "ef"')
+    compiler.compile(grammar).matchers[0] = Spoilt()
+    matcher, _ = compiler.matcher(grammar)
+    assert matcher.consume_tokens(tokens_of("ef"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from shotcast import env, extras
 from shotcast.engine import worker
 from shotcast.engine.config import EngineConfig, max_model_len_of
-from shotcast.engine.grammar import Grammar, GrammarChecker, Vocabulary
+from shotcast.engine.grammar import MOST_MATCHERS, QUICK_S, Grammar, GrammarChecker, Vocabulary
 from shotcast.engine.messages import (
     HEARTBEAT_S,
     AbortRequest,
@@ -282,7 +282,7 @@ class EngineClient:
         if isinstance(self._checker, ConfigError):
             raise self._checker
         if seconds := self._checker.check(grammar):
-            self._outgoing.put(grammar)
+            self._outgoing.put(replace(grammar, matchers=MOST_MATCHERS if seconds < QUICK_S else 1))
             time.sleep(seconds)  # the ranks take about as long, and a step that samples by the grammar would wait
 
     def _new_id(self) -> str:

@@ -23,6 +23,8 @@ MAX_RANKS = 1024
 _AUTO = re.compile(r"auto(?::([1-9]\d{0,3}))?")
 MAX_SPECULATING = 64
 """Sequences whose proposals may all be verified in one step; the logits of a step have room for no more."""
+MAX_PROPOSALS = 512
+"""The most proposals that a step verifies: those of a vocabulary of 128,000 have logits of 250 MB."""
 DEFAULT_TARGET = "throughput"
 DEFAULT_MODEL_LEN = 8192
 _TEXTS = (
@@ -272,7 +274,8 @@ class EngineConfig:
     def max_proposals(self) -> int:
         """The most proposals that a step verifies."""
         found = self.speculation
-        return found.num_speculative_tokens * min(self.max_sequences, MAX_SPECULATING) if found else 0
+        count = found.num_speculative_tokens * min(self.max_sequences, MAX_SPECULATING) if found else 0
+        return min(count, MAX_PROPOSALS)
 
     @property
     def plans_layout(self) -> bool:

@@ -54,9 +54,13 @@ class DraftModel:
         """
         runner, sampler = self.runner, self.runner.sampler
         assert sampler is not None
-        parts = sorted(map(self._computed, plan.sequences), key=lambda part: len(part.tokens) > 1)
-        runner.leave_out(StepPlan(plan.number, tuple(part for part in parts if not part.tokens)))
-        runner.execute(StepPlan(plan.number, tuple(part for part in parts if part.tokens)))
+        parts = [self._computed(sequence) for sequence in plan.sequences]
+        # The blocks of a plan may be those of other tokens than this model computes, which a graph takes for theirs.
+        others = [part for sequence, part in zip(plan.sequences, parts, strict=True) if part.tokens != sequence.tokens]
+        runner.leave_out(StepPlan(plan.number, tuple(others)))
+        told = {part.slot for part in others}
+        parts = [part._replace(is_new=False, blocks=()) if part.slot in told else part for part in parts if part.tokens]
+        runner.execute(StepPlan(plan.number, tuple(sorted(parts, key=lambda part: len(part.tokens) > 1))))
         sampling = [sequence for sequence in plan.sequences if sequence.do_sample]
         for sequence in sampling:
             sampler.advance(sequence.slot, sequence.accepted + 1)

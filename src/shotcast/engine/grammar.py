@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ MAX_STEP_ITEMS = 20_000
 _MAX_COMPILED = 64
 """Compiled grammars that are kept."""
 
-_QUICK_S = 0.01
-"""Processor time within which a grammar must compile to be compiled several times."""
+MOST_MATCHERS, QUICK_S = 16, 0.01
+"""The most matchers of a grammar, and the seconds within which it must compile to have more than one."""
 
 _MAX_REASON = 300
 """Characters of the library's error messages that are shown."""
@@ -57,12 +57,15 @@ class Grammar:
 
     Args:
         text: a grammar in llguidance's variant of Lark, or its JSON for several grammars.
+        matchers: how many matchers it is compiled to. The library computes the masks of copies of one matcher one by
+            one. The client says it, so that all ranks have equally many: a copy that fails may spoil later ones.
 
     Raises:
         ConfigError: the grammar is longer than MAX_GRAMMAR_BYTES.
     """
 
     text: str
+    matchers: int = field(default=1, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
@@ -134,10 +137,10 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A compiled grammar, as matchers that are copied. The library computes the masks of one's copies one by one."""
+    """A compiled grammar, as matchers that are copied; they are made as they are needed."""
 
-    seconds: float  # processor time to compile it
     matchers: list[Any]
+    most: int  # of ``matchers``
     copies: int = 0
 
 
@@ -146,12 +149,9 @@ class GrammarCompiler:
 
     Matchers allow the first end token of the vocabulary where an output may end.
     Raises ConfigError if the library is missing, or cannot read the tokenizer.
-
-    Args:
-        threads: how many of them compute masks, so a grammar that compiles quickly is compiled as often.
     """
 
-    def __init__(self, vocabulary: Vocabulary, threads: int = 1):
+    def __init__(self, vocabulary: Vocabulary):
         library = _library()
         if not vocabulary.end_tokens:
             raise ConfigError("the model has no end token, with which an output by a grammar could end")
@@ -163,7 +163,6 @@ class GrammarCompiler:
             raise ConfigError(f"this tokenizer supports no grammars: {str(error)[:_MAX_REASON]}") from error
         self._limits = library.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
         self._words = -(-vocabulary.size // 32)
-        self._threads = threads
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -177,10 +176,14 @@ class GrammarCompiler:
         with self._lock:
             copies = compiled.copies
             compiled.copies += 1
-        if copies >= len(compiled.matchers) < self._threads and compiled.seconds < _QUICK_S:
+        if copies >= len(compiled.matchers) < compiled.most:
             compiled.matchers.append(self._new_matcher(grammar))
         number = copies % len(compiled.matchers)
-        return compiled.matchers[number].deep_copy(), number
+        matcher = compiled.matchers[number].deep_copy()
+        if matcher.is_error():  # an earlier copy has used up what they share
+            compiled.matchers[number] = self._new_matcher(grammar)
+            matcher = compiled.matchers[number].deep_copy()
+        return matcher, number
 
     def compile(self, grammar: Grammar) -> _Compiled:
         """Compile a grammar, unless that was done before. The library does not hold the interpreter.
@@ -191,9 +194,7 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.get(grammar.text)
         if compiled is None:
-            began = time.thread_time()
-            matcher = self._new_matcher(grammar)
-            compiled = _Compiled(time.thread_time() - began, [matcher])
+            compiled = _Compiled([self._new_matcher(grammar)], grammar.matchers)
         with self._lock:
             self._compiled[grammar.text] = compiled
             self._compiled.move_to_end(grammar.text)

@@ -214,6 +214,8 @@ class Scheduler:
         if not chosen:
             return None
         self._computes_prompts = len(chosen) > decodes
+        if self._computes_prompts:
+            self._drafts = self._asks_ranks = False
         return self._make_plan(chosen, None if self._computes_prompts else speculates)
 
     def _choose_decodes(
@@ -333,6 +335,8 @@ class Scheduler:
                 sampling.append((sequence, sequence.drafts))
             # No other sequence of this plan can find these blocks any more: all of its sequences are chosen.
             self._publish(sequence)
+        if self._drafts and any(part.drafted is None or part.drafted[1] for part in scheduled):
+            speculates = None  # the draft model also computes what it has left out, which says nothing of later steps
         begun_s = 0.0 if self._speculation is None else self._speculation.clock()
         plan = _OutstandingPlan(number, sampling, targets, len(self._running), speculates, begun_s)
         self._outstanding.append(plan)
@@ -373,22 +377,25 @@ class Scheduler:
         """Return what the draft model computes of a sequence in a plan that computes it up to ``stop``, which is
         :attr:`ScheduledSequence.drafted`.
 
-        Where proposals do not pay it leaves sequences out. It computes what it has left out once they do again, as far
-        as the step has room.
+        Where proposals do not pay, and in steps with prompts, it leaves sequences out. It computes what it has left out
+        once they pay again, as far as steps have room.
         """
         start, size = sequence.num_computed, self.config.block_size
         first = start if sequence.undrafted_from is None else sequence.undrafted_from
-        drafted, end = None, first
-        if self._drafts and not (first < start and sequence.num_pending):  # it takes tokens that are known
-            known = tuple(sequence.tokens[first : min(start, first + self._draft_room)])
-            self._draft_room -= len(known)
-            drafted = first, known
-            end = stop if first + len(known) == start else first + len(known)
+        if not self._drafts or (first < start and sequence.num_pending):  # it takes tokens that are known
+            sequence.undrafted_from = first
+            self._undrafted.update(sequence.blocks[start // size : self._blocks.blocks_for(stop)])
+            return None
+        known = tuple(sequence.tokens[first : min(start, first + self._draft_room)])
+        self._draft_room -= len(known)
+        end = first + len(known)
+        if end == start:
+            end = stop
         sequence.undrafted_from = None if end == stop else end
         self._undrafted.difference_update(sequence.blocks[first // size : self._blocks.blocks_for(end)])
         if end < stop:
             self._undrafted.update(sequence.blocks[end // size : self._blocks.blocks_for(stop)])
-        return drafted
+        return first, known
 
     def _end_tokens(self, sequence: SequenceState) -> tuple[int, ...]:
         """Return the tokens that would end an output too early; () if it may have any length."""

@@ -45,8 +45,8 @@ class ScheduledSequence(NamedTuple):
     # how many tokens the draft model proposes after those that the step samples. Blocks for these may be among
     # ``blocks``
     propose: int = 0
-    # what the draft model computes: tokens of the sequence from a position on, and then ``tokens``, if these follow;
-    # None if it leaves the sequence out
+    # what the draft model computes: tokens that it has left out before, or some of them, from a position on, and then
+    # ``tokens``, if these follow; None if it leaves the sequence out
     drafted: tuple[int, tuple[int, ...]] | None = None
 
     @property

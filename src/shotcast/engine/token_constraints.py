@@ -1,6 +1,6 @@
 """The tokens that each slot may sample next: packed masks from grammars, allowed tokens and the least length.
 
-A mask has one bit per token. Those of grammars are computed on a thread as soon as the token before is on the host, so
+A mask has one bit per token. Those of grammars are computed on threads as soon as the token before is on the host, so
 beside the next step, whose sampling waits for them. Each rank that samples computes them from its own tokens, which are
 the same on all of these ranks; so are the masks, since the library bounds its work by counts.
 """
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from shotcast import env
-from shotcast.engine.grammar import Grammar, GrammarCompiler, Vocabulary, mask_executor, reason_of
+from shotcast.engine.grammar import MOST_MATCHERS, Grammar, GrammarCompiler, Vocabulary, mask_executor, reason_of
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.speculation import num_accepted
 from shotcast.engine.transfer import HostCopy
@@ -27,9 +27,6 @@ from shotcast.errors import ConfigError
 from shotcast.hardware.detect import available_cores
 
 Words = npt.NDArray[np.int32]
-
-MAX_MASK_THREADS = 16
-"""Threads of a rank that compute masks; a mask takes about 0.1 ms, and 2 ms near the end of a bounded string."""
 
 _NO_TOKENS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 
@@ -195,8 +192,8 @@ class TokenConstraints:
 
     def _make_compiler(self, vocabulary: Vocabulary) -> None:
         try:
-            threads = max(1, min(MAX_MASK_THREADS, available_cores() // env.local_world_size()))
-            self._compiler = GrammarCompiler(vocabulary, threads)
+            threads = max(1, min(MOST_MATCHERS, available_cores() // env.local_world_size()))
+            self._compiler = GrammarCompiler(vocabulary)
             self._executor = mask_executor(threads)
             self._end_tokens = vocabulary.end_tokens
         except ConfigError as error:

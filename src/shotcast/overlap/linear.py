@@ -39,6 +39,8 @@ _LEAST_ROWS = 16
 _SCATTERED_CHUNKS, _LEAST_SCATTERED_ROWS = 4, 64
 """The most chunks of a rank's rows of a sum, on CPU ranks, and the fewest rows of one."""
 
+_WAYS = AUTO, SEQUENTIAL, PLAIN, *(f"{count} chunks" for count in CHUNKS)
+
 Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -56,6 +58,8 @@ class _Divided(nn.Module):
         sms: int | None = None,
     ):
         super().__init__()
+        if way not in _WAYS:
+            raise ConfigError(f"way is {way!r}; it takes {', '.join(_WAYS)}")
         self.sequence_parallel, self._sms = sequence_parallel, sms
         self._lanes = ranks if isinstance(ranks, Lanes) else lanes_of(ranks)
         self._controller = Controller(self._lanes)
