@@ -165,7 +165,7 @@ class Arena:
     def lease(self, group: StoreGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
 
-        Every rank has closed the communicators that it closed before, which is so once the ranks have met.
+        No rank may still be closing a communicator, which holds once all ranks have met.
 
         With ``multicast`` this rank wants a multicast address if there is one. Such an address names all members of a
         block, at one offset. So where a block has one and all ranks want it, the communicator has just the members of

@@ -24,7 +24,7 @@ class Members(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The rank of this process, as people know it."""
+        """The rank of this process in the numbering that users know."""
         return self.known(self.rank)
 
     def known(self, rank: int) -> int:

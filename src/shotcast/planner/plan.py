@@ -488,7 +488,7 @@ def _meets(target: Target, point: Point) -> bool:
 
 
 def _rank(query: Query, point: Point) -> tuple[float, ...]:
-    """Return what is the least for the best point: within bounds, then fast; then few sequences, few ranks a stage."""
+    """Return a key that sorts the best point first: within bounds, then fast, then few sequences and ranks a stage."""
     if query.target.kind == LATENCY:
         # of one request; where sequences do not matter, more of them are better
         return point.latency_ms(query.output), -point.tokens_per_s, point.layout.tensor_parallel

@@ -110,7 +110,7 @@ class Calls:
 
     @visible()
     def reduce_scatter(self, outputs: Any, inputs: Any = None, opts: Any = None, op: Any = None) -> DoneWork:
-        """Reduce the i-th tensor of a list of all ranks to rank i."""
+        """Reduce the i-th tensor of every rank's list to rank i."""
         opts = _options(dist.ReduceScatterOptions, opts, op, None)
         given = _only(outputs, "reduce_scatter")
         name, factor = _reduction(opts, given.dtype)

@@ -282,7 +282,7 @@ def inner_work(
 ) -> DoneWork:
     """Return the work of a call of the inner group; arguments as of :class:`InnerWork`.
 
-    NCCL returns no work of a synchronous call, which is on the current stream by then, as an own synchronous call is.
+    NCCL returns no work of a synchronous call, which is on the current stream by then, as our own are.
     """
     if work is not None:
         return InnerWork(work, result, meaning, finish)

@@ -80,7 +80,7 @@ def outside_contract(algorithms: Algorithms, environment: str, allow_fp8: bool, 
 def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
     """Return if all ranks have the same settings and no rank reports trouble. Collective.
 
-    Else it raises ConfigError on every rank, with the setting and the value of each rank, and of several nodes these.
+    Else it raises ConfigError on every rank, with the setting and its value on each rank, or on each node.
     """
     reports = host.all_gather((trouble, settings), what="construction")
     if message := "; ".join(f"rank {host.members.known(r)}: {text}" for r, (text, _) in enumerate(reports) if text):

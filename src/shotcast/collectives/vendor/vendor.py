@@ -249,7 +249,7 @@ class Vendor:
         return any(begun != ended for begun, ended in counts)
 
     def _replayed(self) -> bool:
-        """Return whether the device has begun calls on connections that are no more."""
+        """Return whether the device has begun calls on connections that no longer exist."""
         return self._retired_at != [group.progress()[0] for group in self._retired]
 
     def _interrupted(self, members: tuple[int, ...]) -> None:
@@ -344,8 +344,8 @@ class Vendor:
     def _halt(self, generation: int, tells: bool = True) -> bool:
         """End all calls under way. Returns whether this is the first fault, so that the caller sets the error.
 
-        A fault of connections that a reset has replaced is none. Others are told first: a kernel of NCCL that is
-        aborted no longer waits, and may send what it has not received, with which calls of other ranks end.
+        A fault of connections that a reset has replaced is ignored. Other ranks are told first: an aborted kernel of
+        NCCL stops waiting and may send what it has not received, so that calls of other ranks end with it.
         """
         with self._halting:
             if self.failed or generation != self.generation:
