@@ -375,7 +375,7 @@ def test_a_draft_model_changes_no_output(
     found, counts = run_constrained(folder, tensor, stages, static, blocks, str(draft))
     assert_equal(found, without_proposals)
     assert counts["proposed"] > 30
-    assert counts["accepted"] > 3 if same else counts["accepted"] < 0.3 * counts["proposed"]
+    assert counts["accepted"] > 6 if same else counts["accepted"] < 0.3 * counts["proposed"]
     assert (counts["preemptions"] > 0) == (blocks == 24)
 
 
@@ -392,7 +392,7 @@ def test_a_draft_that_is_the_model_itself_is_always_right(
     options = str(folder), wanted, 7, blocks, static, int(bool(static)), 1, "cpu", "off", None, str(folder)
     _, counts = interpret(targets.outputs_of, tensor, *options)[-1]
     assert counts["accepted"] / counts["proposed"] > 0.97
-    assert counts["proposed"] > 20
+    assert counts["proposed"] > 50
     assert (counts["preemptions"] > 0) == (blocks == 21)
 
 

@@ -392,8 +392,8 @@ def test_a_tiny_cache_under_load(lookahead: int, pipeline: int, proposer: Guesse
     stats = engine.scheduler.stats()
     assert stats.preemptions > 20
     assert stats.cached_tokens > 100
-    # a draft model proposes nothing in the many steps after one with prompts
-    assert (stats.proposed_tokens > stats.accepted_tokens > 5) == (proposer is not None)
+    least = 5 if isinstance(proposer, RankProposer) else 20  # a draft model rests in the many steps with prompts
+    assert (stats.proposed_tokens > stats.accepted_tokens > least) == (proposer is not None)
     engine.check()
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shotcast.engine.config import EngineConfig
+from shotcast.engine.config import MAX_PROPOSALS, EngineConfig
+from shotcast.engine.draft_model import DraftModel
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.engine.sequence import SequenceState
 from shotcast.engine.speculation import (
@@ -24,6 +27,7 @@ from shotcast.engine.speculation import (
     num_accepted,
 )
 from shotcast.engine.speculative_config import SpeculativeConfig
+from shotcast.engine.step_plan import ScheduledSequence, StepPlan
 from shotcast.errors import ConfigError
 
 
@@ -209,6 +213,7 @@ def test_options_have_the_names_of_vllm() -> None:
     assert EngineConfig("m", speculative_config=config.speculative_config) == config
     assert config.max_proposals == 4 * 64
     assert EngineConfig("m", speculative_config=text, max_sequences=3).max_proposals == 12
+    assert EngineConfig("m", speculative_config=text.replace('s": 4', 's": 32')).max_proposals == MAX_PROPOSALS
     made = Speculation.of(config)
     assert made is not None
     assert (made.count, made.most, made.proposer) == (4, 256, NgramProposer(4, 4))
@@ -257,3 +262,36 @@ def test_defaults_of_the_lookup(given: dict[str, int], bounds: tuple[int, int]) 
 def test_options_that_cannot_be_used(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         EngineConfig("m", speculative_config=options)
+
+
+class RecordingRunner:
+    """A runner that records what it is told and what it computes."""
+
+    vocab = 100
+
+    def __init__(self) -> None:
+        self.sampler = SimpleNamespace(advance=lambda slot, count: None)
+        self.last_tokens = torch.zeros(4, dtype=torch.int64)
+        self.told: list[ScheduledSequence] = []
+        self.computed: list[ScheduledSequence] = []
+
+    def leave_out(self, plan: StepPlan) -> None:
+        self.told += plan.sequences
+
+    def execute(self, plan: StepPlan) -> None:
+        self.computed += plan.sequences
+
+
+def test_a_draft_model_hears_of_blocks_whose_tokens_it_does_not_compute() -> None:
+    """A graph of decoding would enter the first block of a plan as that of the one token that is computed."""
+    runner = RecordingRunner()
+    sequences = (
+        ScheduledSequence(0, 40, tuple(range(8)), (7, 8), False, True, drafted=(3, (9,))),  # one token, left out before
+        ScheduledSequence(1, 16, (5,), (4,), False, True, drafted=(16, ())),  # as the model computes it
+        ScheduledSequence(2, 16, (6,), (5,), False, True, drafted=None),
+        ScheduledSequence(3, 2, (8,), (), False, True, drafted=(0, (1, 2))),  # all that was left out, and its own
+    )
+    DraftModel(runner, 100).propose(StepPlan(0, sequences), None, torch.zeros(4, dtype=torch.int64))  # type: ignore[arg-type]
+    assert {(part.slot, part.blocks) for part in runner.told} == {(0, (7, 8)), (2, (5,)), (3, ())}
+    computed = [(part.slot, part.num_computed, part.tokens, part.blocks) for part in runner.computed]
+    assert computed == [(0, 3, (9,), ()), (1, 16, (5,), (4,)), (3, 0, (1, 2, 8), ())]

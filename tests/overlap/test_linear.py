@@ -134,3 +134,11 @@ def test_sizes_have_to_be_divisible() -> None:
     with pytest.raises(ConfigError, match="7 inputs are not divisible among 3 ranks"):
         RowParallelLinear(lanes, torch.nn.Linear(7, 6))
     lanes.close()
+
+
+def test_a_way_that_does_not_exist_is_refused() -> None:
+    lanes = ThreadLanes([Rank()])  # type: ignore[list-item]
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        with pytest.raises(ConfigError, match="way is 'fused'; it takes auto, sequential, plain, 2 chunks, 4 chunks"):
+            layer(lanes, torch.nn.Linear(6, 6), "fused")
+    lanes.close()
