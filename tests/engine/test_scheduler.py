@@ -428,6 +428,32 @@ def test_a_draft_model_rests_where_proposals_do_not_pay(lookahead: int) -> None:
     assert len(turns.recorded) <= measured
 
 
+def test_a_draft_model_catches_up_before_it_proposes() -> None:
+    limits = config(max_sequences=8, num_blocks=300, max_batch_tokens=32, max_model_len=200)
+    engine = Engine(limits, Speculation(3, 24, RankProposer(), Turns([True])))
+    for number in range(7):
+        engine.add(request(f"{number}", (number,), max_tokens=150, ignore_eos=True))
+    for _ in range(6):
+        engine.schedule()
+        engine.update()
+    engine.add(request("long", tuple(number % VOCAB for number in range(90)), max_tokens=60, ignore_eos=True))
+    engine.drain()
+    engine.check()
+    levels = [
+        all(s.drafted and sum(map(len, s.drafted[1:])) + s.drafted[0] == s.num_computed for s in plan.sequences)
+        for plan in engine.made
+    ]
+    proposes = [any(s.propose for s in plan.sequences) for plan in engine.made]
+    begun = next(number for number, plan in enumerate(engine.made) if len(plan.sequences) == 8)
+    level = levels.index(True, begun)
+    assert any(proposes[:begun])
+    assert not any(proposes[begun:level])
+    assert all(levels[level:])
+    assert all(proposes[level : level + 5])
+    late = [part for plan in engine.made[begun:level] for part in plan.sequences if part.drafted]
+    assert sum(len(part.drafted[1]) for part in late if part.drafted) > 60
+
+
 @pytest.mark.parametrize("proposer", [Guesses(), RankProposer()])
 def test_prompts_do_not_wait_for_a_draft_model(proposer: Guesses | RankProposer) -> None:
     engine = Engine(config(lookahead=1, max_model_len=200), Speculation(3, 9, proposer, Turns([True])))

@@ -216,6 +216,8 @@ class Scheduler:
         self._computes_prompts = len(chosen) > decodes
         if self._computes_prompts:
             self._drafts = self._asks_ranks = False
+        elif self._asks_ranks:
+            self._asks_ranks = self._catches_up(chosen)
         return self._make_plan(chosen, None if self._computes_prompts else speculates)
 
     def _choose_decodes(
@@ -373,12 +375,20 @@ class Scheduler:
             sequence.slot, start, tokens, blocks, True, do_sample, *request, targets, propose=propose, drafted=drafted
         )
 
+    def _catches_up(self, chosen: dict[SequenceState, int]) -> bool:
+        """Return whether the next step has room for all that the draft model has left out.
+
+        Until then nothing is proposed: the sooner all sequences have proposals, the more tokens a step gives.
+        """
+        behind = sum(each.num_computed - each.undrafted_from for each in chosen if each.undrafted_from is not None)
+        return sum(chosen.values()) + behind <= self.config.max_batch_tokens
+
     def _drafted(self, sequence: SequenceState, stop: int) -> tuple[int, tuple[int, ...]] | None:
         """Return what the draft model computes of a sequence in a plan that computes it up to ``stop``, which is
         :attr:`ScheduledSequence.drafted`.
 
         Where proposals do not pay, and in steps with prompts, it leaves sequences out. It computes what it has left out
-        once they pay again, as far as steps have room.
+        once they pay again, as far as steps have room, before it proposes.
         """
         start, size = sequence.num_computed, self.config.block_size
         first = start if sequence.undrafted_from is None else sequence.undrafted_from
