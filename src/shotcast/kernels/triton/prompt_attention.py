@@ -24,11 +24,12 @@ from shotcast.kernels.triton.rope import CacheScales, from_cache, stored
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
 """Rows of a program: usually; where those would leave SMs idle, or wide heads would not fit into registers; and in
 float32, whose products use registers only."""
-KEYS, WIDE_KEYS, FLOAT32_KEYS = 64, 32, 16
-"""Keys that a program multiplies at a time: usually; for heads wider than _WIDE; in float32."""
-_WIDE = 128
-STAGES, WIDE_STAGES = 3, 2
-"""Tiles of keys and values in shared memory: usually; for wide heads."""
+KEYS, NARROW_KEYS, WIDE_KEYS, FLOAT32_KEYS = 64, 128, 32, 16
+"""Keys that a program multiplies at a time: usually; for few rows of heads up to _NARROW; for heads wider than _WIDE;
+in float32."""
+_NARROW, _WIDE = 64, 128
+STAGES, FEW_STAGES = 3, 2
+"""Tiles of keys and values in shared memory: usually; of narrow and wide heads."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -68,7 +69,9 @@ def _attend_keys(
     largest, total, out = softmax
     keys, values, key_scales, value_scales = cache
     begin, end, stop = bounds
+    BLOCK: tl.constexpr = SHAPE.BLOCK_SIZE * SHAPE.KV_HEADS
     d = tl.arange(0, SHAPE.WIDTH)
+    within = tl.arange(0, KEYS) % SHAPE.BLOCK_SIZE * SHAPE.KV_HEADS + kv  # keys and values of its block
     # Blocks are read a tile before they are needed. Otherwise keys and values, which the compiler loads ahead of their
     # use, would wait for them.
     ahead = begin + tl.arange(0, KEYS)
@@ -79,21 +82,24 @@ def _attend_keys(
         block = blocks.to(tl.int64)
         ahead = key_position + KEYS
         blocks = tl.load(table + ahead // SHAPE.BLOCK_SIZE, mask=ahead < stop, other=0)
-        of_head = (block * SHAPE.BLOCK_SIZE + key_position % SHAPE.BLOCK_SIZE) * SHAPE.KV_HEADS + kv
-        address = (of_head * SHAPE.HEAD_DIM)[:, None] + d[None, :]
+        if KEYS % SHAPE.BLOCK_SIZE:
+            within = key_position % SHAPE.BLOCK_SIZE * SHAPE.KV_HEADS + kv
+        # Pointers into the first block do not change, so a tile takes one multiplication and addition a row.
+        of_block = (block * (BLOCK * SHAPE.HEAD_DIM))[:, None]
+        of_key = (within * SHAPE.HEAD_DIM)[:, None] + d[None, :]
         inside = valid[:, None]
         if SHAPE.WIDTH > SHAPE.HEAD_DIM:
             inside = inside & (d < SHAPE.HEAD_DIM)[None, :]
         if CAUSAL or SHAPE.WIDTH > SHAPE.HEAD_DIM:
-            key = tl.load(keys + address, mask=inside, other=0.0)
-            value = tl.load(values + address, mask=inside, other=0.0)
+            key = tl.load(keys + of_key + of_block, mask=inside, other=0.0)
+            value = tl.load(values + of_key + of_block, mask=inside, other=0.0)
         else:
-            key = tl.load(keys + address)
-            value = tl.load(values + address)
+            key = tl.load(keys + of_key + of_block)
+            value = tl.load(values + of_key + of_block)
         key, value = from_cache(key, query.dtype), from_cache(value, query.dtype)
         scores = dot(query, tl.trans(key))
         if key_scales is not None:
-            scores = scores * tl.load(key_scales + of_head, mask=valid, other=0.0)[None, :]
+            scores = scores * tl.load(key_scales + block * BLOCK + within, mask=valid, other=0.0)[None, :]
         scores = squashed(scores, scoring.squash)
         if CAUSAL:
             seen = key_position[None, :] <= position[:, None]
@@ -105,7 +111,7 @@ def _attend_keys(
         rescale = tl.exp2(largest - new_largest)
         total = total * rescale + tl.sum(weight, axis=1)
         if value_scales is not None:
-            weight = weight * tl.load(value_scales + of_head, mask=valid, other=0.0)[None, :]
+            weight = weight * tl.load(value_scales + block * BLOCK + within, mask=valid, other=0.0)[None, :]
         out = out * rescale[:, None] + dot(weight.to(value.dtype), value)
         largest = new_largest
     return largest, total, out
@@ -186,6 +192,19 @@ def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: to
     return max(1, rows // group)
 
 
+def tile_options(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return the keys at a time, the stages and the warps of a program with so many rows."""
+    warps = 8 if rows >= ROWS and head_dim > _NARROW else 4
+    stages = FEW_STAGES if head_dim > _WIDE else STAGES
+    if dtype == torch.float32:
+        return FLOAT32_KEYS, stages, warps
+    if head_dim > _WIDE:
+        return WIDE_KEYS, stages, warps
+    if head_dim <= _NARROW and rows < ROWS:
+        return NARROW_KEYS, FEW_STAGES, warps
+    return KEYS, stages, warps
+
+
 def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -224,12 +243,8 @@ def attend(
     rows, short = (
         max(16, triton.next_power_of_2(tokens * group)) for tokens in (max_tile_tokens, 1)
     )  # tl.dot takes 16 or more
-    wide = head_dim > _WIDE
-    if queries.dtype == torch.float32:
-        keys_at_once = FLOAT32_KEYS
-    else:
-        keys_at_once = WIDE_KEYS if wide else KEYS
-    options = launch_options(queries.device, warps=8 if rows >= ROWS else 4)
+    keys_at_once, stages, warps = tile_options(rows, head_dim, queries.dtype)
+    options = launch_options(queries.device, warps)
     prompt_kernel[(tiles.shape[0], keys.shape[1])](
         queries,
         stored(keys, values, scales),
@@ -249,7 +264,7 @@ def attend(
             width,
             block_size,
             keys_at_once,
-            WIDE_STAGES if wide else STAGES,
+            stages,
             window > 0,
             TILE_FIELDS,
             options["launch_pdl"],
