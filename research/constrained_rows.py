@@ -112,7 +112,7 @@ def main() -> None:
     folder = Path(args.model)
     if folder.is_dir() and not (folder / "tokenizer.json").exists():
         train_tokenizer(folder)
-    options = {"device": args.device, "max_model_len": 64 + args.tokens, "max_sequences": max(args.rows)}
+    options = {"device": args.device, "max_model_len": 64 + args.tokens, "max_num_seqs": max(args.rows)}
     with LLM(args.model, **options) as llm:
         found = []
         for rows in args.rows:

@@ -155,8 +155,8 @@ def predict(run: EngineRun, calibration: Calibration, collectives: CollectiveCos
     """Return the predicted metrics of a run: all its requests arrive at once, and the scheduler serves them."""
     model = _step_model(run, calibration, collectives)
     config = SchedulerConfig(
-        max_sequences=run.most_sequences,
-        max_batch_tokens=BATCH_TOKENS,
+        max_num_seqs=run.most_sequences,
+        max_num_batched_tokens=BATCH_TOKENS,
         block_size=_BLOCK,
         num_blocks=_blocks(run, calibration, model),
         max_model_len=run.prompt + run.output,

@@ -221,7 +221,7 @@ def compared(name: str, library: str, own: list[list[Run]], others: list[list[Ru
     if not same_bits or same_results is False or (difference or 0.0) > 1e-3:
         raise ArithmeticError(f"{name}: same bits {same_bits}, same results {same_results}, losses off by {difference}")
     if not own[0][0].own_calls:
-        raise ArithmeticError(f"{name}: no call went through own kernels: {own[0][0].counts}")
+        raise ArithmeticError(f"{name}: no call went through native kernels: {own[0][0].counts}")
     times = [[max(run.time_ms or 0.0 for run in ranks) for ranks in by] for by in (own, others)]
     return Row(
         name,

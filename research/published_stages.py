@@ -80,8 +80,8 @@ def _served(query: Query, layout: Layout, calibration: Calibration, sequences: i
     model = StepModel(query.model, layout, calibration, own, query.quantization, kv_item=query.limits.kv_item)
     tokens = query.prompt + query.output
     config = SchedulerConfig(
-        max_sequences=sequences,
-        max_batch_tokens=query.limits.batch_tokens,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=query.limits.batch_tokens,
         block_size=16,
         num_blocks=sequences * tokens,  # never short
         max_model_len=tokens,

@@ -151,11 +151,11 @@ def predict(run: ServedRun, calibration: Calibration) -> Service:
     )
     limits = run.limits
     config = SchedulerConfig(
-        max_sequences=limits["max_sequences"],
-        max_batch_tokens=limits["max_batch_tokens"],
+        max_num_seqs=limits["max_num_seqs"],
+        max_num_batched_tokens=limits["max_num_batched_tokens"],
         max_model_len=limits["max_model_len"],
         block_size=_BLOCK,
-        num_blocks=limits["max_sequences"] * -(-limits["max_model_len"] // _BLOCK),
+        num_blocks=limits["max_num_seqs"] * -(-limits["max_model_len"] // _BLOCK),
         prefix_caching=False,
         lookahead=int(model.hides_host),
         pipeline=run.layout.pipeline_parallel,

@@ -44,7 +44,7 @@ from shotcast.simulator.serving import Arrival
 BEGIN, END = "<!-- research/served_trace.py -->", "<!-- end of served trace -->"
 MODEL = "smollm2"
 PROMPTS, OUTPUTS = (16, 96), (8, 40)
-LIMITS = {"max_model_len": 1024, "max_sequences": 64, "max_batch_tokens": 2048}
+LIMITS = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
 LOADS = (0.5, 0.9, 1.2)
 WARM_UP = 8
 

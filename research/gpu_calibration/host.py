@@ -141,7 +141,7 @@ def first_tokens(steps: HostSteps, device: str = "cuda") -> list[dict[str, Any]]
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     rows = []
     with LLM(
-        f"{MODEL}:{layers}", device=device, max_model_len=steps.length, max_sequences=1, prefix_caching=False
+        f"{MODEL}:{layers}", device=device, max_model_len=steps.length, max_num_seqs=1, prefix_caching=False
     ) as llm:
         for prompt in steps.prompts:
             times = []

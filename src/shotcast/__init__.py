@@ -76,7 +76,7 @@ _LAZY = {
 """Public names and their modules, most of which import torch. They are imported on first use."""
 
 _PACKAGES = ("functional", "overlap", "process_group")
-"""Public modules, which import torch too."""
+"""Public modules, imported on first use because they import torch too."""
 
 _NEEDS_ENGINE_EXTRA = ("AsyncLLM", "LLM")
 

@@ -38,7 +38,7 @@ _FLAG = {"0": False, "1": True, "false": False, "true": True}
 
 
 def algorithm(names: Sequence[str]) -> str:
-    """SHOTCAST_ALGORITHM: the algorithm of every call that does not name one; it is one of ``names``."""
+    """SHOTCAST_ALGORITHM: the algorithm of every call that does not name one, from ``names``."""
     return _read("SHOTCAST_ALGORITHM", _choice(*names), "auto", ", ".join(names))
 
 
@@ -54,7 +54,7 @@ def table_paths() -> tuple[str, ...]:
 
 
 def calibration() -> str:
-    """SHOTCAST_CALIBRATION: a calibration (JSON) of this machine, which plans take before the packaged ones."""
+    """SHOTCAST_CALIBRATION: a calibration (JSON) of this machine, which plans use instead of the packaged ones."""
     return os.environ.get("SHOTCAST_CALIBRATION", "")
 
 
@@ -74,26 +74,26 @@ def multicast() -> bool:
 def allow_fp8() -> bool:
     """SHOTCAST_ALLOW_FP8: 1 lets ``auto`` choose two_shot_fp8, which loses precision.
 
-    It holds for communicators that are constructed without ``allow_fp8``.
+    Applies to communicators constructed without ``allow_fp8``.
     """
     return _read("SHOTCAST_ALLOW_FP8", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def batch_invariant() -> bool:
-    """SHOTCAST_BATCH_INVARIANT: 1 keeps reductions to algorithms whose bits do not depend on the size of the message.
+    """SHOTCAST_BATCH_INVARIANT: 1 restricts reductions to algorithms whose bits do not depend on the message size.
 
-    It holds for communicators that are constructed without ``batch_invariant``.
+    Applies to communicators constructed without ``batch_invariant``.
     """
     return _read("SHOTCAST_BATCH_INVARIANT", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def vllm() -> bool:
-    """SHOTCAST_VLLM: 1 turns the plug-in of vLLM on."""
+    """SHOTCAST_VLLM: 1 enables the vLLM plug-in."""
     return _read("SHOTCAST_VLLM", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def sglang() -> bool:
-    """SHOTCAST_SGLANG: 1 turns the plug-in of SGLang on."""
+    """SHOTCAST_SGLANG: 1 enables the SGLang plug-in."""
     return _read("SHOTCAST_SGLANG", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
@@ -103,27 +103,26 @@ def nvtx() -> bool:
 
 
 def check_vendor() -> bool:
-    """SHOTCAST_CHECK_VENDOR: 0 skips the comparison of a call between ranks before the vendor library serves it.
+    """SHOTCAST_CHECK_VENDOR: 0 skips comparing a call across ranks before the vendor library serves it.
 
-    A call that differs between ranks then ends at the deadline, or in wrong results. Use it to measure that library.
+    Mismatched calls then end at the deadline or give wrong results. Use it to measure that library.
     """
     return _read("SHOTCAST_CHECK_VENDOR", lambda text: _FLAG[text.lower()], True, "0 or 1")
 
 
 def share_gpus() -> bool:
-    """SHOTCAST_SHARE_GPUS: 1 lets several ranks run on one GPU by turns.
+    """SHOTCAST_SHARE_GPUS: 1 lets several ranks take turns on one GPU.
 
-    Kernels, memory and results are those of as many GPUs, but the speed is not: a call that waits for a rank waits for
-    its turn. So measurements do not use it. With many ranks on a GPU, an engine may need a lower
-    ``gpu_memory_utilization``.
+    Kernels, memory and results match separate GPUs, but speed does not: a call that waits for a rank waits for its
+    turn. So measurements do not use it. With many ranks per GPU, an engine may need a lower ``gpu_memory_utilization``.
     """
     return _read("SHOTCAST_SHARE_GPUS", lambda text: _FLAG[text.lower()], False, "0 or 1")
 
 
 def ranks_per_node() -> int:
-    """SHOTCAST_RANKS_PER_NODE: the ranks of a logical node; 0 where each host is one node.
+    """SHOTCAST_RANKS_PER_NODE: the ranks of a logical node; 0 makes each host one node.
 
-    This many consecutive ranks of a host count as one node and reach other nodes by the network, for studying several
+    This many consecutive ranks of a host count as one node and reach other nodes over the network, to study several
     nodes on one machine.
     """
     return _read("SHOTCAST_RANKS_PER_NODE", _from_one, 0, "a whole number from 1 up")
@@ -149,7 +148,7 @@ def hub_offline() -> bool:
 def socket_dir() -> str:
     """TMPDIR: the folder in which Unix sockets are created, each in a separate folder.
 
-    Linux allows paths of at most 107 bytes; the longest ones are those of multiprocessing in a process that it starts.
+    Linux allows paths of at most 107 bytes; the longest ones come from multiprocessing in a process that it starts.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > _SOCKET_DIR_BYTES:
@@ -161,19 +160,19 @@ def socket_dir() -> str:
 
 
 def network() -> str:
-    """SHOTCAST_NETWORK: ``nvshmem`` reaches logical nodes of GPUs on one host by puts, as hosts; ``auto`` by stores."""
+    """SHOTCAST_NETWORK: ``nvshmem`` connects logical GPU nodes of one host by puts, like hosts; ``auto`` by stores."""
     return _read("SHOTCAST_NETWORK", _choice("auto", "nvshmem"), "auto", "auto or nvshmem")
 
 
 def nvshmem_lib_dir() -> str:
-    """NVSHMEM_LIB_DIR: the folder of NVSHMEM's libraries; "" for that of the package nvidia.nvshmem."""
+    """NVSHMEM_LIB_DIR: the folder of NVSHMEM's libraries; "" for the package nvidia.nvshmem."""
     return os.environ.get("NVSHMEM_LIB_DIR", "")
 
 
 def socket_ifname() -> str:
-    """SHOTCAST_SOCKET_IFNAME: the network interface of connections to other hosts; "" lets the route decide.
+    """SHOTCAST_SOCKET_IFNAME: the network interface for connections to other hosts; "" follows the route.
 
-    Without it, the first interface that GLOO_SOCKET_IFNAME names.
+    Defaults to the first interface in GLOO_SOCKET_IFNAME.
     """
     own = os.environ.get("SHOTCAST_SOCKET_IFNAME", "")
     return own or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
@@ -185,7 +184,7 @@ def port_range() -> tuple[int, int]:
 
 
 def secret() -> str:
-    """SHOTCAST_SECRET: what ranks on several hosts prove to know before they talk, beside the keys of their job."""
+    """SHOTCAST_SECRET: a secret that ranks on several hosts prove to know, in addition to their job's keys."""
     return os.environ.get("SHOTCAST_SECRET", "")
 
 
@@ -204,7 +203,7 @@ def _ports(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class JobEnv:
-    """The ranks of this process in its job, as torchrun and :func:`shotcast.spawn` set them."""
+    """This process's place among the job's ranks, as set by torchrun and :func:`shotcast.spawn`."""
 
     rank: int
     world_size: int
@@ -238,15 +237,16 @@ def job() -> JobEnv | None:
 
 
 def size_by_other_launcher() -> tuple[str, int]:
-    """Return the variable in which mpirun or srun says how many processes it started, and that number; or ("", 1)."""
+    """Return the variable in which mpirun or srun gives its number of processes, and the number; or ("", 1)."""
     sizes = ((name, _read(name, int, 1, "a whole number")) for name in _SIZES_OF_OTHERS)
     return next((found for found in sizes if found[1] > 1), ("", 1))
 
 
 def whole_job() -> JobEnv | None:
-    """Return the job of the environment, or None where it describes none or only a part.
+    """Return the job in the environment, or None if there is none or only a part of one.
 
-    A program that initializes torch.distributed by a file or a store may use some of these variables for itself.
+    A program that initializes torch.distributed from a file or a store may use some of these variables for other
+    purposes.
     """
     return job() if all(os.environ.get(name) for name in _JOB) else None
 

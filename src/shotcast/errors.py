@@ -13,7 +13,7 @@ class ShotcastError(RuntimeError):
 
 
 class ConfigError(ShotcastError, ValueError):
-    """An argument, an environment variable or a file asks for something that cannot be done."""
+    """An argument, an environment variable or a file requests something impossible."""
 
 
 class UnsupportedError(ShotcastError, TypeError):
@@ -25,28 +25,28 @@ class ClosedError(ShotcastError):
 
 
 class CollectiveTimeout(ShotcastError):
-    """Not every rank took part in a call: a rank is late beyond the deadline, or cannot come any more.
+    """Not every rank joined a call: a rank is late beyond the deadline, or can no longer join.
 
-    Ranks are those of the job, as torchrun and torch.distributed count them, also in a part of its ranks; in a group
-    that a store alone joins, they are those of the group.
+    Ranks are numbered within the job, as in torchrun and torch.distributed, even for a subset of its ranks; in a group
+    joined only by a store, they are numbered within the group.
 
     Attributes:
         rank: the rank that reports.
         missing: the ranks that had not arrived, ascending.
         op: the name of the operation, for example ``"all_reduce"``.
-        epoch: the number of the call on this communicator, counted from 1; 0 where calls have no numbers.
+        epoch: the number of the call on this communicator, counted from 1; 0 if calls have no numbers.
         timeout_s: the deadline of the call, in seconds.
-        reason: ``"late"``: the missing ranks did not come within ``timeout_s``, though no process is known to have
-            ended; ``"pending"``: a wait for the call ended before the call, which continues, and ``missing`` has the
-            ranks whose processes have ended; ``"dead"``: their processes have ended, which is said at once; ``"left"``:
-            they have closed the communicator or destroyed the group, which is said at once; ``"interrupted"``: a
-            signal, such as that of Ctrl-C, or an abort ended the call on them; ``"unreachable"``: the connection to
-            them was lost, which is said at once, or their node did not answer within ``timeout_s``.
-        where: the missing ranks with their nodes, such as ``2, 3 (node b)``; empty where all ranks are on one node.
+        reason: ``"late"``: the missing ranks did not arrive within ``timeout_s``, though no process is known to have
+            ended; ``"pending"``: a wait for the call ended before the call, which continues, and ``missing`` lists the
+            ranks whose processes have ended; ``"dead"``: their processes have ended, which is reported at once;
+            ``"left"``: they have closed the communicator or destroyed the group, which is reported at once;
+            ``"interrupted"``: a signal, such as from Ctrl-C, or an abort ended the call on them; ``"unreachable"``: the
+            connection to them was lost, which is reported at once, or their node did not answer within ``timeout_s``.
+        where: the missing ranks with their nodes, such as ``2, 3 (node b)``; empty if all ranks are on one node.
         group: the name of the group; empty for all ranks of the job.
         advice: what to do now; empty for a communicator, which can be reset.
-        refused: the name of an operation that was not made, as the call ``epoch`` had stopped the group before; empty
-            in the error of that call.
+        refused: the name of an operation that did not run because the call ``epoch`` had stopped the group; empty in
+            the error of that call.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class CollectiveTimeout(ShotcastError):
 class CollectiveMismatch(ShotcastError):
     """The ranks did not make the same call.
 
-    Ranks are those of the job, as in :class:`CollectiveTimeout`.
+    Ranks are numbered as in :class:`CollectiveTimeout`.
 
     Attributes:
         rank: the rank that reports.
-        calls: a description of each rank's call, by rank, as far as it is known.
+        calls: a description of each rank's call, by rank, as far as known.
         differing: the ranks outside the largest group of equal calls, ascending.
         fields: the fields that differ, a subset of ``("op", "dtype", "algorithm", "root", "reduction", "nbytes")``, or
-            ``("sizes",)`` where the parts of an uneven all_to_all have other sizes than their receiver expects.
+            ``("sizes",)`` if the parts of an uneven all_to_all differ in size from what their receiver expects.
         epoch: the number of the call on this communicator, counted from 1.
-        group, advice, refused: as of :class:`CollectiveTimeout`.
+        group, advice, refused: as in :class:`CollectiveTimeout`.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class CollectiveMismatch(ShotcastError):
 
 
 def call_text(op: str, epoch: int, group: str) -> str:
-    """Return a call in words, such as ``all_reduce (call 12) of group tp``."""
+    """Describe a call in words, such as ``all_reduce (call 12) of group tp``."""
     number = "" if epoch == 0 else f" {epoch}" if op == "call" else f" (call {epoch})"
     return f"{op}{number}{f' of group {group}' if group else ''}"
 
@@ -164,7 +164,7 @@ def _not_made(refused: str, group: str, epoch: int) -> str:
 
 
 def not_made(op: str, first: ShotcastError) -> ShotcastError:
-    """Return the error of a call that was not made, as that of ``first`` had stopped its group, with it as the cause.
+    """Return the error of a call that did not run because ``first`` had stopped its group, with ``first`` as the cause.
 
     It has the class and the attributes of ``first``.
     """
@@ -214,7 +214,7 @@ class EngineDead(ShotcastError):
 
 
 def similar(text: str, name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> str:
-    """Return a text with the known names that resemble ``name`` in place of {}; "" if none does."""
+    """Fill {} in a text with the known names that resemble ``name``; "" if none does."""
     import difflib
 
     found = difflib.get_close_matches(name, list(known), most, cutoff)
@@ -222,7 +222,7 @@ def similar(text: str, name: str, known: Iterable[str], most: int = 1, cutoff: f
 
 
 def shorten(value: object) -> str:
-    """Return a representation of any value that fits on a line."""
+    """Return a one-line representation of any value."""
     if isinstance(value, int) and value.bit_length() > 1 << 10:
         return f"one of {value.bit_length()} bits"  # Python refuses to write out very long integers
     return reprlib.repr(value)

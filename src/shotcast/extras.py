@@ -1,4 +1,4 @@
-"""Packages that are optional, by the extra that installs them."""
+"""Optional packages, by the extra that installs them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PACKAGES = (
 EXTRAS = dict(_PACKAGES)
 """The packages of each extra."""
 INCLUDES = {"server": ("engine",)}
-"""Extras that install others, too."""
+"""Extras that install other extras, too."""
 
 
 def missing(extra: str) -> tuple[str, ...]:
-    """Return the packages of an extra that are not installed. It imports none of them."""
+    """Return an extra's packages that are not installed, without importing any."""
     packages = [package for each in (extra, *INCLUDES.get(extra, ())) for package in EXTRAS[each]]
     return tuple(package for package in packages if importlib.util.find_spec(package) is None)
 
@@ -31,13 +31,13 @@ def install_line(extra: str) -> str:
 
 
 def require(extra: str, what: str) -> None:
-    """Raise ConfigError if a package of an extra, which ``what`` needs, is not installed."""
+    """Raise ConfigError if a package of an extra that ``what`` needs is not installed."""
     if absent := missing(extra):
         raise ConfigError(f"{what} needs packages that are not installed ({', '.join(absent)}): {install_line(extra)}")
 
 
 def explain(error: BaseException | None) -> str:
-    """Return which package of an extra caused an error, and what installs it; "" if none did."""
+    """Return which package of an extra caused an error, and how to install it; "" if none did."""
     while error is not None:
         package = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
         for extra, packages in EXTRAS.items():

@@ -1,15 +1,15 @@
-"""The functions of ``torch.distributed._functional_collectives``, served by a :class:`shotcast.Communicator`.
+"""Functions of ``torch.distributed._functional_collectives`` on a :class:`shotcast.Communicator`.
 
-Code written for those functions runs with these: pass a communicator where they take a process group. Differences:
+Code written for those functions runs with these: pass a communicator instead of a process group. Differences:
 
 - Results are ordinary tensors: complete on the CPU, enqueued on the current stream on CUDA. :func:`wait_tensor` (and
-  PyTorch's own) returns them unchanged.
+  PyTorch's) returns them unchanged.
 - Results are differentiable, except those of :func:`broadcast`, under every name: the ``_autograd`` names are the same
   functions. PyTorch's plain names are differentiable from 2.12 on.
 - ``avg`` of integers is cut to a whole number. Reductions have the bits of ``docs/reference/numerics.md``.
 - ``src`` is a rank of the communicator.
 
-The functions can be traced under ``torch.compile(fullgraph=True)``, alone and mixed with PyTorch's.
+The functions can be traced under ``torch.compile(fullgraph=True)``, by themselves or mixed with PyTorch's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _REDUCTIONS = {name: name for name in REDUCTIONS if name != "prod"} | {"product": "prod"}
-"""Our names by those of these functions."""
+"""Our reduction names by the names that these functions use."""
 
 
 def all_reduce(self: torch.Tensor, reduceOp: str, group: Communicator, tag: str = "") -> torch.Tensor:  # noqa: N803
@@ -56,7 +56,7 @@ def all_reduce(self: torch.Tensor, reduceOp: str, group: Communicator, tag: str 
 
 
 def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Communicator, tag: str = "") -> torch.Tensor:
-    """Concatenate the tensors of all ranks, which have equal shapes, along ``gather_dim``."""
+    """Concatenate the equally shaped tensors of all ranks along ``gather_dim``."""
     parts, x = _communicator(group).world_size, _plain(self)
     if x.dim() == 0:
         x = x.view(1)
@@ -74,7 +74,7 @@ def reduce_scatter_tensor(
     group: Communicator,
     tag: str = "",
 ) -> torch.Tensor:
-    """Reduce as :func:`all_reduce` does; return this rank's part of ``scatter_dim``, divided into equal parts."""
+    """Reduce like :func:`all_reduce`; return this rank's part of ``scatter_dim``, divided into equal parts."""
     parts, reduction, dim = _communicator(group).world_size, _reduction(reduceOp), _dimension(scatter_dim, self)
     if self.shape[dim] % parts:
         raise ConfigError(f"dimension {scatter_dim} of {list(self.shape)} is not divisible among {parts} ranks")
@@ -91,7 +91,7 @@ def all_to_all_single(
 ) -> torch.Tensor:
     """Send part i of this rank's tensor to rank i; return the received parts, concatenated by rank.
 
-    All ranks give both split sizes, or none does and parts are equal.
+    Either all ranks pass both split sizes, or none does and parts are equal.
     """
     _communicator(group)
     return group.all_to_all(_plain(self), input_sizes=input_split_sizes, output_sizes=output_split_sizes)
@@ -104,7 +104,7 @@ def broadcast(self: torch.Tensor, src: int, group: Communicator, tag: str = "") 
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, which is ready already; wait for a result of PyTorch's own functions."""
+    """Return ``tensor``, which is already complete; wait for a result of PyTorch's functions."""
     return _plain(tensor, contiguous=False)
 
 
@@ -133,7 +133,7 @@ def _dimension(dim: int, x: torch.Tensor) -> int:
 
 
 def _plain(x: torch.Tensor, contiguous: bool = True) -> torch.Tensor:
-    """Return ``x`` without the wrapper in which PyTorch's functions return an unfinished result."""
+    """Return ``x`` without the wrapper that PyTorch's functions put around unfinished results."""
     if not is_traced():  # there are no wrappers in a graph
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

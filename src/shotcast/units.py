@@ -1,4 +1,4 @@
-"""Byte counts and other numbers in text."""
+"""Formatting and parsing of byte counts and other numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FACTOR = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str | int) -> int:
-    """Parse ``"8"``, ``"64K"``, ``"1.5MB"`` or ``"16MiB"`` to bytes (binary multiples, as nccl-tests reads them)."""
+    """Parse ``"8"``, ``"64K"``, ``"1.5MB"`` or ``"16MiB"`` to bytes (binary multiples, as in nccl-tests)."""
     if isinstance(text, int):
         if text < 0:
             raise ConfigError(f"a size cannot be negative: {text}")
@@ -33,7 +33,7 @@ def format_size(nbytes: int) -> str:
 
 
 def about_size(nbytes: int) -> str:
-    """Format a size with three digits, for reading: ``10011474841`` as ``"9.32 GiB"``, ``65536`` as ``"64 KiB"``."""
+    """Format a size with three digits for reading: ``10011474841`` as ``"9.32 GiB"``, ``65536`` as ``"64 KiB"``."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= factor:
             value = nbytes / factor
@@ -44,15 +44,15 @@ def about_size(nbytes: int) -> str:
 
 
 def about(number: float) -> str:
-    """Format a number with four digits, for reading: ``54384.2`` as ``"54,380"``, ``2.01449`` as ``"2.014"``."""
+    """Format a number with four digits for reading: ``54384.2`` as ``"54,380"``, ``2.01449`` as ``"2.014"``."""
     return f"{float(f'{number:.4g}'):,.10g}"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``"1 core"``, ``"2 cores"``."""
+    """Format a number with its noun: ``"1 core"``, ``"2 cores"``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def align_up(value: int, multiple: int) -> int:
-    """Return the least multiple of ``multiple`` that is at least ``value``."""
+    """Round up to the next multiple of ``multiple``."""
     return -(-value // multiple) * multiple

@@ -1,7 +1,7 @@
 """Facts that all ranks of a communicator must agree on, bit for bit.
 
-These are codes, the header that every call exchanges, the abort word that ends calls, and the partition of a
-message into slices. All of it is plain integers, so that kernels, compiled host code and tests share one statement.
+These are codes, the header that every call exchanges, the abort word that ends calls, and the partition of a message
+into slices. All of it is plain integers, so that kernels, compiled host code and tests share one definition.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from shotcast.errors import ConfigError
 from shotcast.units import align_up, format_size
 
 MAX_WORLD_SIZE = 8
-"""The most ranks that native kernels serve on one node: the GPUs that NVLink joins."""
+"""The maximum number of ranks per node for native kernels: the GPUs joined by NVLink."""
 
 MAX_SMS = 256
-"""The most SMs that a call may be given to keep to."""
+"""The largest SM limit that a call may have."""
 
 MAX_NODES = 64
-"""The most nodes that native kernels serve."""
+"""The maximum number of nodes for native kernels."""
 
 SENTINEL = 0xFFFFFFFF
 """A 32-bit word that means "not arrived yet". Data that contains it is sent with :data:`SENTINEL_STAND_IN`."""
 SENTINEL_STAND_IN = 0x7FFFFFFF
 SLICE_ALIGN = 16
-"""Slices of a message begin at multiples of this many bytes."""
+"""The alignment of a message's slices in bytes."""
 
 
 class NodeShape(NamedTuple):
-    """The numbers in a division of ranks into equally large nodes; ranks of one node share memory."""
+    """A division of ranks into equal nodes, in numbers; ranks of one node share memory."""
 
     nodes: int
     ranks_per_node: int
@@ -46,7 +46,7 @@ class NodeShape(NamedTuple):
 
 
 class Op(enum.IntEnum):
-    """Operations, with their code in the header."""
+    """Operations, with their header codes."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
@@ -77,11 +77,11 @@ class Op(enum.IntEnum):
 ALL_REDUCE_NORMS = (Op.ALL_REDUCE_RMS_NORM, Op.ALL_REDUCE_LAYER_NORM)
 REDUCE_SCATTER_NORMS = (Op.REDUCE_SCATTER_RMS_NORM, Op.REDUCE_SCATTER_LAYER_NORM)
 GATHERED_NORMS = (Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER, Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER)
-"""Operations that norm the rows of a sum, each in its RMSNorm and its LayerNorm form."""
+"""Operations that normalize the rows of a sum, each in an RMSNorm and a LayerNorm form."""
 LAYER_NORMS = (ALL_REDUCE_NORMS[1], REDUCE_SCATTER_NORMS[1], GATHERED_NORMS[1])
 
 _LABELS = {int(op): op.label for op in Op}
-"""Operations by their code in the header."""
+"""Operations by header code."""
 
 
 DTYPES = {
@@ -105,15 +105,16 @@ DTYPES = {
     "uint32": 4,
     "uint64": 8,
 }
-"""Item size by dtype name; the header carries the position. A barrier sends the position behind the last."""
+"""Item size by dtype name; the header carries the position. A barrier sends the position after the last."""
 
 REDUCIBLE = ("float32", "float16", "bfloat16")
-"""Dtypes whose sums are in float32: those of norms, rings, sums of nodes and lossy transports.
+"""Dtypes whose sums are in float32, as used by norms, rings, sums of nodes and lossy transports.
 
-Their words pass through sentinel slots. Everything in DTYPES can be copied, and :data:`REDUCED` can be reduced."""
+Their words pass through sentinel slots. Everything in DTYPES can be copied, and :data:`REDUCED` can be reduced.
+"""
 
 REDUCTIONS = ("sum", "max", "min", "prod", "avg", "band", "bor", "bxor")
-"""Reductions, indexed by their codes in headers."""
+"""Reductions, indexed by header code."""
 
 _OF_FLOATS, _OF_INTEGERS = ("sum", "max", "min", "prod", "avg"), tuple(name for name in REDUCTIONS if name != "avg")
 INTEGERS = ("int8", "uint8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
@@ -122,26 +123,26 @@ REDUCED = (
     | dict.fromkeys((*INTEGERS, "bool"), _OF_INTEGERS)
     | dict.fromkeys(("complex64", "complex128"), ("sum", "avg"))
 )
-"""The reductions that native kernels have, by dtype. No others are defined but those of complex numbers and of FP8."""
+"""The reductions of native kernels, by dtype. The only other ones defined are for complex numbers and FP8."""
 OF_BOOL = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
-"""Reductions of bool that are others by name."""
+"""Reductions of bool that equal others under another name."""
 
 SIXTEEN_BITS = ("float16", "bfloat16")
-"""Dtypes in which sums of nodes may pass between nodes, rounded."""
+"""Dtypes to which sums of nodes may be rounded between nodes."""
 
 FP8_BLOCK = 128
-"""Elements that share a scale in FP8 transport; ``docs/reference/numerics.md`` has all of it."""
+"""Elements that share a scale in FP8 transport; ``docs/reference/numerics.md`` has the details."""
 FP8_LARGEST = 448.0
 FP8_FLOOR = 0x0D800000
-"""The least "largest absolute value" of a block, 2^-100, as bits of a float32."""
+"""The smallest "largest absolute value" of a block, 2^-100, as the bits of a float32."""
 
 _DTYPE_NAMES = (*DTYPES, "-")
 _NO_DTYPE = len(DTYPES)
 
 MAX_ALGORITHMS = 256
-"""Algorithms that a header tells apart."""
+"""The number of algorithms that headers can distinguish."""
 MAX_NBYTES = 1 << 44
-"""Headers hold sizes below this."""
+"""Upper limit (exclusive) of sizes in headers."""
 
 # The lowest bits of the fields of the two words of a header; see HeaderWords.
 _WRITTEN = 1 << 47
@@ -156,8 +157,8 @@ _PAYLOAD = (1 << 48) - 1
 class LaunchShape:
     """The launch of an algorithm, the same on all ranks.
 
-    GPU kernels use ``programs`` (thread blocks that carry data), ``block_words`` (32-bit words a tile) and
-    ``num_warps``; compiled host code uses ``chunk_bytes`` (bytes of one pipeline step).
+    GPU kernels use ``programs`` (thread blocks that carry data), ``block_words`` (32-bit words per tile) and
+    ``num_warps``; compiled host code uses ``chunk_bytes`` (bytes per pipeline step).
     """
 
     programs: int = 1
@@ -167,7 +168,7 @@ class LaunchShape:
 
     @property
     def digest(self) -> int:
-        """The 14 bits that stand for the launch in a header."""
+        """The 14-bit digest of the launch in a header."""
         return _launch_digest(f"{self.programs},{self.block_words},{self.num_warps},{self.chunk_bytes}")
 
 
@@ -176,7 +177,7 @@ NORM_KINDS = (RMS, LAYER, LAYER_WITH_BIAS)
 """RMSNorm, LayerNorm, and LayerNorm with a bias."""
 
 QUANTIZATIONS = ("", "static", "dynamic")
-"""FP8 forms of a normed row: none; one scale a tensor, given by the caller; one scale a row, computed."""
+"""FP8 forms of a normalized row: none; one scale per tensor, given by the caller; one scale per row, computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +187,8 @@ class Norm:
     Attributes:
         hidden: elements of a row.
         quantize: one of :data:`QUANTIZATIONS`.
-        keeps_normed: the norm is (also) given in the dtype of the call.
-        weight: the dtype of weight and bias where it is not that of the call, of :data:`REDUCIBLE`; otherwise empty.
+        keeps_normed: the norm is (also) returned in the dtype of the call.
+        weight: the dtype of weight and bias, from :data:`REDUCIBLE`, if it differs from the call's; otherwise empty.
         kind: one of :data:`NORM_KINDS`.
     """
 
@@ -199,14 +200,14 @@ class Norm:
 
     @property
     def code(self) -> int:
-        """The number that stands for the norm in the header's root field."""
+        """The norm's code in the header's root field."""
         weight = ("", *REDUCIBLE).index(self.weight)
         code = QUANTIZATIONS.index(self.quantize) | (not self.keeps_normed) << 2 | weight << 3
         return code | NORM_KINDS.index(self.kind) << 5
 
     @classmethod
     def of_code(cls, code: int) -> Norm | None:
-        """Return a norm that has this code, whatever its rows; None if there is none."""
+        """Return a norm with this code and any rows; None if there is none."""
         quantize, weight, kind = code & 3, code >> 3 & 3, code >> 5
         if quantize >= len(QUANTIZATIONS) or weight > len(REDUCIBLE) or kind >= len(NORM_KINDS):
             return None
@@ -224,14 +225,14 @@ class CallPlan:
 
     ``nbytes`` counts the tensor that defines the call: the input of all_reduce, reduce, reduce_scatter (whole), scatter
     (whole), all_to_all, broadcast and send, the output of all_gather (whole), gather (whole) and recv; it is 0 in an
-    uneven all_to_all, whose parts are known to their two ranks alone. ``root`` is the root of a call that has one, or
-    the peer of send and recv. ``sizes`` are the elements of each rank in an uneven all_gather; in an uneven all_to_all
-    those that this rank sends to each rank, then those that it receives; otherwise empty. ``norm`` belongs to the
-    fused operations; their ``nbytes`` counts ``x``. A call that multiplies has no algorithm, and ``nbytes`` counts
-    the product, or what is gathered. A call may be made in pieces, each a plan of its own: then
-    ``whole_nbytes`` counts what ``nbytes`` would count of the call, and ``piece`` is the number of the piece. ``room``
-    is the longest message, in bytes, that the workspace of GPU kernels must at least be laid out for. ``reduction``, of
-    all_reduce, reduce and reduce_scatter, is one of :data:`REDUCTIONS`.
+    uneven all_to_all, whose parts only their two ranks know. ``root`` is the root of a call that has one, or the peer
+    of send and recv. ``sizes`` are the elements of each rank in an uneven all_gather; in an uneven all_to_all, the
+    elements that this rank sends to each rank, then the ones that it receives; otherwise empty. ``norm`` belongs to the
+    fused operations; their ``nbytes`` counts ``x``. A call that multiplies has no algorithm, and ``nbytes`` counts the
+    product or the gathered tensor. A call may be split into pieces, each with a separate plan: then ``whole_nbytes`` is
+    the ``nbytes`` of the whole call, and ``piece`` is the number of the piece. ``room`` is the message size, in bytes,
+    that the workspace of GPU kernels must at least be laid out for. ``reduction``, of all_reduce, reduce and
+    reduce_scatter, is one of :data:`REDUCTIONS`.
     """
 
     op: Op
@@ -249,7 +250,7 @@ class CallPlan:
 
 
 def _fnv(text: str) -> int:
-    """Return 32 bits that stand for a text (FNV-1a)."""
+    """Hash a text to 32 bits (FNV-1a)."""
     digest = 0x811C9DC5
     for byte in text.encode():
         digest = ((digest ^ byte) * 0x01000193) & 0xFFFFFFFF
@@ -257,26 +258,26 @@ def _fnv(text: str) -> int:
 
 
 def _launch_digest(text: str) -> int:
-    """Return the bits of the launch field that stand for a text."""
+    """Hash a text to the width of the launch field."""
     digest = _fnv(text)
     return (digest ^ digest >> _LAUNCH_BITS ^ digest >> 2 * _LAUNCH_BITS) & (1 << _LAUNCH_BITS) - 1
 
 
 def sizes_digest(sizes: Sequence[int]) -> int:
-    """Return 32 bits that stand for the sizes of all ranks in a header."""
+    """Hash the sizes of all ranks to 32 bits for a header."""
     return _fnv(",".join(map(str, sizes)))
 
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 """Operations whose root is a rank."""
 ANSWER = 1
-"""The piece in the header by which the receiver of a message answers its sender, before the vendor library sends it."""
+"""The piece number in the header of a receiver's answer to a sender, before the vendor library sends the message."""
 
 
 class HeaderWords(NamedTuple):
-    """The two words of a header, 48 bits each. The sender puts the 16 low bits of the epoch above each of them.
+    """The two 48-bit words of a header. The sender puts the 16 low bits of the epoch above each.
 
-    So each word says for itself whether it has come, and no two of them need to be stored at once.
+    So each word shows by itself whether it has arrived, and the words need not be stored together.
 
     Attributes:
         size: from bit 0 up, bytes of the whole call, or the digest of the sizes of an uneven all_gather, 44; reduction
@@ -290,7 +291,7 @@ class HeaderWords(NamedTuple):
 
     @classmethod
     def of_cells(cls, cells: Sequence[int], epoch: int | None = None) -> HeaderWords | None:
-        """Return the header in two 64-bit cells, or None if they hold none (of ``epoch``, where it is given)."""
+        """Return the header in two 64-bit cells; None if they hold none (of ``epoch``, if given)."""
         for cell in cells:
             if not cell or (epoch is not None and cell >> 48 & 0xFFFF != epoch & 0xFFFF):
                 return None
@@ -299,15 +300,15 @@ class HeaderWords(NamedTuple):
 
 
 def encode_header(plan: CallPlan, algorithm: int) -> HeaderWords:
-    """Return the header of a call.
+    """Encode the header of a call.
 
-    Send and recv of one message have equal headers, so the operation of both is SEND and the root is the sender.
+    Send and recv of one message must have equal headers, so both use the operation SEND and the sender as root.
 
     Args:
         algorithm: the code of the plan's algorithm, below :data:`MAX_ALGORITHMS`.
 
     Raises:
-        ConfigError: the size has no room.
+        ConfigError: the size does not fit.
     """
     digested = plan.sizes and plan.op is not Op.ALL_TO_ALL_UNEVEN
     size = sizes_digest(plan.sizes) if digested else plan.whole_nbytes or plan.nbytes
@@ -323,7 +324,7 @@ def encode_header(plan: CallPlan, algorithm: int) -> HeaderWords:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header, read back.
+    """A decoded header.
 
     ``launch`` is the digest of the launch and the rows of a norm, ``piece`` the number of the piece modulo 32.
     """
@@ -339,7 +340,7 @@ class Header:
 
     @classmethod
     def decode(cls, words: HeaderWords, algorithms: Sequence[str] = ()) -> Header:
-        """Read a header; ``algorithms`` are their names, in the order of their codes."""
+        """Decode a header; ``algorithms`` are names in the order of their codes."""
         size, call = words
         op, algorithm, dtype = call >> OP_AT & 63, call >> _ALGORITHM_AT & 0xFF, call >> _DTYPE_AT & 31
         return cls(
@@ -358,9 +359,9 @@ class Header:
         return self.op.endswith(("_norm", "_norm_all_gather"))
 
     def differs(self, fields: Collection[str], ranks: Sequence[int] = ()) -> str:
-        """Return the call in words, with those of its launch and piece that are among ``fields``, which differ.
+        """Describe the call in words, including its launch and piece if they are among the differing ``fields``.
 
-        ``ranks`` has the number by which people know each rank; it may be empty where they know it by the rank.
+        ``ranks`` maps ranks to the numbers shown to users; empty if these are the same.
         """
         if (self.op == "send" or self.op in _ROOTED) and self.root < len(ranks):
             return dataclasses.replace(self, root=ranks[self.root]).differs(fields)
@@ -391,13 +392,13 @@ class Header:
 
 TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE, PARTS_DIFFER, LEFT = 1, 2, 3, 4, 5, 6, 7
 """Kinds of faults: a rank is late, calls differ, a rank's process has ended, a signal ended a rank's call, the
-connection to a rank was lost or its node does not answer, a rank sends a part of another size than is expected, a rank
-has left. Who finds that a rank is gone may not know that it has left, and says that it has ended."""
+connection to a rank was lost or its node does not answer, a rank sends a part of unexpected size, a rank has left. A
+rank that finds another gone may not know that it has left, and then reports that it has ended."""
 UNEVEN = 1
-"""The root field of an uneven all_gather, whose size field holds the digest of the sizes of all ranks."""
+"""The root field of an uneven all_gather, whose size field holds a digest of all ranks' sizes."""
 
 MAX_NAMED_RANKS = 1024
-"""Ranks that an abort word can name: numbers below this."""
+"""Upper limit (exclusive) of the ranks that an abort word can name."""
 _BLOCK = 16
 FAULT_MASK_AT, FAULT_BLOCK_AT, FAULT_OP_AT, FAULT_KIND_AT = 32, 48, 54, 60
 """The lowest bits of the fields above the epoch in an abort word."""
@@ -405,9 +406,9 @@ FAULT_MASK_AT, FAULT_BLOCK_AT, FAULT_OP_AT, FAULT_KIND_AT = 32, 48, 54, 60
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An abort word, read back: kind, the ranks it names, operation and 32 bits of the epoch.
+    """A decoded abort word: kind, the ranks it names, operation and 32 bits of the epoch.
 
-    Bits from 0 up: epoch 32, rank mask 16, block 6, op 6, kind 4. The mask is of the 16 ranks from 16 * block on. Zero
+    Bits from 0 up: epoch 32, rank mask 16, block 6, op 6, kind 4. The mask covers the 16 ranks from 16 * block on. Zero
     means no fault.
     """
 
@@ -429,11 +430,11 @@ class Fault:
 
 
 class Wait(NamedTuple):
-    """A call that waits for other ranks.
+    """A call that is waiting for other ranks.
 
     Attributes:
-        op, epoch: of the call; 0 for messages.
-        since: when the call began to wait, by ``time.monotonic``.
+        op, epoch: the call's operation and number; 0 for messages.
+        since: when the call began to wait (``time.monotonic``).
         peers: the other ends of messages; empty for a collective call.
     """
 
@@ -444,14 +445,14 @@ class Wait(NamedTuple):
 
 
 def encode_fault(kind: int, op: int, ranks: Collection[int], epoch: int) -> int:
-    """Return the abort word of a fault; see :class:`Fault`.
+    """Encode a fault as an abort word; see :class:`Fault`.
 
-    A word names the ranks of one block of 16: of the ranks given, those in the block of the lowest.
+    A word names ranks of one block of 16: only given ranks in the same block as the lowest.
 
     Args:
         kind: TIMEOUT, MISMATCH, DEAD, INTERRUPTED, UNREACHABLE, PARTS_DIFFER or LEFT.
         ranks: the ranks at fault, below :data:`MAX_NAMED_RANKS`.
-        epoch: of the call; for a message, its number.
+        epoch: the number of the call or message.
     """
     block = min(ranks, default=0) // _BLOCK
     mask = sum(1 << rank % _BLOCK for rank in set(ranks) if rank // _BLOCK == block)
@@ -460,17 +461,17 @@ def encode_fault(kind: int, op: int, ranks: Collection[int], epoch: int) -> int:
 
 
 def slice_bytes(nbytes: int, world_size: int) -> int:
-    """Return the bytes of each rank's slice of a message; the last slices may be shorter or empty."""
+    """Return the size of each rank's slice of a message; the last slices may be shorter or empty."""
     return align_up(-(-nbytes // world_size), SLICE_ALIGN)
 
 
 _MOST_MORE_BYTES = 64 << 10
-"""Bytes that a rank may send more to save a step over the network: about what passes in the time of a step."""
+"""Extra bytes that a rank may send to save a network step: about as many as are sent in the time of a step."""
 
 
 def in_one_step(nodes: int, slice_bytes: int) -> bool:
     """Return whether each node sends its rounded sums to all others, rather than parts in two steps.
 
-    Of a slice of R bytes, that sends (H - 1) R bytes rather than 2 (H - 1) R / H, and has the same result.
+    For a slice of R bytes, this sends (H - 1) R bytes rather than 2 (H - 1) R / H, with the same result.
     """
     return (nodes - 1) * (nodes - 2) * slice_bytes <= nodes * _MOST_MORE_BYTES

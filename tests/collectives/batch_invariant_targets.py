@@ -108,7 +108,7 @@ def of_the_environment() -> str:
 
 
 def alone() -> None:
-    """Reduce what own kernels lack on one rank, where there is no order."""
+    """Reduce what native kernels lack on one rank, where there is no order."""
     with shotcast.Communicator(device="cpu", batch_invariant=True) as comm:
         x = torch.ones(8).to(torch.float8_e4m3fn)
         assert torch.equal(comm.all_reduce(x).float(), x.float())

@@ -33,7 +33,7 @@ OPERATIONS = {
     "reduce_scatter_rms_norm": ("one_shot",),
     "reduce_scatter_rms_norm_all_gather": ("two_shot",),
 }
-"""Operations, with the algorithms by which own kernels serve them. In ``send`` the receiver is at fault, in ``recv``
+"""Operations, with the algorithms by which native kernels serve them. In ``send`` the receiver is at fault, in ``recv``
 the sender."""
 MODES = ("eager", "graph")
 FUSED = tuple(name for name in OPERATIONS if "_rms_norm" in name)
@@ -127,7 +127,7 @@ def obstacle(cell: Cell, device: str) -> str:
     if not cell.inside:
         return ""
     if cell.path == "own":
-        return "an own kernel compares calls itself, so nothing lies between the comparison and its work"
+        return "a native kernel compares calls itself, so nothing lies between the comparison and its work"
     if cell.mode == "graph":
         return "the comparison and the library's work are one graph"
     if cell.fault in ("absent", "mismatched"):

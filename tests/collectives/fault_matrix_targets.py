@@ -241,7 +241,7 @@ def _call_again(comm: Communicator, report: Report) -> None:
 
 
 def _check(comm: Communicator) -> None:
-    """Check that a communicator works, by own kernels and by the library."""
+    """Check that a communicator works, by native kernels and by the library."""
     for dtype, algorithm in ((torch.float32, "one_shot"), (torch.int32, "auto")):
         total = comm.all_reduce(torch.ones(8, dtype=dtype, device=comm.device), algorithm=algorithm)
         settle(comm)
@@ -330,7 +330,7 @@ class _Calls:
     def work_again(self) -> bool:
         """Return whether the usual call gives, three times, what it gave before the fault.
 
-        A graph of an own kernel is replayed as it is; one of the library, whose communicator is another, is captured
+        A graph of a native kernel is replayed as it is; one of the library, whose communicator is another, is captured
         anew.
         """
         if self._case.cell.path == "vendor":

@@ -34,7 +34,7 @@ def outcome(call: Callable[[], object]) -> Outcome:
 
 
 def other_operations() -> dict[str, str]:
-    """Check operations that no own kernel carries between nodes. Return the reasons, by operation."""
+    """Check operations that no native kernel carries between nodes. Return the reasons, by operation."""
     with shotcast.Communicator(device="cpu", timeout_s=100) as comm:
         rank, size = comm.rank, comm.world_size
         xs = [torch.arange(6.0 * size).view(size, 6) + 100 * r for r in range(size)]

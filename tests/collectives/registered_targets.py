@@ -25,7 +25,7 @@ def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 COPYCAT = Algorithm(
     name="copycat",
     label="copy cat",
-    summary="two-shot's own kernels by another name",
+    summary="two-shot's native kernels by another name",
     color="#123456",
     forms={
         Op.ALL_REDUCE: Form(

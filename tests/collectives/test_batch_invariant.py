@@ -56,7 +56,7 @@ class TestChoice:
 
     @given(problems)
     def test_what_is_refused_does_not_depend_on_the_size_of_sums(self, problem: CollectiveProblem) -> None:
-        """An all-reduce of the dtypes of models is served at every size, or, without own kernels, at none."""
+        """An all-reduce of the dtypes of models is served at every size, or, without native kernels, at none."""
         problem = dataclasses.replace(_in_mode(problem), op=Op.ALL_REDUCE, dtype="bfloat16", reduction="sum", norm=None)
         outcomes = set()
         for nbytes in (2, 4 << 10, problem.nbytes & ~1, 1 << 33):
@@ -148,7 +148,7 @@ def test_what_is_refused_and_explained() -> None:
             assert "in batch-invariant mode sums have the bits of the numerics contract, and its are others" in error
         assert "the vendor library reduces nothing" in vendor
         for error, dtype in ((unserved, "float8_e4m3fn"), (unexplained, "float8_e5m2")):
-            assert f"and not this all_reduce (sum) of {dtype}, 64 B: own kernels have no sum of {dtype}" in error
+            assert f"and not this all_reduce (sum) of {dtype}, 64 B: native kernels have no sum of {dtype}" in error
         assert "float32, batch-invariant" in explained
         assert "float32, batch-invariant" in of_the_half
 

@@ -55,7 +55,7 @@ class TestValues:
     @pytest.mark.full
     def test_more_ranks_than_own_kernels_serve(self) -> None:
         explanation = shotcast.spawn(targets.more_ranks_than_kernels_serve, wire.MAX_WORLD_SIZE + 1, timeout_s=300)[0]
-        assert "vendor, by legality: own kernels serve up to 8 ranks, not 9" in explanation
+        assert "vendor, by legality: native kernels serve up to 8 ranks, not 9" in explanation
 
     def test_one_rank(self) -> None:
         shotcast.spawn(targets.single_rank, 1, timeout_s=300)

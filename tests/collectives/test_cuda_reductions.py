@@ -1,4 +1,4 @@
-"""Every reduction of every dtype by own kernels on GPUs, which may be shared by ranks."""
+"""Every reduction of every dtype by native kernels on GPUs, which may be shared by ranks."""
 
 from __future__ import annotations
 

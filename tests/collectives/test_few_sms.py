@@ -156,7 +156,7 @@ def test_few_sms_serve_where_a_number_is_given(op: Op) -> None:
 def test_the_library_serves_what_few_sms_cannot() -> None:
     choice = choose(problem(dtype="float8_e4m3fn"), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
-    assert "own kernels have no sum of float8_e4m3fn" in choice.reason
+    assert "native kernels have no sum of float8_e4m3fn" in choice.reason
     assert legal(problem(dtype="float64", reduction="max")) == ["few_sms", "vendor"]
     assert legal(problem(Op.REDUCE)) == ["vendor"]
     with pytest.raises(ConfigError, match=r"two_shot cannot serve .*: it does not keep to a number of SMs"):

@@ -123,5 +123,5 @@ def test_hosts_that_differ_are_refused() -> None:
 def test_uneven_nodes_are_served_by_the_library() -> None:
     for total, explanation, late in shotcast.spawn(targets.uneven, 3, timeout_s=300):
         assert total == [6.0] * 3
-        assert "own kernels serve nodes of equally many ranks, and there are 2 on one, 1 on two" in explanation
+        assert "native kernels serve nodes of equally many ranks, and there are 2 on one, 1 on two" in explanation
         assert late == "late: 2 (node two)", "the deadline is the same, and errors name the node"

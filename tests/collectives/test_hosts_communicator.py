@@ -40,7 +40,7 @@ def test_operations_that_the_library_carries() -> None:
         assert "one_shot (chunks of default bytes)" in reasons[name]
     assert "legal: nvrar, nvrar_halving, nvrar_pairs, nvrar_two_shot, vendor" in reasons["all_reduce_rms_norm"]
     assert "legal: nvrar_pairs, vendor" in reasons["reduce"]
-    assert "vendor, by legality: no own kernel carries reduce_scatter between hosts" in reasons["reduce_scatter"]
+    assert "vendor, by legality: no native kernel carries reduce_scatter between hosts" in reasons["reduce_scatter"]
 
 
 @pytest.mark.full

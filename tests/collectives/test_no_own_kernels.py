@@ -1,4 +1,4 @@
-"""The vendor library serves where our own kernels cannot run, and explain gives the reason."""
+"""The vendor library serves where our kernels cannot run, and explain gives the reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_more_ranks_than_own_kernels_serve(capfd: pytest.CaptureFixture[str]) ->
     for total, reason in shotcast.spawn(nine, 9, timeout_s=300):
         assert total == [36.0] * 3
         assert "up to 8 ranks, not 9" in reason
-    said = [line for line in capfd.readouterr().err.splitlines() if "own kernels serve" in line]
+    said = [line for line in capfd.readouterr().err.splitlines() if "native kernels serve" in line]
     assert said == [  # by one rank, of the first of two communicators
-        "the vendor library serves all calls of communicator 0/0: own kernels serve up to 8 ranks, not 9"
+        "the vendor library serves all calls of communicator 0/0: native kernels serve up to 8 ranks, not 9"
     ]

@@ -288,7 +288,7 @@ class TestNodes:
             == "one_shot has no form for CPU ranks on several nodes"
         )
         scatter = choose(problem(Op.REDUCE_SCATTER, topology=topology), "auto", "auto", ())
-        assert (scatter.source, scatter.reason) == ("legality", "no own kernel carries reduce_scatter between hosts")
+        assert (scatter.source, scatter.reason) == ("legality", "no native kernel carries reduce_scatter between hosts")
 
     def test_kernels_of_gpus_take_nodes_of_consecutive_ranks(self) -> None:
         mixed = dataclasses.replace(make_topology("triton", nodes=2), layout=NodeLayout.of_keys(["a", "b"] * 4))
@@ -366,8 +366,8 @@ class TestLegality:
             (problem(Op.BROADCAST), "ring", "there is no ring broadcast; there is one_shot"),
             (problem(dtype="int32"), "ring", _NOT_A_SUM + "sum of int32"),
             (problem(reduction="max"), "ring", _NOT_A_SUM + "max of float32"),
-            (problem(dtype="complex64", reduction="max"), "two_shot", "own kernels have no max of complex64"),
-            (problem(dtype="float8_e5m2"), "two_shot", "own kernels have no sum of float8_e5m2"),
+            (problem(dtype="complex64", reduction="max"), "two_shot", "native kernels have no max of complex64"),
+            (problem(dtype="float8_e5m2"), "two_shot", "native kernels have no sum of float8_e5m2"),
             (problem(Op.BROADCAST, dtype="qint8"), "one_shot", "dtype qint8 has no code of its own"),
             (problem(Op.ALL_GATHER, sizes=(1, 2, 3, 4)), "ring", "the ring takes equal parts only"),
             (problem(topology=make_topology("", obstacle="no reason")), "ring", "no reason"),
@@ -460,7 +460,7 @@ class TestLegality:
     def test_reason_for_the_vendor(self) -> None:
         choice = choose(problem(dtype="float8_e5m2"), "auto", "auto", ())
         assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
-        assert choice.reason == "own kernels have no sum of float8_e5m2"
+        assert choice.reason == "native kernels have no sum of float8_e5m2"
         choice = choose(problem(topology=make_topology("", obstacle="several hosts")), "auto", "auto", ())
         assert choice.reason == "several hosts"
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 WORLD_SIZES = [n for n in (2, 4) if torch.cuda.device_count() >= n]
 """NCCL serves no ranks that share a GPU."""
 BY_NCCL = {"SHOTCAST_ALGORITHM": "vendor"}
-"""The environment of ranks whose calls go to NCCL though own kernels could serve them."""
+"""The environment of ranks whose calls go to NCCL though native kernels could serve them."""
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

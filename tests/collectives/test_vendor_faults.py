@@ -1,6 +1,6 @@
 """Calls of the vendor library that cannot complete: the error names the ranks at fault, in time, and a reset helps.
 
-Nine ranks are more than own kernels serve, so nothing but the library connects them.
+Nine ranks are more than native kernels serve, so nothing but the library connects them.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def many_sizes(algorithm: str, count: int) -> tuple[int, list[float]]:
     """Exchange parts of sizes that no call before had. Return how many calls are remembered, and times.
 
     The times are those of calls of the same sizes and of others without the exchange, the least of several runs of
-    ``count`` each; of own kernels alone.
+    ``count`` each; of native kernels alone.
     """
     with shotcast.Communicator(device="cpu", timeout_s=60) as comm:
         rank, size = comm.rank, comm.world_size

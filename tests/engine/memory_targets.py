@@ -54,7 +54,7 @@ def allocate(blocks: int, block_size: int) -> list[SimpleNamespace]:
 
 def measured_blocks(sequences: int, blocks_each: int, gib_of_first: int = 1) -> tuple[int, list[str]]:
     """Return the blocks that the ranks agree on, and what happened to this rank's trial."""
-    config = EngineConfig("m", device="cuda", max_sequences=sequences, stamp_every=1)
+    config = EngineConfig("m", device="cuda", max_num_seqs=sequences, stamp_every=1)
     memory = FakeMemory(10 * GIB, 10 * GIB)
     budget = MemoryBudget.find(config, memory, 1, 0, "bfloat16")
     part: Any = SimpleNamespace(allocate_caches=allocate)

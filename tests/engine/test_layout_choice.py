@@ -115,9 +115,9 @@ def accepted(config: EngineConfig, model: ModelConfig, layout: Layout, total: in
         MemoryBudget.find(divided, Memory(), 1, weights, "bfloat16")  # type: ignore[arg-type]
     except ConfigError:
         return False
-    memory = fullest_rank(model, config.quantization, layout, 0, config.max_batch_tokens)
+    memory = fullest_rank(model, config.quantization, layout, 0, config.max_num_batched_tokens)
     blocks = -(-max_model_len_of(config, model) // config.block_size) + 1
-    taken = weights + memory.steps(config.max_sequences) + blocks * config.block_size * memory.per_token
+    taken = weights + memory.steps(config.max_num_seqs) + blocks * config.block_size * memory.per_token
     return divided.tensor_parallel <= 8 and taken <= int(total * config.gpu_memory_utilization)
 
 
@@ -161,7 +161,7 @@ def test_what_is_taken_is_accepted_and_the_best_of_what_is(
         layout="auto",
         device="cuda",
         quantization="fp8" if fp8 else "",
-        max_sequences=sequences,
+        max_num_seqs=sequences,
         max_model_len=length,
         target=target,
     )
@@ -181,7 +181,7 @@ def test_what_is_taken_is_accepted_and_the_best_of_what_is(
     asked = found.plan.query
     cluster = cluster_of_gpus([name], gpus)
     usable = int(total * config.gpu_memory_utilization)
-    limits = Limits(sequences, config.max_batch_tokens, usable / cluster.gpu.memory_bytes)
+    limits = Limits(sequences, config.max_num_batched_tokens, usable / cluster.gpu.memory_bytes)
     query = Query(model, "m", asked.quantization, cluster, gpus, asked.prompt, asked.output, Target(target), limits)
     best = plan(query, calibration_of(cluster.gpu), [(layout, 1) for layout in possible]).best
     assert best is not None
@@ -206,7 +206,7 @@ def test_the_answer_is_that_of_the_command(
     for cluster in ("h200x8", "here"):
         command = ["plan", model, "--gpus", str(gpus), "--target", target, "--cluster", cluster, "--engines", "1"]
         file = tmp_path / f"{cluster}.json"
-        result = CliRunner().invoke(app, [*command, "--max-sequences", "64", "--json", str(file)])
+        result = CliRunner().invoke(app, [*command, "--max-num-seqs", "64", "--json", str(file)])
         assert result.exit_code == 0, result.output
         answer = json.loads(file.read_text())
         assert found.layout == Layout(answer["best"]["tp"], answer["best"]["pp"])
@@ -371,7 +371,7 @@ def test_a_cache_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_and_values_in_fp8_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their bytes are those that the engine allocates, scales included, and they take less time to read."""
     see(monkeypatch, "NVIDIA H200")
-    model, options = preset("llama-3.1-8b"), {"workload": "4096+4096", "max_sequences": 64}
+    model, options = preset("llama-3.1-8b"), {"workload": "4096+4096", "max_num_seqs": 64}
     plain, fp8 = (chosen("llama-3.1-8b", kv_cache_dtype=dtype, **options).plan for dtype in ("", "fp8"))
     assert plain is not None
     assert fp8 is not None
@@ -461,7 +461,7 @@ def test_a_calibration_of_something_else(
 def test_cpu_ranks_by_the_calibration_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     see(monkeypatch)
     measured(monkeypatch, CALIBRATION)
-    found = chosen("smollm2-135m", max_sequences=8, workload="64+32")
+    found = chosen("smollm2-135m", max_num_seqs=8, workload="64+32")
     assert found.layout == Layout(1, 1)
     assert found.plan is not None
     assert found.plan.best is not None
@@ -472,7 +472,7 @@ def test_cpu_ranks_by_the_calibration_of_the_machine(monkeypatch: pytest.MonkeyP
     file = tmp_path / "two.json"
     file.write_text(json.dumps(value))
     measured(monkeypatch, file)
-    found = chosen("smollm2-135m", max_sequences=8, workload="64+32")
+    found = chosen("smollm2-135m", max_num_seqs=8, workload="64+32")
     assert found.layout.ranks == 2
     assert found.plan is not None
     assert len(found.plan.best_of_each_layout()) > 1
@@ -494,7 +494,7 @@ def test_tokens_are_those_of_the_same_layout(tmp_path: Path, caplog: pytest.LogC
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     params, prompts = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True), [[1, 2, 3], [4] * 40]
-    options = {"device": "cpu", "max_model_len": 64, "max_sequences": 2}
+    options = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 2}
     with caplog.at_level(logging.INFO), LLM(tmp_path, layout="auto:2", **options) as llm:
         planned = llm.generate(prompts, params)
         layout, choice = llm.config.layout, llm.layout_choice

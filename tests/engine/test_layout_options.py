@@ -47,8 +47,8 @@ def test_a_layout_in_one_word() -> None:
 
 
 def test_a_restart_keeps_device_and_layout() -> None:
-    options = {"model": "m", "layout": "auto", "target": "latency", "device": "auto", "max_sequences": 4}
-    config = EngineConfig("m", device="cuda", layout="auto", target="latency", max_sequences=4).divided("4x2")
+    options = {"model": "m", "layout": "auto", "target": "latency", "device": "auto", "max_num_seqs": 4}
+    config = EngineConfig("m", device="cuda", layout="auto", target="latency", max_num_seqs=4).divided("4x2")
     again = as_started(options, config)
     assert EngineConfig.from_options(**again) == config
     assert EngineConfig.from_options(**as_started(again, config)) == config

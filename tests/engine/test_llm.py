@@ -95,7 +95,7 @@ def tiny_reference(tiny: str) -> Any:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("smollm2", tensor_parallel=2, max_model_len=1024, max_sequences=32) as llm:
+    with LLM("smollm2", tensor_parallel=2, max_model_len=1024, max_num_seqs=32) as llm:
         yield llm
 
 
@@ -265,7 +265,7 @@ def test_little_memory_changes_no_output(tiny: str, tiny_reference: Any) -> None
 
 def test_prompts_longer_than_a_step_run_in_chunks(tiny: str, tiny_reference: Any) -> None:
     prompt = [number * number % 64 for number in range(150)]
-    with LLM(tiny, max_model_len=512, max_batch_tokens=40, max_sequences=4) as llm:
+    with LLM(tiny, max_model_len=512, max_num_batched_tokens=40, max_num_seqs=4) as llm:
         outputs = llm.generate([prompt, prompt[:5]], greedy(8))
         assert llm.stats().steps > len(outputs[0].prompt_tokens) // 40
         assert_greedy(tiny_reference, outputs)
@@ -335,7 +335,7 @@ def test_prompt_logprobs_are_those_of_transformers(tiny: str, tiny_reference: An
     long = [number * number % 64 for number in range(150)]
     prompts = [long, long[:121], [5], [6, 7], long]
     layout = {"tensor_parallel": tensor, "pipeline_parallel": stages}
-    with LLM(tiny, max_model_len=512, max_batch_tokens=40, max_sequences=4, **layout) as llm:
+    with LLM(tiny, max_model_len=512, max_num_batched_tokens=40, max_num_seqs=4, **layout) as llm:
         (plain,) = llm.generate([long], greedy(4))
         for alternatives, length in ((3, 0), (0, 4)):
             outputs = llm.generate(prompts, greedy(length, prompt_logprobs=alternatives))
@@ -352,7 +352,7 @@ def test_prompt_logprobs_are_those_of_transformers(tiny: str, tiny_reference: An
 def test_prompt_logprobs_survive_preemption(tiny: str, tiny_reference: Any) -> None:
     prompts = [[number * (number + shift) % 64 for number in range(48)] for shift in range(6)]
     kv_cache_bytes = 160 * 2 * 2 * 32 * 4  # 160 tokens, of two layers
-    with LLM(tiny, max_model_len=128, max_batch_tokens=20, max_sequences=4, kv_cache_bytes=kv_cache_bytes) as llm:
+    with LLM(tiny, max_model_len=128, max_num_batched_tokens=20, max_num_seqs=4, kv_cache_bytes=kv_cache_bytes) as llm:
         outputs = llm.generate(prompts, greedy(40, prompt_logprobs=2))
         assert llm.stats().preemptions > 0
     for output in outputs:
@@ -564,8 +564,8 @@ def assert_gone(pids: list[int]) -> None:
         ({"kv_cache_dtype": "fp8", "device": "cuda", "dtype": "float32"}, "not on cuda with float32"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, not 'tpu'"),
         ({"stamp_every": -1}, "stamp_every must be a whole number"),
-        ({"max_sequences": 0}, "max_sequences must be a whole number"),
-        ({"max_batch_tokens": 8, "max_sequences": 9}, "max_batch_tokens"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a whole number"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens"),
         ({"algorithm": "fastest"}, "algorithm must be one of"),
         ({"algorithm": "ring", "sequence_parallel": True}, "algorithm cannot be ring"),
         ({"max_model_len": 1}, "max_model_len must be 0 .* or at least 2, not 1"),

@@ -120,7 +120,7 @@ def assert_close(reference: Any, outputs: list[RequestOutput], dtype: str) -> No
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_float32_matches_transformers(folder: str, reference: Any, tensor: int, stages: int) -> None:
     """There are more requests than slots, prompts in chunks, and all numbers of sequences up to 7."""
-    options = {"dtype": "float32", "max_model_len": 200, "max_sequences": 7, "max_batch_tokens": 64}
+    options = {"dtype": "float32", "max_model_len": 200, "max_num_seqs": 7, "max_num_batched_tokens": 64}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         outputs = llm.generate(prompts(20), [greedy(10 + number, logprobs=2) for number in range(20)])
         assert [len(output.tokens) for output in outputs] == list(range(10, 30))
@@ -132,7 +132,7 @@ def test_float32_matches_transformers(folder: str, reference: Any, tensor: int, 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_prompt_logprobs_match_transformers(folder: str, reference: Any, tensor: int, stages: int) -> None:
     """They are computed without graphs, beside requests that do not want them."""
-    options = {"dtype": "float32", "max_model_len": 200, "max_sequences": 7, "max_batch_tokens": 64}
+    options = {"dtype": "float32", "max_model_len": 200, "max_num_seqs": 7, "max_num_batched_tokens": 64}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         wanted = [greedy(8, prompt_logprobs=2 if number % 2 else None) for number in range(20)]
         outputs = llm.generate(prompts(20), wanted)
@@ -152,7 +152,7 @@ def test_prompt_logprobs_match_transformers(folder: str, reference: Any, tensor:
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_half_precision_is_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:
     """Prompts run in chunks, together with sequences that decode."""
-    options = {"dtype": dtype, "max_model_len": 200, "max_sequences": 16, "max_batch_tokens": 100}
+    options = {"dtype": dtype, "max_model_len": 200, "max_num_seqs": 16, "max_num_batched_tokens": 100}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         assert_close(reference, llm.generate(prompts(12), greedy(16)), dtype)
 
@@ -164,7 +164,7 @@ def test_fp8_is_close(folder: str, reference: Any, tensor: int, stages: int) -> 
     Any single token may differ, since rounding to FP8 goes either way, so the mean is checked: with FP8 in plain
     PyTorch it is 0.03 to 0.04 for the same model, and about 1 for unrelated tokens.
     """
-    options = {"quantization": "fp8", "max_model_len": 200, "max_sequences": 32}
+    options = {"quantization": "fp8", "max_model_len": 200, "max_num_seqs": 32}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         together = llm.generate(prompts(24), greedy(8))
         alone = [llm.generate(prompt, greedy(24))[0] for prompt in prompts(8)]
@@ -176,13 +176,13 @@ def test_fp8_is_close(folder: str, reference: Any, tensor: int, stages: int) -> 
 @TWO
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "vendor"])
 def test_algorithms(folder: str, reference: Any, algorithm: str) -> None:
-    with LLM(folder, tensor_parallel=2, device="cuda", dtype="float32", algorithm=algorithm, max_sequences=4) as llm:
+    with LLM(folder, tensor_parallel=2, device="cuda", dtype="float32", algorithm=algorithm, max_num_seqs=4) as llm:
         assert_greedy(reference, llm.generate(prompts(6), greedy(12)), 1e-4)
 
 
 @TWO
 def test_sequence_parallel(folder: str, reference: Any) -> None:
-    options = {"sequence_parallel": True, "max_sequences": 80, "max_model_len": 150}
+    options = {"sequence_parallel": True, "max_num_seqs": 80, "max_model_len": 150}
     with LLM(folder, tensor_parallel=2, device="cuda", dtype="float32", **options) as llm:
         assert_greedy(reference, llm.generate(prompts(70), greedy(12)), 1e-4)
 
@@ -191,7 +191,7 @@ def test_sequence_parallel(folder: str, reference: Any) -> None:
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_steps_of_any_length_are_close(folder: str, reference: Any, tensor: int, stages: int, dtype: str) -> None:
     """Run a prompt of each length around the sizes of graphs, alone; then all in chunks, with cached prefixes."""
-    options = {"dtype": dtype, "max_model_len": 400, "max_sequences": 8, "max_batch_tokens": 300}
+    options = {"dtype": dtype, "max_model_len": 400, "max_num_seqs": 8, "max_num_batched_tokens": 300}
     generator = torch.Generator().manual_seed(8)
     lengths = 1, 2, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 192, 193, 256, 257, 299, 300, 301, 390
     prompt_list = [torch.randint(50, BAD, (length,), generator=generator).tolist() for length in lengths]
@@ -224,7 +224,7 @@ def test_windows_and_heads_of_any_kind(tmp_path: Path, window: int, heads: int, 
     model.save_pretrained(tmp_path)
     ranks = [tensor for tensor in (1, 2) if enough_gpus(tensor)]
     for tensor, dtype in itertools.product(ranks, ("float32", "bfloat16")):
-        options = {"dtype": dtype, "max_model_len": 300, "max_sequences": 6, "max_batch_tokens": 120}
+        options = {"dtype": dtype, "max_model_len": 300, "max_num_seqs": 6, "max_num_batched_tokens": 120}
         with LLM(str(tmp_path), tensor_parallel=tensor, device="cuda", **options) as llm:
             long = [torch.randint(50, BAD, (250,), generator=torch.Generator().manual_seed(2)).tolist()]
             assert_close(model, llm.generate(prompts(9) + long, greedy(12)), dtype)
@@ -284,7 +284,7 @@ def test_invalid_logits_fail_only_their_request(folder: str, tensor: int, stages
 
 def test_requests_end_where_they_should(folder: str) -> None:
     """End tokens and stop tokens drop a step that was planned ahead; and requests are aborted."""
-    with LLM(folder, device="cuda", dtype="float32", max_model_len=300, max_sequences=4) as llm:
+    with LLM(folder, device="cuda", dtype="float32", max_model_len=300, max_num_seqs=4) as llm:
         whole = llm.generate(prompts(1), greedy(40))[0].tokens
         stop = next(token for place, token in enumerate(whole) if place > 4 and token not in whole[:place])
         place = whole.index(stop)
@@ -300,7 +300,7 @@ def test_requests_end_where_they_should(folder: str) -> None:
 
 @pytest.mark.parametrize(("tensor", "stages"), LAYOUTS)
 def test_the_time_of_communication_is_measured(folder: str, tensor: int, stages: int) -> None:
-    options = {"max_model_len": 200, "max_sequences": 4}
+    options = {"max_model_len": 200, "max_num_seqs": 4}
     with LLM(folder, tensor_parallel=tensor, pipeline_parallel=stages, device="cuda", **options) as llm:
         llm.generate(prompts(2), greedy(20))
         assert (llm.stats().step_s, llm.stats().communication_s) == (0.0, 0.0)

@@ -37,7 +37,7 @@ LARGE = 4 << 20
 def test_a_workspace_holds_the_longest_message_up_to_the_limit(
     device: str, tokens: int, sequences: int, expected: int
 ) -> None:
-    config = EngineConfig("m", device=device, max_batch_tokens=tokens, max_sequences=sequences)
+    config = EngineConfig("m", device=device, max_num_batched_tokens=tokens, max_num_seqs=sequences)
     model = preset("llama-3.1-8b")
     assert (model.hidden, model.vocab) == (4096, 128256)
     assert _workspace_bytes(config, model, torch.bfloat16) == expected

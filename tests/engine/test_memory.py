@@ -93,11 +93,11 @@ def test_only_a_gpu_without_kv_cache_bytes_is_measured() -> None:
 )
 def test_running_out_of_memory_is_explained(error: Exception) -> None:
     found = budget(100, 95, 15)
-    with pytest.raises(ConfigError) as raised, found.explained("running the largest step", "Lower max_sequences"):
+    with pytest.raises(ConfigError) as raised, found.explained("running the largest step", "Lower max_num_seqs"):
         raise error
     text = str(raised.value)
     assert text.startswith("out of memory while running the largest step: 95 GiB are free, weights take 15 GiB")
-    assert "a rank may use 90 GiB (90% of 100 GiB). Lower max_sequences. (" in text
+    assert "a rank may use 90 GiB (90% of 100 GiB). Lower max_num_seqs. (" in text
     assert "\n" not in text
     assert raised.value.__cause__ is error
 
@@ -116,11 +116,11 @@ def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
     message = (
         r"room for 112 tokens \(112 MiB\), fewer than one sequence of max_model_len 128 needs \(128 MiB\): it may use "
         r"90 GiB \(90% of 100 GiB\), weights take 15 GiB and steps 74\.9 GiB; lower max_model_len to 112 or "
-        "less, max_batch_tokens or max_sequences, use more ranks or fp8, or raise gpu_memory_utilization"
+        "less, max_num_batched_tokens or max_num_seqs, use more ranks or fp8, or raise gpu_memory_utilization"
     )
     with pytest.raises(ConfigError, match=message):
         require_one_sequence(7, 16, block, 128, found, 7 * block)
-    with pytest.raises(ConfigError, match=r"room for 0 tokens .*; lower max_model_len, max_batch_tokens"):
+    with pytest.raises(ConfigError, match=r"room for 0 tokens .*; lower max_model_len, max_num_batched_tokens"):
         require_one_sequence(-3, 16, block, 128, found, -3 * block)
     with pytest.raises(ConfigError, match=re.escape("(kv_cache_bytes, memory_fraction)")):
         require_one_sequence(7, 16, block, 128, budget(100, 95, 15, device="cpu"), 7 * block)

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 def test_an_engine_takes_what_it_may_and_no_more(utilization: float) -> None:
     """Fill all slots with everything that sampling offers, on a cache that memory limits."""
     free, total = torch.cuda.mem_get_info()
-    options = {"max_model_len": 131072, "max_sequences": 128, "max_batch_tokens": 8192}
+    options = {"max_model_len": 131072, "max_num_seqs": 128, "max_num_batched_tokens": 8192}
     with LLM(MODEL, device="cuda", gpu_memory_utilization=utilization, stamp_every=2, **options) as llm:
         taken = free - torch.cuda.mem_get_info()[0]
         assert taken <= utilization * total + CONTEXT
@@ -66,7 +66,7 @@ def test_what_cannot_be_is_said_before_serving() -> None:
 def test_a_step_that_does_not_fit_is_said_before_serving() -> None:
     total = torch.cuda.mem_get_info()[1]
     held = torch.empty(total - 24 * GIB, dtype=torch.uint8, device="cuda")
-    options = {"max_batch_tokens": 1 << 18, "max_model_len": 1024}
+    options = {"max_num_batched_tokens": 1 << 18, "max_model_len": 1024}
     with pytest.raises(ConfigError, match=r"out of memory while running the largest step|fewer than one sequence"):
         LLM(MODEL, device="cuda", gpu_memory_utilization=20 * GIB / total, **options)
     del held

@@ -78,7 +78,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 
 @pytest.fixture(scope="module")
 def llm(saved: tuple[Path, list[int]]) -> Iterator[LLM]:
-    with LLM(saved[0], device="cpu", max_model_len=64, max_sequences=4) as llm:
+    with LLM(saved[0], device="cpu", max_model_len=64, max_num_seqs=4) as llm:
         yield llm
 
 

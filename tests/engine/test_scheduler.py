@@ -121,20 +121,20 @@ class Ranks:
                 assert first + len(computed) == s.num_computed + len(tokens)
                 wanted = [*slot.tokens[: s.num_computed], *tokens]
                 assert [self.draft_cache[slot.table[at // size]][at % size] for at in range(len(wanted))] == wanted
-        assert count <= self.config.max_batch_tokens
+        assert count <= self.config.max_num_batched_tokens
 
     def step(
         self, plan: StepPlan, prompts: dict[str, tuple[int, ...]]
     ) -> tuple[list[int], list[TokenLogprob | None], list[TokenLogprob]]:
         size = self.config.block_size
-        assert plan.tokens <= self.config.max_batch_tokens
-        assert 0 < len({s.slot for s in plan.sequences}) == len(plan.sequences) <= self.config.max_sequences
+        assert plan.tokens <= self.config.max_num_batched_tokens
+        assert 0 < len({s.slot for s in plan.sequences}) == len(plan.sequences) <= self.config.max_num_seqs
         chunks = [len(s.tokens) > 1 + s.drafts for s in plan.sequences]
         assert chunks == sorted(chunks)
         written: set[int] = set()
         parts = []
         for s in plan.sequences:
-            assert 0 <= s.slot < self.config.max_sequences
+            assert 0 <= s.slot < self.config.max_num_seqs
             if s.is_new:
                 assert s.params is not None
                 known = [*prompts[s.request_id], *s.output]
@@ -275,7 +275,7 @@ class Engine:
         assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
         assert stats.output_tokens == sum(map(len, self.outputs.values()))
         assert stats.steps == len(self.made)
-        assert sorted(self.scheduler._slots) == list(range(self.config.max_sequences))
+        assert sorted(self.scheduler._slots) == list(range(self.config.max_num_seqs))
 
 
 def request(name: str, prompt: tuple[int, ...], **params: object) -> Request:
@@ -283,14 +283,14 @@ def request(name: str, prompt: tuple[int, ...], **params: object) -> Request:
 
 
 def config(**changes: object) -> SchedulerConfig:
-    base = SchedulerConfig(max_sequences=4, max_batch_tokens=16, block_size=4, num_blocks=64, max_model_len=64)
+    base = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, block_size=4, num_blocks=64, max_model_len=64)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 configs = st.builds(
     SchedulerConfig,
-    max_sequences=st.integers(1, 5),
-    max_batch_tokens=st.integers(1, 12),
+    max_num_seqs=st.integers(1, 5),
+    max_num_batched_tokens=st.integers(1, 12),
     block_size=st.integers(1, 4),
     num_blocks=st.integers(3, 12),
     max_model_len=st.integers(4, 24),
@@ -369,12 +369,12 @@ def test_a_tiny_cache_under_load(lookahead: int, pipeline: int, proposer: Guesse
     draw = random.Random(1)
     engine = Engine(
         config(
-            max_sequences=8,
+            max_num_seqs=8,
             num_blocks=14,
             max_model_len=40,
             lookahead=lookahead,
             pipeline=pipeline,
-            max_batch_tokens=24,
+            max_num_batched_tokens=24,
         ),
         proposer and Speculation(3, 9, proposer, Turns([True, True, False])),
     )
@@ -417,7 +417,7 @@ def test_a_draft_model_rests_where_proposals_do_not_pay(lookahead: int) -> None:
     left_out = sequences[again].num_computed - sequences[first].num_computed
     later = [len(part[1]) for part in drafted[again:] if part is not None and part[1]]
     assert sum(later) >= left_out > max(later)
-    assert max(later) == engine.config.max_batch_tokens - 1
+    assert max(later) == engine.config.max_num_batched_tokens - 1
     proposes = [s.propose > 0 for s in sequences]
     assert not any(proposes[first : again + len(later) - 1])
     assert any(proposes[:first])
@@ -429,7 +429,7 @@ def test_a_draft_model_rests_where_proposals_do_not_pay(lookahead: int) -> None:
 
 
 def test_a_draft_model_catches_up_before_it_proposes() -> None:
-    limits = config(max_sequences=8, num_blocks=300, max_batch_tokens=32, max_model_len=200)
+    limits = config(max_num_seqs=8, num_blocks=300, max_num_batched_tokens=32, max_model_len=200)
     engine = Engine(limits, Speculation(3, 24, RankProposer(), Turns([True])))
     for number in range(7):
         engine.add(request(f"{number}", (number,), max_tokens=150, ignore_eos=True))
@@ -477,7 +477,7 @@ def test_prompts_do_not_wait_for_a_draft_model(proposer: Guesses | RankProposer)
 
 
 def test_a_prefix_is_reused_from_an_earlier_step_but_not_from_the_same() -> None:
-    engine = Engine(config(max_batch_tokens=64))
+    engine = Engine(config(max_num_batched_tokens=64))
     prompt = tuple(range(10))
     engine.add(request("a", prompt, max_tokens=4))
     engine.add(request("b", prompt, max_tokens=4))
@@ -534,7 +534,7 @@ def test_without_prefix_caching_nothing_is_reused() -> None:
 
 
 def test_decoding_sequences_go_first_and_prompts_get_the_rest() -> None:
-    engine = Engine(config(max_batch_tokens=6))
+    engine = Engine(config(max_num_batched_tokens=6))
     engine.add(request("a", (1,), max_tokens=20))
     engine.schedule()
     engine.update()
@@ -582,7 +582,7 @@ def test_a_token_sampled_after_the_end_is_dropped() -> None:
 
 @pytest.mark.parametrize(("running", "sizes"), [(4, [1, 1, 2]), (6, [2, 2, 2]), (9, [3, 3, 3])])
 def test_a_pipeline_is_kept_full_with_even_batches(running: int, sizes: list[int]) -> None:
-    engine = Engine(config(max_sequences=16, max_batch_tokens=64, pipeline=3, max_model_len=100, num_blocks=400))
+    engine = Engine(config(max_num_seqs=16, max_num_batched_tokens=64, pipeline=3, max_model_len=100, num_blocks=400))
     for number in range(running):
         engine.add(request(f"{number}", (number,), max_tokens=40, ignore_eos=True))
     while engine.scheduler.stats().output_tokens < 10 * running:
@@ -597,7 +597,7 @@ def test_a_pipeline_is_kept_full_with_even_batches(running: int, sizes: list[int
 
 
 def test_batches_of_a_pipeline_even_out_when_one_was_left_large() -> None:
-    engine = Engine(config(max_sequences=8, max_batch_tokens=64, pipeline=2, max_model_len=100, num_blocks=400))
+    engine = Engine(config(max_num_seqs=8, max_num_batched_tokens=64, pipeline=2, max_model_len=100, num_blocks=400))
     for number in range(8):
         short = number in (0, 1, 2)  # those of the first four
         engine.add(request(f"{number}", (number,), max_tokens=5 if short else 60, ignore_eos=True))
@@ -609,7 +609,7 @@ def test_batches_of_a_pipeline_even_out_when_one_was_left_large() -> None:
 
 
 def test_chunks_of_one_prompt_follow_each_other_through_a_pipeline() -> None:
-    engine = Engine(config(pipeline=2, max_batch_tokens=4))
+    engine = Engine(config(pipeline=2, max_num_batched_tokens=4))
     engine.add(request("a", tuple(range(10)), max_tokens=3))
     engine.schedule()
     engine.schedule()
@@ -621,7 +621,7 @@ def test_chunks_of_one_prompt_follow_each_other_through_a_pipeline() -> None:
 @pytest.mark.parametrize(("pipeline", "decoding"), [(2, 1), (4, 1), (4, 3)])
 def test_chunks_of_a_prompt_do_not_wait_for_tokens_in_a_pipeline(pipeline: int, decoding: int) -> None:
     """Few sequences decode, so the next step of each is planned ahead, but never with a chunk that could precede it."""
-    engine = Engine(config(pipeline=pipeline, lookahead=1, max_batch_tokens=8, max_model_len=200, num_blocks=200))
+    engine = Engine(config(pipeline=pipeline, lookahead=1, max_num_batched_tokens=8, max_model_len=200, num_blocks=200))
     for number in range(decoding):
         engine.add(request(f"{number}", (number, 2), max_tokens=60))
     for _ in range(3 * pipeline):
@@ -658,7 +658,7 @@ def test_no_sequence_is_skipped_when_a_pipeline_is_not_full() -> None:
 
 
 def test_a_large_request_is_served_under_a_stream_of_small_ones() -> None:
-    engine = Engine(config(num_blocks=16, max_sequences=4))
+    engine = Engine(config(num_blocks=16, max_num_seqs=4))
     for number in range(6):
         engine.add(request(f"{number}", (number,) * 9, max_tokens=6))
     engine.add(
@@ -688,7 +688,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_the_last_to_arrive_is_preempted_and_keeps_its_output() -> None:
-    engine = Engine(config(num_blocks=6, max_model_len=24, max_batch_tokens=64))
+    engine = Engine(config(num_blocks=6, max_model_len=24, max_num_batched_tokens=64))
     engine.add(request("first", (1, 2, 3, 4), max_tokens=18, ignore_eos=True))
     engine.add(request("last", (5, 6, 7, 8), max_tokens=12, ignore_eos=True))
     engine.drain()
@@ -703,7 +703,7 @@ def test_the_last_to_arrive_is_preempted_and_keeps_its_output() -> None:
 
 
 def test_a_preempted_request_comes_before_later_ones() -> None:
-    engine = Engine(config(num_blocks=6, max_model_len=24, max_batch_tokens=64))
+    engine = Engine(config(num_blocks=6, max_model_len=24, max_num_batched_tokens=64))
     for name in ("first", "second"):
         engine.add(request(name, (len(name),) * 5, max_tokens=13, ignore_eos=True))
     engine.schedule()
@@ -727,7 +727,7 @@ def test_no_request_is_admitted_that_the_next_block_of_another_would_preempt() -
 
 
 def test_a_prompt_that_waits_for_blocks_delays_later_ones() -> None:
-    engine = Engine(config(block_size=1, num_blocks=24, max_batch_tokens=8, max_model_len=24))
+    engine = Engine(config(block_size=1, num_blocks=24, max_num_batched_tokens=8, max_model_len=24))
     for name in "ab":
         engine.add(request(name, (ord(name),), max_tokens=5, ignore_eos=True))
     engine.schedule()
@@ -750,7 +750,7 @@ def test_a_prompt_that_waits_for_blocks_delays_later_ones() -> None:
 
 
 def test_a_prompt_waits_for_a_step_that_decoding_fills() -> None:
-    engine = Engine(config(pipeline=2, max_batch_tokens=2))
+    engine = Engine(config(pipeline=2, max_num_batched_tokens=2))
     for number in range(3):
         engine.add(request(f"{number}", (number,), max_tokens=9, ignore_eos=True))
     engine.add(request("long", tuple(range(9)), max_tokens=2))
@@ -852,8 +852,8 @@ def test_results_come_in_order_and_in_full() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"max_sequences": 0},
-        {"max_batch_tokens": 0},
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 0},
         {"block_size": 0},
         {"num_blocks": 0},
         {"pipeline": 0},
@@ -885,7 +885,7 @@ def calls(work: Callable[[], object]) -> int:
 def test_the_work_of_a_step_grows_with_the_sequences_but_not_with_their_lengths() -> None:
     def step(running: int, steps: int) -> int:
         scheduler = Scheduler(
-            config(max_sequences=running, num_blocks=20000, max_model_len=4096, max_batch_tokens=8192)
+            config(max_num_seqs=running, num_blocks=20000, max_model_len=4096, max_num_batched_tokens=8192)
         )
         for number in range(running):
             scheduler.add(request(f"{number}", (number,) * 9, max_tokens=4000))
@@ -921,7 +921,7 @@ def test_invalid_logits_within_a_prompt_end_its_request() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_invalid_logits_end_only_their_request(lookahead: int) -> None:
-    engine = Engine(config(lookahead=lookahead, max_batch_tokens=32))
+    engine = Engine(config(lookahead=lookahead, max_num_batched_tokens=32))
     for name in "ab":
         engine.add(request(name, tuple(range(9)), max_tokens=6))
     while engine.schedule():
@@ -940,7 +940,7 @@ def test_invalid_logits_end_only_their_request(lookahead: int) -> None:
 
 
 def test_a_request_that_cannot_go_on_ends_with_the_reason() -> None:
-    engine = Engine(config(max_batch_tokens=32))
+    engine = Engine(config(max_num_batched_tokens=32))
     for name in "ab":
         engine.add(request(name, tuple(range(9)), max_tokens=6))
     engine.schedule()
@@ -953,7 +953,7 @@ def test_a_request_that_cannot_go_on_ends_with_the_reason() -> None:
 
 
 def test_a_plan_says_which_tokens_would_end_an_output_too_early() -> None:
-    engine = Engine(config(eos=(7,), max_batch_tokens=64))
+    engine = Engine(config(eos=(7,), max_num_batched_tokens=64))
     engine.scheduler.add_end_tokens([8])
     engine.add(request("none", (1, 2), stop_token_ids=[9]))
     engine.add(request("some", (1, 2), stop_token_ids=[9], min_tokens=2))

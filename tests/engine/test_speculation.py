@@ -212,7 +212,7 @@ def test_options_have_the_names_of_vllm() -> None:
     assert config.speculation == SpeculativeConfig(4, "ngram", "", 4, 4)
     assert EngineConfig("m", speculative_config=config.speculative_config) == config
     assert config.max_proposals == 4 * 64
-    assert EngineConfig("m", speculative_config=text, max_sequences=3).max_proposals == 12
+    assert EngineConfig("m", speculative_config=text, max_num_seqs=3).max_proposals == 12
     assert EngineConfig("m", speculative_config=text.replace('s": 4', 's": 32')).max_proposals == MAX_PROPOSALS
     made = Speculation.of(config)
     assert made is not None

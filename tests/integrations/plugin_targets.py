@@ -107,7 +107,7 @@ def vllm(folder: str) -> list[str]:
     assert torch.equal(tp.all_reduce(square), sum(torch.arange(12.0).view(3, 4).t() + one for one in range(2)))
     assert (ours.sums.calls["all_reduce"], ours.host_calls) == (6, [])
     unserved = torch.ones(8).to(torch.float8_e4m3fn)
-    assert tp.all_reduce(unserved).float().tolist() == [2.0] * 8  # own kernels have no sum of FP8
+    assert tp.all_reduce(unserved).float().tolist() == [2.0] * 8  # native kernels have no sum of FP8
     assert ours.host_calls == ["all_reduce"]
     ours.reduce_scatter(torch.ones(4), 0)
     assert ours.host_calls == ["all_reduce", "reduce_scatter"]

@@ -61,7 +61,7 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path, form: str, 
     numbers = torch.Generator().manual_seed(3)
     prompts = [torch.randint(512, (length,), generator=numbers).tolist() for length in LENGTHS]
     sampled = SamplingParams(max_tokens=TOKENS, seed=1, logprobs=1, prompt_logprobs=1, ignore_eos=True)
-    with LLM(str(tmp_path), device="cuda", dtype="bfloat16", max_model_len=128, max_sequences=together) as llm:
+    with LLM(str(tmp_path), device="cuda", dtype="bfloat16", max_model_len=128, max_num_seqs=together) as llm:
         outputs = llm.generate(prompts, sampled)
     errors: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": []}
     for prompt, output in zip(prompts, outputs, strict=True):

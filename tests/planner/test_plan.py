@@ -114,7 +114,7 @@ def test_every_point_is_possible(model: str, gpus: int, where: str, prompt: int,
             and other.tokens_per_s_per_gpu >= point.tokens_per_s_per_gpu
             for other in front
         )
-    assert report.command(found).count("--max-sequences") == 1
+    assert report.command(found).count("--max-num-seqs") == 1
 
 
 @pytest.mark.parametrize(("layout", "sequences"), [(Layout(8, 1), 64), (Layout(2, 4), 64), (Layout(1, 8), 128)])
@@ -226,8 +226,8 @@ def test_the_command_can_be_run_as_it_stands() -> None:
     assert single.best is not None
     assert many.best is not None
     assert single.best.sequences == 1 < many.best.sequences
-    assert "--max-sequences" not in report.command(single)
-    assert f"--max-sequences {many.best.sequences}" in report.command(many)
+    assert "--max-num-seqs" not in report.command(single)
+    assert f"--max-num-seqs {many.best.sequences}" in report.command(many)
     text = run("plan", "llama-3.1-70b", "-g", "4", "--target", "latency")
     assert "To start it, with the model's files in ./llama-3.1-70b: shotcast serve ./llama-3.1-70b --device" in text
 
@@ -238,7 +238,7 @@ def test_a_thousand_gpus_take_a_minute_at_most() -> None:
     assert time.process_time() - began < 60
     assert found.best is not None
     assert report.command(found).startswith("torchrun --nnodes ")
-    assert found.refused["32x32"] == "sums of 32 GPUs: own kernels serve up to 16 of them on several nodes"
+    assert found.refused["32x32"] == "sums of 32 GPUs: native kernels serve up to 16 of them on several nodes"
     assert {point.layout.tensor_parallel for point in found.points} == {4, 8, 16, 2, 1}
 
 
@@ -270,8 +270,8 @@ def test_each_kind_of_refusal_is_said_once() -> None:
         "Refused: 1x1 x 128, 1x2 x 64, 1x4 x 32 and 3 more. 1x1 x 128: the weights of a rank take 756 GiB, "
         "steps about 3.74 GiB, and it may use 126 GiB, so a sequence of 2176 tokens has no room.",
         "Refused: 1x128: 126 layers cannot be divided between 128 stages.",
-        "Refused: 32x1 x 4, 32x2 x 2, 32x4 and 3 more. 32x1 x 4: sums of 32 GPUs: own kernels serve up to 16 of them "
-        "on several nodes.",
+        "Refused: 32x1 x 4, 32x2 x 2, 32x4 and 3 more. 32x1 x 4: sums of 32 GPUs: native kernels serve up to 16 of "
+        "them on several nodes.",
     ]
 
 

@@ -163,7 +163,7 @@ def messages() -> None:
 
 
 def inner_calls() -> None:
-    """Make synchronous and asynchronous calls of the NCCL inside, which serves no call of own kernels."""
+    """Make synchronous and asynchronous calls of the NCCL inside, which serves no call of native kernels."""
     gpu = device()
     with backend(60.0) as (_, size):
         for asynchronous in (False, True):

@@ -215,7 +215,7 @@ class Counted(TorchDispatchMode):
 
 
 def modes(asynchronous: bool) -> None:
-    """Make calls under dispatch modes, which see what they see of Gloo; the calls are made by own kernels."""
+    """Make calls under dispatch modes, which see what they see of Gloo; the calls are made by native kernels."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import _functional_collectives as functional
     from torch.distributed.tensor.debug import CommDebugMode

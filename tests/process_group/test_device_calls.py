@@ -133,7 +133,7 @@ def test_a_call_of_nccl_without_a_work_is_over(asynchronous: bool) -> None:
     one.asyncOp = several.asyncOp = scatter.asyncOp = asynchronous
 
     def on_gpus(count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.float8_e4m3fn)  # what no own kernel adds up
+        return torch.zeros(count, dtype=torch.float8_e4m3fn)  # what no native kernel adds up
 
     x, out = on_gpus(8), on_gpus(2)
     found._inners["cpu"] = nccl  # the tensors of this test are on the CPU
@@ -493,7 +493,7 @@ def test_threads_may_make_the_first_call_of_a_device_during_the_end() -> None:
 
 
 def test_an_abort_ends_calls_of_the_library() -> None:
-    """Its calls look for that while they wait; communicators without own kernels have no others."""
+    """Its calls look for that while they wait; communicators without native kernels have no others."""
     from shotcast.collectives.communicator import Communicator
     from shotcast.memory.host_group import Rendezvous
 

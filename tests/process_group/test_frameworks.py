@@ -49,7 +49,7 @@ OWN_CALLS = {
     "transformers_generate": {"all_reduce"},
     "functional_collectives": {"all_reduce", "all_to_all", "broadcast", "all_reduce_coalesced"},
 }
-"""The calls of each script, all of which own kernels serve."""
+"""The calls of each script, all of which native kernels serve."""
 OWN_CALLS_OF_ACCELERATE = {"broadcast", "all_gather", "all_reduce"}
 
 Results = dict[str, list[list[Run]]]

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ask(folder: Path, questions: Callable[[openai.OpenAI], Any], **options: Any) -> Any:
     """Return what ``questions`` returns, which gets a client of a server in this process."""
-    llm = AsyncLLM(folder, device="cpu", max_model_len=1024, max_batch_tokens=64, max_sequences=4, **options)
+    llm = AsyncLLM(folder, device="cpu", max_model_len=1024, max_num_batched_tokens=64, max_num_seqs=4, **options)
 
     async def main() -> Any:
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()

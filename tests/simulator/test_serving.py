@@ -17,7 +17,13 @@ from shotcast.simulator.serving import Arrival, StepTimes, serve
 
 
 def config(stages: int = 1, **options: int) -> SchedulerConfig:
-    limits = {"max_sequences": 64, "max_batch_tokens": 256, "block_size": 16, "num_blocks": 4096, "max_model_len": 512}
+    limits = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 256,
+        "block_size": 16,
+        "num_blocks": 4096,
+        "max_model_len": 512,
+    }
     return SchedulerConfig(**(limits | options), prefix_caching=False, lookahead=1, pipeline=stages)  # type: ignore[arg-type]
 
 
@@ -53,7 +59,7 @@ def test_one_request_takes_a_step_a_token() -> None:
 
 def test_a_prompt_in_chunks() -> None:
     """256 tokens a step: three steps before the first token."""
-    (request,) = serve([Arrival(0.0, 500, 2)], config(max_batch_tokens=200), constant(1.0)).requests
+    (request,) = serve([Arrival(0.0, 500, 2)], config(max_num_batched_tokens=200), constant(1.0)).requests
     assert request.times_s == [3.0, 4.0]
 
 
@@ -150,7 +156,7 @@ def test_what_always_holds(
     requests: list[Arrival], stages: int, blocks: int, sequences: int, step_s: float, host_s: float, cpu: bool
 ) -> None:
     timer = constant(*[step_s] * stages, transfer_s=0.1, host_s=host_s, in_loop=cpu)
-    limits = (on_cpu if cpu else config)(stages, num_blocks=blocks, max_sequences=sequences)
+    limits = (on_cpu if cpu else config)(stages, num_blocks=blocks, max_num_seqs=sequences)
     service = serve(requests, limits, timer)
     assert service.steps == len(timer.plans)
     latency_s = stages * step_s + (stages - 1) * 0.1
@@ -176,7 +182,7 @@ def test_a_cpu_computes_while_there_is_a_request(
     requests: list[Arrival], sequences: int, step_s: float, host_s: float
 ) -> None:
     """One rank is idle from when all requests that have come are served until the next one comes, and never else."""
-    service = serve(requests, on_cpu(max_sequences=sequences), constant(step_s, host_s=host_s, in_loop=True))
+    service = serve(requests, on_cpu(max_num_seqs=sequences), constant(step_s, host_s=host_s, in_loop=True))
     idle_s, served_s = 0.0, 0.0
     for arrival_s, last_s in sorted((request.arrival_s, request.times_s[-1]) for request in service.requests):
         idle_s += max(0.0, arrival_s - served_s) if served_s else 0.0
@@ -188,7 +194,7 @@ def test_all_at_once_is_the_most_that_arrivals_get() -> None:
     """Requests that come one by one, however fast, are not served faster than those that are all there."""
     numbers = random.Random(0)
     lengths = [(numbers.randint(5, 100), numbers.randint(5, 40)) for _ in range(80)]
-    limits = on_cpu(max_sequences=16)
+    limits = on_cpu(max_num_seqs=16)
     capacity = serve([Arrival(0.0, *each) for each in lengths], limits, constant(1.0, in_loop=True)).tokens_per_s
     for rate in (0.2, 0.5, 1.0, 5.0):
         gaps = [numbers.expovariate(rate) for _ in lengths]

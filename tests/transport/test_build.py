@@ -214,7 +214,7 @@ def test_gpus_that_put_are_as_many_as_a_fault_can_name() -> None:
     layout = NodeLayout.of_keys([str(rank // 6) for rank in range(18)])
     host: Any = SimpleNamespace(world_size=18, rank=1)
     obstacle = made_for(host, Nodes(layout, False), GPU).obstacle
-    assert obstacle == "own kernels serve up to 16 ranks, not 18"
+    assert obstacle == "native kernels serve up to 16 ranks, not 18"
 
 
 @pytest.mark.parametrize(
@@ -247,10 +247,10 @@ def test_gpus_of_several_hosts_that_cannot_put(
 @pytest.mark.parametrize(
     ("keys", "obstacle"),
     [
-        ("aab", "own kernels serve nodes of equally many ranks, and there are 2 on a, 1 on b"),
-        ("a" * 9 + "b" * 9, "own kernels serve up to 8 ranks of a node, not 9"),
-        ([str(node) for node in range(65)], "own kernels serve up to 64 nodes, not 65"),
-        ([str(rank // 8) for rank in range(1040)], "own kernels serve up to 64 nodes, not 130"),
+        ("aab", "native kernels serve nodes of equally many ranks, and there are 2 on a, 1 on b"),
+        ("a" * 9 + "b" * 9, "native kernels serve up to 8 ranks of a node, not 9"),
+        ([str(node) for node in range(65)], "native kernels serve up to 64 nodes, not 65"),
+        ([str(rank // 8) for rank in range(1040)], "native kernels serve up to 64 nodes, not 130"),
     ],
 )
 def test_nodes_that_own_kernels_do_not_serve(keys: Any, obstacle: str) -> None:

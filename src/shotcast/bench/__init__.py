@@ -1,1 +1,1 @@
-"""Benchmarks of collectives and of the engine: one timing harness, one report, and the libraries to compare with."""
+"""Benchmarks of the collectives and the engine: one timing harness, one report, and the libraries to compare with."""

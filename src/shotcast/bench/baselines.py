@@ -1,8 +1,8 @@
-"""Calls of each implementation on fixed tensors, in a form that the harness can make and time.
+"""Calls of each implementation on fixed tensors, in the form that the harness times.
 
-PyTorch's kernels only work on symmetric memory, so the copy into it is part of the call: callers have ordinary tensors.
-PyTorch's multicast operations are not measured. ``nccl_symmetric`` is NCCL at its best: in place, on memory registered
-with it, without a copy.
+PyTorch's kernels only work on symmetric memory, so the call includes a copy into it, since callers have ordinary
+tensors. PyTorch's multicast operations are not measured. ``nccl_symmetric`` is NCCL at its best: in place, on memory
+registered with it, without a copy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shotcast.bench import implementations
 from shotcast.bench.operations import OPERATIONS, ROOT
 
 NCCL_FAVOURABLE = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "1"}
-"""Environment of all ranks.
+"""Environment variables set on all ranks for NCCL.
 
-By default NCCL guards against one communicator being captured in several graphs at once. No benchmark does that, and
-the guard raised the time of 8 KiB from 8.4 to 33 us with 250 calls a graph (4 H200, NCCL 2.28.9). And by default it
-maps the tensors of captured calls, which we switch off elsewhere (``collectives/vendor/nccl_library.py``).
+By default NCCL guards against capture of one communicator in several graphs at once. No benchmark does that, and the
+guard raised the time of 8 KiB from 8.4 to 33 us with 250 calls a graph (4 H200, NCCL 2.28.9). NCCL also maps the
+tensors of captured calls by default; we switch that off elsewhere (``collectives/vendor/nccl_library.py``).
 """
 
 
 def supports(name: str, dtype: torch.dtype, nbytes: int, world_size: int, reduction: str) -> bool:
-    """Return whether a baseline takes such a tensor."""
+    """Return whether a baseline supports tensors of this dtype and size."""
     if implementations.is_torch(name):
         # PyTorch's kernels move 16 bytes at a time and have no float16 form.
         return reduction == "sum" and dtype in (torch.float32, torch.bfloat16) and nbytes % (16 * world_size) == 0
@@ -57,11 +57,11 @@ class BenchCall:
 
     @property
     def output(self) -> Mapping[str, torch.Tensor]:
-        """The values that the results hold now, by name."""
+        """The current values of the results, by name."""
         return {"sum": self.results[0]} if self.values is None else self.values()
 
     def wipe(self) -> None:
-        """Overwrite the results with values that cannot pass for a result."""
+        """Overwrite the results with values that cannot pass for correct ones."""
         for result in self.results:
             if result.dtype.itemsize == 1:
                 result.view(torch.uint8).fill_(0x7F)  # NaN, as float8_e4m3fn
@@ -76,7 +76,7 @@ def no_op() -> None:
 
 
 def own_call(name: str, op: str, comm: Any, x: torch.Tensor, out: torch.Tensor, reduction: str = "sum") -> BenchCall:
-    """Return a call of ``comm`` with the algorithm ``name``, on ordinary tensors, out of place."""
+    """Build a call of algorithm ``name`` of ``comm``, on ordinary tensors, out of place."""
     method, operation = getattr(comm, op), OPERATIONS.get(op, OPERATIONS["all_reduce"])
     given: dict[str, Any] = {"root": ROOT} if operation.rooted else {}
     if operation.reduces and op in OPERATIONS:
@@ -92,7 +92,7 @@ def own_call(name: str, op: str, comm: Any, x: torch.Tensor, out: torch.Tensor, 
 def library_call(
     name: str, op: str, group: dist.ProcessGroup, x: torch.Tensor, out: torch.Tensor, reduction: str = "sum"
 ) -> BenchCall:
-    """Return a call of Gloo or NCCL through ``torch.distributed``; calls that work in place work on a copy of ``x``."""
+    """Build a Gloo or NCCL call through ``torch.distributed``; in-place calls work on a copy of ``x``."""
     of_torch, rank = _REDUCE_OPS[reduction], group.rank()
     # PyTorch 2.13 renamed both functions, and the old names warn.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -130,7 +130,7 @@ _REDUCE_OPS = {
 
 
 def _broadcast(name: str, run: Callable[[], Any], rank: int, x: torch.Tensor, held: torch.Tensor) -> BenchCall:
-    """Return a broadcast of ``held``, which the root loads from ``x``."""
+    """Build a broadcast of ``held``, which the root loads from ``x``."""
     call = BenchCall(name, run, no_op, held, (held,), overwrites=True)
     return dataclasses.replace(call, load=(lambda: held.copy_(x)) if rank == ROOT else call.wipe)
 
@@ -164,10 +164,10 @@ class SymmetricMemoryOps:
 
 
 class NcclMemory:
-    """Memory that NCCL allocated and all ranks registered as one window, so that NCCL's symmetric kernels can serve it.
+    """Memory allocated by NCCL and registered by all ranks as one window, for NCCL's symmetric kernels.
 
     One buffer serves all sizes. Constructing and closing it are collective. Where NCCL has no symmetric kernel, it
-    falls back to its other kernels without saying so.
+    silently falls back to its other kernels.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, dtype: torch.dtype, device: torch.device):

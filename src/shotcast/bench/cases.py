@@ -41,7 +41,7 @@ class RankContext:
     nccl_memory: NcclMemory | None = None
 
     def random(self, seed: int, rank: int, count: int) -> torch.Tensor:
-        """Return the input of rank ``rank``: uniform in -1..1, rounded to the dtype; whole numbers from 0 to 9."""
+        """Generate the input of rank ``rank``: uniform in -1..1, rounded to the dtype; integers are from 0 to 9."""
         generator = torch.Generator(self.device).manual_seed(1000 * seed + rank)
         if not self.dtype.is_floating_point:
             return torch.randint(10, (count,), generator=generator, device=self.device).to(self.dtype)
@@ -71,7 +71,7 @@ class Case:
         return torch.empty(count, dtype=self.context.dtype, device=self.context.device)
 
     def calls(self, names: Sequence[str]) -> list[BenchCall]:
-        """Return the calls of those implementations that take this tensor."""
+        """Build the calls of the implementations that support this tensor."""
         context = self.context
         calls = []
         legal: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Case:
         return self.context.comm.explain(message, op=self.op, reduction=self.reduction, mode=mode)
 
     def chosen(self, mode: str) -> str:
-        """Return the algorithm that ``auto`` takes in calls of a mode, ``graph`` or ``eager``."""
+        """Return the algorithm that ``auto`` selects for calls of a mode, ``graph`` or ``eager``."""
         return self._explained(mode).algorithm
 
     def _own(self, name: str) -> BenchCall:
@@ -110,10 +110,10 @@ class Case:
         return baselines.library_call(name, self.op, self.context.group, self.x, self._new(), self.reduction)
 
     def reference(self) -> Reference:
-        """Return the result that this rank should get, and the error that any order of additions may cause.
+        """Return this rank's expected result, and the largest error that any order of additions may cause.
 
-        Both are those of :func:`~shotcast.bench.operations.expected`. A lossy algorithm has a value of its own, with
-        the error bound of its description added. Where the root alone gets a result, other ranks have nothing.
+        Both come from :func:`~shotcast.bench.operations.expected`. Each lossy algorithm has a separate value, with its
+        documented error bound added. If only the root gets a result, other ranks have nothing.
         """
         rank, world_size = self.context.rank, self.context.world_size
         if self._operation.to_root and rank != ROOT:
@@ -131,6 +131,6 @@ class Case:
         return results
 
     def _own_part(self, rank: int) -> torch.Tensor:
-        """Return what of the input of ``rank`` this rank's result is made of."""
+        """Return the part of the input of ``rank`` that contributes to this rank's result."""
         values = self._input(rank).reshape(-1)
         return values.view(self.context.world_size, -1)[self.context.rank] if self._operation.gives_part else values

@@ -1,4 +1,4 @@
-"""The configuration of a benchmark of collectives."""
+"""Configuration of a collectives benchmark."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FUSED_DTYPES = wire.REDUCIBLE
 DTYPES = (*wire.REDUCIBLE, "float64", "int8", "uint8", "int16", "int32", "int64")
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 MIN_CALLS = 5
-"""The least number of timed calls of an implementation at one point."""
+"""The minimum number of timed calls of an implementation at one point."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """The points to measure. It is picklable, as it is sent to the ranks."""
+    """The points to measure. Picklable, since it is sent to the ranks."""
 
     op: str
     device: str
@@ -91,11 +91,11 @@ class BenchConfig:
         return ("host",) if self.host else ("call", "between") if self.between else ("call",)
 
     def implementations(self) -> tuple[str, ...]:
-        """Return the names in the order of the report. ``vendor`` is listed as the library that it is."""
+        """Return the implementation names in report order. ``vendor`` is listed under the name of the library."""
         return self.algorithms or implementations.default(self.op, self.device, self.nodes)
 
     def nbytes(self, world_size: int) -> tuple[int, ...]:
-        """Return the sizes in whole elements: whole rows, or equal parts for each rank where the tensor is divided."""
+        """Return the sizes in whole elements: whole rows, or equal parts for each rank if the tensor is divided."""
         multiple = wire.DTYPES[self.dtype]
         if self._fused or self.between:
             multiple *= self.hidden

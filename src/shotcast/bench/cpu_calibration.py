@@ -1,4 +1,4 @@
-"""Calibrate a CPU machine: measure the kernels of its ranks and the host's time, and describe it as a cluster."""
+"""Calibrate a CPU machine: measure its kernels and host time, and describe it as a cluster."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MESSAGES = 20
 
 
 class Machine(NamedTuple):
-    """A CPU machine."""
+    """A CPU machine to calibrate."""
 
     calibration: Calibration  # the constants of its ranks
     cluster: str  # its description in YAML, one node whose "GPUs" are the ranks
 
 
 def calibrate(ranks: int, rounds: int = cpu_kernels.ROUNDS, shown: bool = False) -> Machine:
-    """Measure this machine with this many ranks at work at once, each with its part of the cores."""
+    """Measure this machine with ``ranks`` ranks busy at once, each on its share of the cores."""
     if not 1 <= ranks <= MAX_WORLD_SIZE:
         raise ConfigError(f"world size must be from 1 to {MAX_WORLD_SIZE} ranks, not {ranks}")
     points = [point for rank in spawn(cpu_kernels.measure, ranks, rounds, shown) for point in rank]
@@ -76,7 +76,7 @@ node:
 
 
 def _link() -> tuple[LinkCost, float, float]:
-    """Return what a message from rank to rank takes, how far single ones are off, and the GB/s of a copy."""
+    """Return the latency of a message between ranks, the spread of single messages, and the copy bandwidth in GB/s."""
     source = torch.ones(64 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
     copies = [_timed_us(lambda: target.copy_(source)) for _ in range(8)]
@@ -92,7 +92,7 @@ def _link() -> tuple[LinkCost, float, float]:
 
 
 def _message_us(comm: Communicator, nbytes: int) -> list[float]:
-    """Return the time of half of a way there and back between the first two ranks; others do nothing."""
+    """Return half the round-trip time between the first two ranks; other ranks do nothing."""
     data, times = torch.zeros(nbytes, dtype=torch.uint8), []
 
     def there_and_back() -> None:

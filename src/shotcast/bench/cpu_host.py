@@ -1,4 +1,4 @@
-"""Measure the host's time of a step: loop, scheduler and model runner of the engine, with a model of no computation."""
+"""Measure the host time of a step: the engine's loop, scheduler and model runner, without model computation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK, _LENGTH = 16, 1024
 
 
 class _NoModel:
-    """A model that records when it is called, and returns the same token for each row."""
+    """A model that records when it is called and returns the same token for each row."""
 
     def __init__(self, comm: Communicator):
         self.config = preset("smollm2-135m")
@@ -48,7 +48,7 @@ class _NoModel:
 
 
 def measure(shown: bool = False) -> HostCost:
-    """Return the host's time of a step of one rank; ``shown``: show progress on standard error."""
+    """Return the host time of a step of one rank; ``shown`` shows progress on standard error."""
     total = len(SEQUENCES) + len(PROMPTS)
     with torch.inference_mode(), Communicator(device="cpu") as comm, progress(total, shown) as advance:
         begin = functools.partial(advance, "the host's work in a step of the engine")
@@ -76,7 +76,7 @@ def _pairs(called: list[tuple[float, int]]) -> list[tuple[tuple[float, int], tup
 
 
 def _run(comm: Communicator, prompts: list[int], together: int = max(SEQUENCES)) -> list[tuple[float, int]]:
-    """Serve requests, and return when the model was called and for how many rows."""
+    """Serve requests, and return the time and the number of rows of each model call."""
     model = _NoModel(comm)
     blocks = max(SEQUENCES) * _LENGTH // _BLOCK
     runner = ModelRunner(model, blocks, _BLOCK, max(SEQUENCES), _LENGTH, 0)  # type: ignore[arg-type]

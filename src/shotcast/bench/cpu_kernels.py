@@ -1,7 +1,7 @@
-"""Measure the kernels of a CPU rank, each alone, for the calibration of a machine.
+"""Measure the kernels of a CPU rank one by one, to calibrate a machine.
 
-The layers are those of the engine, with random weights of small models: enough of them in turn that weights come from
-memory, as in a step. All ranks measure at the same time, since they share the memory. No engine runs.
+The engine's layers run with random weights of small models, enough of them in turn that weights come from memory, as in
+a step. All ranks measure at the same time, since they share the memory. No engine runs.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from shotcast.models.source import open_checkpoint
 from shotcast.planner.cpu_rows import FEW, SUM_NORM, WINDOWS, KernelPoint, RowsPoint, product_kind
 
 MODELS = ("random:smollm2-135m", "random:smollm2-360m:8")
-"""Some hundred MB of layers each: neither caches nor the translation of addresses hold them."""
+"""Models with a few hundred MB of layers each, too much for the caches or the TLB."""
 MANY_SEQUENCES = (24, 32, 48, 64)
 CONTEXTS = (32, 128)
-"""Tokens before those of a step that decodes."""
+"""Context lengths of decoding steps, in tokens."""
 ROUNDS = 1
 _HEADS = 4
-"""The number of times that the logits are computed, for each time that the layers are passed."""
+"""The number of times that the logits are computed per pass through the layers."""
 _BLOCK = 16
 _LENGTH = 1040
 
 
 class _Step(NamedTuple):
-    """Tokens that pass the layers: sequences that decode with tokens before them, or one prompt; and rows sampled."""
+    """The tokens of a step: sequences that decode after a context, or one prompt; and the rows to sample."""
 
     sequences: int
     context: int
@@ -66,7 +66,7 @@ def _steps() -> Iterator[_Step]:
 
 
 def measure(rounds: int = ROUNDS, shown: bool = False) -> list[RowsPoint]:
-    """Return the measurements of this rank, which runs in a job of as many ranks as shall share the machine.
+    """Return the measurements of this rank, in a job with as many ranks as will share the machine.
 
     Each is the :func:`typical` time over layers and rounds.
     """
@@ -95,16 +95,16 @@ def _of_model(name: str, comm: Communicator, rounds: int, advance: Callable[[str
 
 
 def typical(times: Sequence[float]) -> float:
-    """Return the mean of the times, without those that something else interrupted: of more than twice the median.
+    """Return the mean of the times, without interrupted ones (more than twice the median).
 
-    A step is the sum of its kernels, so it takes the sum of their means, which are above their medians.
+    A step takes the sum of its kernels' means, which are above their medians.
     """
     most = 2 * median(times)
     return fmean(time for time in times if time <= most)
 
 
 def _pass_layers(model: CausalLM, caches: Sequence[KVCache], step: _Step, times: dict[str, list[int]]) -> None:
-    """Run the layers on random rows, and add the nanoseconds that each kernel took."""
+    """Run the layers on random rows, and record the nanoseconds that each kernel took."""
     batch = _batch(step)
 
     def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -163,7 +163,7 @@ def _points(model: CausalLM, step: _Step, times_us: dict[str, float]) -> Iterato
 
 
 def _batch(step: _Step) -> Batch:
-    """Return the input of a step; each sequence has blocks that follow each other."""
+    """Build the input of a step; the blocks of each sequence are contiguous."""
     if step.prompt:
         every = np.arange(step.prompt)
         table = np.arange(_LENGTH // _BLOCK, dtype=np.int32)[None]

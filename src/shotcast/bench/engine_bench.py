@@ -1,12 +1,12 @@
 """Measure the engine's time per token over batch sizes, parallel layouts and all-reduce algorithms.
 
-Requests are random tokens. A batch is submitted at once, and requests end by length only, so that every layout does the
+Requests are random tokens. A batch is submitted at once, and requests stop only by length, so every layout does the
 same work. Times are measured by the client: TTFT from the request to its first token, TPOT the mean time between later
 tokens, ITL the median.
 
 The roofline is the limit of memory bandwidth: each decoding step reads all weights of a rank once, and the keys and
-values of all its sequences, so ``time >= bytes / bandwidth``. The stages of a pipeline run one after the other, so for
-one sequence their times add up. The bandwidth is measured on the ranks, with all of them reading at once.
+values of all its sequences, so ``time >= bytes / bandwidth``. Pipeline stages run one after the other, so for one
+sequence their times add up. The bandwidth is measured on the ranks while all of them read at once.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from shotcast.models.source import find_model, open_checkpoint
 from shotcast.planner.step import Layout
 
 _NCCL = {**NCCL_FAVOURABLE, "SHOTCAST_CHECK_VENDOR": "0"}
-"""Settings under which we add nothing to a call of NCCL."""
+"""Settings under which our code adds nothing to an NCCL call."""
 _READ_BYTES = 256 << 20
 _READS = 8
 
 
 def benchmark_algorithms() -> dict[str, str]:
-    """Return the engine's algorithms by their names in the benchmark.
+    """Return the engine's algorithms, keyed by their names in the benchmark.
 
     "nccl" is the library for the all-reduces (Gloo on CPU ranks).
     """
@@ -58,10 +58,10 @@ def benchmark_algorithms() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchConfig:
-    """The points to measure: each batch with each algorithm, and each of the ways of ``overlaps``, on each layout.
+    """The points to measure: each batch with each algorithm and each overlap mode, on each layout.
 
-    With ``baseline``, Transformers is measured first. With ``speculative_config``, every engine is measured without it
-    and with it. Prompts repeat ``period`` random tokens; 0 for random tokens throughout.
+    With ``baseline``, Transformers is measured first. With ``speculative_config``, every engine is measured without and
+    with it. Prompts repeat ``period`` random tokens; 0 for random tokens throughout.
     """
 
     model: str
@@ -96,7 +96,7 @@ class EngineBenchConfig:
 
 
 class _Engine(NamedTuple):
-    """An engine to measure; ``name`` is for people."""
+    """An engine to measure; ``name`` is its display name."""
 
     layout: Layout
     algorithm: str
@@ -108,9 +108,9 @@ class _Engine(NamedTuple):
 def with_layouts(
     config: EngineBenchConfig, names: Sequence[str], say: Callable[[str], None] = lambda text: None
 ) -> EngineBenchConfig:
-    """Return a configuration with layouts by their names: ``TxP``, and ``auto`` or ``auto:N``, which a plan chooses.
+    """Return a configuration with the named layouts: ``TxP``, or ``auto`` and ``auto:N``, which the planner chooses.
 
-    The plan is for the largest batch, with prompts and outputs of the configuration.
+    The plan assumes the largest batch and the configured prompts and outputs.
     """
     layouts = []
     for name in names:
@@ -170,7 +170,7 @@ def _measure(
 
 
 def open_engine(config: EngineBenchConfig, layout: Layout, algorithm: str, overlap: str, speculation: str = "") -> LLM:
-    """Return the engine to measure, with an algorithm of :func:`benchmark_algorithms`."""
+    """Open the engine to measure, with an algorithm from :func:`benchmark_algorithms`."""
     return LLM(
         config.model,
         **_engine_options(config),
@@ -190,13 +190,13 @@ def _engine_options(config: EngineBenchConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "quantization": config.quantization,
         "max_model_len": config.prompt + config.output,
-        "max_sequences": max(config.batches),
+        "max_num_seqs": max(config.batches),
     }
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for ranks that start inside the block; those that are already set keep their value."""
+    """Set variables for ranks that start inside the block; variables that are already set keep their values."""
     new = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(new)
     try:
@@ -225,7 +225,7 @@ def transformers_rows(config: EngineBenchConfig) -> list[EngineRow]:
         numbers = torch.Generator().manual_seed(batch)
 
         def token_times(length: int, batch: int = batch, numbers: torch.Generator = numbers) -> list[float]:
-            """Return the seconds until each token."""
+            """Return the seconds until each token arrives."""
             prompts = torch.randint(checkpoint.config.vocab, (batch, config.prompt), generator=numbers).to(
                 config.device
             )
@@ -270,7 +270,7 @@ def transformers_rows(config: EngineBenchConfig) -> list[EngineRow]:
 
 
 def read_bandwidth_gbps(device: str) -> float:
-    """Return the GB/s (1e9) at which this rank reads memory while all others read too.
+    """Return the bandwidth in GB/s (1e9) at which this rank reads memory while all others read too.
 
     The memory is far larger than the caches.
     """
@@ -290,7 +290,7 @@ def _read_s(data: torch.Tensor) -> float:
 
 
 def _read_cuda_s(data: torch.Tensor) -> float:
-    """Return the seconds of one read, timed over several in a row so that the host runs ahead of the GPU."""
+    """Return the seconds of one read, averaged over several in a row so that the host runs ahead of the GPU."""
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     data.sum()
     before.record()
@@ -304,7 +304,7 @@ def _read_cuda_s(data: torch.Tensor) -> float:
 def point(
     config: EngineBenchConfig, layout: Layout, algorithm: str, batch: int, llm: LLM, bandwidth: float
 ) -> EngineRow:
-    """Measure a batch: a round to warm up, and the timed rounds.
+    """Measure a batch: one warm-up round, then the timed rounds.
 
     Args:
         bandwidth: GB/s at which the ranks read memory.
@@ -354,7 +354,7 @@ def point(
 
 
 def _gaps_s(rounds: list[tuple[list[RequestOutput], float]]) -> list[float]:
-    """Return the seconds between neighboring tokens of all requests, unless one step gave both."""
+    """Return the seconds between adjacent tokens of all requests, except pairs from one step."""
     times = [output.times_s for outputs, _ in rounds for output in outputs]
     pairs = [pair for request_times in times for pair in itertools.pairwise(request_times)]
     return [later - earlier for earlier, later in pairs if later > earlier]
@@ -371,7 +371,7 @@ def _row(
     itl_ms: float,
     **measured: Any,
 ) -> EngineRow:
-    """Return the row of a point with what was measured, and its roofline.
+    """Build the row of a point: its measurements and its roofline.
 
     The roofline counts one read of the weights, and one of the keys and values of the sequences computed together.
     """

@@ -1,4 +1,4 @@
-"""Results of the engine benchmark: as a table, as JSON, as a picture."""
+"""Results of the engine benchmark as a table, JSON or a plot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMNS = ("layout", "algorithm", "batch", "TTFT ms", "TPOT ms", "ITL ms", "tok
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One measured point: for each time, the mean over the requests of a round, and then the median over the rounds."""
+    """One measured point. Each time is the mean over the requests of a round, then the median over the rounds."""
 
     model: str
     device: str
@@ -54,7 +54,7 @@ class EngineRow:
 
     @property
     def speculates(self) -> str:
-        """The method of speculative decoding, and the most proposals; "-" for none."""
+        """The speculative decoding method and its maximum number of proposals; "-" for none."""
         if not self.speculation:
             return "-"
         config = SpeculativeConfig.read(self.speculation)
@@ -66,7 +66,7 @@ def reduces(row: EngineRow) -> bool:
 
 
 def columns(rows: Sequence[EngineRow]) -> tuple[str, ...]:
-    """Return the heads of the columns; some are for simulated hosts, for overlap by name, and for proposals."""
+    """Return the column headers; simulated hosts, overlap modes and proposals add columns."""
     hosts = ("hosts", "one way us") if any(row.hosts > 1 for row in rows) else ()
     overlap = ("overlap",) if _names_overlap(rows) else ()
     speculation = ("speculation", "accepted") if any(row.speculation for row in rows) else ()
@@ -110,13 +110,13 @@ def table(rows: Sequence[EngineRow]) -> Table:
 
 
 def document(rows: Sequence[EngineRow], environment: dict[str, Any], command: str, kernels: dict[str, str]) -> str:
-    """Return the rows as JSON, with where, how and by which kernels they were measured."""
+    """Return the rows as JSON, with the environment, the command and the kernels that produced them."""
     result = stamped(environment, command, kernels) | {"rows": [asdict(row) for row in rows]}
     return json.dumps(result, indent=1) + "\n"
 
 
 def read(path: Path) -> tuple[EngineRow, ...]:
-    """Return the rows of a file written by :func:`document`. Raises ConfigError if it is another file."""
+    """Read the rows of a file written by :func:`document`. Raises ConfigError for any other file."""
     try:
         return tuple(EngineRow(**row) for row in json.loads(path.read_text())["rows"])
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
@@ -124,15 +124,16 @@ def read(path: Path) -> tuple[EngineRow, ...]:
 
 
 def _subject(row: EngineRow) -> str:
-    """Return the facts that all rows of a picture must share."""
+    """Return the facts that all rows of a plot must share."""
     kind = row.quantization or row.dtype
     hosts = f", {row.hosts} hosts at {row.delay_us:g} us" if row.hosts > 1 else ""
     return f"{row.model}, {kind}, {row.device}: prompt {row.prompt}, output {row.output}{hosts}"
 
 
 def plot(rows: Sequence[EngineRow], path: Path) -> None:
-    """Plot the time per output token against throughput: a curve for each layout and way, a point for each batch.
-    Raises ConfigError if the rows are of several models, devices or lengths, or pictures have no such suffix.
+    """Plot the time per output token against throughput: a curve per layout and mode, a point per batch.
+
+    Raises ConfigError if the rows mix models, devices or lengths, or if the file suffix is not supported.
     """
     import matplotlib.figure
 

@@ -1,4 +1,4 @@
-"""All-reduce, residual and norm: the calls of all implementations, fused and not, and the reference."""
+"""All-reduce, residual and norm: the calls of all implementations, fused and unfused, and the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ E4M3_MAX = 448.0
 
 
 class FusedCase(Case):
-    """The tensors, calls and reference of an all_reduce_rms_norm or, with a bias, of an all_reduce_layer_norm.
+    """The tensors, calls and reference of an all_reduce_rms_norm or, with a bias, an all_reduce_layer_norm.
 
     ``x`` and the residual are [tokens, hidden], weight and bias are [hidden]. All but ``x`` are equal on all ranks. For
     ``unfused``, NCCL and Gloo, an all-reduce is followed by one kernel for residual and norm.
@@ -63,7 +63,7 @@ class FusedCase(Case):
 
     @property
     def _operands(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that a call reads, in its order."""
+        """The tensors that a call reads, in order."""
         shift = () if self._bias is None else (self._bias,)
         return self.x, self._residual, self._weight, *shift
 
@@ -128,7 +128,7 @@ class FusedCase(Case):
         return self._static_scale
 
     def norm(self, new_residual: torch.Tensor) -> torch.Tensor:
-        """Return the norm of these rows in float64."""
+        """Compute the norm of these rows in float64."""
         rows = self._centred(new_residual.double())
         normed = rows / self._deviation(rows) * self._weight.double()
         return normed if self._bias is None else normed + self._bias.double()
@@ -141,12 +141,12 @@ class FusedCase(Case):
         return (rows.square().mean(-1, keepdim=True) + EPS).sqrt()
 
     def reference(self) -> Reference:
-        """Return the references of the sum, of the new residual, and of the norm.
+        """Compute the references of the sum, the new residual and the norm.
 
-        The norm is compared with that of the call's own new residual. The new residual has the error of the sum and one
-        rounding more, whose size that error may raise. The norm is computed in float32 and rounded once. The FP8
-        results may be off by another half step of e4m3: 2^-4 of the value or, below the normal range, 2^-10 of the
-        scale.
+        The norm is checked against the norm of the new residual that the call returned. The new residual has the error
+        of the sum plus one more rounding, which that error may enlarge. The norm is computed in float32 and rounded
+        once. FP8 results may be off by another half step of e4m3: 2^-4 of the value or, below the normal range, 2^-10
+        of the scale.
         """
         step = torch.finfo(self.context.dtype).eps
         plain = super().reference()

@@ -1,4 +1,4 @@
-"""The matrix product that a GPU computes between two collectives, as before an all-reduce in decoding."""
+"""The matrix product that a GPU computes between two collectives, such as before an all-reduce in decoding."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST_WEIGHTS = 16
 class Gemm:
     """``out = a x w``, [tokens, inner] x [inner, hidden], into the tensor that the next collective reads.
 
-    Several weight matrices take turns, so that they are read from memory like the layers of a model, not from a cache.
-    Together they hold 256 MiB, but there are at most 16. The default ``inner`` is hidden / ranks: the output projection
-    of an attention whose heads are divided among the ranks.
+    Several weight matrices take turns, so they are read from memory like the layers of a model, not from a cache. They
+    hold 256 MiB in total, in at most 16 matrices. The default ``inner`` is hidden / ranks: the output projection of an
+    attention whose heads are divided among the ranks.
     """
 
     def __init__(self, tokens: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device):
@@ -34,5 +34,5 @@ class Gemm:
         self._weights = itertools.cycle([matrix(inner, hidden) for _ in range(count)])
 
     def __call__(self, out: torch.Tensor) -> None:
-        """Fill ``out``, which is contiguous and has tokens x hidden elements; allocates nothing."""
+        """Fill ``out``, a contiguous tensor of tokens x hidden elements. Allocates nothing."""
         torch.mm(self._a, next(self._weights), out=out.view(self._shape))

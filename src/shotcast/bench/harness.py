@@ -4,21 +4,19 @@ For each message size:
 
 1. Each implementation makes one call on the same random tensors, and its results are compared with a float64 reference.
    An implementation with wrong results is reported and not timed.
-2. Each implementation is warmed up. How long the slowest rank's warm-up takes decides how many calls fit the time
-   budget of the point.
-3. The implementations are timed in turn, in :data:`ROUNDS` rounds, so that a disturbance of the machine affects them
-   all. On CUDA the calls are captured in one graph; replays are enqueued back to back, and CUDA events between them are
-   read afterwards (``eager`` times single calls instead). On the CPU a clock is read before and after each call.
+2. Each implementation is warmed up. The slowest rank's warm-up determines how many calls fit the point's time budget.
+3. The implementations are timed in turn, in :data:`ROUNDS` rounds, so that a disturbance affects them all. On CUDA the
+   calls are captured in one graph; replays are enqueued back to back, and CUDA events between them are read afterwards
+   (``eager`` times single calls instead). On the CPU, each call is timed with a clock.
 4. Each implementation makes one more call, and its results are compared again.
 
-A time is the median of one rank's samples, and then the maximum of these medians over the ranks. On CUDA a sample is
-the time of a replay divided by its calls. The first replay of each round is left out, as the ranks start it at
-different times. Calls that add in place (``torch.distributed.all_reduce``) run on zeros while they are timed; otherwise
-values would overflow.
+A time is the maximum over the ranks of each rank's median sample. On CUDA a sample is the time of a replay divided by
+its number of calls. The first replay of each round is dropped because the ranks start it at different times. Calls that
+add in place (``torch.distributed.all_reduce``) run on zeros while they are timed; otherwise values would overflow.
 
 With ``between``, each round also times the same calls in alternation with a matrix product that writes the tensor they
-read (:mod:`shotcast.bench.gemm`), and the product alone. A rank's time of a call is then the sample of the alternation
-minus that rank's median of the product alone.
+read (:mod:`shotcast.bench.gemm`), and the product by itself. A rank's time for a call is then the sample of the
+alternation minus that rank's median for the product.
 
 With ``host``, the harness instead measures how long the host takes to make a call, without waiting for the GPU
 (:func:`shotcast.bench.timers.host`), and how often the calls allocate GPU memory.
@@ -60,11 +58,11 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 _WORK_ALONE = ""
 
 _Task = tuple[str, str]
-"""A timed task: the measure, and the implementation (empty for the work alone)."""
+"""A timed task: the measure, and the implementation (empty for the work without calls)."""
 
 
 def run(config: BenchConfig, world_size: int) -> list[Row]:
-    """Start ``world_size`` ranks and measure; a baseline that needs another environment runs on ranks of its own."""
+    """Start ``world_size`` ranks and measure; a baseline that needs another environment gets separate ranks."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name in config.implementations():
         groups.setdefault(tuple(implementations.NCCL_SETTINGS.get(name, {}).items()), []).append(name)
@@ -77,7 +75,7 @@ def run(config: BenchConfig, world_size: int) -> list[Row]:
 
 
 def run_under_torchrun(config: BenchConfig) -> list[Row]:
-    """Measure on the ranks that torchrun started. Every rank calls this and gets all rows."""
+    """Measure on ranks that torchrun started. Every rank calls this and gets all rows."""
     if fixed := [name for name in config.algorithms if name in implementations.NCCL_SETTINGS]:
         variables = sorted({variable for name in fixed for variable in implementations.NCCL_SETTINGS[name]})
         raise ConfigError(
@@ -91,7 +89,7 @@ def run_under_torchrun(config: BenchConfig) -> list[Row]:
 
 @contextlib.contextmanager
 def ending_after(timeout_s: float) -> Iterator[None]:
-    """Exit if the block takes longer: no parent watches the ranks of torchrun as spawn watches its own."""
+    """Exit if the block takes longer than ``timeout_s``, since no parent process watches the ranks of torchrun."""
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
         yield
@@ -100,7 +98,7 @@ def ending_after(timeout_s: float) -> Iterator[None]:
 
 
 def measure(config: BenchConfig, names: tuple[str, ...]) -> list[Row]:
-    """Measure on this rank; every rank returns all rows."""
+    """Measure on this rank; all rows are returned on every rank."""
     job = env.job()
     assert job is not None
     device = torch.device("cpu")
@@ -122,10 +120,10 @@ def measure(config: BenchConfig, names: tuple[str, ...]) -> list[Row]:
 
 
 def workspace_bytes(device: str, largest: int) -> int | None:
-    """Return ``max_bytes`` for the benchmark.
+    """Return the communicator's ``max_bytes`` for the benchmark.
 
-    That is the default, except on CUDA where the largest message is larger: then that message, up to what a
-    communicator takes.
+    This is the default, except on CUDA if the largest message exceeds it: then it is that size, up to the
+    communicator's limit.
     """
     if device == "cpu":
         return None
@@ -133,7 +131,7 @@ def workspace_bytes(device: str, largest: int) -> int | None:
 
 
 class ControlGroup:
-    """A Gloo group that shares small host objects between the ranks, apart from the calls that are measured."""
+    """A Gloo group that shares small host objects between the ranks, separate from the measured calls."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
@@ -149,7 +147,7 @@ class ControlGroup:
 
 
 class RankHarness:
-    """The harness of one rank: its communicators, and the points it measures with the other ranks."""
+    """The harness of one rank: its communicators, and the points that it measures with the other ranks."""
 
     def __init__(
         self,
@@ -251,7 +249,7 @@ class RankHarness:
         return Gemm(tokens, inner, config.hidden, context.dtype, self.device)
 
     def _predicted_us(self, name: str, x: torch.Tensor) -> float | None:
-        """Return the time of an all-reduce between nodes by the cost model; None for what the model does not know."""
+        """Predict the time of an all-reduce between nodes with the cost model; None if the model does not cover it."""
         comm, op = self.context.comm, self.config.op
         if comm is None or self.config.nodes == 1 or op != "all_reduce":
             return None
@@ -265,7 +263,7 @@ class RankHarness:
     # --- correctness --------------------------------------------------------------------------------------------------
 
     def _call_once(self, call: BenchCall, reference: Reference | None) -> int | None:
-        """Make one call after wiping its results; return how many elements are wrong, or None without a reference."""
+        """Make one call after wiping its results; return the number of wrong elements, or None without a reference."""
         call.load()
         if not call.overwrites:
             call.wipe()
@@ -274,7 +272,7 @@ class RankHarness:
         return None if reference is None else self._wrong(call, reference)
 
     def _wrong(self, call: BenchCall, reference: Reference) -> int:
-        """Count the elements beyond the error bound on all ranks together. NaN is wrong."""
+        """Count the elements beyond the error bound over all ranks. NaN is wrong."""
         wrong = 0
         for name, value in call.output.items():
             expected, bound = reference[name]
@@ -287,7 +285,9 @@ class RankHarness:
     def _time(
         self, calls: Sequence[BenchCall], work: Gemm | None, case: Case
     ) -> tuple[Mapping[_Task, np.ndarray], Mapping[str, int]]:
-        """Return this rank's samples in microseconds a call, and how often the timed calls of all ranks allocated."""
+        """Return this rank's samples in microseconds per call, and the number of allocations in timed calls of all
+        ranks.
+        """
         task_timers: dict[_Task, timers.Timer] = {}
         in_place: dict[_Task, torch.Tensor] = {}
         for call in calls:
@@ -331,9 +331,9 @@ class RankHarness:
             torch.cuda.synchronize(self.device)
 
     def _calls_per_round(self, run: Callable[[], Any]) -> int:
-        """Return how many calls a round fit the budget, by the slowest rank's warm-up.
+        """Return how many calls of a round fit the budget, based on the slowest rank's warm-up.
 
-        One call comes before the warm-up, as it sets up libraries.
+        One call precedes the warm-up to initialize libraries.
         """
         run()
         self._synchronize()

@@ -1,12 +1,12 @@
-"""Names of the implementations that are measured: own algorithms and baselines. Needs no torch.
+"""Names of the measured implementations: native algorithms and baselines. Does not need torch.
 
-CPU ranks have Gloo. CUDA has NCCL with its own choice (``nccl``), NCCL restricted to its ring or tree (``nccl_ring``,
-``nccl_tree``) or to one of its protocols (``nccl_ll``, ``nccl_ll128``, ``nccl_simple``), and the kernels that PyTorch
-builds on symmetric memory (``torch_one_shot``, ``torch_two_shot``). ``nccl_symmetric``, NCCL on tensors in memory that
-was registered with it, is measured on request only. "Best NCCL" is the fastest of all NCCL forms that were measured.
+CPU ranks have Gloo. CUDA has NCCL with its default choice (``nccl``), NCCL restricted to its ring or tree
+(``nccl_ring``, ``nccl_tree``) or to one of its protocols (``nccl_ll``, ``nccl_ll128``, ``nccl_simple``), and the
+kernels that PyTorch builds on symmetric memory (``torch_one_shot``, ``torch_two_shot``). ``nccl_symmetric``, NCCL on
+tensors in registered memory, is measured only on request. "Best NCCL" is the fastest of all measured NCCL variants.
 
-A fused operation (``all_reduce_rms_norm``, ``all_reduce_layer_norm``) also has ``unfused`` (own all-reduce, then a
-kernel for residual and norm), ``plain`` (own all-reduce alone: the time above it is the cost of the fused part;
+A fused operation (``all_reduce_rms_norm``, ``all_reduce_layer_norm``) also has ``unfused`` (our all-reduce, then a
+kernel for residual and norm), ``plain`` (only our all-reduce: the time above it is the cost of the fused part;
 ``plain_one_shot`` and ``plain_two_shot`` name its algorithm), ``fp8_static`` and ``fp8_dynamic`` (the fused forms that
 quantize), and NCCL or Gloo followed by the same kernel for residual and norm.
 """
@@ -19,19 +19,19 @@ from shotcast.wire import Op
 
 PLAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter")
 _BY_MESSAGES = ("all_to_all", "gather", "scatter")
-"""Operations that NCCL makes of messages, for which it chooses no algorithm."""
+"""Operations that NCCL builds from messages, without a choice of algorithm."""
 FUSED_OPS = ("all_reduce_rms_norm", "all_reduce_layer_norm")
 _BY_TREES = ("all_reduce", *FUSED_OPS)
 """Operations for which NCCL has a tree."""
 OPS = PLAIN_OPS + FUSED_OPS
 
 AUTO = "auto"
-"""The choice of the Communicator."""
+"""The Communicator's choice."""
 PLAIN = {"plain": "auto", "plain_one_shot": "one_shot", "plain_two_shot": "two_shot"}
 """Our all-reduce without the fused residual and norm, and its algorithm."""
 FP8 = {"fp8_static": "static", "fp8_dynamic": "dynamic"}
 FUSED = ("unfused", *PLAIN, *FP8)
-"""Implementations of fused operations besides the algorithms; the Communicator runs all of them."""
+"""Implementations of fused operations other than algorithms; the Communicator runs all of them."""
 
 NCCL_SETTINGS: dict[str, dict[str, str]] = {
     "nccl_ring": {"NCCL_ALGO": "Ring"},
@@ -40,20 +40,20 @@ NCCL_SETTINGS: dict[str, dict[str, str]] = {
     "nccl_ll128": {"NCCL_PROTO": "LL128"},
     "nccl_simple": {"NCCL_PROTO": "Simple"},
 }
-"""Environment variables that NCCL reads when a communicator starts, so each of these names runs on ranks of its own."""
+"""Environment variables that NCCL reads when a communicator starts, so each of these names needs separate ranks."""
 NCCL_SYMMETRIC = "nccl_symmetric"
 
 
 def algorithms() -> Algorithms:
-    """Return the registered algorithms, with those that the modules of SHOTCAST_ALGORITHMS register."""
+    """Return the registered algorithms, including those from modules in SHOTCAST_ALGORITHMS."""
     registry.import_named()
     return registry.registered()
 
 
 def own_algorithms(op: str, nodes: int = 1) -> tuple[str, ...]:
-    """Return our algorithms of an operation on one node, or between several, and :data:`AUTO`.
+    """Return our algorithms for an operation on one node or between several, plus :data:`AUTO`.
 
-    Those that keep to a number of SMs are measured by ``research/few_sms.py``.
+    ``research/few_sms.py`` measures the SM-limited ones.
     """
     serving = [one for one in algorithms().serving(Op[op.upper()]) if not one.library and not one.keeps_to_sms]
     own = [one.name for one in serving if one.between_nodes == (nodes > 1)]
@@ -66,7 +66,7 @@ def lossy_algorithms() -> tuple[str, ...]:
 
 
 def baselines(op: str, device: str) -> tuple[str, ...]:
-    """Return the baselines of an operation that are measured by default."""
+    """Return the baselines measured by default for an operation."""
     if device == "cpu":
         return ("gloo",)
     if op in FUSED_OPS:
@@ -80,7 +80,7 @@ def baselines(op: str, device: str) -> tuple[str, ...]:
 
 
 def default(op: str, device: str, nodes: int = 1) -> tuple[str, ...]:
-    """Return the implementations that are measured by default, in the order of the report."""
+    """Return the implementations measured by default, in report order."""
     own = own_algorithms(op, nodes)
     own = (*own, *FUSED) if op in FUSED_OPS else own
     return (*own, *baselines(op, device))
@@ -111,5 +111,5 @@ def is_torch(name: str) -> bool:
 
 
 def is_library(name: str) -> bool:
-    """Return whether this is NCCL in any of its forms, or Gloo."""
+    """Return whether this is Gloo or a variant of NCCL."""
     return is_nccl(name) or name == "gloo"

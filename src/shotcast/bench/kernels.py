@@ -1,7 +1,7 @@
-"""The kernels behind results: their fingerprints, which results carry.
+"""The kernels behind results, and their fingerprints, which results carry.
 
-A result names a kernel of a collective as ``all_reduce/one_shot``, by operation and algorithm, and the kernels of a
-module as ``kernels.triton.gemv``.
+A result names a collective's kernel by operation and algorithm (``all_reduce/one_shot``), and other kernels by module
+(``kernels.triton.gemv``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def of_rows(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
-    """Return the fingerprints of our kernels behind the rows of an engine: those of models, and of its collectives."""
+    """Return the fingerprints of our kernels behind the rows of an engine: model kernels and collectives."""
     if not rows:
         return {}
     device = rows[0].device
@@ -47,7 +47,7 @@ def of_engine(rows: Sequence[EngineRow]) -> dict[str, str]:
 
 
 def of_layout(device: str, ranks: int) -> dict[str, str]:
-    """Return the fingerprints of our kernels behind an engine of this many ranks on one node, whatever they choose."""
+    """Return the fingerprints of all kernels that an engine with ``ranks`` ranks on one node may choose."""
     names = dict.fromkeys(_modules(device))
     for op in _ENGINE_OPS if ranks > 1 else ():
         names |= dict.fromkeys(_collective(op, implementations.AUTO, NodeShape(1, ranks)))
@@ -55,7 +55,7 @@ def of_layout(device: str, ranks: int) -> dict[str, str]:
 
 
 def of_modules(*modules: str) -> dict[str, str]:
-    """Return the fingerprints of modules of kernels, such as ``kernels.triton.gemv``."""
+    """Return the fingerprints of kernel modules such as ``kernels.triton.gemv``."""
     return now(modules, usual("cuda"))
 
 
@@ -65,7 +65,7 @@ def of_collectives(device: str, nodes: int = 1) -> dict[str, str]:
 
 
 def _behind(row: Row) -> tuple[str, ...]:
-    """Return the names of our kernels that made a row; none for a library alone."""
+    """Return the names of our kernels that produced a row; none if a library did."""
     op, name = Op[row.op.upper()], row.algorithm
     fused = row.op in implementations.FUSED_OPS
     norm = (_NORM[row.device],) if fused and (name == "unfused" or implementations.is_library(name)) else ()
@@ -79,9 +79,9 @@ def _behind(row: Row) -> tuple[str, ...]:
 
 
 def _collective(op: Op, name: str, shape: NodeShape) -> tuple[str, ...]:
-    """Return the kernels that an algorithm may run; for ``auto``, those between which it chooses.
+    """Return the kernels that an algorithm may run; for ``auto``, its candidates.
 
-    An engine runs a named algorithm for the operations that it serves, and the choice of ``auto`` for others.
+    An engine runs a named algorithm for the operations it serves, and ``auto`` for the others.
     """
     serving = {algorithm.name: algorithm for algorithm in implementations.algorithms().serving(op)}
     name = LIBRARY if name == "nccl" else name
@@ -110,7 +110,7 @@ def _modules(device: str) -> tuple[str, ...]:
 
 
 def now(names: Iterable[str], transport: Transport) -> dict[str, str]:
-    """Return the fingerprints of kernels as they are; a name that does not exist any more is absent."""
+    """Return the current fingerprints of kernels, without names that no longer exist."""
     found = {name: _of(name, transport) for name in names}
     return {name: digest for name, digest in found.items() if digest}
 

@@ -1,4 +1,4 @@
-"""The loop and the scheduler of the engine on one rank, with requests that all arrive at once."""
+"""The engine's loop and scheduler on one rank, with requests that all arrive at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shotcast.engine.step_plan import StepPlan
 
 
 class _Client:
-    """A client that sends some requests at once, and then ends the engine."""
+    """A client that sends its requests at once, then ends the engine."""
 
     def __init__(self, requests: list[Request]):
         self._messages: list[Request | None] = [*requests]
@@ -31,7 +31,7 @@ class _Client:
 
 
 class _NoRanks:
-    """The way to the other ranks where there are none."""
+    """A stand-in for the channel to other ranks if there are none."""
 
     def send_plan(self, plan: StepPlan | None) -> None:
         """Send nothing."""
@@ -41,7 +41,7 @@ class _NoRanks:
 
 
 def serve(runner: Runner, config: SchedulerConfig, prompts: Sequence[int], output: int) -> None:
-    """Serve requests with prompts of these numbers of tokens, which end by length."""
+    """Serve requests with prompts of the given lengths in tokens; each ends by length."""
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     requests = [
         Request(f"{number}", tuple((number + place) % 1000 for place in range(length)), params)

@@ -1,4 +1,4 @@
-"""The load of a machine by the work of others, which measured times would show."""
+"""CPU load from other work on the machine, which would distort measured times."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _ALLOWED_CORES = 0.3
-"""Cores that others may use beyond those that the measurement leaves free: daemons, and this process."""
+"""Cores that others may use beyond those the measurement leaves free: daemons, and this process."""
 
 
 @contextlib.contextmanager
 def quiet(needed: int, force: bool) -> Iterator[None]:
-    """Measure inside the block, on a machine whose other work leaves ``needed`` cores alone.
+    """Measure inside the block, on a machine whose other work leaves ``needed`` cores free.
 
-    The machine is looked at for half a second before the block, and while it runs. With ``force`` others are only
-    warned of.
+    Load is sampled for half a second before the block, and while it runs. ``force`` turns the error into a warning.
 
-    Raises ConfigError if the machine is busy, or was meanwhile; what was measured is not to be kept.
+    Raises ConfigError if the machine is or was busy; discard the measurements then.
     """
     cores = len(os.sched_getaffinity(0))
     free = max(0, cores - needed) + _ALLOWED_CORES
@@ -47,7 +46,7 @@ def _refuse(text: str, force: bool) -> None:
 
 
 def busy_cores(look_s: float = _LOOK_S) -> float:
-    """Return how many of the cores that this process may use are busy on average, for the next ``look_s`` seconds."""
+    """Return the average number of busy cores, of those this process may use, over the next ``look_s`` seconds."""
     before = _busy_s()
     began = time.monotonic()
     time.sleep(look_s)
@@ -55,12 +54,12 @@ def busy_cores(look_s: float = _LOOK_S) -> float:
 
 
 def _others_s() -> float:
-    """Return the seconds that the cores have worked, without this process and its descendants."""
+    """Return the CPU seconds used on this machine, excluding this process and its descendants."""
     return _busy_s() - _own_s()
 
 
 def _busy_s() -> float:
-    """Return the seconds that the cores have worked since the machine began."""
+    """Return the CPU seconds used since the machine booted."""
     cores, ticks = {f"cpu{core}" for core in os.sched_getaffinity(0)}, 0
     with open("/proc/stat") as file:
         for name, *numbers in map(str.split, file):
@@ -71,7 +70,7 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Return the seconds that this process, its descendants and those of them that have ended have worked."""
+    """Return the CPU seconds used by this process and its descendants, including ones that have ended."""
     children: dict[int, list[int]] = {}
     worked: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):

@@ -1,4 +1,4 @@
-"""The plain operations that are measured: what each rank gives and gets, how it is counted, and the right results."""
+"""The plain operations to measure: each rank's input and output, how they are counted, and the expected results."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ ROOT = 0
 def expected(
     op: str, reduction: str, rank: int, world_size: int, input_of: Callable[[int], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the right result of a rank in float64, and the error that any order of operations may cause.
+    """Compute a rank's expected result in float64, and the largest error that any order of operations may cause.
 
     With u the spacing of the dtype at 1, N ranks, and every partial result rounded to the dtype: ``|error| <= N * u *
-    sum_r |x_r|`` of sums and averages (those over N). Of products it is ``N * u * |product| + N * d * prod_r max(1,
+    sum_r |x_r|`` for sums, and 1/N of it for averages. For products it is ``N * u * |product| + N * d * prod_r max(1,
     |x_r|)``, since a partial product may be subnormal; d is the spacing of subnormals. Everything else is exact:
     copies, extrema, and integers, which wrap around.
 

@@ -1,4 +1,4 @@
-"""Pictures of benchmark results: time against message size and, below it, the speed-up over one of the curves."""
+"""Plots of benchmark results: time against message size and, below it, the speed-up over one of the curves."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ COLORS = {
     "torch_one_shot": "#9467bd",
     "torch_two_shot": "#c5b0d5",
 }
-"""Colors of the lines that are no registered algorithm; those have the color of their description."""
+"""Colors of curves that are not registered algorithms, whose descriptions name their colors."""
 _OTHER_COLOR = "#8c564b"
 
 REFERENCES = ("unfused", "ring", "nccl", "gloo")
-"""Candidates for the base of a speed-up; the first that was measured is taken."""
+"""Candidates for the base of a speed-up; the first one measured is used."""
 
 
 def _reference(rows: Sequence[Row]) -> str:
@@ -43,9 +43,9 @@ def _reference(rows: Sequence[Row]) -> str:
 
 
 def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]]]:
-    """Return the points of each algorithm: the message size in bytes, and the speed-up.
+    """Return the points of each algorithm: message size in bytes, and speed-up.
 
-    The speed-up is the time of ``over`` at that size divided by the time of the algorithm.
+    The speed-up is the time of ``over`` at that size divided by the algorithm's time.
     """
     base = {row.nbytes: row.time_us for row in rows if row.algorithm == over and row.time_us is not None}
     result: dict[str, list[tuple[int, float]]] = {}
@@ -56,7 +56,7 @@ def speedups(rows: Sequence[Row], over: str) -> dict[str, list[tuple[int, float]
 
 
 def plot(rows: Sequence[Row], path: Path, caption: str = "") -> None:
-    """Write a picture of rows of one operation and dtype, in the format that the suffix of ``path`` names."""
+    """Plot rows of one operation and dtype, in the format that the suffix of ``path`` names."""
     timed = [row for row in rows if row.time_us is not None]
     if not timed:
         raise ConfigError("there is nothing to plot: no point was timed")
@@ -103,7 +103,7 @@ def _figure(rows: Sequence[Row], caption: str) -> Any:
 
 
 def color_of(name: str) -> str:
-    """Return the color of a line. Own algorithms have strong colors, libraries have others."""
+    """Return the color of a curve: strong for native algorithms, muted for libraries."""
     algorithm = algorithms().get(name)
     return (COLORS.get(name) if algorithm is None else algorithm.color) or _OTHER_COLOR
 
@@ -157,7 +157,7 @@ def _speedup(axes: Any, rows: Sequence[Row], over: str, bottom: float) -> None:
 def _floor(rows: Sequence[Row], over: str) -> float:
     """Return the lower end of the speed-up axis.
 
-    It is below every own algorithm, and below a baseline as far as a quarter of ``over``.
+    It is below every native algorithm, and below baselines down to a quarter of ``over``.
     """
     ratios = {(row.algorithm, row.world_size): [] for row in rows}  # type: dict[tuple[str, int], list[float]]
     for world_size in {row.world_size for row in rows}:

@@ -1,4 +1,4 @@
-"""Progress of long measurements, on standard error: a bar on a terminal, lines elsewhere."""
+"""Progress of long measurements on standard error: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 
 _EVERY_S = 10.0
-"""Seconds after which a line repeats what is measured, where lines are written."""
+"""Seconds between progress lines if standard error is not a terminal."""
 
 
 @contextlib.contextmanager
 def progress(total: int, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Show ``total`` parts of the work; the function it yields ends one part and names the next.
+    """Show progress over ``total`` parts of the work; the function it yields ends one part and names the next.
 
-    It shows the seconds so far and, by the parts that are done, those that are left.
+    It shows the elapsed seconds and an estimate of the remaining ones.
     """
     if not shown:
         yield lambda text: None

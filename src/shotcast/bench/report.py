@@ -1,4 +1,4 @@
-"""Results of a benchmark: one row for each point, as a table for a terminal and as JSON to store."""
+"""Benchmark results: one row per point, as a table for a terminal and as JSON to store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEASURES = ("call", "between", "host")
 
 
 def busbw_factor(op: str, world_size: int) -> float:
-    r"""Return the factor from algorithm bandwidth to bus bandwidth (the load of a link), as nccl-tests defines it.
+    r"""Return the factor from algorithm bandwidth to bus bandwidth (the load of a link), as defined by nccl-tests.
 
     It is :math:`2(n-1)/n` for an all-reduce, 1 for a broadcast and a reduce, and :math:`(n-1)/n` otherwise.
     """
@@ -33,7 +33,7 @@ def busbw_factor(op: str, world_size: int) -> float:
 
 
 def plain_operation(op: str) -> str:
-    """Return the plain operation that moves as much as ``op``."""
+    """Return the plain operation that moves as much data as ``op``."""
     return op if op in OPERATIONS else "all_reduce"
 
 
@@ -42,23 +42,22 @@ class Row:
     """One measured point.
 
     ``nbytes`` is the size of the whole tensor: the input of all_reduce and reduce_scatter, the output of all_gather.
-    ``reduction`` is that of operations that reduce. ``chosen`` is the algorithm that ``auto`` took.
-    Times are for one call: ``time_us`` is the slowest rank's median, ``p99_us`` the slowest rank's 99th percentile, and
-    ``skew_us`` the slowest rank's median minus the fastest's. Bandwidths are in GB/s (1e9). ``errors`` counts wrong
-    elements on all ranks; it is None if they were not compared. A wrong result is not timed: its times and bandwidths
-    are None.
+    ``reduction`` is set for operations that reduce. ``chosen`` is the algorithm that ``auto`` selected. Times are for
+    one call: ``time_us`` is the slowest rank's median, ``p99_us`` the slowest rank's 99th percentile, and ``skew_us``
+    the slowest rank's median minus the fastest's. Bandwidths are in GB/s (1e9). ``errors`` counts wrong elements on all
+    ranks; it is None if they were not compared. A wrong result is not timed: its times and bandwidths are None.
 
-    ``measure`` is one of :data:`MEASURES`; only calls back to back have bandwidths. For ``between``, the time is that
-    of a call and the work before it, minus the work alone; ``work`` names the work and ``work_us`` is its own time. For
-    ``host``, it is the time the host takes to enqueue a call; ``allocations`` is how often all ranks together allocated
-    GPU memory in the timed calls, None where nobody counts. ``hidden`` is the number of elements of a row where the
-    operation works by rows, else 0.
+    ``measure`` is one of :data:`MEASURES`; only calls back to back have bandwidths. For ``between``, the time is for a
+    call and the work before it, minus the work; ``work`` names the work and ``work_us`` is its time. For ``host``, it
+    is the time the host takes to enqueue a call; ``allocations`` is how often all ranks together allocated GPU memory
+    in the timed calls, None if not counted. ``hidden`` is the number of elements of a row where the operation works by
+    rows, else 0.
 
-    ``lowest_us`` and ``highest_us`` are the same time of single rounds, which are the repetitions of a measurement: the
-    fastest and the slowest round's. They are None where rounds were not told apart.
+    ``lowest_us`` and ``highest_us`` are the times of the fastest and the slowest round. They are None if rounds were
+    not recorded separately.
 
-    ``nodes`` is the number of nodes, equally large, that the ranks are on, and ``delay_us`` the one-way delay of the
-    network between simulated hosts. ``predicted_us`` is the time by the cost model, where ranks are on several nodes.
+    ``nodes`` is the number of equal nodes that the ranks are on, and ``delay_us`` the one-way delay of the network
+    between simulated hosts. ``predicted_us`` is the cost model's time if ranks are on several nodes.
     """
 
     op: str
@@ -98,7 +97,7 @@ class Row:
         """Build a row from each rank's median and 99th percentile; both are empty for a wrong result.
 
         Args:
-            works_us: each rank's median of the work alone.
+            works_us: each rank's median for the work.
             rounds_us: each rank's median of each round.
             facts: the fields that are neither times nor bandwidths.
         """
@@ -121,7 +120,7 @@ class Row:
 
     @property
     def implementation(self) -> str:
-        """The implementation as a table names it, in one word: ``auto`` with the algorithm that it took."""
+        """The implementation as one word for tables: ``auto`` includes the algorithm it selected."""
         return f"{self.algorithm}:{self.chosen}" if self.chosen else self.algorithm
 
     @property
@@ -131,21 +130,21 @@ class Row:
 
     @property
     def count(self) -> int:
-        """The number of elements as nccl-tests counts them: of the tensor, or of one rank's part if it is divided."""
+        """The number of elements as nccl-tests counts them: the tensor, or one rank's part if it is divided."""
         elements = self.nbytes // wire.DTYPES[self.dtype]
         return elements // self.world_size if OPERATIONS[plain_operation(self.op)].divided else elements
 
     @property
     def tokens(self) -> int:
-        """The rows of the tensor, where the operation works by rows; else 0."""
+        """The rows of the tensor if the operation works by rows; else 0."""
         return self.nbytes // (wire.DTYPES[self.dtype] * self.hidden) if self.hidden else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A file of measurements: its rows, and where, how, when and by which kernels they were made.
+    """A file of measurements: its rows, environment, command, date and kernels.
 
-    ``kernels`` has fingerprints by the names of :mod:`shotcast.bench.kernels`; None where they were not recorded.
+    ``kernels`` maps the names of :mod:`shotcast.bench.kernels` to fingerprints; None if they were not recorded.
     """
 
     environment: dict[str, Any]
@@ -156,12 +155,12 @@ class Result:
 
     @classmethod
     def now(cls, rows: Iterable[Row], *, environment: dict[str, Any], command: str, kernels: dict[str, str]) -> Result:
-        """Build a result of rows that were measured just now."""
+        """Build a result from rows that were just measured."""
         return cls(rows=tuple(rows), **stamped(environment, command, kernels))
 
     @property
     def machine(self) -> str:
-        """The hardware and versions as text for a caption; empty if the file does not say."""
+        """The hardware and versions as caption text; empty if the file does not say."""
         gpus = [gpu["name"] for gpu in self.environment.get("gpus", ())]
         parts = [", ".join(dict.fromkeys(gpus)) or self.environment.get("cpu_model", "")]
         versions = self.environment.get("versions", {})
@@ -178,7 +177,7 @@ _TITLES = {
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Return rows of one measure as a table with the columns of nccl-tests, p99 and skew.
+    """Format rows of one measure as a table with the columns of nccl-tests, p99 and skew.
 
     The fastest implementation of each size is highlighted.
     """
@@ -227,9 +226,9 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def columns(rows: Sequence[Row]) -> Table | None:
-    """Return the times of one measure with a column for each implementation; None where there is only one.
+    """Format the times of one measure with a column per implementation; None if there is only one.
 
-    The fastest of each size is highlighted; with ``auto`` stands the algorithm that it took.
+    The fastest of each size is highlighted; ``auto`` is shown with the algorithm it selected.
     """
     names = list(dict.fromkeys(row.algorithm for row in rows))
     if len(names) == 1:
@@ -249,13 +248,13 @@ def columns(rows: Sequence[Row]) -> Table | None:
 
 
 def _fastest_us(rows: Iterable[Row]) -> float | None:
-    """Return the shortest time of an implementation of the operation, not of a part of it."""
+    """Return the shortest time of an implementation of the whole operation, not of a part."""
     times = [row.time_us for row in rows if row.time_us is not None and row.algorithm not in implementations.PLAIN]
     return min(times, default=None)
 
 
 def mean_bandwidths(rows: Sequence[Row]) -> str:
-    """Return the mean bus bandwidth of each implementation that served every size, as nccl-tests has it; or ""."""
+    """Return the mean bus bandwidth of each implementation that served every size, as nccl-tests prints it; or ""."""
     sizes, by_name = {row.nbytes for row in rows}, dict[str, list[float]]()
     for row in rows:
         if row.busbw_gbps is not None:
@@ -265,13 +264,13 @@ def mean_bandwidths(rows: Sequence[Row]) -> str:
 
 
 def _over_gloo(row: Row, same_size: Iterable[Row]) -> str:
-    """Return the time of Gloo over that of ``row``."""
+    """Return the ratio of Gloo's time to this row's."""
     gloo = [other.time_us for other in same_size if other.algorithm == "gloo" and other.time_us]
     return f"{gloo[0] / row.time_us:.2f}x" if gloo and row.time_us else "-"
 
 
 def above_plain_us(row: Row, same_size: Iterable[Row]) -> float | None:
-    """Return the time of a fused call minus that of the fastest own all-reduce alone, of the same size and measure."""
+    """Return the time of a fused call minus the fastest plain native all-reduce of the same size and measure."""
     plain = [
         other.time_us
         for other in same_size
@@ -317,13 +316,13 @@ def _cell(value: float | None) -> str:
 
 
 def stamped(environment: dict[str, Any], command: str, kernels: dict[str, str]) -> dict[str, Any]:
-    """Return where, how, now and by which kernels something was measured, as files of results have it."""
+    """Return the environment, date, command and kernels of a measurement, as result files store them."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"environment": environment, "command": command, "date": date, "kernels": kernels}
 
 
 def write(path: Path, result: Result) -> None:
-    """Write a file that says what was measured, how, where and when."""
+    """Write a result file: what was measured, how, where and when."""
     document = {
         "environment": result.environment,
         "command": result.command,

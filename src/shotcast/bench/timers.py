@@ -1,6 +1,6 @@
-"""Timers: each takes a call and a number of calls a round, and returns a function that times one round.
+"""Timers: each takes a call and a number of calls per round, and returns a function that times one round.
 
-That function returns microseconds per call, with as many samples as it could take.
+That function returns samples in microseconds per call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 REPLAYS_PER_ROUND = 4
 BURST = 64
-"""Calls that are enqueued before the host waits for the GPU: far fewer than a launch queue holds (about 1000)."""
+"""Calls enqueued before the host waits for the GPU: far fewer than a launch queue holds (about 1000)."""
 
 Timer = Callable[[], np.ndarray]
 
@@ -36,7 +36,7 @@ def cpu(call: Callable[[], Any], count: int) -> Timer:
 
 
 def eager(call: Callable[[], Any], count: int) -> Timer:
-    """Time calls that are enqueued one by one, with CUDA events between them."""
+    """Time calls enqueued one by one, with CUDA events between them."""
 
     def timed() -> np.ndarray:
         call()  # absorbs the different starts of the ranks
@@ -80,9 +80,9 @@ def graph(call: Callable[[], Any], count: int) -> Timer:
 
 
 def host(call: Callable[[], Any], count: int, synchronize: Callable[[], Any]) -> Timer:
-    """Time what the host spends on a call: bursts of :data:`BURST` calls, each followed by a wait that is not timed.
+    """Time the host's part of a call: bursts of :data:`BURST` calls, each followed by an untimed wait.
 
-    A sample is the time of a burst divided by its calls. With a full queue, the host would wait for the GPU.
+    A sample is the time of a burst divided by its calls. A full queue would make the host wait for the GPU.
     """
     bursts = -(-count // BURST)
 
@@ -102,7 +102,7 @@ def host(call: Callable[[], Any], count: int, synchronize: Callable[[], Any]) ->
 
 
 def allocations(device: torch.device) -> int | None:
-    """Return how often PyTorch's caching allocator has given out GPU memory; None on the CPU, where nobody counts."""
+    """Return how often PyTorch's caching allocator has handed out GPU memory; None on the CPU, which has no counter."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])

@@ -1,16 +1,16 @@
-"""Find the fastest algorithm and launch for each size, and write them as a table (docs/guides/tuning.md).
+"""Find the fastest algorithm and launch for each size, and write a tuned table (docs/guides/tuning.md).
 
-At each size, for each way to make calls (eager or captured):
+At each size, for each mode (eager or captured):
 
 1. All algorithms are measured with their default launches, twice.
 2. The other launch shapes of those within :data:`NEAR` of the fastest are measured briefly.
 3. Each of these with its default and its :data:`FINALISTS` best shapes, and the vendor library, are measured again, and
-   the fastest is chosen. Anything other than an own algorithm with its default launch must be faster by :data:`GAIN`.
-   So must a choice that differs from the one at the size before (:func:`settled`); otherwise a table would repeat
+   the fastest is chosen. Anything other than a native algorithm with its default launch must be faster by :data:`GAIN`.
+   So must a choice that differs from the one at the previous size (:func:`settled`); otherwise the table would record
    noise.
 
-Measuring is done by :mod:`shotcast.bench.harness`: results are checked before and after they are timed, and the slowest
-rank's median counts. A candidate with wrong results is reported and cannot be chosen. Each decision is a function of
+:mod:`shotcast.bench.harness` does the measuring: it checks results before and after timing them, and reports the
+slowest rank's median. A candidate with wrong results is reported and cannot be chosen. Each decision is a function of
 times gathered from all ranks, so all ranks make the same one.
 """
 
@@ -49,15 +49,15 @@ NEAR = 1.3
 FINALISTS = 2
 GAIN = 1.03
 _SHARES = (0.3, 0.3, 0.4)
-"""The share of the time for a size that each of the three stages gets."""
+"""Each of the three stages' share of the time for a size."""
 
 Measure = Callable[[Sequence[Candidate], float], Mapping[Candidate, float | None]]
-"""Times candidates within a number of seconds: microseconds of each, None for one whose result is wrong."""
+"""Measures candidates within a number of seconds: microseconds of each, None for one whose result is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuneConfig:
-    """The calls to tune for. It is picklable, as it is sent to the ranks."""
+    """The calls to tune for. Picklable, since it is sent to the ranks."""
 
     ops: tuple[str, ...]
     device: str
@@ -101,7 +101,7 @@ class TuneConfig:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A candidate and its time. ``by_default``: launched as it would be without a table."""
+    """A candidate and its time. ``by_default`` marks the launch used without a table."""
 
     algorithm: str
     launch: LaunchShape
@@ -110,7 +110,7 @@ class Timed:
 
     @property
     def written(self) -> tuple[str, LaunchShape | None]:
-        """The algorithm and the launch as a row of a table has them."""
+        """The algorithm and the launch in the notation of table rows."""
         return self.algorithm, None if self.by_default else self.launch
 
 
@@ -118,7 +118,7 @@ class Timed:
 class Choice:
     """The result of :func:`search`.
 
-    It holds the candidate to take, the others of the last stage, fastest first, and the candidates with wrong results.
+    Holds the best candidate, the others of the last stage, fastest first, and the candidates with wrong results.
     """
 
     best: Timed
@@ -128,7 +128,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The choice at one size, for calls that are given ``sms`` SMs (0: none)."""
+    """The choice at one size, for calls limited to ``sms`` SMs (0: no limit)."""
 
     mode: str
     op: str
@@ -167,8 +167,8 @@ def search(
     any_bits: bool = False,
     launches: Mapping[str, LaunchShape] | None = None,
 ) -> Choice:
-    """Choose a candidate for one problem, by the stages that the module describes. Raises ShotcastError if no candidate
-    gives right results.
+    """Choose a candidate for one problem, in the stages that the module describes. Raises ShotcastError if no candidate
+    is correct.
 
     Args:
         seconds: for all stages together.
@@ -251,7 +251,7 @@ def settled(points: Sequence[Point]) -> list[Point]:
 
 
 class Tuner(harness.RankHarness):
-    """The harness of one rank, with candidates of one communicator as its implementations."""
+    """The tuning harness of one rank, with candidates of one communicator as its implementations."""
 
     _sms = 0
 
@@ -281,7 +281,7 @@ class Tuner(harness.RankHarness):
     def _sizes(
         self, op: str, dtype: str, mode: str, known: Mapping[int, Choice], begin: Callable[[], None]
     ) -> list[Point]:
-        """Measure all sizes of one key, and the sizes between them that decide where a row ends.
+        """Measure all sizes of one key, plus the sizes in between that determine where a row ends.
 
         ``begin`` is called for each of the configuration's sizes.
         """
@@ -306,7 +306,7 @@ class Tuner(harness.RankHarness):
         return list(dict.fromkeys(align_up(size, unit) for size in self.tune_config.sizes))
 
     def _unit(self, op: str, dtype: str) -> int:
-        """Return the bytes of which a tensor's size is a multiple."""
+        """Return the bytes that a tensor's size must be a multiple of."""
         return wire.DTYPES[dtype] * (1 if op == "all_reduce" else self.control.world_size)
 
     def _choice(self, op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
@@ -339,7 +339,7 @@ class Tuner(harness.RankHarness):
 
 
 class TuneCase(Case):
-    """One size for all stages of its search: calls of the requested candidates, and one reference."""
+    """One size for all stages of its search: calls of the requested candidates, and one shared reference."""
 
     requested: Sequence[Candidate] = ()
     sms = 0
@@ -364,7 +364,7 @@ class TuneCase(Case):
 
 
 def measure(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
-    """Tune on this rank; every rank returns the same: the hardware and the ranks for the table, and all points."""
+    """Tune on this rank. Every rank returns the same: the table's hardware and ranks, and all points."""
     largest = align_up(config.sizes[-1], max(wire.DTYPES[dtype] for dtype in config.dtypes) * wire.MAX_WORLD_SIZE)
     comm = Communicator(device=config.device, max_bytes=harness.workspace_bytes(config.device, largest), exclusive=True)
     with comm:
@@ -377,6 +377,6 @@ def measure(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
 
 
 def run(config: TuneConfig, world_size: int) -> tuple[str, NodeShape, list[Point]]:
-    """Start ``world_size`` ranks and tune. Tables and environment overrides have no effect meanwhile."""
+    """Start ``world_size`` ranks and tune. Tables and environment overrides are ignored meanwhile."""
     settings = {"SHOTCAST_TABLE": "", "SHOTCAST_ALGORITHM": ""}
     return spawn(measure, world_size, config, timeout_s=config.timeout_s, env=settings)[0]

@@ -1,4 +1,4 @@
-"""Results of tuning, as a table for :mod:`shotcast.collectives.choice.table` and as a table to read."""
+"""Tuning results as a table for :mod:`shotcast.collectives.choice.table` and as a table to read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from shotcast.wire import NodeShape, Op
 
 
 def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
-    """Return the rows of a table. Neighboring sizes with the same choice become one row, up to the largest of them.
+    """Return the rows of a table. Adjacent sizes with the same choice become one row, up to the largest of them.
 
-    Beyond the largest measured size the table says nothing, unless the vendor library was fastest there: large messages
-    are what it is better at.
+    The table ends at the largest measured size, unless the vendor library was fastest there: it is better at large
+    messages.
     """
     found: dict[table.Key, list[table.Row]] = {}
     for point in sorted(points, key=lambda point: point.nbytes):
@@ -50,7 +50,7 @@ def document(
     command: str,
     seconds: float,
 ) -> str:
-    """Return the text of a table, with its provenance and the fingerprints of the kernels that were measured."""
+    """Format a table as text, with its provenance and the fingerprints of the measured kernels."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     provenance = {
         date: {
@@ -71,7 +71,7 @@ def document(
 
 
 def _kernels(points: Sequence[Point], shape: NodeShape, device: str) -> dict[table.Key, dict[str, str]]:
-    """Return the fingerprints of the kernels between which each entry chooses."""
+    """Return the fingerprints of the kernels that each entry chooses from."""
     algorithms, found = implementations.algorithms(), {}
     transport = usual(device, shape.nodes)
     for key in dict.fromkeys(point.key for point in points):
@@ -101,7 +101,7 @@ def _measurement(point: Point) -> dict[str, Any]:
 
 
 def mergeable(old: str, name: str, part: str, shape: NodeShape) -> table.Table:
-    """Return the parsed table ``old``. Raises ConfigError if it cannot be merged with a table of this hardware."""
+    """Parse the table ``old``. Raises ConfigError if it cannot be merged with a table of this hardware."""
     before = table.parse(old, name, implementations.algorithms())
     if (before.part, before.shape) != (part, shape):
         here = table.ranks_of(part, shape)
@@ -110,7 +110,7 @@ def mergeable(old: str, name: str, part: str, shape: NodeShape) -> table.Table:
 
 
 def merged(old: str, new: str, name: str) -> str:
-    """Return the table ``new``, with what it lacks of ``old``. Raises ConfigError if they cannot be merged."""
+    """Return the table ``new``, completed from ``old``. Raises ConfigError if they cannot be merged."""
     after = table.parse(new, "just measured", implementations.algorithms())
     before = mergeable(old, name, after.part, after.shape)
     kept_keys = before.rows.keys() - after.rows.keys()

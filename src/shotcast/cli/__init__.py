@@ -20,7 +20,7 @@ from shotcast.errors import RankFailed, ShotcastError
 
 
 class _Group(typer.core.TyperGroup):
-    """The command group: errors of this package, and extras that are missing, become one line and exit code 2."""
+    """The command group: turns errors of this package and missing extras into one line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _leave_job() -> None:
-    """Leave torch.distributed if a rank joined it: its threads must not outlive an orderly exit."""
+    """Leave torch.distributed if this rank joined it, since its threads must not outlive an orderly exit."""
     if "torch.distributed" in sys.modules:
         import torch.distributed as dist
 

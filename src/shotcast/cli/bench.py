@@ -77,7 +77,7 @@ def timing(
     ] = False,
     timeout_s: Timeout = 600.0,
 ) -> dict[str, Any]:
-    """Return the fields of a BenchConfig that every operation has, with the device as it was given."""
+    """Return the BenchConfig fields that every operation has, with the device as given."""
     return locals() | {"check": bool(check), "algorithms": names_in(algorithms), "progress": sys.stderr.isatty()}
 
 
@@ -92,7 +92,7 @@ def outputs(json_file: JsonFile = None, plot_file: PlotFile = None) -> _Outputs:
 
 
 def _plain_command(op: str) -> None:
-    """Register the benchmark of an operation whose sizes are given in bytes; all take the same options."""
+    """Register the benchmark of an operation with sizes in bytes; all share the same options."""
 
     @with_groups(timing, outputs)
     def command(
@@ -315,7 +315,7 @@ def _plot_command(
 
 
 def _stored_rows(json_files: list[Path], world_size: str) -> tuple[list[Row], str]:
-    """Return the rows of the files that have the requested world sizes, and the machines they were measured on."""
+    """Return the rows of the files with the requested world sizes, and the machines that measured them."""
     from shotcast.bench import report
 
     results = [report.read(path) for path in json_files]

@@ -43,7 +43,7 @@ def doctor(
 
 
 def _listed(rows: Iterable[tuple[str, ...]], *styles: str) -> Table:
-    """Return rows without a frame, whose columns but the last have these styles."""
+    """Lay out rows without a frame; all columns but the last have these styles."""
     view = Table(box=None, show_header=False, pad_edge=False)
     for style in styles:
         view.add_column(style=style, no_wrap=True)
@@ -60,11 +60,11 @@ _USES = (
     ("ray", "actors", False),
     ("triton", "kernels of GPUs", True),
 )
-"""Extras, what each is for, and whether it is for GPUs alone."""
+"""The extras, the purpose of each, and whether it is only for GPUs."""
 
 
 def _parts(facts: Any) -> list[tuple[str, str, str]]:
-    """Return the optional parts: what it is, what it is for, and what installs it where it is missing."""
+    """Return the optional parts: name, purpose, and how to install it if missing."""
     from shotcast import extras
 
     return [
@@ -75,7 +75,7 @@ def _parts(facts: Any) -> list[tuple[str, str, str]]:
 
 
 def _for_programs(facts: Any) -> dict[str, Any]:
-    """Return everything as values of JSON."""
+    """Return everything as JSON values."""
     from shotcast.hardware.advice import Level, findings
     from shotcast.integrations.status import integrations
     from shotcast.memory.holdings import of_all_processes
@@ -99,7 +99,7 @@ def _for_programs(facts: Any) -> dict[str, Any]:
 
 
 def _packaged_tables(facts: Any) -> list[str]:
-    """Return a line for each packaged table for the GPUs of this host that other kernels than these made."""
+    """Return a line for each packaged table for this host's GPUs that was measured with other kernels."""
     from shotcast.collectives import fingerprints, registry
     from shotcast.collectives.choice.table import all_packaged
     from shotcast.transport.registry import usual

@@ -1,4 +1,4 @@
-"""Options of the commands that run an engine."""
+"""Options of commands that run an engine."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def engine(
         typer.Option(help='Speculative decoding, in JSON such as {"method": "ngram", "num_speculative_tokens": 4}.'),
     ] = "",
 ) -> dict[str, Any]:
-    """Return those options of every engine that were given, and the defaults of the others."""
+    """Return the engine options that were given, and the defaults of the others."""
     given = {name: value for name, value in locals().items() if value not in (None, "")}
     return given | {"device": device.value, "progress": sys.stderr.isatty()}
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import what runs an engine: the ranks' server imports it at the same time, and nothing is collected meanwhile."""
+    """Import the modules that run an engine, without garbage collection; the rank server imports them too."""
     rank_server.start_for_engine()
     gc.disable()
     try:
@@ -97,7 +97,7 @@ def sums(
         ),
     ] = "auto",
 ) -> dict[str, Any]:
-    """Return the options of an engine's sums between ranks."""
+    """Return the options for an engine's sums between ranks."""
     return locals()
 
 
@@ -115,12 +115,12 @@ def sampling(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The seed, which makes sampling repeatable.")] = None,
 ) -> dict[str, Any]:
-    """Return those options of sampling that were given."""
+    """Return the sampling options that were given."""
     return {name: value for name, value in locals().items() if value is not None}
 
 
 def as_started(options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
-    """Return the options of an engine that starts again as one did, on the same kind of device in the same layout."""
+    """Return the options that restart an engine on the same kind of device in the same layout."""
     planned = ("tensor_parallel", "pipeline_parallel", "target", "workload")
     kept = {name: value for name, value in options.items() if name not in planned}
     return kept | {"device": config.device, "layout": f"{config.tensor_parallel}x{config.pipeline_parallel}"}

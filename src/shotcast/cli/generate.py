@@ -44,7 +44,7 @@ def generate(
         from shotcast.engine.sampling_params import SamplingParams
 
     params = SamplingParams(**{**_GENERATE_DEFAULTS, **sampling})
-    with LLM(model, max_sequences=1, **engine, **sums) as llm:
+    with LLM(model, max_num_seqs=1, **engine, **sums) as llm:
         _say_layout(llm)
         tokens = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if chat else prompt
         output = _print_answer(llm.stream(tokens, params))
@@ -64,8 +64,8 @@ def chat(
 ) -> None:
     """Chat with a model. An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer.
 
-    Sampling options have the defaults of the model's generation_config.json, and else a temperature of 0.7, a top-p of
-    0.95 and at most 512 tokens.
+    Sampling options default to the model's generation_config.json, or else to a temperature of 0.7, a top-p of 0.95 and
+    at most 512 tokens.
     """
     extras.require("engine", "shotcast chat")
     with importing():
@@ -74,7 +74,7 @@ def chat(
 
     SamplingParams(**sampling)  # refused before the model is loaded
     messages = [{"role": "system", "content": system}] if system else []
-    with LLM(model, max_sequences=1, generation_config=generation_config, **engine) as llm:
+    with LLM(model, max_num_seqs=1, generation_config=generation_config, **engine) as llm:
         _say_layout(llm)
         params = SamplingParams(**{**_CHAT_DEFAULTS, **llm.sampling_defaults, **sampling})
         while (line := _read_line()) != "":
@@ -85,7 +85,7 @@ def chat(
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> None:
     """Answer the last of ``messages`` and append the answer.
 
-    Without an answer, or without room for one, remove the last message again.
+    If there is no answer or no room for one, remove the last message.
     """
     answer = None
     try:
@@ -104,7 +104,7 @@ def _say_layout(llm: LLM) -> None:
 
 
 def _read_line() -> str:
-    """Return the line that the user typed; empty at the end."""
+    """Return the line that the user typed; empty at end of input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
@@ -112,7 +112,7 @@ def _read_line() -> str:
 
 
 def _print_answer(outputs: Iterator[RequestOutput]) -> RequestOutput | None:
-    """Print an answer as it arrives; Ctrl-C ends it. Return None if none of it had arrived."""
+    """Print an answer as it arrives; Ctrl-C ends it. Return None if nothing had arrived."""
     output = None
     with contextlib.suppress(KeyboardInterrupt):
         for output in outputs:
@@ -125,7 +125,7 @@ def _print_answer(outputs: Iterator[RequestOutput]) -> RequestOutput | None:
 
 
 def _summary(llm: LLM, output: RequestOutput) -> str:
-    """Return a line about the time that an answer took."""
+    """Return a one-line summary of an answer's timing."""
     stats, config = llm.stats(), llm.config
     ranks = (
         f"{config.tensor_parallel} x {config.pipeline_parallel}" if config.pipeline_parallel > 1 else f"{config.ranks}"

@@ -44,12 +44,12 @@ _DTYPES = {
 
 
 def dtypes_named(text: str) -> str:
-    """Return comma-separated dtypes by PyTorch's names; ``bf16``, ``half``, ``float`` and their like are known too."""
+    """Parse comma-separated dtypes by their PyTorch names or aliases such as ``bf16``, ``half`` and ``float``."""
     return ",".join(_DTYPES.get(name.lower(), name) for name in names_in(text))
 
 
 def with_underscores(text: str) -> str:
-    """Return comma-separated names of operations or algorithms; hyphens are taken too, as in ``two-shot``."""
+    """Parse comma-separated names of operations or algorithms; hyphens are accepted, as in ``two-shot``."""
     return ",".join(name.replace("-", "_") for name in names_in(text))
 
 
@@ -74,9 +74,9 @@ Hidden = Annotated[int, typer.Option("--hidden", min=1, help="Elements of a row:
 
 
 def with_groups(*groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of functions, which several commands share, in the place of arguments of their names.
+    """Give a command the options of functions that several commands share, in place of arguments with their names.
 
-    Such an argument of the command gets what the function returns.
+    Each such argument receives the function's result.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -112,12 +112,12 @@ def numbers_in(text: str, option: str) -> list[int]:
 
 
 def new_console() -> Console:
-    """Return a console that cuts no table: a narrow terminal wraps its lines, and a file or a pipe must not."""
+    """Create a console that never truncates tables: a narrow terminal wraps lines; files and pipes keep them whole."""
     return Console(width=max(Console().width, 160))
 
 
 def ready_to_write(*files: Path | None) -> None:
-    """Raise ConfigError if a file cannot be written, before minutes are spent on measuring its contents."""
+    """Raise ConfigError if a file cannot be written, before minutes go into measuring its contents."""
     for file in files:
         if file is None:
             continue
@@ -182,6 +182,6 @@ def node_shape(world_size: int) -> NodeShape:
 
 
 def command_line() -> str:
-    """Return the command as results record it: files by their names, as folders are of one machine alone."""
+    """Return the command as results record it, with file names only because folders are machine-specific."""
     words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     return shlex.join(["shotcast", *words])

@@ -46,7 +46,7 @@ def plan(
     engines: Annotated[
         int | None, typer.Option(min=1, help="Equal engines; 1 as --layout auto. Default: any number.")
     ] = None,
-    max_sequences: Annotated[
+    max_num_seqs: Annotated[
         int | None, typer.Option(min=1, help="The most sequences of an engine. Default: what memory allows.")
     ] = None,
     calibration: Annotated[
@@ -84,7 +84,7 @@ def plan(
         arrivals = traffic.poisson(rate, 200 if requests is None else requests, prompt, output)
     elif trace is not None:
         arrivals = traffic.read_trace(trace)
-    limits = Limits(max_sequences or MOST_SEQUENCES, algorithm=algorithm)
+    limits = Limits(max_num_seqs or MOST_SEQUENCES, algorithm=algorithm)
     query = Query(config, name, quantization, found, gpus, prompt, output, Target.parse(target), limits)
     asked = [each for each in layouts(query) if engines in (None, each[1])]
     if not asked:
@@ -157,7 +157,7 @@ def _met(traffic: Traffic, requests: int) -> str:
 
 
 def _require_apart(written: list[Path | None], read: list[Path | None]) -> None:
-    """Raise ConfigError if a file to write is another one, or one that was read."""
+    """Raise ConfigError if an output file is also another output or an input."""
     seen = {os.path.realpath(os.path.expanduser(file)) for file in read if file is not None}
     for file in (file for file in written if file is not None):
         if os.path.realpath(file) in seen:
@@ -172,7 +172,7 @@ def _write_json(file: Path, value: Mapping[str, object]) -> None:
 
 @contextlib.contextmanager
 def _writing(file: Path) -> Iterator[None]:
-    """Raise ConfigError if a file cannot be written."""
+    """Convert a failure to write a file to ConfigError."""
     try:
         yield
     except OSError as error:
@@ -251,4 +251,4 @@ def _table(result: Plan) -> Table:
 
 
 _ROWS = 12
-"""The most layouts that the table shows; the JSON file has all."""
+"""The maximum number of layouts in the table; the JSON file has all."""

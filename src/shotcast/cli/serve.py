@@ -18,7 +18,7 @@ from shotcast.errors import ConfigError
 
 
 def _since_start() -> float:
-    """Return the seconds since this process began, which had to import PyTorch before it could look at a clock."""
+    """Return the seconds since this process started, including the import of PyTorch."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
@@ -43,8 +43,8 @@ def serve(
     workload: Annotated[
         str, typer.Option(help="Tokens in and out that --layout auto plans for. Default: 2048+128, or what fits.")
     ] = "",
-    max_sequences: Annotated[int, typer.Option(help="Sequences in one batch.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one batch.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 2048,
     kv_cache: Annotated[
         str, typer.Option(help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows.")
     ] = "0",
@@ -77,8 +77,8 @@ def serve(
         "model": model,
         "target": target,
         "workload": workload,
-        "max_sequences": max_sequences,
-        "max_batch_tokens": max_batch_tokens,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
         "kv_cache_bytes": parse_size(kv_cache),
         "generation_config": generation_config,
         "timeout_s": rank_timeout,

@@ -143,7 +143,7 @@ def tune(
 
 
 def _numbers_of_sms(text: str) -> tuple[int, ...]:
-    """Return the numbers of SMs in a comma-separated text; 0, for calls that are given none, where it is empty."""
+    """Parse comma-separated numbers of SMs; an empty text means 0, which is for calls without a limit."""
     try:
         return tuple(dict.fromkeys(int(number) for number in names_in(text))) or (0,)
     except ValueError:

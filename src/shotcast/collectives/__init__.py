@@ -1,1 +1,1 @@
-"""The Communicator, which is all that the layers above know of communication."""
+"""The Communicator, the only interface to communication for the layers above."""

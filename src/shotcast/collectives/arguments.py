@@ -1,4 +1,4 @@
-"""Checks of arguments; the errors name the method (``call``), and say what is wrong and what is accepted."""
+"""Checks of arguments. Errors name the method (``call``), what is wrong and what is accepted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shotcast.wire import MAX_SMS, Op
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _told: set[tuple[str, int]] = set()
-"""Places of calls that were warned of."""
+"""Call sites that have been warned about."""
 _INSIDE = "to_local() of a DTensor, wait() of an AsyncCollectiveTensor"
 
 
@@ -46,9 +46,9 @@ def valid(x: torch.Tensor, name: str, device: torch.device, call: str) -> None:
 
 
 def dense(x: torch.Tensor, name: str, device: torch.device, call: str) -> torch.Tensor:
-    """Return ``x``, or a contiguous copy of a strided tensor, of which a warning tells once for each place of calls.
+    """Return ``x``, or a contiguous copy of a strided tensor, with a warning once per call site.
 
-    Raises ConfigError for what :func:`valid` refuses for another reason.
+    Raises ConfigError for any other reason for which :func:`valid` rejects a tensor.
     """
     plain = type(x) is torch.Tensor and x.device == device and x.layout is torch.strided and x.is_contiguous()
     if plain and (is_traced() or not (x.is_conj() or x.is_neg())):
@@ -62,7 +62,7 @@ def dense(x: torch.Tensor, name: str, device: torch.device, call: str) -> torch.
 
 
 def _warn(text: str) -> None:
-    """Warn of the place that called this package, once."""
+    """Warn once about the line that called this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
@@ -75,11 +75,11 @@ def _warn(text: str) -> None:
 def output(
     x: torch.Tensor, out: torch.Tensor | None, shape: tuple[int, ...], call: str, own_at: int | None = None
 ) -> torch.Tensor:
-    """Return ``out``, after checking it against ``shape`` and ``x``; for None, a new tensor.
+    """Check ``out`` against ``shape`` and ``x`` and return it; None creates a new tensor.
 
     Args:
-        own_at: where a call reads ``x`` while it writes ``out``, the one byte of the larger at which the smaller of the
-            two may begin in it; None where a copy to ``out`` follows the call.
+        own_at: for calls that read ``x`` while they write ``out``, the only byte offset in the larger tensor at which
+            the smaller may begin; None if a copy to ``out`` follows the call.
     """
     if out is None:
         return x.new_empty(shape)
@@ -105,7 +105,9 @@ def _in_place_or_apart(x: torch.Tensor, out: torch.Tensor, call: str, own_at: in
 
 
 def writable(x: torch.Tensor, name: str, call: str) -> None:
-    """Raise ConfigError if ``x`` is a leaf that requires grad, or a view of one, and autograd records its changes."""
+    """Raise ConfigError if autograd would record an in-place change of a leaf ``x`` that requires grad, or of its
+    view.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         what = "a leaf Variable" if x.is_leaf else ""
         if not is_traced() and x._base is not None and x._base.is_leaf:
@@ -118,7 +120,7 @@ def writable(x: torch.Tensor, name: str, call: str) -> None:
 
 
 def without_gradient(call: str, **operands: object) -> None:
-    """Raise UnsupportedError if autograd would record a call that has no derivative."""
+    """Raise UnsupportedError if autograd would record a call that is not differentiable."""
     for name, operand in operands.items():
         if isinstance(operand, torch.Tensor) and operand.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
@@ -137,14 +139,14 @@ def rows_per_rank(x: torch.Tensor, world_size: int, call: str) -> int:
 
 
 def rank_in(rank: int, world_size: int, name: str, call: str) -> int:
-    """Return ``rank``. Raises ConfigError unless it is a rank."""
+    """Return ``rank``. Raises ConfigError unless it is a valid rank."""
     if not isinstance(rank, int) or not 0 <= rank < world_size:
         raise ConfigError(f"{call}: {name} is a rank in 0..{world_size - 1}, not {rank!r}")
     return rank
 
 
 def sm_budget(sms: int | None, call: str) -> int:
-    """Return the number of SMs that a call may occupy, 0 for None. Raises ConfigError if it is not usable."""
+    """Return the maximum number of SMs of a call, 0 for None. Raises ConfigError for an invalid number."""
     if sms is None:
         return 0
     if not isinstance(sms, int) or isinstance(sms, bool) or not 0 <= sms <= MAX_SMS:
@@ -153,7 +155,7 @@ def sm_budget(sms: int | None, call: str) -> int:
 
 
 def operation(op: str) -> Op:
-    """Return the operation of that name. Raises ConfigError if there is none."""
+    """Look up an operation by name. Raises ConfigError if there is none."""
     try:
         return Op[op.upper()]
     except (KeyError, AttributeError):

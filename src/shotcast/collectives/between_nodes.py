@@ -1,9 +1,9 @@
-"""Common parts of the all-reduces between nodes: the work inside nodes, the folding of nodes, and the forms.
+"""Shared parts of the all-reduces between nodes: the work inside nodes, the folding of nodes, and the forms.
 
-For H nodes of L ranks and a message of M bytes, ranks of a node first add up a slice of M/L each, by a reduce-scatter.
-Then ranks of equal local rank, the peers, exchange their slices over the network: S bytes, since sums of nodes are
-float32 whatever the dtype of the call. The sum of all nodes is rounded to the dtype, which makes R = M/L bytes of it,
-and the ranks of the node gather the slices.
+For H nodes of L ranks and a message of M bytes, ranks of a node first add up a slice of M/L each, with a
+reduce-scatter. Then ranks of equal local rank, the peers, exchange their slices over the network: S bytes, since sums
+of nodes are float32 for any dtype of the call. The sum of all nodes is rounded to the dtype, which leaves R = M/L
+bytes, and the ranks of the node gather the slices.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from shotcast.wire import LaunchShape, NodeShape, Op
 
 
 class Slice(NamedTuple):
-    """Bytes of the slice that a rank exchanges with its peers: of its float32 sums, and of the rounded result."""
+    """Sizes in bytes of the slice that a rank exchanges with its peers: its float32 sums, and the rounded result."""
 
     sums: float
     result: float
 
 
 def slice_of(nbytes: int, shape: NodeShape, itemsize: int) -> Slice:
-    """Return S and R of a message."""
+    """Compute S and R of a message."""
     result = nbytes / shape.ranks_per_node
     return Slice(result * 4 / itemsize, result)
 
 
 def doublings(nodes: int) -> int:
-    """Return k = floor(log2 H), the steps in which the nodes that are left after folding come together."""
+    """Return k = floor(log2 H), the number of steps that combine the nodes left after folding."""
     return nodes.bit_length() - 1
 
 
@@ -46,9 +46,10 @@ def around(nbytes: int, shape: NodeShape) -> Work:
 
 
 def in_pairs(nbytes: int, shape: NodeShape, itemsize: int, steps: int, sent: float) -> Work:
-    """Return the work of :func:`around` for an exchange in pairs of nodes, of a power of two of them.
+    """Return the work of :func:`around` for a pairwise exchange between nodes, which needs a power of two of them.
 
-    Of any other number, some nodes give their sums to others before, and get the result after: two steps, S + R bytes.
+    With any other number, some nodes send their sums to others first and receive the result last: two steps, S + R
+    bytes.
     """
     if folded(shape.nodes):
         steps, sent = steps + 2, sent + sum(slice_of(nbytes, shape, itemsize))
@@ -56,19 +57,19 @@ def in_pairs(nbytes: int, shape: NodeShape, itemsize: int, steps: int, sent: flo
 
 
 def to_all(nbytes: int, shape: NodeShape, steps: int, sent: float) -> Work:
-    """Return the work of :func:`around` for an exchange in whose steps each node sends to all others."""
+    """Return the work of :func:`around` for an exchange in which each node sends to all others in every step."""
     return around(nbytes, shape)._replace(spread_steps=steps, spread_sent=sent)
 
 
 def rows_launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of a fused all-reduce: one program for a tile of each slice."""
+    """Return the launch of a fused all-reduce: one program per tile of each slice."""
     return tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.shape.ranks_per_node))
 
 
 def rows_workspace(problem: CollectiveProblem) -> Workspace:
-    """Return the workspace of a fused all-reduce, of whole tiles: that of the phases inside nodes, or of the exchange.
+    """Return the workspace of a fused all-reduce in whole tiles: that of the phases in nodes or of the exchange.
 
-    It is that of which more is lacking; rows do not pass in pieces.
+    It is the one with the larger shortage; rows are not sent in pieces.
     """
     shape, max_bytes = problem.topology.shape, problem.topology.max_bytes
     tiles, block = tiles_of_rows(problem)
@@ -78,9 +79,9 @@ def rows_workspace(problem: CollectiveProblem) -> Workspace:
 
 
 def order_obstacle(problem: CollectiveProblem) -> str:
-    """Return why nodes cannot be reduced one with another: the order of ranks would matter; empty if they can be.
+    """Return why the order in which nodes are reduced would matter; empty if it does not.
 
-    Sums of floats in float32 have an order of nodes. No order changes the bits of extrema, and of integers and bool.
+    Float sums in float32 have a defined node order. No order changes the bits of extrema, integers or bool.
     """
     reduction, dtype = problem.reduction, problem.dtype
     if reduction == "sum" and dtype in wire.REDUCIBLE:
@@ -100,10 +101,10 @@ def forms_of(
     normed_triton: str = "",
     **others: Any,
 ) -> dict[Op, Form]:
-    """Return the forms of an all-reduce whose sums are those of a tree of nodes, and of those with residual and norm.
+    """Return the forms of an all-reduce that adds nodes in a tree, and of its variants with residual and norm.
 
-    The kernels of the latter are ``normed_hosts`` and ``normed_triton``; ``others`` are further fields of the form of
-    sums.
+    The variants use the kernels ``normed_hosts`` and ``normed_triton``; ``others`` are further fields of the plain
+    form.
     """
     rows: dict[str, Any] = {"launch": rows_launch, "workspace": rows_workspace} if normed_triton else {}
     tree = "shotcast.collectives.reference:tree_all_reduce"

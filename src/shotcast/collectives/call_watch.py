@@ -1,4 +1,4 @@
-"""Threads that look at the calls of this process again and again, where nothing else sees them wait."""
+"""Threads that poll this process's calls if nothing else notices that they wait."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
-    """Calls that may wait."""
+    """Calls that may wait, and that a :class:`CallWatch` polls."""
 
     def look(self, now: float) -> None:
-        """Look at the calls at the time ``now``, of the monotonic clock. Must not block."""
+        """Check the calls at the monotonic time ``now``. Must not block."""
 
 
 class CallWatch:
-    """Looks at all that were added, again and again; its thread runs while there are any.
+    """Polls all added objects; its thread runs while there are any.
 
-    It looks every ``period_s`` seconds.
+    It polls every ``period_s`` seconds.
     """
 
     def __init__(self, name: str, period_s: float) -> None:
@@ -38,13 +38,13 @@ class CallWatch:
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Begin with nothing to look at; a forked process has no part in what the one before it watched."""
+        """Start with nothing to watch; a forked process does not inherit its parent's watches."""
         self._lock, self._idle = threading.Lock(), threading.Event()
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
     def add(self, watched: Watched) -> None:
-        """Watch an object until it is removed or nobody refers to it."""
+        """Watch an object until it is removed or garbage-collected."""
         with self._lock:
             self._watched.add(watched)
             if self._thread is None:
@@ -52,7 +52,7 @@ class CallWatch:
                 self._thread.start()
 
     def remove(self, watched: Watched) -> None:
-        """End the watch of an object, if there is one."""
+        """Stop watching an object, if it is watched."""
         with self._lock:
             self._watched.discard(watched)
             if not self._watched:
@@ -75,13 +75,13 @@ class CallWatch:
 
 
 LIBRARY_CALLS = CallWatch("shotcast-call-watch", 0.02)
-"""Watches calls of the vendor library on devices. A look is a few loads from memory of the host."""
+"""Watches calls of the vendor library on devices. Each poll is a few loads from host memory."""
 WAITS = CallWatch("shotcast waits", 1.0)
-"""Watches calls of native kernels, for the log. A look is a few loads from memory for each communicator."""
+"""Watches calls of native kernels, for the log. Each poll is a few host-memory loads per communicator."""
 
 
 class CallWaits:
-    """The waits of the calls of one communicator, watched until it is closed or nobody refers to it."""
+    """The waits of one communicator's calls, watched until it is closed or garbage-collected."""
 
     def __init__(self, executor: Executor, host: StoreGroup):
         self._executor, self._host = executor, host
@@ -93,7 +93,7 @@ class CallWaits:
         WAITS.remove(self)
 
     def look(self, now: float) -> None:
-        """Mention the call that waits, if there is one, at the time ``now`` of the monotonic clock."""
+        """Log the call that is waiting, if there is one, at the monotonic time ``now``."""
         wait = self._executor.wait()
         if wait != self._last:
             self._last, self._log = wait, WaitLog()

@@ -30,7 +30,7 @@ from shotcast.collectives.choice.resolver import Call, Resolver
 from shotcast.collectives.dropped import CLOSER, Held
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
-from shotcast.collectives.first_use import CompiledVariant, FirstUse
+from shotcast.collectives.first_use import CompileBarrier, CompiledVariant
 from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths, grow
 from shotcast.collectives.interface import (
@@ -60,17 +60,20 @@ from shotcast.wire import CallPlan, Fault, LaunchShape, Norm, Op
 
 DEFAULT_MAX_BYTES = {"cuda": 64 << 20, "cpu": 16 << 20}
 DEFAULT_TIMEOUT_S = 600.0
-"""The default deadline of a call; a rank may write a checkpoint meanwhile. Dead ranks are not waited for."""
+"""The default deadline of a call, long enough for a rank to write a checkpoint. Dead ranks are not waited for."""
 MAX_WORKSPACE_MESSAGE = 512 << 20
 """The largest value of ``max_bytes``."""
 _OF_ANY_SIZE = frozenset({Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BROADCAST, Op.REDUCE})
-"""Operations of which the first call on a GPU loads the kernels for all sizes, in a shared communicator.
+"""Operations whose first call on a GPU loads the kernels for all sizes, on a shared communicator.
 
-CUDA loads no kernel while another runs, and a later call may begin beside one that waits. There are three or four."""
+CUDA cannot load a kernel while another runs, and a later call may begin during one that waits. There are three or four
+kernels.
+"""
 _PATIENCE_S = 0.5
-"""The time that the host of a GPU waits for the others in a call that has not been made before.
+"""The time that the host of a GPU waits for the others in the first call of a kind.
 
-Once all ranks have compiled it, no call waits on the host."""
+Once all ranks have compiled the kernels, no call waits on the host.
+"""
 _CLOSE_GRACE_S = 5.0
 _TWO_THREADS = "two threads use one communicator at once, so its calls have no order; give each thread its own (split)"
 
@@ -86,48 +89,47 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     Every rank makes the same calls in the same order (send and recv: the two ranks that take part). On CUDA a call is
     enqueued on the current stream, can be captured in a graph, and reports faults at :meth:`check` or at the next call;
-    on the CPU it returns when it is done, or raises. Calls from several streams are ordered as they are made; calls
-    from two threads at once are refused, and so is every use in a forked process. Results have the same bits on all
-    ranks and on every run (``docs/reference/numerics.md``).
+    on the CPU it returns when it is done, or raises. Calls from several streams run in the order in which they are
+    made; concurrent calls from two threads are refused, and so is any use in a forked process. Results have the same
+    bits on all ranks and on every run (``docs/reference/numerics.md``).
 
-    Ranks may be on several nodes, which are hosts unless SHOTCAST_RANKS_PER_NODE divides them: the communicator finds
-    them at its construction, where hosts that differ in version or options are refused. ``topology.layout`` has them,
-    and errors name the nodes of ranks. On CPU hosts native kernels serve sums, messages and barriers;
+    Ranks may be on several nodes, which are hosts unless SHOTCAST_RANKS_PER_NODE divides them: the communicator
+    discovers them during construction, and refuses hosts that differ in version or options. ``topology.layout`` lists
+    them, and errors name the nodes of ranks. On CPU hosts native kernels serve sums, messages and barriers;
     :meth:`explain` says what the vendor library serves, and why.
 
-    A replay of a captured graph is a call too, at the place among the others at which it is launched. Kernels wait on
-    the GPU for their peers: one warp of one SM for each communicator, so other streams, communicators and libraries go
-    on beside them. An ``exclusive`` communicator gives both up to be faster.
+    A replay of a captured graph is a call too, ordered by when it is launched. Kernels wait for their peers on the GPU,
+    with one warp of one SM per communicator, so other streams, communicators and libraries keep running. An
+    ``exclusive`` communicator gives up both to be faster.
 
     Args:
         group: a torch.distributed process group; None for all ranks, initializing torch.distributed from the
             environment (torchrun, :func:`shotcast.spawn`) if that has not been done. Outside a job, where neither RANK
             nor WORLD_SIZE is set, this process is the only rank.
-        device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU where every rank of the host can have one,
-            also where each sees its own alone (CUDA_VISIBLE_DEVICES).
+        device: ``"cuda"``, ``"cuda:i"`` or ``"cpu"``; None takes a GPU if every rank of the host can have one, even if
+            each sees only its own (CUDA_VISIBLE_DEVICES).
         max_bytes: the largest message for native kernels on CUDA. The workspace takes 82 MiB of each GPU at first and
-            grows with the messages, to about 9 times ``max_bytes``, and 256 MiB more where the communicator is not
-            exclusive (and more where captured graphs use several sizes of it). Longer all-reduces pass through it in
-            pieces, and other long messages go to the vendor library. On the CPU it is the size of the workspace itself,
-            through which messages of any size pass.
+            grows with the messages, to about 9 times ``max_bytes``, plus 256 MiB if the communicator is not exclusive
+            (and more if captured graphs use several sizes of it). Longer all-reduces are split into pieces, and other
+            long messages go to the vendor library. On the CPU it is the size of the workspace, which serves messages of
+            any size.
         timeout_s: how long a call waits for ranks that are late. A rank whose process has ended is not waited for: the
             others get a :class:`~shotcast.CollectiveTimeout` within a second.
-        allow_fp8: whether ``auto`` may take ``two_shot_fp8`` where it is faster; it sends FP8 and loses precision
-            (``docs/reference/numerics.md``). None takes SHOTCAST_ALLOW_FP8, which is 0 unless set.
-        batch_invariant: whether reductions are by algorithms of the numerics contract alone, whatever tables say and at
-            every size, so that the bits of an element do not depend on the message around it. A reduction that none of
-            them serves raises :class:`~shotcast.UnsupportedError` in place of going to the vendor library. None takes
-            SHOTCAST_BATCH_INVARIANT, which is 0 unless set.
-        exclusive: whether calls may fill the GPU while they wait for other ranks. Without, one warp waits in front of
-            each call, and other streams, communicators and libraries continue beside it. Calls of an exclusive
-            communicator take 2 us less, and their replays are not ordered with other calls. Take it where all calls and
-            replays, and all work of the GPU that other ranks may wait for, are on one stream, as in an inference
-            engine. CPU ranks ignore it.
+        allow_fp8: whether ``auto`` may select ``two_shot_fp8`` if it is faster; it sends FP8 and loses precision
+            (``docs/reference/numerics.md``). None reads SHOTCAST_ALLOW_FP8, which defaults to 0.
+        batch_invariant: whether reductions use only algorithms of the numerics contract, at every size and regardless
+            of tables, so that the bits of an element do not depend on the message around it. A reduction that none of
+            them serves raises :class:`~shotcast.UnsupportedError` instead of going to the vendor library. None reads
+            SHOTCAST_BATCH_INVARIANT, which defaults to 0.
+        exclusive: whether calls may fill the GPU while they wait for other ranks. If not, one warp waits before each
+            call, and other streams, communicators and libraries keep running. Calls of an exclusive communicator take 2
+            us less, and their replays are not ordered with other calls. Use it if all calls and replays, and all GPU
+            work that other ranks may wait for, are on one stream, as in an inference engine. CPU ranks ignore it.
 
     Raises:
         ConfigError: the environment or an argument is not usable, or differs between ranks; there is too little shared
             memory; or a registered algorithm gives wrong results.
-        CollectiveTimeout: a rank did not come to the construction.
+        CollectiveTimeout: a rank did not join the construction.
     """
 
     def __init__(
@@ -157,12 +159,12 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         setup_timeout_s: float | None = None,
         exclusive: bool = False,
     ) -> Communicator:
-        """Make a communicator of ranks that share a key-value store alone, without torch.distributed. Collective.
+        """Create a communicator for ranks that share only a key-value store, without torch.distributed. Collective.
 
         Args:
-            meeting: the ranks, which may have any number of communicators.
+            meeting: the ranks, which may create any number of communicators.
             device, max_bytes, timeout_s, allow_fp8, batch_invariant, exclusive: as for any communicator.
-            setup_timeout_s: how long ranks are awaited that are late to the construction; None for two minutes.
+            setup_timeout_s: how long to wait for ranks that are late to the construction; None for two minutes.
 
         Raises:
             ConfigError, CollectiveTimeout: as for any communicator.
@@ -174,7 +176,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     @property
     def calls_by_library(self) -> int:
-        """The number of calls that the vendor library has served, without replays of captured graphs."""
+        """The number of calls served by the vendor library, not counting replays of captured graphs."""
         return self._vendor.served
 
     def _start(self, *arguments: Any, **others: Any) -> None:
@@ -219,7 +221,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self.rank, self.world_size, self.name = self._host.rank, self._host.world_size, self._host.name
         self._closed = False
         self._first: ShotcastError | None = None
-        """The error of the call that has stopped this communicator, once somebody has seen it."""
+        """The error of the call that stopped this communicator, once it has been reported."""
         self._peers = PeerWatch(self._host)
         nodes = find_nodes(self._host, device, undecided)
         self._host.layout = nodes.layout
@@ -263,12 +265,14 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         ranks = Ranks(self._host, *nodes[:2], self.device, *limits, self._algorithms, *told, exclusive, self._peers)
         transport, built = build_executor(transport, ranks)
         self._executor = built.executor
-        self._first_use: FirstUse | None = None
+        self._compile_barrier: CompileBarrier | None = None
         self._growths: Growths | None = None
         self._waits: CallWaits | None = None
         if self._executor is not None:
             on_gpu = self.device.type == "cuda"
-            self._first_use = FirstUse(self._host, self._executor, None if exclusive or not on_gpu else _PATIENCE_S)
+            self._compile_barrier = CompileBarrier(
+                self._host, self._executor, None if exclusive or not on_gpu else _PATIENCE_S
+            )
             if on_gpu and not exclusive:
                 self._growths = Growths(self._host.store("growths"), self.world_size, _PATIENCE_S)
             self._peers.tell(self._executor.mark_gone)
@@ -309,7 +313,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self._check_registered()
 
     def _check_registered(self) -> None:
-        """Check each algorithm that users registered. Collective; raises ConfigError on all ranks if one is wrong."""
+        """Check each user-registered algorithm. Collective; raises ConfigError on all ranks if one is wrong."""
         added = registry.added(self._algorithms)
         if not added or self.world_size == 1:
             return
@@ -334,28 +338,28 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Make a tensor, with any content, in memory that the ranks of this communicator map.
+        """Allocate an uninitialized tensor in memory that all ranks of this communicator map.
 
-        Needs no call of another rank. Calls of this communicator read and write such tensors of all ranks where they
-        lie, in place of staging them: all-reduces by ``two_shot`` (``x`` and ``out``), reduce-scatters and all-gathers
-        (``x``), and broadcasts (that of the root). On GPUs it is the calls by ``few_sms`` that do. Wherever a rank has
-        another tensor, all ranks stage theirs as ever. The results are the same.
+        Not collective. Calls of this communicator read and write such tensors in place instead of staging them:
+        ``two_shot`` all-reduces (``x`` and ``out``), reduce-scatters and all-gathers (``x``), and broadcasts (the
+        root's tensor). On GPUs, only ``few_sms`` calls do. If any rank passes another tensor, all ranks stage theirs as
+        usual. The results are the same.
 
-        It is a tensor like any other, but its storage cannot be resized, and ``record_stream`` does nothing. Its memory
-        is freed with the last of its views, which may outlive the communicator. After a call that failed, a late rank
-        may still write to such tensors of the call until :meth:`reset` has returned.
+        It behaves like any other tensor, except that its storage cannot be resized and ``record_stream`` does nothing.
+        Its memory is freed with its last view, which may outlive the communicator. After a call that failed, a late
+        rank may still write to such tensors of the call until :meth:`reset` has returned.
 
         Args:
-            shape: of the tensor, as ``torch.empty`` takes it; other ranks may choose another.
+            shape: the shape of the tensor, as for ``torch.empty``; it may differ between ranks.
             dtype: None for PyTorch's default.
 
         Returns:
-            The tensor, on the current stream of a GPU. It is an ordinary one during captures, over several nodes, where
-            the vendor library serves all calls, and where there is no memory for it.
+            The tensor, on the current stream of a GPU. It is an ordinary one during captures, over several nodes, if
+                the vendor library serves all calls, or if there is no memory for it.
 
         Raises:
             ClosedError: after :meth:`close`.
-            ConfigError: the shape is not one.
+            ConfigError: the shape is invalid.
         """
         if self._closed:
             raise ClosedError("empty: this communicator was closed")
@@ -381,7 +385,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def _take_turn(self, call: str) -> None:
-        """Wait for calls that were started, and take the lock, which is free unless another thread makes a call."""
+        """Wait for asynchronous calls, and take the lock, which is free unless another thread is in a call."""
         if self._starter is not None:
             self._starter.settle()
         if not self._lock.acquire(False):
@@ -406,10 +410,10 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         count: int | None = None,
         given: Given | None = None,
     ) -> Call:
-        """Make a call. With ``launch`` it is launched as said, past the choice, for measuring.
+        """Run a call. ``launch`` overrides the chosen launch, for measurements.
 
-        ``count`` is the number of elements that define the call, where it is not that of its tensor. ``given`` are the
-        arguments of the method, for which the call is prepared if it can be.
+        ``count`` is the number of elements that define the call, if it differs from the tensor's. ``given`` holds the
+        method's arguments, for which the call is prepared if possible.
         """
         self._take_turn(op.label)
         try:
@@ -442,7 +446,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                     with Unseen():
                         divide(out, self.world_size)
             elif not capturing:
-                self._compile(call, capturing)  # the same call captured may take an own kernel
+                self._compile(call, capturing)  # the same call captured may take a native kernel
             if self._chain is not None and self.world_size > 1:
                 self._chain.leave(capturing)
             if given is not None and not capturing:
@@ -452,7 +456,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             self._lock.release()
 
     def _within_workspace(self, call: Call, capturing: bool, *problem: Any) -> Call:
-        """Return a call for the workspace as it is, in place of one for which ranks are not there to make it larger."""
+        """Return a call that fits the current workspace, to use if ranks are absent that should enlarge it."""
         executor = self._executor
         assert executor is not None
         assert self._growths is not None
@@ -469,7 +473,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self._take_turn("batch_send_recv")
         try:
             self._refuse_if_stopped("batch_send_recv")
-            plans, announce = [], self._first_use.announce if self._first_use is not None else None
+            plans, announce = [], self._compile_barrier.announce if self._compile_barrier is not None else None
             for op, x, peer in messages:
                 key = op, x.numel(), x.dtype, peer
                 call = self._calls.get(key) or self._calls.recall(key)
@@ -492,17 +496,17 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             self._lock.release()
 
     def _leave_versions(self) -> None:
-        """Leave autograd's versions of the tensors that calls write as they are, like torch.distributed does."""
+        """Preserve autograd's version counters of the tensors that calls write, like torch.distributed."""
         self._prepared.counts_versions = False
 
     def _compile(self, call: Call, capturing: bool) -> None:
-        """Compile, and make room for, everything that a call needs. Raises ConfigError in a graph capture.
+        """Compile everything that a call needs and make room for it. Raises ConfigError in a graph capture.
 
         If a rank has too little memory for a larger workspace, ConfigError is raised on all ranks.
         """
         if self._executor is not None:
-            assert self._first_use is not None
-            compiled = functools.partial(self._first_use, what=call.plan.op.label, timeout_s=self._timeout_s)
+            assert self._compile_barrier is not None
+            compiled = functools.partial(self._compile_barrier, what=call.plan.op.label, timeout_s=self._timeout_s)
             grown = grow(self._executor, call, capturing, compiled)
             if isinstance(grown, Fault):
                 self.check()
@@ -511,18 +515,18 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                 self._calls.clear()
                 self._prepared.clear()
         for variant, bound in call.needs:
-            assert self._first_use is not None
-            if variant not in self._first_use.known:
+            assert self._compile_barrier is not None
+            if variant not in self._compile_barrier.known:
                 if capturing:
                     raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
                 others = self._variants_of_sizes(call)
                 load = functools.partial(self._load, bound, tuple(others.values())) if others else bound.load
-                self._first_use(variant, load, call.plan.op.label, self._timeout_s)
-                self._first_use.known.update(others)
+                self._compile_barrier(variant, load, call.plan.op.label, self._timeout_s)
+                self._compile_barrier.known.update(others)
         call.needs = ()
 
     def _variants_of_sizes(self, call: Call) -> dict[CompiledVariant, CallPlan]:
-        """Return the variants that calls of other sizes take, with a plan for each, if they are to be loaded now."""
+        """Return the variants that calls of other sizes use, with a plan for each, if they should be loaded now."""
         plan = call.plan
         if self._growths is None or call.by_library or plan.op not in _OF_ANY_SIZE or plan.sizes:
             return {}
@@ -557,7 +561,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             torch.cuda.nvtx.range_pop()
 
     def _prepare(self, call: Call, capturing: bool) -> None:
-        """Raise what a call before has met, and compile and make room for this one."""
+        """Raise the error of an earlier call, then compile and make room for this one."""
         executor = self._executor
         if (executor is not None and executor.fault()) or self._vendor.failed:
             self._refuse_if_stopped(call.plan.op.label)
@@ -592,11 +596,11 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                 with Unseen():
                     self._vendor.run(dataclasses.replace(call.plan, sizes=sizes) if sizes else call.plan, x, out)
             except ShotcastError:
-                self.check()  # a fault that own kernels report is the cause
+                self.check()  # a fault that native kernels report is the cause
                 raise
 
     def _refuse_if_stopped(self, op: str) -> None:
-        """Raise if a call before has stopped this communicator: its error, or once that was seen, that of no call."""
+        """Raise if an earlier call stopped this communicator: with its error or, once reported, one without a call."""
         first = self._first
         try:
             self.check()
@@ -606,7 +610,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             raise
 
     def _stream_of_last_call(self) -> torch.cuda.Stream | None:
-        """Return the stream of the last eager call on a GPU, behind all calls so far; None for none to wait for."""
+        """Return the stream of the last eager call on a GPU, ordered after all calls; None if nothing is pending."""
         return None if self._chain is None else cast("torch.cuda.Stream | None", self._chain.last())
 
     # -- what is known ------------------------------------------------------------------------------------------------
@@ -620,38 +624,38 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         mode: str | None = None,
         sms: int | None = None,
     ) -> Explanation:
-        """Return which algorithm and launch a call would take, who decided, and why. Communicates nothing.
+        """Return which algorithm and launch a call would use, who decided, and why. Does not communicate.
 
         Args:
-            x: the tensor that defines the size of the call: the input, or for an all_gather the output.
+            x: the tensor that defines the size of the call: the input or, for an all_gather, the output.
             op: the name of the operation.
             algorithm, reduction, sms: as in the call.
             mode: ``graph`` for a call captured in a CUDA graph, or ``eager``; tables may treat them differently. None
-                for what a call made now would be.
+                for the mode of a call made now.
         """
         if mode is None:
             mode = "graph" if self._chain is not None and self._chain.capturing() else "eager"
         return self._resolver.explain(x, op, algorithm, reduction, mode, sms)
 
     def candidates(self, x: torch.Tensor, op: str = "all_reduce", sms: int | None = None) -> list[str]:
-        """Return the names of the algorithms that may serve such a call."""
+        """Return the names of the algorithms that could serve such a call."""
         return list(self.explain(x, op, sms=sms).candidates)
 
     @property
     def topology(self) -> Topology:
-        """The facts about ranks and machine that the choice of algorithms depends on."""
+        """The facts about ranks and machine that determine the choice of algorithms."""
         return self._resolver.topology
 
     # -- trouble ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if a failed collective stopped this communicator, as far as finished calls have seen.
+        """Raise if a failed collective stopped this communicator, as far as finished calls have noticed.
 
         It never synchronizes. On CUDA, results are sound if this returns after the stream that computed them was
         synchronized.
 
         Raises:
-            CollectiveTimeout: ranks did not come to a call in time, or their processes have ended.
+            CollectiveTimeout: ranks did not join a call in time, or their processes have ended.
             CollectiveMismatch: ranks made different calls.
             ClosedError: after :meth:`close`.
         """
@@ -666,12 +670,12 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             raise
 
     def _check_kernels(self) -> None:
-        """Raise the error of native kernels, unless they ended after a call of the library had failed by itself."""
+        """Raise the error of native kernels, unless they stopped because a library call had failed."""
         if self._executor is not None and not self._vendor.failed_first and (fault := self._executor.fault()):
             raise self._error(fault)
 
     def _error(self, fault: Fault) -> ShotcastError:
-        """Return the error of the call that has stopped this communicator."""
+        """Return the error of the call that stopped this communicator."""
         assert self._executor is not None
         if self._first is None:
             self._first = error_of(fault, self._executor, self._host, self._timeout_s, self._algorithms.names)
@@ -679,16 +683,16 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         return copy.copy(self._first)
 
     def _interrupt(self) -> None:
-        """End this rank's calls from another thread.
+        """Abort this rank's calls from another thread.
 
-        Ranks of this machine that are in a call of native kernels, too, learn which one ended it.
+        Ranks of this machine that are also in a native call learn which rank aborted it.
         """
         self._ended.set()
         if self._executor is not None and not self._closed:
             self._executor.interrupt()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of later calls and of replays of captured ones. Each rank changes its own."""
+        """Change the deadline of later calls and of replays of captured ones, on this rank only."""
         self._timeout_s = _seconds(timeout_s, "set_timeout")
         self._vendor.set_timeout(self._timeout_s)
         if self._executor is not None:
@@ -700,7 +704,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         It waits for this rank's work, then for all ranks, and clears the workspace. The epoch continues.
 
         Raises:
-            CollectiveTimeout: names the ranks that did not come within the timeout (at least 10 s).
+            CollectiveTimeout: names the ranks that did not join within the timeout (at least 10 s).
         """
         self._take_turn("reset")
         try:
@@ -724,7 +728,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
             self._lock.release()
 
     def _drain(self) -> None:
-        """Wait for this rank's calls, which end at their deadline at the latest."""
+        """Wait for this rank's calls, which end by their deadline."""
         if self._executor is not None:
             self._executor.drain()
         elif self.device.type == "cuda":
@@ -733,11 +737,11 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
     def split(
         self, color: int | None, key: int = 0, max_bytes: int | None = None, exclusive: bool | None = None
     ) -> Communicator | None:
-        """Make a communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
+        """Create a communicator among the ranks of equal ``color``, ranked by (``key``, rank). Collective.
 
         A rank whose ``color`` is None gets None. One color for all ranks gives an independent workspace for the same
-        ranks. ``max_bytes`` and ``exclusive`` are those of a new communicator, the same on all ranks of a color; None
-        takes the value of this one.
+        ranks. ``max_bytes`` and ``exclusive`` apply to the new communicator and must match on all ranks of a color;
+        None inherits the value of this one.
         """
         if self._closed:
             raise ClosedError("split: this communicator was closed")
@@ -759,7 +763,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         return child
 
     def close(self) -> None:
-        """Wait for this rank's calls and give the workspace back. Needs no other rank; a second call does nothing."""
+        """Wait for this rank's calls and release the workspace. Not collective; a second call does nothing."""
         if self._starter is not None:
             self._starter.settle()
         # a call of another thread uses the workspace until it ends, which it does within its timeout

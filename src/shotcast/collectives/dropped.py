@@ -1,7 +1,7 @@
-"""Give back what communicators hold that nobody refers to any more, and nobody has closed.
+"""Cleanup of communicators that were garbage-collected without being closed.
 
 A communicator may be collected at any moment, in a thread that holds any lock, and while its kernels run. So its
-finalizer only puts what it held into a queue, and one thread of the process waits for the kernels and closes the parts.
+finalizer only queues its resources, and one thread of the process waits for the kernels and closes them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shotcast.memory import driver
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
-"""Time between two looks for the end of a capture."""
+"""Polling interval for the end of a capture."""
 
 
 class Held(NamedTuple):
-    """The parts that a communicator has to give back; none of them refers to it."""
+    """The resources that a communicator must release; none of them refers to it."""
 
     executor: Executor | None
     vendor: Vendor
@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
 
 class _Closer:
-    """The thread that closes, while there are communicators; a forked process has one of its own."""
+    """The thread that closes resources, alive while there are communicators; a forked process has its own."""
 
     def __init__(self) -> None:
         self._dropped: queue.SimpleQueue[Held | None] = queue.SimpleQueue()
@@ -62,7 +62,7 @@ class _Closer:
         self._kept: list[Held] = []
 
     def watch(self, comm: Any, held: Held) -> weakref.finalize[..., Any]:
-        """Close ``held`` once ``comm`` has been collected, unless :meth:`leave` is told before of what is returned."""
+        """Close ``held`` once ``comm`` has been collected, unless :meth:`leave` gets the returned value first."""
         with self._counting:
             self._watched += 1
             if self._thread is None:
@@ -75,7 +75,7 @@ class _Closer:
         return end
 
     def leave(self, end: weakref.finalize[..., Any]) -> None:
-        """Watch a communicator no more, as it was closed. The thread has ended after the last of them."""
+        """Stop watching a communicator that was closed. The thread has ended after the last one."""
         if end.detach() is None:
             return
         with self._counting:
@@ -108,9 +108,9 @@ class _Closer:
 
 @contextlib.contextmanager
 def _beside_captures(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current one, and leave captures of other threads alone.
+    """Make a GPU current without disturbing captures of other threads.
 
-    A new thread has no context of the driver, even where PyTorch says that the GPU is current.
+    A new thread has no driver context, even if PyTorch says that the GPU is current.
     """
     if device.type == "cpu":
         yield

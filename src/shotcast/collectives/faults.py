@@ -14,7 +14,7 @@ from shotcast.wire import Fault, Header, HeaderWords, Op
 
 _FIELDS = ("op", "dtype", "algorithm", "root", "reduction", "nbytes")
 _LAUNCH_FIELDS = ("launch", "piece")
-"""Fields that follow from the others, so they are named where no other differs."""
+"""Fields that follow from the others, so they are named only if no other differs."""
 _REASONS = {
     wire.TIMEOUT: "late",
     wire.DEAD: "dead",
@@ -28,9 +28,9 @@ _PATIENCE_S = 0.2
 def error_of(
     fault: Fault, executor: Executor, host: StoreGroup, timeout_s: float, algorithms: Sequence[str]
 ) -> ShotcastError:
-    """Return the error for a fault as this rank sees it. Waits for no stream, which may itself wait for a lost rank.
+    """Return the error for a fault from this rank's view. Waits for no stream, since streams may wait for a lost rank.
 
-    ``algorithms`` are names, in the order of their codes in headers.
+    ``algorithms`` are names in the order of their header codes.
     """
     if fault.op in (Op.SEND.label, Op.RECV.label):
         epoch = fault.epoch32
@@ -54,10 +54,10 @@ def mismatch_of(
     algorithms: Sequence[str],
     differing: Sequence[int] = (),
 ) -> CollectiveMismatch:
-    """Return the error for calls that differ, as a rank sees it.
+    """Return the error for calls that differ, from a rank's view.
 
-    ``headers`` are those that are known, by rank; ``algorithms`` the names by their codes in headers; ``differing`` the
-    ranks at fault, for the case that no header is known.
+    ``headers`` are the known headers by rank; ``algorithms`` are names in the order of their header codes;
+    ``differing`` lists the ranks at fault, in case no header is known.
     """
     known = {r: Header.decode(words, algorithms) for r, words in sorted(headers.items())}
     fields = _differing(_FIELDS, known.values()) or _differing(_LAUNCH_FIELDS, known.values())
@@ -71,12 +71,12 @@ def mismatch_of(
 
 
 def _differing(fields: Sequence[str], headers: Collection[Header]) -> list[str]:
-    """Return those of ``fields`` in which headers differ."""
+    """Return the ``fields`` in which headers differ."""
     return [name for name in fields if len({getattr(header, name) for header in headers}) > 1]
 
 
 def _headers(executor: Executor, fault: Fault, epoch: int, patience_s: float) -> list[HeaderWords | None]:
-    """Return the header of every rank for the call; wait a moment for ranks that are about to send theirs."""
+    """Collect every rank's header for the call; wait briefly for ranks that are about to send theirs."""
     headers = executor.headers(epoch)
     if fault.op in (Op.SEND.label, Op.RECV.label):
         # a message's two headers, where the executor keeps them; never those of a collective of that number

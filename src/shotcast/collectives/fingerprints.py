@@ -1,4 +1,4 @@
-"""Fingerprints of the kernels behind the forms of algorithms, and what has changed since they were recorded."""
+"""Fingerprints of the kernels behind algorithms, and changes since they were recorded."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SHARED_SOURCES = ("wire.py", *(f"{room}/**/*.py" for room in _SHARED_ROOMS))
 
 
 def of_operation(algorithms: Algorithms, op: Op, transport: Transport) -> dict[str, str]:
-    """Return the fingerprints of the kernels that serve an operation, by the names of the algorithms.
+    """Return the fingerprints of the kernels that serve an operation, keyed by algorithm.
 
-    An algorithm without a kernel of this kind, or whose source cannot be read, is absent.
+    Algorithms without such a kernel or without readable source are absent.
     """
     found = {algorithm.name: of_form(algorithm.forms[op], transport) for algorithm in algorithms.serving(op)}
     return {name: digest for name, digest in found.items() if digest}
 
 
 def of_form(form: Form, transport: Transport) -> str:
-    """Return the fingerprint of the kernel of a form; empty if it has none, or none whose source can be read."""
+    """Return the fingerprint of a form's kernel; empty if it has none or its source cannot be read."""
     reference = form.kernel(transport.field)
     if inspect.isfunction(reference):
         file = inspect.getsourcefile(reference)
@@ -49,7 +49,7 @@ def _of(transport: Transport, reference: str, file: str = "") -> str:
 
 @functools.cache
 def of_package() -> str:
-    """Return what stands for the sources that ranks must share: what they compute, and how they talk to each other."""
+    """Return a fingerprint of the sources that ranks must share: what they compute, and how they communicate."""
     folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(file for part in _SHARED_SOURCES for file in folder.glob(part)):
@@ -58,7 +58,7 @@ def of_package() -> str:
 
 
 def of_table(table: Table, key: Key, algorithms: Algorithms, transport: Transport) -> str:
-    """Return in words that other kernels made the rows of a table under ``key``; empty if the kernels of today did."""
+    """Say that other kernels made the rows of a table under ``key``; empty if the current ones did."""
     recorded = table.kernels.get(key, {})
     words = f"; {table.earlier_kernels}" if table.earlier_kernels else ""
     if not recorded:
@@ -68,5 +68,5 @@ def of_table(table: Table, key: Key, algorithms: Algorithms, transport: Transpor
 
 
 def changed(recorded: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the kernels that are not any more what was recorded."""
+    """Return the names of the kernels that differ from the recorded ones."""
     return tuple(name for name, digest in recorded.items() if now.get(name) != digest)

@@ -1,4 +1,4 @@
-"""The first check of an algorithm that users registered: its results on random tensors, beside plain torch."""
+"""The first check of a user-registered algorithm: its results on random tensors against plain torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shotcast.units import format_size
 from shotcast.wire import DTYPES, Op
 
 Run = Callable[[Op, torch.Tensor, torch.Tensor, str], None]
-"""``run(op, x, out, algorithm)`` makes a call and returns when its result is there."""
+"""``run(op, x, out, algorithm)`` makes a call and returns when its result is ready."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 _ELEMENTS = (1, 259)
-"""Elements for each rank: fewer than a tile has, and a number that nothing divides."""
+"""Elements per rank: fewer than a tile holds, and a number without convenient divisors."""
 
 
 def wrong_result(algorithm: Algorithm, topology: Topology, rank: int, device: torch.device, run: Run) -> str:
-    """Return what is wrong with the first result that is wrong, on this rank; empty if none is.
+    """Describe the first wrong result on this rank; empty if there is none.
 
     Every rank can compute the inputs of all others, so the check needs no communication that could be wrong. All ranks
-    make all calls, whatever they find: a result may be wrong on some ranks only.
+    make all calls regardless of what they find, since a result may be wrong only on some ranks.
     """
     wrong = ""
     for problem, elements in _problems(algorithm, topology):
@@ -41,7 +41,7 @@ def wrong_result(algorithm: Algorithm, topology: Topology, rank: int, device: to
 
 
 def _problems(algorithm: Algorithm, topology: Topology) -> Iterator[tuple[CollectiveProblem, int]]:
-    """Yield the calls that are checked, with the elements of a rank's part: those that the algorithm may serve."""
+    """Yield the calls to check, with the elements of a rank's part: the calls that the algorithm may serve."""
     for op in algorithm.forms:
         for dtype in _DTYPES:
             for elements in _ELEMENTS:
@@ -53,7 +53,7 @@ def _problems(algorithm: Algorithm, topology: Topology) -> Iterator[tuple[Collec
 
 
 def _input(problem: CollectiveProblem, elements: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the input of a rank: uniform in -1..1, integers in -100..100."""
+    """Generate a rank's input: uniform in -1..1, integers in -100..100."""
     count = elements if problem.op is Op.ALL_GATHER else elements * problem.topology.world_size
     generator = torch.Generator().manual_seed(1000 * int(problem.op) + rank)
     values = torch.empty(count, device="cpu").uniform_(-1.0, 1.0, generator=generator)
@@ -61,7 +61,7 @@ def _input(problem: CollectiveProblem, elements: int, rank: int, dtype: torch.dt
 
 
 def _expected(op: Op, inputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    """Return the result of a rank in float64."""
+    """Compute the expected result of a rank in float64."""
     wide = [x.double() for x in inputs]
     if op is Op.ALL_GATHER:
         return torch.cat(wide)
@@ -76,7 +76,7 @@ def _expected(op: Op, inputs: Sequence[torch.Tensor], rank: int) -> torch.Tensor
 def _difference(
     algorithm: Algorithm, problem: CollectiveProblem, inputs: Sequence[torch.Tensor], rank: int, out: torch.Tensor
 ) -> str:
-    """Return how ``out`` differs from what it should be; empty if it does not."""
+    """Describe how ``out`` differs from the expected result; empty if it does not."""
     op, world_size, layout = problem.op, problem.topology.world_size, problem.topology.layout
     expected = _expected(op, inputs, rank)
     bound = torch.zeros_like(expected)

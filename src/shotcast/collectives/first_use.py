@@ -16,17 +16,17 @@ from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.wait_log import WaitLog, wait_text
 
 _COMPILE_LIMIT_S = 300.0
-"""The limit for a rank that compiles, and lives: far longer than any compilation takes."""
+"""The time limit for a live rank that compiles: far longer than any compilation."""
 _MESSAGE_PATIENCE_S = 5.0
-"""The limit for the partner of the first message of a kind, while it does not compile."""
+"""The time limit for the partner of the first message of a kind while it is not compiling."""
 _NOTICE_S = 1.0
-"""Time within which the end of a process is known to the others."""
+"""Time within which other ranks learn that a process has ended."""
 _HEADERS_AFTER_S = 0.5
-"""Time after which a rank looks whether others have begun another call."""
+"""Time after which a rank checks whether others have begun another call."""
 
 
 class CompiledVariant(NamedTuple):
-    """The kernels that a call needs compiled.
+    """Kernels that must be compiled for a call.
 
     For a message, ``partner`` is the rank at the other end and ``partner_name`` names the variant that it needs.
     """
@@ -36,21 +36,22 @@ class CompiledVariant(NamedTuple):
     partner_name: str = ""
 
 
-class FirstUse:
-    """Make ranks meet after each has compiled what a call needs: all ranks, or the two ends of a message.
+class CompileBarrier:
+    """Make ranks wait until all have compiled what a call needs: all ranks, or the two ends of a message.
 
-    A rank reports through the job's store what it compiles, and later that it is ready, or that it could not. A rank
-    that compiles is waited for, whatever the deadline, unless its process ends. A rank that has not come is waited for
-    until the deadline, which counts while no rank compiles. A rank that makes another call will not come: then this
-    call begins, and its header exchange names the mismatch. Nor will any come once a fault has stopped the calls.
+    A rank reports through the job's store what it compiles, and later that it is ready or has failed. The others wait
+    for a compiling rank beyond any deadline, unless its process ends. They wait for an absent rank until the deadline,
+    which counts only while no rank compiles. A rank that makes another call will not arrive: then this call begins, and
+    its header exchange names the mismatch. Nor will any arrive once a fault has stopped the calls.
 
     Args:
-        patience_s: how long a rank is awaited that has not begun to compile; None for the deadline. Then the call
-            begins, and waits for that rank on the GPU. Its host may wait for what this one does after the call.
+        patience_s: how long to wait for a rank that has not begun to compile; None for the deadline. After that the
+            call begins, and waits for that rank on the GPU, because its host may be waiting for what this rank does
+            after the call.
 
     Attributes:
-        known: the variants that the ranks have met for, and those of messages that this rank has compiled. A call that
-            failed before is none of them: after a reset, the ranks meet again.
+        known: the variants that all ranks have compiled, and the message variants that this rank has compiled. A failed
+            call does not count: after a reset, the ranks meet again.
     """
 
     def __init__(self, host: StoreGroup, executor: Executor, patience_s: float | None = None):
@@ -62,7 +63,7 @@ class FirstUse:
     def __call__(self, variant: CompiledVariant, compile_it: Callable[[], object], what: str, timeout_s: float) -> None:
         """Run ``compile_it`` once for each ``variant``, then wait as described above.
 
-        Raises CollectiveTimeout if a rank is dead, or did not come within ``timeout_s``. ``what`` names the operation
+        Raises CollectiveTimeout if a rank is dead, or did not arrive within ``timeout_s``. ``what`` names the operation
         in errors.
         """
         if variant in self.known:
@@ -80,9 +81,9 @@ class FirstUse:
                 self.known.discard(variant)
 
     def announce(self, name: str) -> None:
-        """Tell others that this rank has compiled what serves messages of the variant ``name``, and do not wait.
+        """Announce that this rank has compiled what messages of the variant ``name`` need, without waiting.
 
-        Messages of a batch are served by a separate kernel, while the other end may wait for the usual one.
+        A separate kernel serves messages in a batch, while the other end may wait for the usual one.
         """
         if name not in self._announced:
             self._announced.add(name)
@@ -91,7 +92,7 @@ class FirstUse:
     def _compile_and_meet(
         self, variant: CompiledVariant, compile_it: Callable[[], object], what: str, timeout_s: float
     ) -> bool:
-        """Return whether the ranks need not meet for ``variant`` again."""
+        """Return whether the ranks can skip the barrier for ``variant`` from now on."""
         own = self._host.rank
         begun = f"begun/{variant.name}/{own}"
         self._store.set(begun, "")
@@ -108,17 +109,17 @@ class FirstUse:
             self._store.set(f"now/{own}", "")
 
     def _dead_soon(self) -> list[int]:
-        """Return the ranks whose processes have ended, or end within a moment."""
+        """Return the ranks whose processes have ended or are about to end."""
         deadline = time.monotonic() + _NOTICE_S
         while not self._host.gone and time.monotonic() < deadline:
             time.sleep(0.01)
         return sorted(self._host.gone)
 
     def _meet(self, variant: CompiledVariant, what: str, timeout_s: float) -> bool:
-        """Wait until every rank that the call needs is ready, or will not come. Returns whether they have met.
+        """Wait until every rank that the call needs is ready or will not arrive. Returns whether all arrived.
 
-        Ranks that exchange messages need not: the sender of one may be far ahead of its receiver. Nor need those that
-        are not waited for until the deadline.
+        Ranks that exchange messages need not arrive: a sender may be far ahead of its receiver. Nor need ranks that are
+        not waited for until the deadline.
         """
         message = variant.partner >= 0
         awaited = [(variant.name, rank) for rank in range(self._host.world_size)]
@@ -153,9 +154,9 @@ class FirstUse:
         return True
 
     def _elsewhere(self, rank: int) -> bool:
-        """Return whether ``rank`` waits for this one before another call, which this one does not make first.
+        """Return whether ``rank`` waits for this one in another call, which this rank does not make first.
 
-        Two ranks that both send before they receive wait so for each other.
+        Two ranks that both send before they receive would wait for each other in this way.
         """
         key = f"now/{rank}"
         now = self._store.get(key) if self._store.check([key]) else b""
@@ -166,7 +167,7 @@ class FirstUse:
         return ours and all(one.name != awaited for one in self.known) and self._store.check([f"ready/{name}/{rank}"])
 
     def _in_a_call(self, ranks: list[int]) -> bool:
-        """Return whether one of ``ranks`` has begun this call, as another one with kernels that it knows."""
+        """Return whether one of ``ranks`` has begun this call, as a different one whose kernels it already has."""
         if not self._executor.idle():
             return False  # calls before this one are under way, so its number is not known
         headers = self._executor.headers(self._executor.epoch + 1)

@@ -1,7 +1,7 @@
-"""Refuse communicators in forked processes, which share their memory, counters and sockets with the maker.
+"""Refuse communicators in forked processes, which share memory, counters and sockets with their parent.
 
 Both processes would advance the same counters, so the sums of all ranks would be wrong. A hook that runs in the child
-of a fork turns its copies into objects that refuse every use. It costs a call of the maker nothing.
+of a fork turns its copies into objects that refuse every use. Calls in the parent cost nothing extra.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _READABLE = frozenset({"rank", "world_size", "device", "name", "max_bytes", "clo
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 _maker = 0
-"""The process that made the living communicators."""
+"""The process that created the live communicators."""
 
 
 def watch(comm: Any) -> None:
-    """Make ``comm`` refuse every use in processes that are forked from this one from now on.
+    """Make ``comm`` refuse any use in processes forked from this one from now on.
 
-    There, it can be closed, which does nothing, and what says which communicator it is can be read. Nothing that it
-    holds is released before the child ends, as its memory, groups and sockets are the maker's.
+    There, closing it does nothing, and its identifying attributes stay readable. Nothing that it holds is released
+    before the child ends, since its memory, groups and sockets belong to the parent.
     """
     global _maker
     if not _maker:
@@ -44,7 +44,7 @@ def _refuse_all() -> None:
 
 @functools.cache
 def _refusing(kind: Any, maker: int) -> Any:
-    """Return the subclass of ``kind`` whose instances refuse every use, naming the process ``maker``."""
+    """Return the subclass of ``kind`` whose instances refuse any use, naming the process ``maker``."""
 
     class Refusing(kind):
         def __getattribute__(self, name: str) -> Any:
@@ -58,7 +58,7 @@ def _refusing(kind: Any, maker: int) -> Any:
             )
 
         def close(self) -> None:
-            """Do nothing: what it holds is the maker's."""
+            """Do nothing: the resources belong to the parent."""
 
         def __repr__(self) -> str:
             return f"Communicator(rank={self.rank}, world_size={self.world_size}, of process {maker})"

@@ -1,4 +1,4 @@
-"""Rows of fused calls: which the kernels can hold, and how launches divide them."""
+"""Rows of fused calls: which ones kernels can hold, and how launches divide them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shotcast.wire import LaunchShape
 
 
 def rows_obstacle(problem: CollectiveProblem) -> str:
-    """Return why the fused kernels, which hold a row in the registers of one program, cannot hold these; empty if they
-    can. Host code takes any rows."""
+    """Return why the fused kernels, which hold a row in the registers of one program, cannot hold these rows; empty if
+    they can. Host code takes any rows."""
     row = problem.row_bytes
     if not problem.topology.transport.grids:
         return "" if row else "rows have no elements"
@@ -23,10 +23,10 @@ def rows_obstacle(problem: CollectiveProblem) -> str:
 
 
 def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
-    """Return how many tiles the rows of a fused all-reduce have, and the words of a tile.
+    """Return the number of tiles in the rows of a fused all-reduce, and the words of a tile.
 
-    A tile is a warp's, with a word or more for each thread, and no longer than a row otherwise. The interpreter runs
-    programs one after the other, so there a tile is a row.
+    A tile belongs to one warp, with at least one word per thread, and is otherwise no longer than a row. The
+    interpreter runs programs one after the other, so there a tile is a row.
     """
     words = max(1, problem.row_bytes // 4)
     interpreted = problem.topology.transport.serial
@@ -36,23 +36,24 @@ def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
 
 
 def tile_launch(problem: CollectiveProblem, programs: int) -> LaunchShape:
-    """Return the launch of a fused all-reduce: one program a tile, or a tile of every slice."""
+    """Return the launch of a fused all-reduce: one program per tile, or per tile of every slice."""
     return LaunchShape(programs=max(1, programs), block_words=tiles_of_rows(problem)[1], num_warps=1)
 
 
 _TILES_EACH = (2, 4, 8)
-"""Tiles of a program that are worth trying; more take more registers than a thread should have."""
+"""Tiles per program worth trying; more would take too many registers per thread."""
 _LEAST_PROGRAMS = 128
-"""Programs with which every SM has about one."""
+"""The number of programs that gives every SM about one."""
 
 
 _PROGRAMS_OF_TWO = 1024
-"""Programs of a fused one-shot call of two ranks that are the fastest from so many tiles on, on H200: 64 rows of 8192
-bfloat16 take 7.3 us with 1024 programs of two tiles and 10.7 with one tile each (``research/launch_sweep.py``)."""
+"""The number of programs for a fused one-shot call of two ranks, the fastest on H200 from this many tiles on: 64 rows
+of 8192 bfloat16 take 7.3 us with 1024 programs of two tiles and 10.7 with one tile each (``research/launch_sweep.py``).
+"""
 
 
 def one_shot_launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of a fused one-shot all-reduce: a program a tile, or of two ranks a program for several."""
+    """Return the launch of a fused one-shot all-reduce: one program per tile or, with two ranks, per several tiles."""
     tiles, block = tiles_of_rows(problem)
     several = problem.topology.world_size == 2 and not problem.topology.transport.serial and tiles >= _PROGRAMS_OF_TWO
     if not several:
@@ -63,19 +64,19 @@ def one_shot_launch(problem: CollectiveProblem) -> LaunchShape:
 
 
 def launches_of_tiles(problem: CollectiveProblem) -> list[LaunchShape]:
-    """Return launches of fewer programs with several tiles each (``chunk_bytes``), as many as still fill a GPU."""
+    """Return launches with fewer programs of several tiles each (``chunk_bytes``) that still fill a GPU."""
     tiles, block = tiles_of_rows(problem)
     few = [each for each in _TILES_EACH if tiles >= each * _LEAST_PROGRAMS]
     return [LaunchShape(-(-tiles // each), block, 1, 4 * block * each) for each in few]
 
 
 def scatter_launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of a fused reduce-scatter: programs that push tiles, and as many or fewer that norm rows.
+    """Return the launch of a fused reduce-scatter: programs that push tiles, and at most as many that normalize rows.
 
-    Rows decide the warps (see :func:`row_tile`), so all programs of the grid have as many, and a tile is 16 bytes a
-    thread: with less, threads would poll the same words and see them arrive at different times. The bound is 16 warps a
-    multiprocessor, of 132: so a grid is resident at once with up to 128 registers a thread. Calls that leave room for
-    others have half of that.
+    Rows determine the warps (see :func:`row_tile`), so all programs of the grid have equally many, and a tile is 16
+    bytes per thread: with less, threads would poll the same words and see them arrive at different times. The limit is
+    16 warps on each of 132 multiprocessors, so a grid is resident at once with up to 128 registers per thread. Calls
+    that leave room for others use half of that.
     """
     world_size = problem.topology.world_size
     row_words = max(1, problem.row_bytes // 4)

@@ -1,12 +1,12 @@
-"""Growth of the workspace, before the first call that needs more of it than there is.
+"""Workspace growth before the first call that needs a larger one.
 
-Ranks allocate together, so a rank that is absent, or calls something else, would make the others wait in an allocation
-that no deadline limits. Therefore they first exchange the header of the call, on the terms of every call: by its
-deadline, the absent rank is named.
+Ranks allocate together, so an absent rank, or one that makes another call, would make the others wait in an allocation
+without a deadline. Therefore they first exchange the header of the call as every call does: an absent rank is named by
+the deadline.
 
 A rank may also be late because its host waits for what another rank does after this call. So the ranks of a
-communicator that is not exclusive first find out whether all of them are there in a moment (:class:`Growths`). If not,
-the workspace stays as it is, and the call is made by what fits: in pieces, or by the vendor library.
+non-exclusive communicator first check whether all of them arrive shortly (:class:`Growths`). If not, the workspace
+stays as it is, and the call uses what fits: pieces, or the vendor library.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shotcast.wire import Fault
 def grow(
     executor: Executor, call: Call, capturing: bool, compiled: Callable[[CompiledVariant, Callable[[], object]], None]
 ) -> Fault | bool:
-    """Make room for ``call``, unless there is enough. Collective: every rank makes the call.
+    """Enlarge the workspace for ``call`` if needed. Collective: every rank makes the call.
 
     ``compiled(variant, load)`` returns once all ranks have loaded a kernel. Returns whether there is a new workspace,
-    for calls that are bound from now on; or the fault that ended the exchange of headers. Raises ConfigError if the
-    call is being captured in a graph, and on all ranks if one has too little memory.
+    for calls bound from now on; or the fault that ended the header exchange. Raises ConfigError if the call is being
+    captured in a graph, and on all ranks if one has too little memory.
     """
     if call.room <= executor.room:
         return False
@@ -52,9 +52,9 @@ _LOOK_S = 0.001
 
 
 class Growths:
-    """The decisions of the ranks of a communicator whether to grow now.
+    """The ranks' joint decisions on whether to grow now.
 
-    The store is for these ranks alone, which wait ``patience_s`` for each other. ``asked`` counts calls that would have
+    The store serves only these ranks, which wait ``patience_s`` for each other. ``asked`` counts calls that would have
     grown the workspace, the same number on all ranks.
     """
 
@@ -63,9 +63,9 @@ class Growths:
         self.asked = 0
 
     def all_there(self) -> bool:
-        """Return, alike on all ranks, whether all of them come to this call within the patience of the first.
+        """Return, identically on all ranks, whether all of them reach this call within the patience of the first.
 
-        Calls wait for the others if they are the first, second, fourth, eighth, ... to ask.
+        Only the first, second, fourth, eighth, ... call to ask waits for the others.
         """
         self.asked += 1
         if self.asked & (self.asked - 1):

@@ -1,4 +1,4 @@
-"""Interfaces between the parts of a communicator, so that none of them imports the other."""
+"""Interfaces between the parts of a communicator, so that none imports another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shotcast.wire import CallPlan, Fault, HeaderWords, Wait
 
 
 class Collectives(Protocol):
-    """A :class:`~shotcast.collectives.communicator.Communicator`, beside its calls."""
+    """The parts of a :class:`~shotcast.collectives.communicator.Communicator` other than its calls."""
 
     name: str
     rank: int
@@ -21,7 +21,7 @@ class Collectives(Protocol):
 
 
 class BoundCall(Protocol):
-    """A call plan that an executor has bound to its kernels; it is run again and again with other tensors."""
+    """A call plan that an executor has bound to its kernels; it can run many times with different tensors."""
 
     def run(
         self,
@@ -37,7 +37,7 @@ class Executor(Protocol):
     """Runs call plans: :class:`shotcast.transport.triton.executor.TritonExecutor` or the CPU's ``CpuExecutor``.
 
     Attributes:
-        room: the longest message, in bytes, that the workspace is laid out for now.
+        room: the longest message, in bytes, that the workspace is currently laid out for.
         held_bytes: bytes of shared memory that the workspace takes on each rank.
         stopped_word: a word whose ``value`` is 0 until a fault is known. It is gone after :meth:`close`.
     """
@@ -48,18 +48,18 @@ class Executor(Protocol):
     def room(self) -> int: ...
     @property
     def batches(self) -> bool:
-        """True if it makes several messages at once, as a :class:`BatchExecutor`."""
+        """True if it runs several messages at once, as a :class:`BatchExecutor`."""
         ...
 
     @property
     def held_bytes(self) -> int: ...
     def more_bytes(self, room: int) -> int:
-        """Return the bytes that a workspace takes, on each rank, that is made for messages of ``room`` bytes."""
+        """Return the bytes per rank of a workspace laid out for messages of ``room`` bytes."""
         ...
 
     def bind(self, plan: CallPlan) -> BoundCall: ...
     def variants(self, plan: CallPlan) -> tuple[str, ...]:
-        """Return names for what ``plan`` needs compiled, one for each kernel."""
+        """Return names of the kernels that ``plan`` needs compiled."""
         ...
 
     def waiting(self, nbytes: int) -> int: ...
@@ -68,7 +68,7 @@ class Executor(Protocol):
     def stopped(self) -> bool: ...
     def headers(self, epoch: int) -> list[HeaderWords | None]: ...
     def parts(self, epoch: int) -> dict[int, str]:
-        """Return, by rank, the sizes that made this rank stop an uneven all_to_all; empty if it did not."""
+        """Return the sizes, by rank, that made this rank stop an uneven all_to_all; empty if it did not."""
         ...
 
     @property
@@ -78,17 +78,17 @@ class Executor(Protocol):
     def mark_gone(self, rank: int) -> None: ...
     def interrupt(self) -> None: ...
     def keep(self) -> None:
-        """Keep the memory that calls use now: a graph is being captured with its addresses."""
+        """Keep the memory that calls now use, because a graph is being captured with its addresses."""
         ...
 
     @property
     def timeout_s(self) -> float: ...
     def wait(self) -> Wait | None:
-        """Return the wait that this rank is in, if there is one. Any thread may call it, and blocks for nothing."""
+        """Return the wait that this rank is in, if any. Any thread may call this; it never blocks."""
         ...
 
     def awaited(self, wait: Wait, /) -> list[int]:
-        """Return the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
+        """Return the ranks that ``wait`` is for, as far as known. Raises ClosedError."""
         ...
 
     def idle(self) -> bool: ...
@@ -98,11 +98,11 @@ class Executor(Protocol):
 
 
 class HeaderExchange(Protocol):
-    """A kernel that exchanges the header of a call between all ranks, and does nothing else."""
+    """A kernel that only exchanges the header of a call between all ranks."""
 
     def load(self) -> None: ...
     def run(self) -> None:
-        """Return when all ranks have come to the call, or a fault is known."""
+        """Return when all ranks have reached the call, or a fault is known."""
         ...
 
 
@@ -111,7 +111,7 @@ class KernelExecutor(Executor, Protocol):
     """An executor whose kernels wait on a device."""
 
     def stop(self, fault: int, /) -> None:
-        """End this rank's kernels that wait, now and until :meth:`clear`, for a fault that was found elsewhere.
+        """Stop this rank's waiting kernels, now and until :meth:`clear`, for a fault found elsewhere.
 
         ``fault`` is an abort word (:func:`shotcast.wire.encode_fault`). Any thread may call it.
         """
@@ -119,33 +119,33 @@ class KernelExecutor(Executor, Protocol):
 
 
 class BatchExecutor(Executor, Protocol):
-    """An executor that makes several messages at once."""
+    """An executor that runs several messages at once."""
 
     def load_batch(self) -> None: ...
 
     def run_batch(self, messages: Sequence[tuple[CallPlan, torch.Tensor]], /) -> None:
-        """Send and receive; return when all is done, or a fault is known."""
+        """Send and receive; return when all messages are done, or a fault is known."""
         ...
 
 
 @runtime_checkable
 class MappingExecutor(Executor, Protocol):
-    """An executor that makes tensors in memory that all ranks map."""
+    """An executor that creates tensors in memory that all ranks map."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, /) -> torch.Tensor | None:
-        """Return such a tensor; None if there is no memory for it."""
+        """Allocate such a tensor; None if there is no memory for it."""
         ...
 
 
 @runtime_checkable
 class GrowingExecutor(Executor, Protocol):
-    """An executor whose workspace begins small."""
+    """An executor whose workspace starts small and grows."""
 
     def load(self, plans: Sequence[CallPlan], /) -> None:
-        """Compile and load the kernels of plans of any size, and that of a header exchange."""
+        """Compile and load the kernels for plans of any size, and the kernel of a header exchange."""
         ...
 
     def header_exchange(self, plan: CallPlan) -> HeaderExchange: ...
     def grow(self, room: int) -> None:
-        """Make room for messages of ``room`` bytes. Collective; raises ConfigError on all ranks."""
+        """Enlarge the workspace for messages of ``room`` bytes. Collective; raises ConfigError on all ranks."""
         ...

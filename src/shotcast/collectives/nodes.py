@@ -1,4 +1,4 @@
-"""Find the nodes of the ranks of a communicator: which of them share memory, and what the environment declares."""
+"""Find the nodes of a communicator's ranks: which ranks share memory, and what the environment declares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shotcast.memory.host_group import StoreGroup
 
 
 class RankLocation(NamedTuple):
-    """The location of a rank, as it tells all others."""
+    """A rank's location, as sent to all others."""
 
     host: str  # the name of its host
     boot: str  # the id of the running kernel, which differs between hosts of one name but not between their containers
@@ -32,7 +32,7 @@ class RankLocation(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """The nodes of the ranks of a communicator, the same on all of them."""
+    """The nodes of a communicator's ranks, identical on all of them."""
 
     layout: NodeLayout  # the nodes
     one_host: bool  # all ranks could map each other's memory, though they may be on several logical nodes
@@ -42,7 +42,7 @@ class Nodes(NamedTuple):
 
 
 def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) -> Nodes:
-    """Find the nodes of all ranks, and whether those that are undecided have GPUs of their own. Collective.
+    """Find the nodes of all ranks, and whether ranks with an undecided device have GPUs of their own. Collective.
 
     An ``undecided`` device is the CPU unless each rank has its own GPU.
     """
@@ -62,7 +62,7 @@ def find_nodes(host: StoreGroup, device: torch.device, undecided: bool = False) 
 
 
 def have_own_gpus(locations: Sequence[RankLocation]) -> bool:
-    """Return whether ranks at these locations, all undecided, have a GPU each that no other rank has."""
+    """Return whether each of the undecided ranks at these locations has a GPU that no other rank has."""
     gpus = {location.gpu for location in locations}
     return "" not in gpus and len(gpus) == len(locations)
 
@@ -78,7 +78,7 @@ def _location(device: torch.device, declared: int, rank: int) -> RankLocation:
 
 
 def boot_id() -> str:
-    """Return the id of the running kernel, which differs between hosts of one name but not between their containers."""
+    """Return the boot id of the running kernel, which distinguishes hosts of the same name but not their containers."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -87,15 +87,15 @@ def boot_id() -> str:
 
 
 def _hosts(locations: Sequence[RankLocation]) -> list[tuple[str, str, int]]:
-    """Return what identifies the host of each rank: ranks of one host can map each other's memory."""
+    """Return the identity of each rank's host: ranks of one host can map each other's memory."""
     without = {(location.host, location.boot) for location in locations if location.shm < 0}
     return [(one.host, one.boot, -1 if (one.host, one.boot) in without else one.shm) for one in locations]
 
 
 def layout_of(locations: Sequence[RankLocation]) -> NodeLayout:
-    """Return the nodes of ranks at these locations: the hosts, or the logical nodes that the environment declares.
+    """Return the nodes of ranks at these locations: hosts, or the logical nodes declared by the environment.
 
-    A node has the name of its host, with a number behind it where several have that name.
+    A node is named after its host, with a number appended if several share that name.
     """
     hosts = _hosts(locations)
     keys = [

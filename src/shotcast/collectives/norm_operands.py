@@ -1,4 +1,4 @@
-"""Operands of the fused operations: checked, allocated if the caller gives none, and aligned for kernels."""
+"""Operands of the fused operations: checked, allocated unless the caller passes them, and aligned for kernels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from shotcast.wire import Norm
 
 _SUMMED = tuple(getattr(torch, name) for name in wire.REDUCIBLE)
 ALIGN = 16
-"""Kernels take operands at multiples of this number of bytes."""
+"""Required alignment of kernel operands, in bytes."""
 
 
 class Fp8Normed(NamedTuple):
-    """A normed tensor in FP8: about ``quantized * scale``.
+    """A normalized tensor in FP8: about ``quantized * scale``.
 
     Attributes:
-        quantized: float8_e4m3fn, shaped like the normed tensor.
-        scale: float32; the value that the caller gave, or [..., 1], one for each row.
+        quantized: float8_e4m3fn, shaped like the normalized tensor.
+        scale: float32; the caller's value, or [..., 1], one per row.
         new_residual: sum + residual, in the dtype of the call.
         normed: the tensor before quantization, in the dtype of the call; None unless requested.
     """
@@ -38,7 +38,7 @@ class Fp8Normed(NamedTuple):
 
 
 MEMBERS = {False: ("normed", "new_residual"), True: Fp8Normed._fields}
-"""The results of a call, by whether its norm is given in FP8."""
+"""The results of a call, by whether its norm is in FP8."""
 
 
 def norm_operands(
@@ -59,8 +59,8 @@ def norm_operands(
 ) -> tuple[Norm, NormTensors]:
     """Return the tensors that a call reads and writes.
 
-    ``shards`` is the number of ranks that the rows are divided among; ``kind`` is that of the norm without a bias. The
-    norm is given in ``fp8`` by ``scale``, or by a scale for each row that the call finds. Raises ConfigError or
+    ``shards`` is the number of ranks that the rows are divided among; ``kind`` is the norm without a bias. With ``fp8``
+    the norm is quantized by ``scale``, or by scales per row that the call computes. Raises ConfigError or
     UnsupportedError, saying what is wrong and what is accepted.
     """
     rows, all_rows = norm_rows(name, device, x, residual, weight, eps, shards, bias)
@@ -96,7 +96,7 @@ def norm_operands(
 def in_place_norm(
     residual: torch.Tensor, weight: torch.Tensor, eps: float, x: torch.Tensor
 ) -> tuple[Norm, NormTensors]:
-    """Return the operands of an RMSNorm whose results replace the residual and ``x``, which are known to fit."""
+    """Return the operands of an RMSNorm that overwrites the residual and ``x``, which are known to fit."""
     norm = _norm(x.shape[-1], "", True, _weight_dtype(x, weight), wire.RMS)
     return norm, NormTensors(residual, weight, float(eps), residual, x)
 
@@ -104,7 +104,7 @@ def in_place_norm(
 def norm_results(
     x: torch.Tensor, rows: Sequence[int], shape: Sequence[int], quantize: str, with_normed: bool
 ) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """Return shape and dtype of the tensors that a call writes, with ``rows`` on this rank, normed as ``shape``."""
+    """Return shape and dtype of a call's results, with ``rows`` on this rank and normalized rows of shape ``shape``."""
     found = {
         "normed": (shape, x.dtype) if with_normed else None,
         "new_residual": (rows, x.dtype),
@@ -115,7 +115,7 @@ def norm_results(
 
 
 def norm_members(name: str, out: Any, fp8: bool) -> dict[str, torch.Tensor | None]:
-    """Return the tensors of ``out`` by their names. Raises ConfigError if it is no tuple of as many."""
+    """Return the tensors of ``out`` by name. Raises ConfigError unless it is a tuple of the right length."""
     members = MEMBERS[fp8]
     if not isinstance(out, tuple) or len(out) != len(members):
         given = out if out is None else type(out).__name__
@@ -171,19 +171,19 @@ def norm_rows(
 
 @functools.lru_cache(maxsize=1024)
 def _norm(hidden: int, quantize: str, keeps_normed: bool, weight: str, kind: str) -> Norm:
-    """Return a norm that is kept, as it takes longer to make one than to find it."""
+    """Return a cached norm, since creating one takes longer than looking it up."""
     return Norm(hidden, quantize, keeps_normed, weight, kind)
 
 
 def _weight_dtype(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """Return the dtype of the weight as a :class:`Norm` has it: empty if it is that of ``x``."""
+    """Return the dtype of the weight in the notation of :class:`Norm`: empty if it matches ``x``."""
     return "" if weight.dtype is x.dtype else str(weight.dtype).removeprefix("torch.")
 
 
 def _written(
     name: str, member: str, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return ``tensor``. Raises ConfigError unless it can hold a result of that shape."""
+    """Return ``tensor``. Raises ConfigError unless it can hold a result of this shape."""
     text = f"{name}: {member} of out"
     if tensor is None:
         raise ConfigError(f"{text} must be {list(shape)} of {dtype}; it is None")
@@ -195,15 +195,15 @@ def _written(
 
 
 _apart_before: set[tuple[Any, ...]] = set()
-"""Operands, by addresses and sizes, that were found to be apart: most calls have those of one before."""
+"""Operands, by addresses and sizes, known not to overlap: most calls repeat earlier ones."""
 _MOST_REMEMBERED = 4096
 
 
 def _apart(name: str, x: torch.Tensor, tensors: NormTensors, finds_scale: bool) -> None:
-    """Raise ConfigError if a tensor of out shares memory with another operand, in whole or in part.
+    """Raise ConfigError if a tensor of ``out`` overlaps another operand.
 
-    The new residual may be all of the residual, and the normed tensor all of ``x``. ``finds_scale``: the scales of rows
-    are written.
+    The new residual may be all of the residual, and the normalized tensor all of ``x``. ``finds_scale`` means that the
+    row scales are outputs.
     """
     if is_traced():
         return
@@ -245,7 +245,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_aligned(x: torch.Tensor, tensors: NormTensors) -> bool:
-    """Return whether every tensor begins at a multiple of 16 bytes, as kernels need."""
+    """Return whether every tensor starts at a multiple of 16 bytes, as kernels require."""
     bits = x.data_ptr() | tensors.residual.data_ptr() | tensors.weight.data_ptr() | tensors.new_residual.data_ptr()
     for tensor in (tensors.normed, tensors.quantized, tensors.bias):
         if tensor is not None:
@@ -254,7 +254,7 @@ def is_aligned(x: torch.Tensor, tensors: NormTensors) -> bool:
 
 
 def aligned(x: torch.Tensor, tensors: NormTensors) -> tuple[torch.Tensor, NormTensors]:
-    """Copy the tensors that do not begin at a multiple of 16 bytes; :func:`copy_back` copies results back."""
+    """Copy the tensors that do not start at a multiple of 16 bytes; :func:`copy_back` copies results back."""
     inside = tensors._replace(
         residual=_moved(tensors.residual),
         weight=_moved(tensors.weight),
@@ -271,7 +271,7 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_back(aligned: NormTensors, tensors: NormTensors) -> None:
-    """Copy results to the tensors of the caller."""
+    """Copy results to the caller's tensors."""
     for name in ("new_residual", "normed", "quantized"):
         source, target = getattr(aligned, name), getattr(tensors, name)
         if source is not target:

@@ -1,10 +1,10 @@
-"""The operations, each stated once: operands, shape of the result, the call that makes it, and its derivative.
+"""The operations, each defined once: operands, result shape, the call that runs it, and its derivative.
 
-Its forms derive from that: the checks of the Communicator's methods (``calls/caller.py``), what autograd calls
-(``torch_ops/autograd.py``), and PyTorch's operators with their fake kernels (``torch_ops/operators.py``).
+Everything else derives from that: the argument checks of the Communicator's methods (``calls/caller.py``), the autograd
+functions (``torch_ops/autograd.py``), and PyTorch's operators with their fake kernels (``torch_ops/operators.py``).
 
-A derivative is the transpose of the linear map that the call computes, or of its slope. The ranks' tensors require grad
-alike, as derivatives are collectives too.
+A derivative is the transpose of the linear map that the call computes, or of its slope. The tensors must require grad
+on all ranks or on none, since derivatives are collectives too.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from shotcast.wire import Op
 Shape = tuple[int, ...]
 Gradients = tuple[torch.Tensor | None, ...]
 By = Callable[..., Any]
-"""``by(name, *tensors, **operands)`` makes an operation; operands that are not given are those of the call before."""
+"""``by(name, *tensors, **operands)`` runs an operation; omitted operands default to the forward call's."""
 
 LINEAR = ("sum", "avg")
-"""Reductions whose derivative needs nothing of what they reduced."""
+"""Reductions whose derivative does not need their inputs."""
 _FACTS = ("comm", "world_size", "rank", "parts", "shape", "strict")
-"""Operands that methods of a Communicator do not take: its name, and the numbers that shapes depend on."""
+"""Operands that a Communicator's methods do not take: the communicator, and the numbers that shapes depend on."""
 _DEFAULTS = {"True": True, "None": None}
 
 
 @dataclass(frozen=True, eq=False)
 class OpSpec:
-    """An operation. All functions take its operands by their names, among others that they ignore."""
+    """An operation. All functions take its operands by name, and ignore others."""
 
     # of the operator, as PyTorch has it; tensors come first. A communicator is a name, beside the numbers that shapes
     # depend on: `world_size`; `rank`, for uneven parts; `parts`, 0 for no result on this rank
@@ -73,11 +73,11 @@ class OpSpec:
 
     @property
     def method(self) -> str:
-        """The name of the method that makes the operation."""
+        """The name of the method that runs the operation."""
         return self.name.removesuffix("_uneven")
 
     def make(self, comm: Any, operands: dict[str, Any]) -> Any:
-        """Make the operation on a communicator; ``operands`` may be more than its own."""
+        """Run the operation on a communicator; extra ``operands`` are ignored."""
         operands = self.defaults | operands
         if self.call is not None:
             return self.call(comm, **operands)
@@ -120,9 +120,9 @@ def _rows_before(x: torch.Tensor, sizes: Sequence[int], rank: int, **_: Any) -> 
 def _reduce_scatter(
     comm: Any, x: torch.Tensor, algorithm: str, reduction: str, strict: bool, sms: int | None, **_: Any
 ) -> Any:
-    """Run a reduce_scatter; unless ``strict``, take another algorithm if this one cannot serve.
+    """Run a reduce_scatter; unless ``strict``, fall back to another algorithm if this one cannot serve it.
 
-    An algorithm that gathers a dtype need not be able to add it.
+    An algorithm that gathers a dtype may be unable to add it.
     """
     if not strict and algorithm not in comm.candidates(x, "reduce_scatter", sms):
         algorithm = "auto"
@@ -141,7 +141,7 @@ def _recv(comm: Any, x: torch.Tensor, src: int, **_: Any) -> Any:
 
 
 def _sum_at_root(comm: Any, x: torch.Tensor, root: int, **_: Any) -> torch.Tensor:
-    """Return all ranks' sum at ``root``, zeros elsewhere."""
+    """Return the sum over all ranks at ``root``, zeros elsewhere."""
     total: torch.Tensor = comm.all_reduce(x)
     return total if comm.rank == root else torch.zeros_like(total)
 
@@ -149,7 +149,7 @@ def _sum_at_root(comm: Any, x: torch.Tensor, root: int, **_: Any) -> torch.Tenso
 def _all_reduce_gradient(
     comm: Any, x: torch.Tensor, grad: torch.Tensor, reduction: str, sms: int | None, **_: Any
 ) -> torch.Tensor:
-    """Return the gradient of a ``max``, ``min`` or ``prod`` of all ranks' ``x``, by :func:`_slopes`."""
+    """Return the gradient of a ``max``, ``min`` or ``prod`` of all ranks' ``x``, computed by :func:`_slopes`."""
     parts = comm.all_gather(x.contiguous().view(1, *x.shape), sms=sms)  # [N, ...]
     return _slopes(parts, comm.all_reduce(grad, sms=sms), reduction)[comm.rank].clone()
 
@@ -157,7 +157,7 @@ def _all_reduce_gradient(
 def _reduce_scatter_gradient(
     comm: Any, x: torch.Tensor, grad: torch.Tensor, reduction: str, sms: int | None, **_: Any
 ) -> Any:
-    """Return the gradient of this rank's ``x``; ``grad`` is that of its part of the result."""
+    """Return the gradient of this rank's ``x``; ``grad`` is the gradient of its part of the result."""
     parts = comm.all_to_all(x.contiguous(), sms=sms).view(comm.world_size, *grad.shape)  # what the part is made of
     return comm.all_to_all(_slopes(parts, grad, reduction).view(x.shape), sms=sms)
 
@@ -167,7 +167,7 @@ def _spread(
 ) -> torch.Tensor:
     """Return the gradient of each rank's part of a sum or an average at ``root``.
 
-    ``grad`` is that of the result, of this shape at the root and empty elsewhere.
+    ``grad`` is the gradient of the result, of this shape at the root and empty elsewhere.
     """
     whole = grad.clone() if comm.rank == root else grad.new_zeros(tuple(shape)) + grad.sum()
     return _share(comm.broadcast(whole, root), reduction, comm.world_size)
@@ -176,21 +176,21 @@ def _spread(
 def _reduce_gradient(
     comm: Any, x: torch.Tensor, grad: torch.Tensor, root: int, reduction: str, **_: Any
 ) -> torch.Tensor:
-    """Return the gradient of ``x``; ``grad`` is that of the result at the root, empty elsewhere."""
+    """Return the gradient of ``x``; ``grad`` is the gradient of the result at the root, empty elsewhere."""
     whole = _spread(comm, grad, x.shape, root)
     parts = comm.all_gather(x.contiguous().view(1, *x.shape))
     return _slopes(parts, whole, reduction)[comm.rank].clone()
 
 
 def _scattered(comm: Any, x: torch.Tensor, root: int, shape: Sequence[int], algorithm: str, **_: Any) -> Any:
-    """Return this rank's part of the root's tensor; the others have an empty one."""
+    """Return this rank's part of the root's tensor; the other ranks pass an empty one."""
     if comm.rank != root:
         x = x.new_zeros((shape[0] * comm.world_size, *shape[1:])) + x.sum()
     return comm.scatter(x, root, algorithm=algorithm)
 
 
 def _gathered_or_zeros(comm: Any, x: torch.Tensor, root: int, algorithm: str, **_: Any) -> torch.Tensor:
-    """Return the parts of all ranks at the root, as many zeros elsewhere."""
+    """Return the parts of all ranks at the root, and zeros of that shape elsewhere."""
     whole: torch.Tensor = comm.gather(x, root, algorithm=algorithm)
     return whole if comm.rank == root else x.new_zeros(_parts(x, comm.world_size)) + whole.sum()
 
@@ -199,14 +199,14 @@ def _gathered_or_zeros(comm: Any, x: torch.Tensor, root: int, algorithm: str, **
 
 
 def _of_all_reduce(by: By, grad: torch.Tensor, reduction: str, x: torch.Tensor | None = None, **_: Any) -> Any:
-    """y_i = sum_r x_r, so dx_i = sum_r dy_r, and the average likewise."""
+    """y_i = sum_r x_r, so dx_i = sum_r dy_r. The average is analogous."""
     return by("all_reduce", grad) if reduction in LINEAR else by("all_reduce_gradient", x, grad)
 
 
 def _of_reduce_scatter(
     by: By, grad: torch.Tensor, reduction: str, world_size: int, x: torch.Tensor | None = None, **_: Any
 ) -> Any:
-    """y_i = sum_r x_r[i], so dx_i = (dy_0, ..., dy_{N-1}), by N of the average."""
+    """y_i = sum_r x_r[i], so dx_i = (dy_0, ..., dy_{N-1}), divided by N for the average."""
     if reduction in LINEAR:
         return _share(by("all_gather", grad), reduction, world_size)
     return by("reduce_scatter_gradient", x, grad)
@@ -218,7 +218,7 @@ def _of_all_gather(by: By, grad: torch.Tensor, **_: Any) -> Any:
 
 
 def _of_all_gather_uneven(by: By, grad: torch.Tensor, sizes: Sequence[int], rank: int, **_: Any) -> torch.Tensor:
-    """Sum all of dy, and take this rank's part: uneven parts have no reduce_scatter."""
+    """Sum all of dy and take this rank's part, since uneven parts have no reduce_scatter."""
     total: torch.Tensor = by("all_reduce", grad, algorithm="auto", reduction="sum")
     start = sum(sizes[:rank])
     return total[start : start + sizes[rank]].clone()
@@ -253,7 +253,7 @@ def _of_reduce(
 
 
 def _of_gather(by: By, grad: torch.Tensor, **_: Any) -> Any:
-    """y_root = (x_0, ..., x_{N-1}), so dx_i = dy_root[i]. Others get an empty tensor, and go back through it."""
+    """y_root = (x_0, ..., x_{N-1}), so dx_i = dy_root[i]. Other ranks run backward through an empty tensor."""
     return by("scattered", grad)
 
 
@@ -278,8 +278,8 @@ def _of_norm(
 ) -> Gradients:
     """Return the gradients of x, residual, weight and bias, through the norm, the residual add and the sum.
 
-    With y = r / rms(r), the gradient of r is (g - y mean(g y)) / rms(r), where g is that of y; in float32. The same
-    holds for r less its mean, through which the mean of the gradient is subtracted, too.
+    With y = r / rms(r), the gradient of r is (g - y mean(g y)) / rms(r), where g is the gradient of y; in float32. The
+    same holds for r minus its mean, which also subtracts the mean of the gradient.
     """
     by = functools.partial(by, algorithm="auto", reduction="sum")
     d_normed = (by("reduce_scatter", d_normed) if gather else d_normed).float()
@@ -302,27 +302,27 @@ def _of_norm(
 
 
 def refused(*_: Any, **__: Any) -> Any:
-    """Raise UnsupportedError: in a graph, a derivative that is one operator has none. Its eager calls have."""
+    """Raise UnsupportedError: in a graph, single-operator derivatives are not differentiable, unlike in eager calls."""
     raise UnsupportedError(
         "max, min, prod and calls with a root have no second derivative in a graph; make the call eagerly"
     )
 
 
 def plain(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in the form that calls accept; autograd conjugates and negates lazily."""
+    """Materialize a gradient for calls: autograd conjugates and negates lazily."""
     return grad.resolve_conj().resolve_neg().contiguous()
 
 
 def _share(grad: torch.Tensor, reduction: str, world_size: int) -> torch.Tensor:
-    """Return the gradient of a rank's part of a sum or an average, from that of the whole."""
+    """Return the gradient of a rank's part of a sum or an average, given the gradient of the whole."""
     return grad if reduction == "sum" else grad / world_size
 
 
 def _slopes(parts: torch.Tensor, grad: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Return the gradients of ``parts`` [N, ...] from that of their reduction, as PyTorch defines them.
+    """Return the gradients of ``parts`` [N, ...] given the gradient of their reduction, as PyTorch defines them.
 
-    A maximum or minimum divides its gradient equally among the parts that reach it (``torch.amax``); a part of a
-    product has the product of the others as its slope.
+    A maximum or minimum divides its gradient equally among the parts that attain it (``torch.amax``); the slope of a
+    part of a product is the product of the others.
     """
     if reduction == "prod":
         one = torch.ones_like(parts[:1])
@@ -512,4 +512,4 @@ OPS = {
         ),
     )
 }
-"""The operations by their names, which are those of ``torch.ops.shotcast``."""
+"""The operations by name, as in ``torch.ops.shotcast``."""

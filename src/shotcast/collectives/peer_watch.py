@@ -1,4 +1,4 @@
-"""Watch the processes of the other ranks of a communicator, and learn from them when they leave it or stop it."""
+"""Watch the processes of a communicator's other ranks, and learn when they leave or stop it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from shotcast.launcher.process_watch import WATCH, ProcessId, tell
 from shotcast.memory.host_group import StoreGroup
 
 _ALARM = "/alarm"
-"""The end of the token by which processes are told of calls that failed."""
+"""The suffix of the token that notifies processes of failed calls."""
 
 
 class PeerWatch:
-    """Learns when the process of another rank ends, or closes the communicator. Construction is collective.
+    """Detects when the process of another rank ends, or closes the communicator. Construction is collective.
 
-    A rank that closes it, or whose call of the vendor library fails, tells the processes of its machine. Those of other
-    machines learn it from their connections and from the store.
+    A rank that closes it, or whose call of the vendor library fails, notifies the processes on its machine. Processes
+    on other machines learn it from their connections and from the store.
 
     Attributes:
         gone: the ranks whose processes have ended, and those that have left; grows on the thread of the watch.
-        left: those of them that have left.
+        left: the ones among ``gone`` that have left.
         alarmed: the last generation of the library's connections in which a call of another rank failed; -1 for none.
     """
 
@@ -43,13 +43,13 @@ class PeerWatch:
         host.gone, host.left = self.gone, self.left
 
     def tell(self, gone: Callable[[int], None]) -> None:
-        """Call ``gone(rank)`` for each rank that ends or leaves, or has done so, on any thread."""
+        """Call ``gone(rank)``, on any thread, for each rank that ends or leaves, or has already done so."""
         self._told.append(gone)
         for rank in sorted(self.gone):
             gone(rank)
 
     def ended(self, rank: int) -> None:
-        """Tell all of a rank that is gone, on any thread. Those of other machines are watched elsewhere."""
+        """Report a rank that is gone, on any thread. Ranks of other machines are watched elsewhere."""
         if rank in self.gone:
             return
         self.gone.add(rank)
@@ -57,19 +57,19 @@ class PeerWatch:
             gone(rank)
 
     def departed(self, rank: int, _: int = -1) -> None:
-        """Tell all of a rank that has left, on any thread."""
+        """Report a rank that has left, on any thread."""
         self.left.add(rank)
         self.ended(rank)
 
     def hear(self, name: str, told: Callable[[int, int], None]) -> None:
-        """Call ``told(number, descriptor)`` on the thread of the watch for what other ranks :meth:`send`.
+        """Call ``told(number, descriptor)`` on the watch's thread for each message that other ranks :meth:`send`.
 
-        It ends with the watch. The descriptor is that of a file, or -1.
+        It ends with the watch. The descriptor is an open file, or -1.
         """
         self._ends.append(WATCH.hear(f"{self._token}/{name}", told))
 
     def send(self, rank: int, name: str, number: int, descriptor: int = -1) -> None:
-        """Tell a rank a number, and give it an open file. It does nothing where the rank does not hear."""
+        """Send a rank a number and optionally an open file. Does nothing if the rank does not listen."""
         process, token = self._processes[rank]
         tell(process, f"{token}/{name}", number, descriptor)
 
@@ -77,16 +77,16 @@ class PeerWatch:
         self.alarmed = max(self.alarmed, generation)
 
     def listen(self) -> None:
-        """Bring ``alarmed`` up to date with what ranks of this machine have told."""
+        """Update ``alarmed`` with the alarms that ranks of this machine have raised."""
         WATCH.listen()
 
     def alarm(self, generation: int) -> None:
-        """Tell the others that a call of the library has failed here, on connections of this generation."""
+        """Notify the others that a library call has failed here, on connections of this generation."""
         for process, token in self._peers:
             tell(process, token + _ALARM, generation)
 
     def leave(self) -> None:
-        """Tell the others that this rank has made its last call, whose data are where peers read them."""
+        """Notify the others that this rank has made its last call, and that its data are in place for peers."""
         for process, token in self._peers:
             tell(process, token, self._rank)
         self._peers = []

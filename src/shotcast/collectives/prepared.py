@@ -1,8 +1,8 @@
-"""Prepared calls: a call like one before is made again without asking how to make it.
+"""Prepared calls: repeat a call like an earlier one without deciding again how to make it.
 
-The host spends most of a small call on checking its tensors, and on deciding which algorithm and kernel to take. The
-same arguments and tensors of the same kind have the same answers. PyTorch compares the tensors in one step, as it does
-for the inputs of compiled code; what is left are their addresses and the state of the communicator.
+In a small call, the host spends most of its time on checking tensors and on selecting the algorithm and kernel. The
+same arguments and tensors of the same kind give the same answers. PyTorch compares the tensors in one step, as for the
+inputs of compiled code; only their addresses and the state of the communicator remain to be checked.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from shotcast.memory.operands import NormTensors
 
 T = TypeVar("T")
 KEPT_CALLS = 4096
-"""The most calls that are remembered."""
+"""The maximum number of cached calls."""
 Operands = tuple[Tensor | None, ...]
-"""The tensors that a method is given: x and out, or of a fused call x, residual, weight, bias, scale, normed,
-new_residual, quantized and the scales of rows. None stands for one that is not given."""
+"""The tensors that a method is given: x and out or, for a fused call, x, residual, weight, bias, scale, normed,
+new_residual, quantized and the row scales. None stands for a missing one."""
 Given = tuple[tuple[Any, ...], Operands]
-"""The arguments of a method: those that are not tensors, and the operands."""
+"""The arguments of a method: non-tensors, and the operands."""
 
 _ALIASES = {2: ((0, 1),), 9: ((0, 5), (1, 6))}
-"""Operands that may be one object, by the number of operands: x and out; x and normed, residual and new_residual.
+"""Operands that may be the same object, by the number of operands: x and out; x and normed, residual and new_residual.
 
-What a call is found by tells whether they are."""
+The lookup key of a call says whether they are.
+"""
 _ALIGNED = frozenset({0, 1, 2, 3, 5, 6, 7})
-"""The operands of a fused call that kernels take at multiples of 16 bytes."""
+"""The operands of a fused call that kernels need aligned to 16 bytes."""
 _MOST_REMEMBERED = 256
-"""The most places of the operands of one call that are known to be apart."""
+"""The maximum number of cached address sets per call whose operands are known not to overlap."""
 
 _MOST_PATTERNS = 256
-"""The most arguments for which the latest call is found without its shape."""
+"""The maximum number of argument patterns whose latest call is found without its shape."""
 
 _address: Callable[[Tensor], int] = Tensor.data_ptr
 _new: Callable[..., Any] = tuple.__new__
 
 
 class KeptCalls(dict[Any, T], Generic[T]):
-    """Calls by their arguments, resolved or prepared. To look one up leaves no trace, as that would cost every call.
+    """Calls by their arguments, resolved or prepared. A lookup leaves no trace, since that would cost every call.
 
-    Half of them are young. When more would be, these become the old ones, and the old ones are forgotten. An old call
-    that is made is young again, so a call that is made once between any 2,048 new ones is never forgotten.
+    Half of them are young. When that half overflows, the young ones become old, and the old ones are evicted. An old
+    call that is made becomes young again, so a call that recurs at least once per 2,048 new ones is never evicted.
     """
 
     __slots__ = ("_old",)
@@ -65,12 +66,12 @@ class KeptCalls(dict[Any, T], Generic[T]):
         self._old: dict[Any, T] = {}
 
     def recall(self, key: Any) -> T | None:
-        """Return an old call, which is young from here on; None if there is none."""
+        """Return an old call and make it young; None if there is none."""
         call = self._old.pop(key, None)
         return None if call is None else self.keep(key, call)
 
     def keep(self, key: Any, call: T) -> T:
-        """Remember a call, and return it."""
+        """Store a call, and return it."""
         if len(self) >= KEPT_CALLS // 2:
             self._old = dict(self)
             super().clear()
@@ -83,10 +84,10 @@ class KeptCalls(dict[Any, T], Generic[T]):
 
 
 class PreparedCall:
-    """A call that has been made, for operands of the kind that it had.
+    """A call that has been made, ready to repeat on operands of the same kind.
 
     Args:
-        outputs: the tensors that it wrote; None for those of the last operands that it did not.
+        outputs: the tensors that it wrote; None for the ones among the last operands that it did not.
         reads: whether it reads the first operand.
         sizes: the sizes of the parts that two ranks know.
         divisor: the result is divided by this number; 0 for none.
@@ -134,7 +135,7 @@ class PreparedCall:
         self._seen: set[tuple[int, ...]] = set()
 
     def matches(self, operands: Operands) -> bool:
-        """Return whether the call may be made on operands like those that it was made on."""
+        """Return whether the call may run on these operands, which must be like the original ones."""
         distinct = self._pick(operands)
         if not self._may_match(*distinct) or (self._leaves and is_grad_enabled()):
             return False
@@ -154,10 +155,10 @@ class PreparedCall:
         return True
 
     def run(self, operands: Operands) -> Any:
-        """Make the call on operands that match. Return its result: what it writes, or True if that is nothing.
+        """Run the call on matching operands. Returns its result: the written tensors, or True if there are none.
 
-        It is None, with nothing done, where the communicator is closed, stopped or in a call of another thread, or the
-        call is to be captured in a graph. Raises the named error of a call that fails.
+        Returns None and does nothing if the communicator is closed, stopped or in a call of another thread, or if the
+        call would be captured in a graph. Raises the named error of a call that fails.
         """
         shared = self._shared
         if not shared.lock.acquire(False):
@@ -208,19 +209,20 @@ class PreparedCall:
 
 
 class PreparedCalls:
-    """The prepared calls of one communicator, and what they need of it.
+    """The prepared calls of one communicator, and what they need from it.
 
-    There is no ``executor`` where no call is to be prepared.
+    ``executor`` is None if no call can be prepared.
 
     Args:
-        chain: of calls on a GPU; None for calls that block.
+        chain: the stream chain for calls on a GPU; None for calls that block.
         lock: held during a call.
-        check: returns what raises the fault that has stopped calls that block. It does not keep the communicator alive.
+        check: returns a function that raises the fault that stopped blocking calls. It does not keep the communicator
+            alive.
         aligns_norms: fused calls copy operands that do not begin at a multiple of 16 bytes; prepared ones do not.
 
     Attributes:
-        is_open: prepared calls may be made now.
-        counts_versions: calls count up autograd's versions of the tensors that they write.
+        is_open: prepared calls may run now.
+        counts_versions: calls increment autograd's version counters of the tensors that they write.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class PreparedCalls:
         self.is_open = self.counts_versions = True
 
     def find(self, key: tuple[Any, ...], operands: Operands) -> PreparedCall | None:
-        """Return the call that was made with these arguments, if it matches the operands."""
+        """Look up the call made with these arguments, if it matches the operands."""
         x, last = operands[0], operands[-1]
         if is_dynamo_compiling() or (type(x) is not Tensor and (x is not None or is_traced())):
             return None
@@ -270,9 +272,9 @@ class PreparedCalls:
         sizes: tuple[int, ...],
         divisor: int,
     ) -> None:
-        """Prepare a call that has just been made on ``x`` and ``out``, which methods were given, copied or made.
+        """Prepare a call just made on ``x`` and ``out``, which may be the caller's tensors, copies or new ones.
 
-        A call that would be made by the vendor library, or on copies, is none that can be prepared.
+        Calls that use the vendor library or copies cannot be prepared.
         """
         key, operands = given
         first, last = operands[0], operands[-1]
@@ -298,19 +300,19 @@ class PreparedCalls:
             self._latest.clear()
 
     def clear(self) -> None:
-        """Forget all calls: the addresses of the workspace have changed."""
+        """Forget all calls, since the workspace addresses have changed."""
         self._calls.clear()
         self._latest.clear()
 
     def pause(self) -> None:
-        """Make none for a while: each call waits first for those that were started."""
+        """Suspend prepared calls for a while: each call must first wait for asynchronous ones."""
         self.is_open = False
 
     def resume(self) -> None:
         self.is_open = not self._closed
 
     def close(self) -> None:
-        """Make no more. The caller holds the lock."""
+        """Disable prepared calls. The caller holds the lock."""
         self._closed, self.is_open = True, False
         self.clear()
 
@@ -320,7 +322,7 @@ def _first(operands: Operands, one: Tensor | None) -> int:
 
 
 def _getter(places: list[int]) -> Callable[[Operands], tuple[Any, ...]]:
-    """Return what takes the operands at some places as a tuple, in one step."""
+    """Return a getter that picks the operands at these positions as a tuple, in one step."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))

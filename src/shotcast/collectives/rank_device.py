@@ -1,4 +1,4 @@
-"""The device of a rank: the one that was asked for, or the GPU that its number on this machine gives it."""
+"""The device of a rank: the requested one, or the GPU that matches its local rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast.errors import ConfigError
 
 
 def device_of(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for; for None a GPU if every rank of the machine can have one, else the CPU.
+    """Return the requested device; for None, a GPU if every rank of the machine can have one, else the CPU.
 
     Raises ConfigError if there is no such device.
     """
@@ -37,10 +37,10 @@ def device_of(device: str | torch.device | None) -> torch.device:
 
 
 def may_have_own_gpu(device: str | torch.device | None) -> bool:
-    """Return whether this rank, given no device, may have its own GPU although the host has more ranks than GPUs.
+    """Return whether this rank may have its own GPU by default although the host has more ranks than GPUs.
 
-    A launcher may show each rank one GPU, by CUDA_VISIBLE_DEVICES, or all ranks the same one. The ranks find that out
-    together (``find_nodes``).
+    A launcher may show each rank one GPU, by CUDA_VISIBLE_DEVICES, or show all ranks the same one. The ranks determine
+    this together (``find_nodes``).
     """
     if device is not None or "CUDA_VISIBLE_DEVICES" not in os.environ or enough_gpus(env.local_world_size()):
         return False
@@ -48,26 +48,26 @@ def may_have_own_gpu(device: str | torch.device | None) -> bool:
 
 
 def enough_gpus(ranks: int) -> bool:
-    """Return whether this machine has a GPU for each of ``ranks`` ranks, or one where they may share."""
+    """Return whether this machine has a GPU for each of ``ranks`` ranks, or one that they may share."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return count >= (1 if env.share_gpus() else ranks)
 
 
 def gpu_of(local_rank: int) -> int:
-    """Return the index of the GPU that a rank takes unless it names one.
+    """Return the index of the GPU that a rank uses by default.
 
-    A process that sees one GPU takes that, whatever its rank: launchers give each rank its own by CUDA_VISIBLE_DEVICES
-    or a container. Ranks find out whether they have the same one when a communicator is constructed.
+    A process that sees one GPU uses it at any rank: launchers assign each rank a GPU by CUDA_VISIBLE_DEVICES or a
+    container. Constructing a communicator reveals whether ranks have the same one.
     """
     count = torch.cuda.device_count()
     return local_rank % count if count == 1 or env.share_gpus() else local_rank
 
 
 def ranks_of_a_gpu() -> int:
-    """Return how many ranks run on the GPU of this one, as far as this process can tell."""
+    """Return how many ranks share this rank's GPU, as far as this process can tell."""
     return -(-env.local_world_size() // torch.cuda.device_count()) if env.share_gpus() else 1
 
 
 def gpus_are_shared() -> bool:
-    """Return whether several ranks of this machine run on one GPU, which NCCL refuses."""
+    """Return whether several ranks of this machine share one GPU, which NCCL refuses."""
     return env.share_gpus() and torch.cuda.device_count() < env.local_world_size()

@@ -1,4 +1,4 @@
-"""Reductions by their names and by those of PyTorch, and the dtypes for which each is defined."""
+"""Reductions by name and by PyTorch's enum, and the dtypes for which each is defined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast import wire
 from shotcast.errors import ConfigError, UnsupportedError
 
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
-"""A name among :data:`shotcast.wire.REDUCTIONS`, or what PyTorch calls it."""
+"""A name from :data:`shotcast.wire.REDUCTIONS`, or PyTorch's constant for it."""
 
 OF_TORCH = {
     "SUM": "sum",
@@ -23,13 +23,13 @@ OF_TORCH = {
     "BOR": "bor",
     "BXOR": "bxor",
 }
-"""Reductions by the names of PyTorch's, which Dynamo of PyTorch 2.11 can hash, as it cannot the reductions."""
+"""Reductions by PyTorch's names, which Dynamo of PyTorch 2.11 can hash, unlike the constants."""
 _AVERAGED_INTEGERS = ("int8", "uint8", "int16", "int32", "int64")
-"""Integers that PyTorch divides."""
+"""Integer dtypes that PyTorch divides."""
 
 
 def reduction_name(reduction: Reduction, call: str) -> str:
-    """Return the name of a reduction. Raises ConfigError if there is none of that name, or of PyTorch's kind."""
+    """Return the name of a reduction. Raises ConfigError for an unknown name or constant."""
     if isinstance(reduction, str):
         if reduction in wire.REDUCTIONS:
             return reduction
@@ -46,7 +46,7 @@ def reduction_name(reduction: Reduction, call: str) -> str:
 
 
 def check_reduction(dtype: str, reduction: str, begin: str = "") -> None:
-    """Raise UnsupportedError, whose text starts with ``begin``, unless a reduction is defined for a dtype."""
+    """Raise UnsupportedError, with a message that starts with ``begin``, unless a reduction is defined for a dtype."""
     floats = dtype not in (*wire.INTEGERS, "bool")
     if reduction == "avg" and not floats and not is_divided(dtype, reduction):
         integers = ", ".join(_AVERAGED_INTEGERS)
@@ -56,10 +56,10 @@ def check_reduction(dtype: str, reduction: str, begin: str = "") -> None:
 
 
 def is_divided(dtype: str, reduction: str) -> bool:
-    """Return whether a reduction is the sum, divided afterwards: the average of integers, as NCCL has it."""
+    """Return whether a reduction is a sum divided afterwards: the average of integers, as in NCCL."""
     return reduction == "avg" and dtype in _AVERAGED_INTEGERS
 
 
 def divide(total: torch.Tensor, ranks: int) -> None:
-    """Divide a sum of integers by the number of ranks, toward zero."""
+    """Divide a sum of integers by the number of ranks, rounding toward zero."""
     total.div_(ranks, rounding_mode="trunc")

@@ -1,4 +1,4 @@
-"""The results of own algorithms, bit for bit, in plain torch on one process. Tests compare with them."""
+"""Bit-exact results of native algorithms in plain torch on one process, for tests to compare with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def ordered_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ((+0.0 + x_0) + x_1) + ... in float32, rounded once to the dtype: one-shot and two-shot."""
+    """Compute ((+0.0 + x_0) + x_1) + ... in float32, rounded once to the dtype: one-shot and two-shot."""
     total = torch.zeros_like(xs[0], dtype=torch.float32)
     for x in xs:
         total = total + x.float()
@@ -21,7 +21,7 @@ def ordered_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def ring_sum(xs: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
-    """Return the slice of ``owner``: x_{owner+1}, then each next rank's added, rounded to the dtype at each hop."""
+    """Compute the slice of ``owner``: x_{owner+1} plus each next rank's slice, rounded to the dtype at each hop."""
     world_size = len(xs)
     total = ordered_sum([xs[(owner + 1) % world_size]])
     for step in range(2, world_size + 1):
@@ -30,7 +30,7 @@ def ring_sum(xs: Sequence[torch.Tensor], owner: int) -> torch.Tensor:
 
 
 def through_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Return float32 values [n] after transport as e4m3 with a scale a block (FP8 transport)."""
+    """Round float32 values [n] as FP8 transport does: to e4m3 with one scale per block."""
     rows = torch.nn.functional.pad(x, (0, -x.numel() % wire.FP8_BLOCK)).view(-1, wire.FP8_BLOCK)
     largest = rows.abs().amax(1, keepdim=True)
     size, limit = largest.clamp_min(2.0**-100), torch.full_like(largest, wire.FP8_LARGEST)
@@ -39,7 +39,7 @@ def through_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a slice of ``two_shot_fp8``: quantized parts added in float32, in rank order, and quantized again."""
+    """Compute a slice of ``two_shot_fp8``: quantized parts added in float32, in rank order, and quantized again."""
     total = torch.zeros_like(xs[0], dtype=torch.float32)
     for x in xs:
         total = total + through_fp8(x.float())
@@ -49,7 +49,7 @@ def fp8_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 def _by_slices(
     xs: Sequence[torch.Tensor], sum_of_slice: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the all-reduce whose slice ``j`` is ``sum_of_slice(slices, j)``."""
+    """Compute the all-reduce whose slice ``j`` is ``sum_of_slice(slices, j)``."""
     flat = [x.reshape(-1) for x in xs]
     item = flat[0].element_size()
     width = wire.slice_bytes(flat[0].numel() * item, len(xs)) // item
@@ -58,19 +58,19 @@ def _by_slices(
 
 
 def ordered_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Return the all-reduce of one-shot and two-shot, the same on all ranks."""
+    """Compute the all-reduce of one-shot and two-shot, the same on all ranks."""
     return ordered_sum(xs)
 
 
 def ring_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Return the all-reduce of the ring, the same on all ranks."""
+    """Compute the all-reduce of the ring, the same on all ranks."""
     return _by_slices(xs, ring_sum)
 
 
 def tree_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
-    """Return the sums of nodes, each in rank order in float32, added up in the tree over nodes, rounded once.
+    """Add each node's ranks in order in float32, add the nodes' sums in the tree over nodes, and round once.
 
-    The tree is that of :func:`shotcast.hardware.nodes.folded`. On one node it is :func:`ordered_sum`.
+    The tree comes from :func:`shotcast.hardware.nodes.folded`. On one node it is :func:`ordered_sum`.
     """
     sums = [ordered_sum([xs[rank].float() for rank in members]) for members in layout.members]
     pairs = folded(layout.nodes)
@@ -81,42 +81,42 @@ def tree_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
 
 
 def tree_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Return the all-reduce of the contract, the same on all ranks: what ``auto`` gives on any number of nodes."""
+    """Compute the all-reduce of the numerics contract, the same on all ranks: the result of ``auto`` on any nodes."""
     return tree_sum(xs, layout)
 
 
 def rounded_nodes_sum(xs: Sequence[torch.Tensor], layout: NodeLayout) -> torch.Tensor:
-    """Return the sums of nodes, each rounded to the dtype, added up in the tree over nodes, and rounded once more."""
+    """Round each node's sum to the dtype, add them in the tree over nodes, and round once more."""
     sums = [ordered_sum([xs[rank] for rank in members]) for members in layout.members]
     return tree_sum(sums, NodeLayout.of_keys(layout.names))
 
 
 def rounded_nodes_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Return the all-reduce of NVRAR in 16 bits, the same on all ranks."""
+    """Compute the all-reduce of NVRAR in 16 bits, the same on all ranks."""
     return rounded_nodes_sum(xs, layout)
 
 
 def fp8_all_reduce(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Return the all-reduce of two-shot in FP8, the same on all ranks."""
+    """Compute the all-reduce of two-shot in FP8, the same on all ranks."""
     # on a CPU, where a division by a number is one
     return _by_slices([x.cpu() for x in xs], lambda part, _: fp8_sum(part)).to(xs[0].device)
 
 
 def ordered_reduce_scatter(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by one-shot."""
+    """Compute rank ``rank``'s part of the one-shot reduce-scatter of [N * k, ...] tensors."""
     return ordered_sum([x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs])
 
 
 def ring_reduce_scatter(xs: Sequence[torch.Tensor], rank: int, layout: NodeLayout) -> torch.Tensor:
-    """Return rank ``rank``'s part of the reduce-scatter of [N * k, ...] tensors by the ring."""
+    """Compute rank ``rank``'s part of the ring reduce-scatter of [N * k, ...] tensors."""
     return ring_sum([x.chunk(len(xs))[rank] if x.shape[0] else x for x in xs], rank)
 
 
 def fp8_error_bound(xs: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return how far off a sum in FP8 transport may be, beyond the rounding of the dtype, for float64 ``xs``.
+    """Return the error bound of an FP8 sum of float64 ``xs``, beyond the rounding of the dtype.
 
-    Each part, and their sum, is rounded to e4m3 with the scale of its block; ``docs/reference/numerics.md`` has the
-    bound, here with the largest value of all.
+    Each part, and their sum, is rounded to e4m3 with the scale of its block; ``docs/reference/numerics.md`` derives the
+    bound, which is applied here with the overall largest value.
     """
     parts, total = torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
     for x in xs:
@@ -125,10 +125,10 @@ def fp8_error_bound(xs: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def rounded_nodes_error_bound(xs: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return how far off a sum of NVRAR in 16 bits may be, beyond the rounding of the dtype, for float64 ``xs``.
+    """Return the error bound of a 16-bit NVRAR sum of float64 ``xs``, beyond the rounding of the dtype.
 
-    It is the bound of ``docs/reference/numerics.md`` for any number of nodes. Without ``dtype`` it holds for float16
-    and bfloat16: it is that of bfloat16.
+    It is the bound of ``docs/reference/numerics.md`` for any number of nodes. Without ``dtype`` it is the bound of
+    bfloat16, which also covers float16.
     """
     unit = torch.finfo(torch.bfloat16 if dtype is None else dtype).eps / 2
     magnitude, ranks = torch.zeros((), device="cpu"), 0
@@ -138,24 +138,24 @@ def rounded_nodes_error_bound(xs: Iterable[torch.Tensor], dtype: torch.dtype | N
 
 
 def _e4m3_error(values: torch.Tensor) -> torch.Tensor:
-    """Return how far off non-negative values may be once they were e4m3, scaled so that the largest is 448."""
+    """Return the error of non-negative values after rounding to e4m3, scaled so that the largest is 448."""
     return 1.001 * torch.maximum(values / 16, values.max() / (448 * 1024))
 
 
 def add_residual(total: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return sum and residual added in float32, rounded once: the new residual of the fused operations."""
+    """Add sum and residual in float32, rounded once: the new residual of the fused operations."""
     return (total.float() + residual.float()).to(total.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMSNorm of each row in float32, rounded once. Kernels add squares in an order of their own."""
+    """Compute the RMSNorm of each row in float32, rounded once. Kernels add squares in a different order."""
     value = x.float()
     scale = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     return (value * scale * weight.float()).to(x.dtype)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return the LayerNorm of each row in float32, rounded once. Kernels add up in an order of their own."""
+    """Compute the LayerNorm of each row in float32, rounded once. Kernels add in a different order."""
     value = x.float()
     value = value - value.mean(-1, keepdim=True)
     value = value - value.mean(-1, keepdim=True)  # what rounding left of the mean
@@ -164,11 +164,11 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def quantize(normed: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 (float8_e4m3fn) of rows as rounded to their dtype, and the scale: ``normed`` is about ``quantized * scale``.
+    """Quantize rows, rounded to their dtype, to FP8 (float8_e4m3fn): ``normed`` is about ``quantized * scale``.
 
     ``quantized = e4m3(clamp(normed * (1 / scale), -448, 448))``, all in float32, to nearest even; NaN stays NaN.
-    Without ``scale``, each row has one of its own: max |row| / 448 over all that is no NaN, but at least 2^-126, the
-    smallest whose inverse is finite; so a row of zeros is zeros.
+    Without ``scale``, each row gets a scale: max |row| / 448 ignoring NaN, but at least 2^-126, the smallest with a
+    finite inverse. So a row of zeros stays zeros.
     """
     value = normed.float()
     if scale is None:

@@ -1,4 +1,4 @@
-"""The registered algorithms of this process: the built-in ones, and those that users add."""
+"""The registered algorithms of this process: built-in and user-defined."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _added: list[Algorithm] = []
 
 
 def _find_built_in() -> tuple[Algorithm, ...]:
-    """Return the built-in algorithms: those of fewest steps first, then those between nodes, the library last."""
+    """Return the built-in algorithms: fewest steps first, then the ones between nodes, the library last."""
     found: list[Algorithm] = []
     for file in pkgutil.iter_modules(built_in_modules.__path__):
         module = importlib.import_module(f"{built_in_modules.__name__}.{file.name}")
@@ -46,19 +46,20 @@ BUILT_IN = _find_built_in()
 
 
 def registered() -> Algorithms:
-    """Return all algorithms registered so far; their positions are their codes in headers."""
+    """Return all algorithms registered so far; their positions are their header codes."""
     return Algorithms((*BUILT_IN, *_added))
 
 
 def register_algorithm(algorithm: Algorithm) -> Algorithm:
-    """Add an algorithm to those that communicators made from now on can use.
+    """Register an algorithm for communicators created from now on.
 
-    Every rank of a job registers the same algorithms in the same order before it makes its communicator, which compares
-    them. The communicator then checks each added algorithm once, on random tensors against a plain sum or copy. For
-    command lines, SHOTCAST_ALGORITHMS names the modules or files that register algorithms.
+    Every rank of a job must register the same algorithms in the same order before it creates its communicator, which
+    compares them. The communicator then checks each added algorithm once, on random tensors against a plain sum or
+    copy. On command lines, SHOTCAST_ALGORITHMS names the modules or files that register algorithms.
 
     Args:
-        algorithm: its name is new; its forms serve all_reduce, reduce_scatter, all_gather, all_to_all or broadcast.
+        algorithm: the algorithm, with a new name; its forms serve all_reduce, reduce_scatter, all_gather, all_to_all or
+            broadcast.
 
     Returns:
         ``algorithm``.
@@ -97,7 +98,7 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 
 
 def import_named() -> None:
-    """Import what SHOTCAST_ALGORITHMS names, once; it registers algorithms. Raises ConfigError."""
+    """Import the modules in SHOTCAST_ALGORITHMS once, which registers their algorithms. Raises ConfigError."""
     for name in env.algorithm_modules():
         _import_once(name)
 
@@ -129,17 +130,17 @@ def _is_file(module: object, path: Path) -> bool:
 
 
 def from_environment() -> str:
-    """Return the algorithm that SHOTCAST_ALGORITHM names; ``"auto"`` if it names none."""
+    """Return the algorithm named by SHOTCAST_ALGORITHM; ``"auto"`` if it is not set."""
     return env.algorithm(("auto", *registered().names))
 
 
 def digest(algorithms: Algorithms) -> str:
-    """Return what ranks compare: the added algorithms in their order, with a hash of each description and its code."""
+    """Return a digest for ranks to compare: the added algorithms in order, with a hash of each description and code."""
     return ", ".join(f"{one.name} #{_fingerprint(one)}" for one in added(algorithms)) or "none added"
 
 
 def added(algorithms: Algorithms) -> tuple[Algorithm, ...]:
-    """Return those of ``algorithms`` that users registered."""
+    """Return the algorithms among ``algorithms`` that users registered."""
     return algorithms.members[len(BUILT_IN) :]
 
 
@@ -156,7 +157,7 @@ def _fingerprint(algorithm: Algorithm) -> str:
 
 
 def _source(reference: Reference) -> str:
-    """Return the text of the file that a kernel's binding is written in, or what else stands for it."""
+    """Return the source text that defines a kernel's binding, or a substitute for it."""
     if isinstance(reference, str):
         return reference
     try:

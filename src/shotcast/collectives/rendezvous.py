@@ -1,4 +1,4 @@
-"""The ranks of a communicator: those of a process group, all ranks of the job, or one outside a job."""
+"""The ranks of a communicator: a process group, all ranks of the job, or one rank outside a job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETUP_TIMEOUT_S = 120.0
 
 
 def rendezvous_of(group: dist.ProcessGroup | None, device: torch.device) -> Rendezvous:
-    """Return the ranks of ``group``, for None all ranks of the job; outside a job, this process as its only rank.
+    """Return the ranks of ``group`` or, for None, all ranks of the job; outside a job, this process is the only rank.
 
     Raises ConfigError as :func:`process_group_of` does.
     """
@@ -36,14 +36,14 @@ def rendezvous_of(group: dist.ProcessGroup | None, device: torch.device) -> Rend
 
 @functools.cache
 def _store_of_one() -> dist.Store:
-    """Return the store of all communicators outside a job: their names must differ."""
+    """Return the store shared by all communicators outside a job, whose names must differ."""
     return dist.HashStore()
 
 
 def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
-    """Return ``group``, or for None the group of all ranks; initialize torch.distributed if that has not been done.
+    """Return ``group`` or, for None, the group of all ranks; initialize torch.distributed if necessary.
 
-    Gloo then uses the interface of SHOTCAST_SOCKET_IFNAME, unless its own variable names another. Raises ConfigError if
+    Gloo then uses the interface in SHOTCAST_SOCKET_IFNAME, unless Gloo's variable names another. Raises ConfigError if
     this rank is not a member of the group.
     """
     if not dist.is_initialized():
@@ -63,6 +63,6 @@ def process_group_of(group: dist.ProcessGroup | None, device: torch.device) -> d
 
 
 def use_interface() -> None:
-    """Let Gloo use the interface of SHOTCAST_SOCKET_IFNAME, unless its own variable names another."""
+    """Make Gloo use the interface in SHOTCAST_SOCKET_IFNAME, unless Gloo's variable names another."""
     if interface := env.socket_ifname():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else it takes where the host's own name leads

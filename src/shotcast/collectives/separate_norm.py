@@ -11,11 +11,11 @@ from shotcast.wire import RMS, Norm
 
 
 def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: bool) -> None:
-    """Norm ``total`` [rows, hidden] into ``tensors``, which have as many rows.
+    """Normalize ``total`` [rows, hidden] into ``tensors``, which have as many rows.
 
-    ``by_kernel`` uses a kernel (``kernels/triton/norm.py``; the tensors begin at multiples of 16 bytes); otherwise
-    compiled host code is used (``transport/cpu/norm_rows.py``). Both give the bits of the fused operations. Rows that
-    are too long for a kernel use plain torch.
+    ``by_kernel`` selects a GPU kernel (``kernels/triton/norm.py``; tensors must be aligned to 16 bytes); otherwise
+    compiled host code runs (``transport/cpu/norm_rows.py``). Both give the bits of the fused operations. Rows too long
+    for a kernel use plain torch.
     """
     if total.numel() == 0:
         return
@@ -49,13 +49,13 @@ def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: b
 
 
 def share(tensors: NormTensors, norm: Norm, rank: int, world_size: int) -> NormTensors:
-    """Return the tensors of this rank's rows, where all rows are gathered into ``tensors``."""
+    """Return this rank's rows of the tensors if all rows are gathered into ``tensors``."""
     own_rows = {name: getattr(tensors, name).chunk(world_size)[rank] for name in _gathered(norm)}
     return tensors._replace(**own_rows)
 
 
 def gathered(tensors: NormTensors, norm: Norm) -> list[torch.Tensor]:
-    """Return those of ``tensors`` that hold the rows of all ranks."""
+    """Return the ``tensors`` that hold the rows of all ranks."""
     return [getattr(tensors, name) for name in _gathered(norm)]
 
 

@@ -24,7 +24,7 @@ Make = Callable[[], Any]
 
 
 class Handle:
-    """A call that was started: a result that will be there. The handle of a call that is over, as a base of others."""
+    """An asynchronous call: a result that will arrive. The base class is the handle of a finished call."""
 
     def __init__(self, result: Any = None):
         self.result = result
@@ -33,13 +33,13 @@ class Handle:
     """The name of the call."""
 
     def is_completed(self) -> bool:
-        """Return whether the call is over, with a result or an error. It is False for calls captured in a graph."""
+        """Return whether the call has finished, with a result or an error. Always False for captured calls."""
         return True
 
     def wait(self) -> Any:
-        """Return the result of the call. On GPUs the current stream waits for it, and not the host.
+        """Return the result of the call. On GPUs the current stream waits for it, but the host does not.
 
-        Raises what the call raised. It may be called again.
+        Raises the call's error, if any. May be called repeatedly.
         """
         return self.result
 
@@ -85,20 +85,20 @@ class _StreamHandle(Handle):
 
 
 class StreamStarter:
-    """Starts calls on a stream, one after the other; each waits for what the current stream had to do before.
+    """Runs calls on a stream, one after the other; each waits for the pending work of the current stream.
 
-    Calls of the communicator on other streams wait for those that were started before them.
+    Calls of the communicator on other streams wait for the ones started before them.
     """
 
     thread_id = None
-    """Calls have no thread of their own."""
+    """Calls do not run on a separate thread."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self.stream = torch.cuda.Stream(device)
 
     def start(self, make: Make, operands: Any) -> Handle:
-        """Make a call on the stream; ``operands`` has its tensors."""
+        """Run a call on the stream; ``operands`` holds its tensors."""
         with torch.cuda.device(self._device):
             captured = capturing()
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -114,7 +114,7 @@ class StreamStarter:
         return _StreamHandle(result, event, self._device, captured, operands)
 
     def is_current(self) -> bool:
-        """Return False: calls have no thread of their own."""
+        """Return False: calls do not run on a separate thread."""
         return False
 
     def settle(self) -> None:
@@ -128,7 +128,7 @@ class StreamStarter:
 
 
 class Outcome:
-    """The end of a call on a thread, apart from its handle: an error has the frames of the thread, and they this."""
+    """The outcome of a call on a thread, separate from its handle: error tracebacks refer to the thread's frames."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -148,7 +148,7 @@ class Outcome:
                 self._log()
 
     def seen(self) -> BaseException | None:
-        """Return the error of a call that is over, for somebody to see."""
+        """Return the error of a finished call, marking it as reported."""
         self._unseen = False
         return self.error
 
@@ -160,7 +160,7 @@ class Outcome:
         return self.result
 
     def drop(self) -> None:
-        """Record that nobody can ask for the result any more."""
+        """Record that nobody can ask for the result anymore."""
         self._dropped = True
         if self.over.is_set():
             self._log()
@@ -191,7 +191,7 @@ class _HostHandle(Handle):
 
 
 def in_this_state(make: Make) -> Make:
-    """Return a function that makes a call on another thread, in the state of autograd and autocast of this one."""
+    """Return a function that runs a call on another thread with this thread's autograd and autocast state."""
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
@@ -207,9 +207,9 @@ def in_this_state(make: Make) -> Make:
 
 
 class Worker:
-    """A thread that does the work of its ``queue`` in order, until that has None or ``close`` puts it there.
+    """A thread that does the work in its ``queue`` in order, until it reads None, which ``close`` enqueues.
 
-    ``close`` is called when nothing refers to this any more.
+    ``close`` is called when nothing refers to this anymore.
     """
 
     def __init__(self, name: str):
@@ -230,14 +230,14 @@ def _serve(waiting: queue.SimpleQueue[Make | None]) -> None:
 
 
 _AT_EXIT_S = 1.0
-"""Seconds that the end of the process waits for calls that are under way."""
+"""Seconds that process exit waits for calls in progress."""
 
 
 class ThreadStarter:
-    """Starts calls on a thread, one after the other: calls of CPU ranks block, but let other threads run.
+    """Runs calls on a thread, one after the other: calls of CPU ranks block, but let other threads run.
 
-    The thread ends with :meth:`close`, or when nothing refers to this any more. ``begun`` and ``ended`` are called when
-    calls begin to be outstanding, and when all are over.
+    The thread ends with :meth:`close`, or when nothing refers to this anymore. ``begun`` is called when the first call
+    becomes outstanding, and ``ended`` when all have finished.
     """
 
     def __init__(self, begun: Callable[[], None] | None = None, ended: Callable[[], None] | None = None):
@@ -250,11 +250,11 @@ class ThreadStarter:
         _STARTERS.add(self)
 
     def start(self, make: Make, operands: Any) -> Handle:
-        """Make a call on the thread, in the state of autograd and autocast of this one."""
+        """Run a call on the thread, with the caller's autograd and autocast state."""
         return _HostHandle(self.issue(in_this_state(make)))
 
     def issue(self, make: Make) -> Outcome:
-        """Make a call on the thread, in any state of autograd and autocast."""
+        """Run a call on the thread, with any autograd and autocast state."""
         outcome = Outcome()
         with self._lock:
             if self._last is None and self._begun is not None:
@@ -264,11 +264,11 @@ class ThreadStarter:
         return outcome
 
     def is_current(self) -> bool:
-        """Return whether this is the thread of the calls, such as in a callback at the end of one."""
+        """Return whether this is the thread that runs the calls, such as in a callback at the end of one."""
         return threading.get_ident() == self.thread_id
 
     def settle(self) -> None:
-        """Return when all calls that were started are over, so that another may follow them."""
+        """Wait for all asynchronous calls, so that another call may follow them."""
         if self._last is None or self.is_current():
             return
         with self._lock:
@@ -279,7 +279,7 @@ class ThreadStarter:
                     self._ended()
 
     def serve_until(self, over: threading.Event) -> None:
-        """Make calls on their thread, within one of them, until one that was started is over."""
+        """Run calls on their thread, from within one of them, until an asynchronous one has finished."""
         while not over.is_set():
             work = self._worker.queue.get()
             if work is None:  # the thread ends: nothing comes any more
@@ -289,13 +289,13 @@ class ThreadStarter:
             del work
 
     def settle_until(self, until: float) -> None:
-        """Wait for the calls that were started, but no longer than to this point of ``time.monotonic``."""
+        """Wait for the asynchronous calls, at most until this point of ``time.monotonic``."""
         last = self._last
         if last is not None and self._worker.thread.is_alive():  # it does not live in a forked process
             last.over.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """End the thread after the calls that were started."""
+        """End the thread after the pending calls."""
         self._worker.close()
 
 
@@ -304,7 +304,7 @@ _STARTERS: weakref.WeakSet[ThreadStarter] = weakref.WeakSet()
 
 @atexit.register
 def _settle_at_exit() -> None:
-    """Let calls end that are about to: a thread that comes back to an interpreter that ends aborts the process."""
+    """Let calls finish that are about to: a thread that returns to a finalizing interpreter aborts the process."""
     until = time.monotonic() + _AT_EXIT_S
     for starter in list(_STARTERS):
         starter.settle_until(until)

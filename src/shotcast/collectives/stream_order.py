@@ -1,4 +1,4 @@
-"""Order the calls of one communicator as they are made, whatever CUDA streams they are made on."""
+"""Order the calls of one communicator as they are made, on any CUDA streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast.memory import streams as cuda_streams
 
 
 class Streams(Protocol):
-    """The functions of CUDA that order calls: :mod:`shotcast.memory.streams`. A stream has ``wait_stream``."""
+    """CUDA functions that order calls: :mod:`shotcast.memory.streams`. A stream has ``wait_stream``."""
 
     def capturing(self) -> bool: ...
     def raw_stream(self, device_index: int, /) -> int: ...
@@ -21,12 +21,12 @@ class Streams(Protocol):
 
 
 class StreamChain:
-    """Make the stream of each call wait for the call before it, if that was on another stream.
+    """Make the stream of each call wait for the previous call, if that was on another stream.
 
-    Eager calls are chained to eager calls, and calls inside a graph capture to those of the same capture, as a capture
-    cannot depend on work outside it. With ``replays``, replays of graphs are calls too, in the order in which the host
-    launches them: from the first capture on, one event marks the last call, whether it is eager or in a replay.
-    Without, whoever launches replays orders them.
+    Eager calls are chained to eager calls, and calls inside a graph capture to calls of the same capture, since a
+    capture cannot depend on work outside it. With ``replays``, replays of graphs are calls too, in the order in which
+    the host launches them: from the first capture on, one event marks the last call, whether it is eager or in a
+    replay. Without it, the caller must order replays.
     """
 
     def __init__(self, device: torch.device, replays: bool = False, streams: Streams = cuda_streams) -> None:
@@ -40,14 +40,14 @@ class StreamChain:
         self._captured: dict[int, Any] = {}
 
     def capturing(self) -> bool:
-        """Return whether a call on the current stream would now be captured in a graph."""
+        """Return whether a call on the current stream would be captured in a graph now."""
         return self._capturing()
 
     def enter(self) -> bool:
-        """Order a call that is about to be made on the current stream; return whether that stream is being captured.
+        """Order a call that is about to run on the current stream; return whether that stream is being captured.
 
-        :meth:`leave` follows when the call is enqueued. Raises ConfigError if the call is eager, and the stream of the
-        eager call before it is being captured now: a stream that waited for that one would join the capture.
+        Call :meth:`leave` once the call is enqueued. Raises ConfigError if the call is eager and the stream of the
+        previous eager call is being captured now: a stream that waited for it would join the capture.
         """
         if self._capturing():
             self._follow_captured(self._current_stream(self._device))
@@ -62,7 +62,7 @@ class StreamChain:
         return False
 
     def leave(self, capturing: bool) -> None:
-        """Take note of a call that was enqueued on the current stream, in a capture or not."""
+        """Record a call that was enqueued on the current stream, in a capture or not."""
         if self._last is not None:
             stream = self._raw_stream(self._index)
             if capturing:
@@ -76,13 +76,13 @@ class StreamChain:
 
     @property
     def has_captured(self) -> bool:
-        """Return whether calls have been captured in graphs, which may be replayed."""
+        """Return whether captured calls exist, whose graphs may be replayed."""
         return bool(self._captured)
 
     def last(self) -> Any:
-        """Return the stream of the last eager call, which has waited for all before it.
+        """Return the stream of the last eager call, which has waited for all earlier ones.
 
-        None if there was none, or if that stream is being captured now, so that nobody outside can wait for it.
+        None if there was none, or if that stream is being captured now, so nothing outside can wait for it.
         """
         return None if self._eager is None or self._capture_id(self._eager) else self._eager
 
@@ -108,7 +108,7 @@ class StreamChain:
         self._captured[capture] = stream
 
     def _follow_last(self, handle: int) -> None:
-        """Let replays of a capture that has begun wait for the call before them."""
+        """Make replays of a capture that has begun wait for the previous call."""
         if self._last is None:
             self._last = self._new_event()
             if self._eager is not None and not self._capture_id(self._eager):

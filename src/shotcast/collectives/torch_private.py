@@ -1,4 +1,4 @@
-"""Private names of PyTorch: by which autograd notices that a tensor was written, and by which traces are told."""
+"""PyTorch's private names for autograd's version counters and for detecting traces."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 increment_version = torch._C._increment_version
-"""Tell autograd that the tensors of a tuple are about to be written by something that it does not see.
+"""Tell autograd that the tensors of a tuple are about to be written by code that it cannot see.
 
-The public form, ``torch.autograd.graph.increment_version``, takes twice the 0.1 microseconds."""
+The public function, ``torch.autograd.graph.increment_version``, takes twice as long as these 0.1 microseconds.
+"""
 
 Unseen = torch._C._AutoDispatchBelowADInplaceOrView
-"""A context in which autograd does not see what PyTorch writes: it counts no versions and records nothing, and tensors
-of inference mode can be written outside of it."""
+"""A context that hides writes from autograd: it counts no versions and records nothing, and inference-mode tensors can
+be written outside of inference mode."""
 
 
 def is_traced() -> bool:
-    """Return whether this thread traces a graph. PyTorch's ``is_compiling()`` is true while any thread does."""
+    """Return whether this thread is tracing a graph. PyTorch's ``is_compiling()`` is true while any thread does."""
     return is_dynamo_compiling() or (is_compiling() and _len_torch_dispatch_stack() > 0)

@@ -2,14 +2,14 @@ r"""The alpha-beta model of collectives: a latency per step, bytes over bandwidt
 
 .. math:: T = f + s\,a + S / b + R / m + C / c + s_n\,a_n + S_n / b_n + s_w\,a_w + S_w / b_w
 
-A rank makes s steps, sends S bytes, takes in R bytes (reads, uses and clears them) and converts C values to or from
+A rank makes s steps, sends S bytes, consumes R bytes (reads, uses and clears them) and converts C values to or from
 FP8. f is the fixed cost of a call, a the latency of a step, b the bandwidth in each direction, m the rate at which a
-rank takes in received bytes and c the rate at which it converts. Over several nodes, s and S count what stays within
-nodes alone. In :math:`s_n` further steps a rank sends :math:`S_n` bytes to one peer on another node, with a latency
+rank consumes received bytes and c the rate at which it converts. Over several nodes, s and S count only traffic within
+nodes. In :math:`s_n` further steps a rank sends :math:`S_n` bytes to one peer on another node, with a latency
 :math:`a_n` and a bandwidth :math:`b_n` for each rank; in :math:`s_w` steps it sends :math:`S_w` bytes to all other
-nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ: each message takes time of a core.) A
-call that keeps to a number of SMs takes at least as long as these need to move its bytes. The description of each
-algorithm gives its numbers (:mod:`shotcast.collectives.algorithms`).
+nodes at once, with :math:`a_w` and :math:`b_w`. (On CPU hosts these differ, since each message takes core time.) An
+SM-limited call takes at least as long as its SMs need to move the bytes. Each algorithm's description gives its numbers
+(:mod:`shotcast.collectives.algorithms`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shotcast.wire import NodeShape
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """The constants of a machine."""
+    """The cost constants of a machine."""
 
     fixed_us: float  # the fixed cost of a call
     step_us: float  # the latency of a step
@@ -38,23 +38,23 @@ class LinkCost:
 
 
 NVLINK4 = LinkCost(fixed_us=0.988, step_us=0.857, bw_gbps=474.1, local_gbps=1386.0, sm_gbps=20.0)
-"""Hopper with 18 links, fitted as ``research/calibrate_gpu.py`` fits.
+"""Hopper with 18 links, fitted by ``research/calibrate_gpu.py``.
 
-The measurements are benchmarks/data/h200/all_reduce_bf16_x4.json and _x2.json. The root mean square error is 8%; a
-choice by it costs at most 4% more than the fastest measured, from 1 KiB to 256 MiB. ``sm_gbps`` is not fitted: on 2
-H200, NCCL's all-reduce of 448 MB took 5.7, 3.0 and 1.8 ms with 4, 8 and 16 blocks.
+The measurements are benchmarks/data/h200/all_reduce_bf16_x4.json and _x2.json. The root mean square error is 8%.
+Choosing by the model costs at most 4% more than the fastest measurement, from 1 KiB to 256 MiB. ``sm_gbps`` is not
+fitted: on 2 H200, NCCL's all-reduce of 448 MB took 5.7, 3.0 and 1.8 ms with 4, 8 and 16 blocks.
 """
 SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0, converted_per_ns=7.0)
 """Processes of one host. Only the order of the algorithms is meaningful.
 
 With 4 ranks on 2 cores, two-shot overtakes one-shot between 16 and 64 KiB (benchmarks/data/cpu). A core converts a
-value in about the time in which it copies two bytes: with 2 ranks on 2 cores, an all-reduce by FP8 takes 1.4 to 5 times
-as long as two-shot (tests/cost/test_cost.py). GPUs convert while they wait for memory.
+value in about the time it takes to copy two bytes: with 2 ranks on 2 cores, an FP8 all-reduce is 1.4 to 5 times slower
+than two-shot (tests/cost/test_cost.py). GPUs convert while they wait for memory.
 """
 
 
 class NetworkCost(NamedTuple):
-    """The constants of the network between nodes, in 1e9 bytes a second and microseconds."""
+    """The constants of the network between nodes, in GB/s (1e9) and microseconds."""
 
     step_us: float  # the time of a step in which each rank sends to one peer, from the send to the arrival
     bw_gbps: float  # bandwidth of each rank in each direction, to one peer
@@ -69,7 +69,7 @@ class NetworkCost(NamedTuple):
 
     @property
     def to_all(self) -> tuple[float, float]:
-        """The time of a step and the bandwidth where a rank sends to all peers at once."""
+        """The latency of a step and the bandwidth when a rank sends to all peers at once."""
         step_us = self.step_us if self.spread_us is None else self.spread_us
         return step_us, self.bw_gbps if self.spread_gbps is None else self.spread_gbps
 
@@ -78,14 +78,14 @@ NO_NETWORK = NetworkCost(0.0, math.inf)
 INFINIBAND = NetworkCost(step_us=5.0, bw_gbps=45.0)
 """GPUs with an NDR adapter each; not measured here.
 
-Both are assumed: 5 us is what NCCL's own model takes for a step of a tree between nodes (``hwLatencies``, LL,
-src/graph/tuning.cc of NCCL 2.30.7), and 45 GB/s are somewhat less than the 46 to 48 that its maintainers expect of 400
-Gbit/s (https://github.com/NVIDIA/nccl-tests/issues/290).
+Both are assumptions: 5 us is NCCL's model of a tree step between nodes (``hwLatencies``, LL, src/graph/tuning.cc of
+NCCL 2.30.7), and 45 GB/s is slightly below the 46 to 48 that its maintainers expect from 400 Gbit/s
+(https://github.com/NVIDIA/nccl-tests/issues/290).
 """
 
 
 class Work(NamedTuple):
-    """The work of a rank in one call."""
+    """A rank's work in one call."""
 
     steps: int  # steps within its node
     sent: float  # bytes sent to ranks of its node
@@ -97,9 +97,9 @@ class Work(NamedTuple):
     spread_sent: float = 0.0  # bytes sent in these steps, to all of them
 
     def over(self, shape: NodeShape) -> Work:
-        """Return this work, in which a rank treats all others alike, with what of it goes over the network.
+        """Move part of this work to the network, for calls in which a rank treats all others alike.
 
-        Each of its steps waits for the network, and of what it sends the part that is for other nodes goes over it.
+        Each step waits for the network, and the bytes for other nodes cross it.
         """
         if shape.nodes == 1:
             return self
@@ -109,9 +109,9 @@ class Work(NamedTuple):
 
 
 def time_us(work: Work, link: LinkCost, network: NetworkCost = NO_NETWORK, sms: int = 0) -> float:
-    """Return the predicted time of a call in microseconds, by the equation above.
+    """Predict the time of a call in microseconds with the equation above.
 
-    A call that keeps to ``sms`` SMs (0 for any number) moves its bytes no faster than these do.
+    A call limited to ``sms`` SMs (0 for no limit) moves its bytes no faster than they can.
     """
     local_us = work.taken / (link.local_gbps * 1e3) + work.converted / (link.converted_per_ns * 1e3)
     spread_us, spread_gbps = network.to_all

@@ -1,12 +1,12 @@
-r"""The cost of what a model computes on one GPU: a roofline for each kind of kernel, with measured efficiency.
+r"""The cost of model computation on one GPU: a roofline per kind of kernel, with measured efficiency.
 
-A kernel has a fixed cost f, and takes the time of what bounds it. Near the corner of the roofline two bounds delay each
-other, which a norm of order 4 describes:
+A kernel takes a fixed cost f plus the time of its bound. Near the corner of the roofline two bounds interact, which a
+norm of order 4 describes:
 
 .. math:: T = f + \left( (X / x)^4 + (Y / y)^4 \right)^{1/4}
 
 with X and Y the amounts of work that bound it, and x and y the rates at which it does them. The consequence: a product
-of few rows takes the time of reading its weights however many rows there are, until F / c passes B / b.
+of few rows takes the time of reading its weights for any number of rows, until F / c exceeds B / b.
 
 =================  ==========================================  ==================================================
 kernel             X, the first amount                         Y, the second amount
@@ -17,27 +17,27 @@ prompt attention   operations of scores and values, c          keys that the las
 pass over rows     bytes read and written, b                   0
 =================  ==========================================  ==================================================
 
-On a GPU a program of attention also begins. It takes as long as some keys more, 96 of a sequence that decodes and 192
-of a token of a prompt, whose last tile of keys is half masked. With these round numbers the equation fits best what
-``benchmarks/data/h200/kernels_x1.json`` has.
+On a GPU an attention program also has a start-up cost, equivalent to 96 more keys for a decoding sequence and 192 for a
+prompt token, whose last tile of keys is half masked. These round numbers fit ``benchmarks/data/h200/kernels_x1.json``
+best.
 
-Products have three sets of constants, as they have three kernels: of one row, of few, and of many. Products of many
-rows have another set for products in a row (:func:`sustained_kind`). Arithmetic at the full clock takes more power than
-a GPU may take on average, so where it continues, the clock goes down until power is at the limit. Until then a GPU that
-has rested saves, of the time that its products take in a row, up to s (:data:`FULL_CLOCK_US`):
+Products have three sets of constants because they have three kernels: for one row, for few, and for many. Products of
+many rows have another set for back-to-back runs (:func:`sustained_kind`). Arithmetic at the full clock draws more power
+than a GPU may draw on average, so under sustained load the clock drops until power meets the limit. Until then a rested
+GPU saves up to s of the time of back-to-back products (:data:`FULL_CLOCK_US`):
 
 .. math:: T = T_{row} - \min(T_{row} - T_{rested},\; s_{left})
 
-What is saved uses up s, and idle time restores it: at the limit energy is proportional to time, so what is drawn beyond
-the limit is proportional to the time that is saved, and a GPU that idles draws almost nothing.
+Savings use up s, and idle time restores it: at the limit energy is proportional to time, so the energy drawn beyond the
+limit is proportional to the time saved, and an idle GPU draws almost nothing.
 
-An all-reduce with residual and norm in its kernel takes a moment d more than the sum, or what each rank takes to norm
-all n bytes of rows, if that is longer:
+An all-reduce with fused residual and norm takes a time d more than the sum, or the time for each rank to normalize all
+n bytes of rows, whichever is longer:
 
 .. math:: T = \max(T_{sum} + d,\; f + n / x)
 
-Every rank norms every row, so f and x do not depend on the ranks, and a message that few ranks sum is bound by them:
-8 MiB took 42 us on 2 H100 and 44 us on 4 H200, where the sums alone took 26 and 40.
+Every rank normalizes every row, so f and x do not depend on the number of ranks, and they bound messages that few ranks
+sum: 8 MiB took 42 us on 2 H100 and 44 us on 4 H200, where just the sums took 26 and 40.
 """
 
 from __future__ import annotations
@@ -46,31 +46,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ORDER = 4
-"""The order of the norm that joins two bounds: 1 would add them up, infinity take the larger."""
+"""The order of the norm that combines two bounds: 1 would add them, infinity would take the larger."""
 FEW_ROWS = 64
-"""The most rows of a product that the engine's native kernels for GPUs compute; the library computes those of more."""
+"""The most rows that the engine's native GPU matmuls handle; larger products use the library."""
 FULL_CLOCK_US = 2_000.0
-"""The least microseconds that a rested GPU saves at its full clock, before the clock goes down.
+"""The minimum time that a rested GPU saves at its full clock before the clock drops, in microseconds.
 
-Measured on an H200 (``benchmarks/data/h200/kernels_x1.json``): matmuls are timed in isolated graphs of 2 ms that
-are replayed six times, all at the full clock; sustained matmuls take 1.1 to 1.2 times as long.
+Measured on an H200 (``benchmarks/data/h200/kernels_x1.json``): matmuls are timed in isolated graphs of 2 ms that are
+replayed six times, all at the full clock; sustained matmuls are 1.1 to 1.2 times slower.
 """
 MOST_WIDE_ROWS = 2
-"""The most rows that are multiplied with FP8 weights as they are; more are in FP8 too (``kernels/triton/gemv.py``)."""
+"""The most rows multiplied with FP8 weights in 16 bits; more rows are converted to FP8 too
+(``kernels/triton/gemv.py``).
+"""
 FP8 = "_fp8"
-"""The end of the names of kinds that are of weights or activations in FP8."""
+"""The suffix of kinds with weights or activations in FP8."""
 PASSES = ("norm", "logits", "sampling")
-"""Passes over rows that are kinds of their own: the residual and the norm on one rank, the joined logits with the
-largest of each row, and sampling by temperature (greedy sampling has no kernel besides)."""
+"""Passes over rows with separate kinds: the residual and norm on one rank, the joined logits with each row's maximum,
+and sampling by temperature (greedy sampling needs no further kernel)."""
 MOST_SPLITS = 64
 _SPLIT_PROGRAMS = 256
-"""Decode attention divides contexts, at most by 64, while it has fewer programs than this."""
+"""Decode attention splits contexts, into at most 64 parts, while it has fewer programs than this."""
 DECODE_BEGINNING, PROMPT_BEGINNING = 96, 192
-"""Keys that take as long as the start of a decoding sequence, and of a prompt's token, on a GPU; on a CPU none."""
+"""Start-up cost of a decoding sequence and of a prompt token on a GPU, in keys; 0 on a CPU."""
 
 
 class KernelWork(NamedTuple):
-    """The amounts that bound a kernel: GB, Gflop or thousands of keys, as the table above says."""
+    """The amounts of work that bound a kernel: GB, Gflop or thousands of keys, as in the table above."""
 
     first: float
     second: float = 0.0
@@ -85,29 +87,29 @@ class KernelCost:
     second_rate: float = 1.0  # y, a second: Gflop or thousands of keys; 1 where there is no second amount
 
     def time_us(self, work: KernelWork) -> float:
-        """Return the time of a kernel in microseconds, by the equation above."""
+        """Return the time of a kernel in microseconds, from the equation above."""
         first, second = 1e6 * work.first / self.first_rate, 1e6 * work.second / self.second_rate
         return self.fixed_us + (first**ORDER + second**ORDER) ** (1 / ORDER)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedNormCost:
-    """The constants of an all-reduce with residual and norm in its kernel, by the last equation above."""
+    """The constants of an all-reduce with fused residual and norm, from the last equation above."""
 
     beyond_us: float  # d
     fixed_us: float  # f
     rate: float  # x, GB of the message a second
 
     def time_us(self, nbytes: float, sum_us: float) -> float:
-        """Return the microseconds of a message of which the sum alone takes ``sum_us``."""
+        """Return the microseconds of a message whose sum takes ``sum_us``."""
         return max(sum_us + self.beyond_us, self.fixed_us + nbytes / (1e3 * self.rate))
 
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """The time that the host of an engine takes for a step, besides what the ranks compute and communicate.
+    """The host time of an engine step, beyond the computation and communication of the ranks.
 
-    It schedules, builds the inputs, samples, and reports the tokens.
+    It covers scheduling, building inputs, sampling, and reporting tokens.
     """
 
     fixed_us: float  # a step
@@ -120,10 +122,10 @@ class HostCost:
     client_us: float = 0.0  # a request on its way from the client to the loop, and its first token on the way back
 
     def time_us(self, sequences: int, rows: int, requests: int = 0, layers: int = 0) -> float:
-        """Return the microseconds of a step of this many sequences, with this many tokens together.
+        """Return the microseconds of a step of this many sequences, with this many tokens in total.
 
         Args:
-            layers: of a model whose steps no graph replays; 0 where one does.
+            layers: layers of a model whose steps are not replayed as graphs; 0 if they are.
         """
         step_us = self.fixed_us + sequences * self.per_sequence_us + rows * self.per_row_us
         return step_us + requests * self.per_request_us + layers * self.per_layer_us
@@ -138,50 +140,50 @@ def product_kind(rows: int, fp8: bool, few_rows: int = FEW_ROWS) -> str:
 
 
 def sustained_kind(fp8: bool) -> str:
-    """Return the kind of products of many rows that run in a row, at the clock that the GPU can keep up."""
+    """Return the kind of back-to-back products of many rows, at the sustained clock."""
     return f"sustained_product{FP8 * fp8}"
 
 
 class FullClock:
-    """Follows how much a GPU can still save at its full clock, by the second equation above.
+    """Tracks how much time a GPU can still save at its full clock, by the second equation above.
 
-    It begins with nothing, as after work.
+    It starts at zero, as after work.
     """
 
     def __init__(self) -> None:
         self._left_us = 0.0
 
     def rest(self, idle_us: float) -> None:
-        """Restore what idle time restores."""
+        """Restore the budget for idle time."""
         self._left_us = min(FULL_CLOCK_US, self._left_us + idle_us)
 
     def take(self, saved_us: float) -> float:
-        """Return the microseconds that work saves which at the full clock saves ``saved_us``, and use them up."""
+        """Consume up to ``saved_us`` microseconds of the remaining savings at the full clock, and return the amount."""
         taken_us = min(saved_us, self._left_us)
         self._left_us -= taken_us
         return taken_us
 
 
 def product(rows: int, outputs: int, inputs: int, weight_bytes: int) -> KernelWork:
-    """Return the work of ``[rows, inputs] x [inputs, outputs]``, each weight of this many bytes.
+    """Return the work of ``[rows, inputs] x [inputs, outputs]`` with ``weight_bytes`` bytes per weight.
 
-    One row has two operations a weight, which never bound it.
+    One row needs two operations per weight, which never limit it.
     """
     operations = 2 * rows * outputs * inputs if rows > 1 else 0
     return KernelWork(outputs * inputs * weight_bytes / 1e9, operations / 1e9)
 
 
 def decode_splits(sequences: int, kv_heads: int) -> int:
-    """Return the parts in which decode attention reads a context."""
+    """Return the number of parts in which decode attention reads a context."""
     return max(1, min(MOST_SPLITS, _SPLIT_PROGRAMS // max(1, sequences * kv_heads)))
 
 
 def decode_attention(
     sequences: int, context: float, kv_heads: int, head_dim: int, itemsize: float, beginning: int = DECODE_BEGINNING
 ) -> KernelWork:
-    """Return the work of the attention of ``sequences`` with one query each, over ``context`` tokens on average.
+    """Return the attention work of ``sequences`` with one query each, over ``context`` tokens on average.
 
-    ``beginning`` is the number of keys in whose time a sequence begins; 0 on a CPU.
+    ``beginning`` is the start-up cost of a sequence in keys; 0 on a CPU.
     """
     nbytes = 2 * sequences * (context + beginning) * kv_heads * head_dim * itemsize
     return KernelWork(nbytes / 1e9, context / decode_splits(sequences, kv_heads) / 1e3)
@@ -190,10 +192,10 @@ def decode_attention(
 def prompt_attention(
     parts: list[tuple[int, int]], heads: int, head_dim: int, beginning: int = PROMPT_BEGINNING
 ) -> KernelWork:
-    """Return the work of the attention of parts of prompts: for each its tokens, and the tokens before them.
+    """Return the attention work of parts of prompts, each given by its tokens and the tokens before them.
 
-    A token sees those before it and itself, each with 4 operations a head and dimension: scores, and sums of values.
-    It begins in the time of ``beginning`` keys; 0 on a CPU.
+    A token attends to itself and all earlier tokens, with 4 operations per head and dimension: scores, and sums of
+    values. Its start-up cost is ``beginning`` keys; 0 on a CPU.
     """
     seen = sum(tokens * (before + (tokens + 1) / 2 + beginning) for tokens, before in parts)
     longest = max((tokens + before for tokens, before in parts), default=0)
@@ -215,10 +217,10 @@ KINDS = (
     *PASSES,
     f"norm{FP8}",
 )
-"""The kinds of kernels on a GPU; those in FP8 only where it has that. A pass in FP8 writes FP8."""
+"""The kinds of kernels on a GPU; FP8 kinds exist only if the GPU supports FP8. A pass in FP8 writes FP8."""
 
 HEAD_OF_PROMPTS = "head_of_prompts"
-"""The kind of the logits after many rows: threads of the library that multiplied them still wait for more."""
+"""The kind of logits computed after many rows, while the library's threads still wait for further products."""
 CPU_KINDS = (
     "product",
     "large_product",

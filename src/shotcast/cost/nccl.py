@@ -1,27 +1,27 @@
-r"""All-reduces of NCCL over several nodes, by the model that NCCL chooses by: what own algorithms are compared with.
+r"""NCCL's all-reduces over several nodes, priced by NCCL's own cost model: the baseline for native algorithms.
 
-NCCL predicts each algorithm and protocol by a latency and a bandwidth (``src/graph/tuning.cc`` of NCCL 2.30.7, from
-which all constants here are; those that matter are the same since 2.23), and takes the fastest. For H nodes of L ranks,
-N = HL, and a message of M bytes, with :math:`a` its latency of a step within a node, :math:`a_n` that of one between
-nodes and f its fixed part, each of the algorithm and protocol,
+NCCL predicts each algorithm and protocol by a latency and a bandwidth (``src/graph/tuning.cc`` of NCCL 2.30.7, the
+source of all constants here; the important ones have not changed since 2.23), and takes the fastest. For H nodes of L
+ranks, N = HL, and a message of M bytes, with :math:`a` the latency of a step within a node, :math:`a_n` of one between
+nodes, and f the fixed cost, each per algorithm and protocol,
 
 .. math::
     T_{ring} &= f + (2N - 2H)\, \max(a, o) + (2H - 2)\, a_n + \frac{2 (N - 1)}{N} \frac{M}{B} \\
     T_{tree} &= f + 2 (L - 1)\, a + 2 \lfloor \log_2 H \rfloor\, a_n + \frac{2 M}{B c(M)}
 
-o is the time of the proxy thread for a step. B is what the adapters of a node move together, less what the protocol
-costs and no more than its channels can; :math:`c(M)` is a correction of trees that NCCL has found by measuring. Short
-messages go by LL, whose flags take half of the bandwidth and which a host's CPU limits; middle ones by LL128; long ones
-by Simple, whose steps take longest.
+o is the proxy thread's time for a step. B is the combined bandwidth of a node's adapters, less protocol overhead and
+limited by its channels; :math:`c(M)` is NCCL's empirical correction for trees. Short messages use LL, whose flags take
+half of the bandwidth and which the host's CPU limits; medium ones use LL128; long ones use Simple, whose steps take
+longest.
 
-The model is NCCL's, so it is not fitted to anything here; ``tests/cost/test_nccl.py`` holds it against times that NCCL
-printed, and against published measurements, which take up to twice its times for short messages on two nodes, and are
-near elsewhere. Of NVLink multicast, which this package leaves off, and of reductions in switches it has nothing.
+The model is NCCL's, so nothing is fitted here; ``tests/cost/test_nccl.py`` compares it with times that NCCL printed and
+with published measurements, which are up to twice as long for short messages on two nodes, and close elsewhere. It
+covers neither NVLink multicast, which this package leaves off, nor in-switch reductions.
 
-Within one node the times are those of measured rings: :math:`T = f + 2 (N - 1)\, a + 2 \frac{N-1}{N} M / b`.
+Within one node the times come from measured rings: :math:`T = f + 2 (N - 1)\, a + 2 \frac{N-1}{N} M / b`.
 
-The consequence: over nodes rings take time by the number of ranks and trees by the logarithm of the nodes, and between
-some 64 KiB and some MiB a change of the protocol costs as much as several steps.
+The consequence: between nodes, the time of rings grows with the number of ranks and the time of trees with the
+logarithm of the nodes; from about 64 KiB to a few MiB, a protocol change costs as much as several steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NETWORK_US = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)}
 _PROXY_US = {"intel": 1.0, "amd": 2.0}
 """``getNetOverhead``; three times as much for Simple."""
 _LL_GBPS = {"intel": (39.0, 20.4), "amd": (22.5, 19.0)}
-"""``llMaxBws`` of two nodes and of more."""
+"""``llMaxBws`` for two nodes and for more."""
 _TREE_CORRECTION = (
     (1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0, 1.0),
     (1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1.0, 1.0),
@@ -52,13 +52,13 @@ _TREE_CORRECTION = (
 )
 """``treeCorrectionFactor`` by protocol, for 64 bytes and each further doubling."""
 _RING_PLATEAU = 1.4
-"""By what the latency of long rings over nodes is multiplied from Ampere on."""
+"""The factor on the latency of long rings between nodes, from Ampere on."""
 
 
 class _Generation(NamedTuple):
-    """The most that channels of a generation of GPUs move, in GB/s, on two nodes and on more.
+    """Channel limits of a GPU generation in GB/s, on two nodes and on more.
 
-    ``speeds`` are those that NCCL looks for in the channels of a network (``src/graph/search.cc``), ascending.
+    ``speeds`` are the channel speeds that NCCL tries on a network (``src/graph/search.cc``), ascending.
     """
 
     ring_ll128: tuple[float, float]
@@ -80,24 +80,24 @@ _BLACKWELL = _Generation(
     (0.12, 0.24, 1.2, 2.4, 3, 6, 12, 15, 17.5, 20, 22, 24, 30, 40, 42, 45.1, 48, 80, 86, 96),
 )
 NVLINK_RINGS = LinkCost(4.361, 0.7379, 280.6)
-"""NCCL's rings on one node of H200 (NVLink 4, 450 GB/s a GPU in each direction), fitted by ``research/nccl_rings.py``.
+"""NCCL's rings on one node of H200 (NVLink 4, 450 GB/s per GPU and direction), fitted by ``research/nccl_rings.py``.
 
-They are those of 2 and 4 GPUs (``nccl_ring`` in ``benchmarks/data/h200/all_reduce_bf16_x2.json`` and ``_x4.json``).
+The fit uses 2 and 4 GPUs (``nccl_ring`` in ``benchmarks/data/h200/all_reduce_bf16_x2.json`` and ``_x4.json``).
 """
 NVLINK_RINGS_GBPS = 450.0
 RING_RESIDUAL = 0.15
-"""The root mean square of the relative errors of these rings."""
+"""The root mean square of the fit's relative errors."""
 NETWORK_RESIDUAL = 0.32
-"""The same of the model between nodes, beside the published measurements of ``research/published_nccl.py``."""
+"""The same for the model between nodes, against the published measurements in ``research/published_nccl.py``."""
 _SPLIT_GBPS = 25.0
-"""Channels from this speed on are split into two of half of it."""
+"""Channels at this speed or faster are split into two of half the speed."""
 
 
 class Host(NamedTuple):
-    """A node as NCCL's model sees it besides its network: the generation of its GPUs and who made its CPU.
+    """A node as NCCL's model sees it, without its network: GPU generation and CPU vendor.
 
-    ``plain_trees`` says that trees have one child in a node, which takes 15% of their bandwidth; NCCL builds them where
-    the adapters of a node are not balanced between its GPUs.
+    ``plain_trees`` means trees with one child per node, which costs 15% of their bandwidth; NCCL builds them if a
+    node's adapters are not balanced between its GPUs.
     """
 
     compute_capability: tuple[int, int] = (9, 0)
@@ -109,7 +109,7 @@ HOPPER = Host()
 
 
 class Choice(NamedTuple):
-    """An algorithm and protocol, with the time that NCCL predicts for it in microseconds."""
+    """An algorithm and protocol, with NCCL's predicted time in microseconds."""
 
     time_us: float
     algorithm: str
@@ -117,17 +117,17 @@ class Choice(NamedTuple):
 
 
 def ring_us(nbytes: int, ranks: int, link: LinkCost) -> float:
-    """Return the microseconds of NCCL's ring on one node."""
+    """Return the time of NCCL's ring on one node in microseconds."""
     moved_us = 2 * (ranks - 1) / ranks * nbytes / (link.bw_gbps * 1e3)
     return link.fixed_us + 2 * (ranks - 1) * link.step_us + moved_us
 
 
 def all_reduce_us(nbytes: int, shape: NodeShape, link: LinkCost, network: NetworkCost, host: Host = HOPPER) -> float:
-    """Return the microseconds of an all-reduce.
+    """Return the time of an all-reduce in microseconds.
 
     Args:
         link: constants of NCCL's rings on one node.
-        network: without flags.
+        network: the network, without flags.
     """
     if shape.nodes == 1:
         return ring_us(nbytes, shape.world_size, link)
@@ -135,15 +135,15 @@ def all_reduce_us(nbytes: int, shape: NodeShape, link: LinkCost, network: Networ
 
 
 def between_nodes(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HOPPER) -> Choice:
-    """Return what NCCL takes over several nodes: the fastest of all that it may take."""
+    """Return NCCL's choice over several nodes: the fastest algorithm and protocol that it may use."""
     return min(choices(nbytes, shape, network, host))
 
 
 def choices(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HOPPER) -> tuple[Choice, ...]:
     """Return every algorithm and protocol over several nodes, with its time.
 
-    The constants are those of InfiniBand. What a step of the network takes longer than that of InfiniBand here is added
-    to theirs, as NCCL does with the latency that a network names (``latencyInter``).
+    The constants describe InfiniBand. A network whose step takes longer has the difference added, as NCCL does with the
+    latency that a network reports (``latencyInter``).
 
     Raises ConfigError if there is one node.
     """
@@ -177,7 +177,7 @@ def _time_us(algorithm: str, protocol: int, nbytes: int, shape: NodeShape, netwo
 
 
 def _bus_gbps(algorithm: str, protocol: int, shape: NodeShape, network: NetworkCost, host: Host) -> tuple[float, int]:
-    """Return what all channels of a node move, in GB/s, and how many there are."""
+    """Return the total bandwidth of a node's channels in GB/s, and their number."""
     major, more = host.compute_capability[0], min(shape.nodes, 3) - 2
     generation = _BLACKWELL if major >= 10 else _HOPPER if major >= 9 else _AMPERE
     speeds = generation.speeds

@@ -1,1 +1,1 @@
-"""The basis of all kernels: intrinsics, words, float formats, compilation and launches."""
+"""The foundation of all kernels: intrinsics, words, float formats, compilation and launches."""

@@ -1,15 +1,14 @@
-"""Fingerprints of kernels: which code made a result.
+"""Kernel fingerprints, which identify the code that produced a result.
 
 A fingerprint is a hash over the source code of a kernel and of everything that it calls or reads in this package:
 jitted functions, host schedules, the arithmetic that these call, constants, and the options of the compilation. It is
-made from syntax trees alone, so it needs neither a GPU nor Triton, numba or torch.
+computed from syntax trees only, so it needs neither a GPU nor Triton, numba or torch.
 
-Comments, docstrings, annotations and the texts of errors do not count. (Of annotations, ``tl.constexpr`` does, which
-decides what is compiled in, and so do the classes of tuples that jitted functions take.) Nor do the names of local
-variables, of arguments and of what modules define, which are numbered in the order of their first use instead. So
-renaming a function or moving it to another file changes nothing. Names of attributes and of keyword arguments count.
-Where a module has two forms of a function, the one under ``if INTERPRETED`` is left out: results come from compiled
-kernels.
+Comments, docstrings, annotations and error messages do not count. (Two kinds of annotations do: ``tl.constexpr``, which
+determines what is compiled in, and the tuple classes that jitted functions take.) Nor do the names of local variables,
+arguments and module-level definitions, which are numbered in order of first use instead. So renaming a function or
+moving it to another file changes nothing. Names of attributes and keyword arguments count. If a module has two versions
+of a function, the one under ``if INTERPRETED`` is skipped: results come from compiled kernels.
 
 Launch shapes (programs, warps, tiles, chunks) are not part of it: they follow from a call, and tables record them.
 """
@@ -29,20 +28,20 @@ PACKAGE = "shotcast"
 _LENGTH = 12
 _SILENT = ("ctx", "type_comment", "type_params", "kind", "returns", "annotation", "msg")
 _WRAPPERS = "shotcast.device.cpu.compilation"
-"""The module whose classes hold what is compiled: of these only the arguments count."""
+"""The module whose classes hold compiled functions; only their arguments count."""
 
 
 class Meaning(NamedTuple):
-    """The module that defines a name, and the name there; it is empty for the module itself."""
+    """The module that defines a name, and the name in it, which is empty for the module itself."""
 
     module: str
     name: str
 
 
 class Source:
-    """A module by its syntax tree.
+    """A module as a syntax tree.
 
-    ``definitions`` are by name the statements at the top level that define or fill it.
+    ``definitions`` maps each name to the top-level statements that define or fill it.
     """
 
     def __init__(self, name: str, text: str, is_package: bool = False):
@@ -55,7 +54,7 @@ class Source:
                 self.definitions.setdefault(target, []).append(statement)
 
     def imported(self, node: ast.AST) -> dict[str, Meaning]:
-        """Return the names that an import binds; none for another node."""
+        """Return the names that an import binds; none for other nodes."""
         if isinstance(node, ast.Import):
             roots = ((alias, alias.name if alias.asname else alias.name.partition(".")[0]) for alias in node.names)
             return {alias.asname or root: Meaning(root, "") for alias, root in roots}
@@ -66,7 +65,7 @@ class Source:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, without those for the interpreter alone or for type checkers."""
+    """Yield the statements of a module, skipping ones only for the interpreter or for type checkers."""
     for statement in body:
         if isinstance(statement, ast.If) and isinstance(statement.test, ast.Name):
             if statement.test.id not in ("INTERPRETED", "TYPE_CHECKING"):
@@ -77,7 +76,7 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _defined(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement at the top level defines or fills."""
+    """Return the names that a top-level statement defines or fills."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return {statement.name}
     found = set()
@@ -93,7 +92,7 @@ def _defined(statement: ast.stmt) -> set[str]:
 class Tree:
     """The sources of one version of the package.
 
-    ``others`` are paths of further modules that count as the package's own, by name: users' algorithms.
+    ``others`` maps the names of modules that count as part of the package, such as users' algorithms, to paths.
     """
 
     def __init__(self, folder: Path, others: Mapping[str, Path] | None = None):
@@ -101,11 +100,11 @@ class Tree:
         self._sources: dict[str, Source | None] = {}
 
     def with_module(self, name: str, file: Path) -> Tree:
-        """Return these sources and one more module."""
+        """Return these sources plus one more module."""
         return Tree(self._folder, self._others | {name: file})
 
     def source(self, module: str) -> Source | None:
-        """Return a module of the package; None for one of another package, and for a name that is no module."""
+        """Return a module of the package; None for modules of other packages and for names that are not modules."""
         if module not in self._sources:
             self._sources[module] = self._read(module)
         return self._sources[module]
@@ -123,7 +122,7 @@ class Tree:
         return Source(module, file.read_text()) if parts and file.is_file() else None
 
     def meaning(self, module: str, name: str) -> Meaning:
-        """Return where a name of a module is defined, through the imports of the package."""
+        """Return where a name of a module is defined, following imports within the package."""
         source = self.source(module)
         if source is not None and name and name not in source.definitions:
             if name in source.imports:
@@ -133,14 +132,14 @@ class Tree:
         return Meaning(module, name)
 
     def definitions(self, meaning: Meaning) -> list[ast.stmt]:
-        """Return the statements of the package that define or fill something; none for what others define."""
+        """Return the package's statements that define or fill a name; none for names defined elsewhere."""
         source = self.source(meaning.module)
         return [] if source is None else source.definitions.get(meaning.name, [])
 
 
 @dataclass(slots=True)
 class _Scope:
-    """The names in one definition: those that are its own, with the numbers of those met so far, and imported ones."""
+    """The names in one definition: local ones, numbered as they are met, and imported ones."""
 
     source: Source
     own: set[str] = field(default_factory=set)
@@ -149,7 +148,7 @@ class _Scope:
 
     @classmethod
     def of(cls, node: ast.AST, source: Source) -> _Scope:
-        """Return the scope of a function, or of another statement or expression, in which only lambdas have names."""
+        """Return the scope of a function, or of another statement or expression, in which only lambdas bind names."""
         scope = cls(source)
         for inner in ast.walk(node):
             if isinstance(inner, ast.arg):
@@ -163,12 +162,12 @@ class _Scope:
         return scope
 
     def text(self, name: str) -> str:
-        """Return the number of an own name; another name as it is."""
+        """Return the number of a local name; other names unchanged."""
         return str(self.numbers.setdefault(name, len(self.numbers))) if name in self.own else name
 
 
 class _Writer:
-    """Writes definitions as text without names, and those that they refer to after them."""
+    """Serializes definitions without names, followed by the definitions that they refer to."""
 
     def __init__(self, tree: Tree):
         self._tree = tree
@@ -176,7 +175,7 @@ class _Writer:
         self._texts: list[str] = []
 
     def digest(self) -> str:
-        """Return the hash of everything that has been written, and of everything that this refers to."""
+        """Return the hash of everything written and everything it refers to."""
         if not self._texts:
             raise ValueError("there is no kernel to make a fingerprint of")
         done = 0
@@ -190,22 +189,22 @@ class _Writer:
         return hashlib.sha256("\n".join(self._texts).encode()).hexdigest()[:_LENGTH]
 
     def begin(self, source: Source, expression: ast.expr, function: ast.FunctionDef | None = None) -> None:
-        """Write an expression of a module, or of one of its functions."""
+        """Write an expression of a module or of one of its functions."""
         self._texts.append(self._text(expression, _Scope.of(function or expression, source)))
 
     def refer(self, meaning: Meaning) -> str:
-        """Return what stands for a definition: a number, or for other packages the full name."""
+        """Return a placeholder for a definition: a number or, for other packages, the full name."""
         if self._tree.definitions(meaning):
             return f"@{self._numbers.setdefault(meaning, len(self._numbers))}"
         return ".".join(filter(None, meaning))
 
     def begin_with(self, reference: str) -> None:
-        """Write a definition, given as ``"module:name"``."""
+        """Write a definition given as ``"module:name"``."""
         module, _, name = reference.partition(":")
         self._texts.append(self.refer(self._tree.meaning(module, name)))
 
     def _text(self, node: Any, scope: _Scope, jitted: bool = False) -> str:
-        """Write a node and what is in it, or a field of one; ``jitted`` says that it is in the head of a kernel."""
+        """Write a node with its children, or a field of one; ``jitted`` means that it is in a kernel's signature."""
         if isinstance(node, list):
             return f"[{','.join(self._text(one, scope, jitted) for one in node if not _says_nothing(one))}]"
         if not isinstance(node, ast.AST):
@@ -245,7 +244,7 @@ class _Writer:
         return f"{type(node).__name__}{constant}({','.join(parts)})"
 
     def _meaning(self, node: ast.AST, scope: _Scope) -> Meaning | None:
-        """Return what an expression names: a definition, or a module; None for a local name, and for anything else."""
+        """Return the definition or module that an expression names; None for a local name or anything else."""
         if isinstance(node, ast.Name) and node.id not in scope.own:
             if node.id in scope.imports:
                 return self._tree.meaning(*scope.imports[node.id])
@@ -268,7 +267,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _says_nothing(node: Any) -> bool:
-    """Return whether a statement of a function is a text, an import, or an annotation without a value."""
+    """Return whether a function's statement is a bare string, an import, or an annotation without a value."""
     return (
         isinstance(node, ast.Import | ast.ImportFrom)
         or (isinstance(node, ast.AnnAssign) and node.value is None)
@@ -280,7 +279,7 @@ def _says_nothing(node: Any) -> bool:
 
 
 def of_module(tree: Tree, module: str) -> str:
-    """Return the fingerprint of all that a module of kernels defines: the kernels, and the code that launches them."""
+    """Return the fingerprint of everything in a kernel module: the kernels and the code that launches them."""
     source, writer = tree.source(module), _Writer(tree)
     if source is None:
         raise ValueError(f"there is no source of {module}")
@@ -293,9 +292,9 @@ def of_module(tree: Tree, module: str) -> str:
 def of_launch(tree: Tree, reference: str, *common: str) -> str:
     """Return the fingerprint of the kernel that a function ``bind(plan, context)`` launches.
 
-    It covers the first argument of each ``context.launch(kernel, ...)``, the values of constants that it is given as
-    ``NAME.value``, and the ``options`` of the compilation, in this function and in those that it gives its context to.
-    ``reference`` is ``"module:bind"``, and ``common`` names constants that are part of every compilation.
+    It covers the first argument of each ``context.launch(kernel, ...)``, the values of constants passed as
+    ``NAME.value``, and the compilation ``options``, in this function and in the functions that it passes its context
+    to. ``reference`` is ``"module:bind"``, and ``common`` names constants that are part of every compilation.
     """
     source, bind = _statement(tree, reference)
     if not isinstance(bind, ast.FunctionDef) or len(bind.args.args) < 2:
@@ -314,7 +313,7 @@ def of_launch(tree: Tree, reference: str, *common: str) -> str:
 
 
 def of_host_call(tree: Tree, reference: str, *common: str) -> str:
-    """Return the fingerprint of the schedule and the arithmetic of a ``HostCall(...)``, given as ``"module:NAME"``."""
+    """Return the fingerprint of a ``HostCall(...)``, given as ``"module:NAME"``: its schedule and its arithmetic."""
     source, statement = _statement(tree, reference)
     call, writer = getattr(statement, "value", None), _Writer(tree)
     keywords = {keyword.arg: keyword.value for keyword in call.keywords} if isinstance(call, ast.Call) else {}
@@ -339,7 +338,7 @@ def _statement(tree: Tree, reference: str) -> tuple[Source, ast.stmt]:
 
 
 def _launches(source: Source, bind: ast.FunctionDef, context: str) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
-    """Yield the calls of ``context.launch(kernel, ...)``, each with its function: ``bind``, or one that it calls."""
+    """Yield the ``context.launch(kernel, ...)`` calls, each with its function: ``bind``, or one that it calls."""
     for node in ast.walk(bind):
         if not isinstance(node, ast.Call) or not node.args:
             continue
@@ -353,7 +352,7 @@ def _launches(source: Source, bind: ast.FunctionDef, context: str) -> Iterator[t
 
 
 def _value(function: ast.FunctionDef, expression: ast.expr) -> ast.expr:
-    """Return the expression that a local name was assigned, or the expression itself."""
+    """Return the expression assigned to a local name, or the expression itself."""
     if isinstance(expression, ast.Name):
         for node in ast.walk(function):
             if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [expression.id]:
@@ -363,5 +362,5 @@ def _value(function: ast.FunctionDef, expression: ast.expr) -> ast.expr:
 
 @functools.cache
 def installed() -> Tree:
-    """Return the sources of this package as it is imported."""
+    """Return the sources of the imported package."""
     return Tree(Path(__file__).parents[1])

@@ -1,4 +1,4 @@
-"""The engine for servers: requests of one event loop, with a callback for each."""
+"""The engine for servers: requests from one event loop, with a callback for each."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class AsyncLLM(EngineClient):
     """An :class:`~shotcast.engine.llm.LLM` for an event loop; construction waits until the model is loaded.
 
-    Callbacks are called one after another, without a task for each: switching between tasks takes longer than the work
-    for a token.
+    Callbacks are called one after another, without a task for each: a task switch takes longer than the work for a
+    token.
 
     Args:
         model, options: as in :class:`EngineConfig`.
@@ -49,19 +49,19 @@ class AsyncLLM(EngineClient):
         """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this.
 
         Raises:
-            ConfigError: it cannot be compiled, or the model's tokenizer supports none.
+            ConfigError: the grammar cannot be compiled, or the model's tokenizer does not support grammars.
         """
         self._check_grammar(grammar)
 
     @property
     def dead(self) -> EngineDead | None:
-        """Why the engine has died; None while it is alive, and after :meth:`close`."""
+        """Why the engine has died; None while it is alive and after :meth:`close`."""
         return self._dead
 
     def check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
-        """Return the token ids of a prompt after checking them, for several calls of :meth:`start`.
+        """Check a prompt and return its token ids, for several calls of :meth:`start`.
 
-        Tokenizing and checking a long prompt takes long, so servers call this on a separate thread.
+        Tokenizing and checking a long prompt takes time, so servers call this on a separate thread.
 
         Raises:
             ConfigError: the prompt cannot be served.
@@ -92,12 +92,12 @@ class AsyncLLM(EngineClient):
         self._running[request_id] = processor, on_output
 
     def abort(self, request_id: str) -> None:
-        """End a request, whose callback is not called again. Nothing happens if it has ended."""
+        """Abort a request and drop its callback. Does nothing if the request has ended."""
         if self._running.pop(request_id, None) is not None:
             self._abort(request_id)
 
     def _on_updates(self, updates: list[RequestUpdate]) -> None:
-        """Wake up the event loop once per step. This runs on a thread of the client."""
+        """Wake up the event loop once per step. Runs on a client thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._deliver, updates)

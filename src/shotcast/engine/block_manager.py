@@ -1,4 +1,4 @@
-"""The block manager: which blocks of the paged cache hold what, and which sequences use them.
+"""The block manager: the contents of the blocks of the paged cache, and the sequences that use them.
 
 It works with block numbers only; the memory belongs to the ranks.
 """
@@ -43,13 +43,13 @@ class PrefixMatch:
 
 
 class BlockManager:
-    """Hands out blocks of the cache, counts their references, and finds blocks that hold a known prefix.
+    """Hands out cache blocks, counts their references, and finds blocks that hold a known prefix.
 
     A full block is identified by a digest of 128 bits of its tokens and all tokens before them. A block without
-    references keeps its contents until it is handed out again, the least recently used one first.
+    references keeps its contents until it is handed out again, least recently used first.
 
     Args:
-        prefix_caching: find prefixes again; otherwise every block without references is empty.
+        prefix_caching: reuse known prefixes; otherwise every block without references is empty.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True):
@@ -78,7 +78,7 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def extend_digests(self, digests: list[bytes], tokens: Sequence[int], count: int) -> None:
-        """Append missing digests of the full blocks of ``tokens``, until ``digests`` has ``count`` of them."""
+        """Append the missing digests of full blocks of ``tokens``, until ``digests`` has ``count`` of them."""
         for block in range(len(digests), count):
             content = array("q", tokens[block * self.block_size : (block + 1) * self.block_size]).tobytes()
             digests.append(blake2b(content, digest_size=16, key=digests[-1] if digests else b"").digest())
@@ -99,7 +99,7 @@ class BlockManager:
         return match
 
     def fits(self, match: PrefixMatch, count: int) -> bool:
-        """Return whether ``count`` blocks could be handed out after those of ``match`` are acquired."""
+        """Return whether ``count`` blocks could be handed out after acquiring the blocks of ``match``."""
         return self.free - match.idle >= count
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -131,16 +131,16 @@ class BlockManager:
         return block
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let :meth:`match` find ``block``, which is full and which the caller holds, by its digest.
+        """Make ``block``, which is full and held by the caller, available to :meth:`match` under its digest.
 
-        If another block is published under this digest already, that one stays.
+        If another block is already published under this digest, it stays.
         """
         if digest not in self._published:
             self._published[digest] = block
             self._digests[block] = digest
 
     def withdraw(self, digests: Iterable[bytes]) -> None:
-        """Stop finding the blocks of ``digests``, whose contents must not be used again."""
+        """Withdraw the blocks of ``digests``, whose contents must not be reused."""
         for digest in digests:
             block = self._published.pop(digest, None)
             if block is None:
@@ -171,6 +171,6 @@ class BlockManager:
                 self._match.idle += block in self._match
 
     def _forget(self, block: int) -> None:
-        """Take a block that will not be found any more out of the match."""
+        """Remove a block that can no longer be found from the match."""
         if block in self._match:
             self._match.cut(block, self._idle)

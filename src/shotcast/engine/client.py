@@ -1,4 +1,4 @@
-"""The client of the engine core: it starts the ranks in processes of their own, and talks with rank 0."""
+"""The client of the engine core: it starts the ranks in separate processes, and talks to rank 0."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 10.0
-"""Seconds that the ranks have to end after they are told to."""
+"""Seconds that the ranks have to exit after being told to."""
 
 
 class RequestUpdate(NamedTuple):
-    """An update of a request: the output of a step or the error that ended it, and its arrival by perf_counter."""
+    """An update of a request: a step's output or the error that ended it, and its arrival time by perf_counter."""
 
     request_id: str
     result: EngineCoreOutput | Exception
@@ -70,7 +70,7 @@ _Outgoing = Request | AbortRequest | AddEndTokens | SetStampEvery | Vocabulary |
 """Messages to rank 0; None is the last one."""
 
 UpdateCallback = Callable[[list[RequestUpdate]], None]
-"""Called on a thread of the client, once per step, with the updates of all requests that share the callback."""
+"""Called on a client thread, once per step, with the updates of all requests that share the callback."""
 
 
 class EngineClient:
@@ -78,11 +78,10 @@ class EngineClient:
 
     Under torchrun, on one host or on several, rank 0 of the job starts one process, which takes its place among the
     ranks; the other ranks become ranks of the engine, and exit when it ends: for them this constructor does not return.
-    All ranks have to give the same options, and the same model.
+    All ranks must pass the same options and the same model.
 
-    Raises ConfigError if the configuration cannot be served, which is found before or while the model is loaded. Raises
-    UnsupportedError if the kind of model is not implemented. Raises EngineDead if a rank ended while it loaded the
-    model.
+    Raises ConfigError, before or during model loading, if the configuration cannot be served. Raises UnsupportedError
+    if the kind of model is not implemented. Raises EngineDead if a rank ended while loading the model.
 
     Args:
         model, options: as in :class:`EngineConfig`.
@@ -92,10 +91,10 @@ class EngineClient:
     """The configuration of the engine, with the selected device and layout."""
 
     layout_choice: LayoutChoice | None = None
-    """Why the engine has its layout, where ``layout="auto"`` chose it; else None."""
+    """The reason for the layout if ``layout="auto"`` chose it; else None."""
 
     sampling_defaults: Mapping[str, Any]
-    """The sampling parameters, by name, of requests that do not give them, from ``generation_config.json``."""
+    """Default sampling parameters by name, from ``generation_config.json``."""
 
     pids: list[int]
     """Process ids of the ranks."""
@@ -209,15 +208,15 @@ class EngineClient:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that prompt and output may have together."""
+        """The maximum number of tokens of a prompt and its output."""
         return self._info.max_model_len
 
     def default_params(self) -> SamplingParams:
-        """Return the sampling parameters of requests without any."""
+        """Return the sampling parameters for requests that give none."""
         return SamplingParams(**self.sampling_defaults)
 
     def stats(self) -> EngineStats:
-        """Return the counters of the engine as of the last step."""
+        """Return the engine's counters as of the last step."""
         return self._stats
 
     def __repr__(self) -> str:
@@ -228,7 +227,7 @@ class EngineClient:
 
     @property
     def _end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a text, by the model's configuration and by its tokenizer."""
+        """The tokens that end a text, according to the model's configuration and its tokenizer."""
         own = self._tokenizer.eos if isinstance(self._tokenizer, Tokenizer) else ()
         return tuple(dict.fromkeys((*self._info.model.eos, *own)))
 
@@ -253,8 +252,8 @@ class EngineClient:
         return not self.config.model.startswith(RANDOM) and not isinstance(self._tokenizer, ConfigError)
 
     def _check_prompt(self, prompt: str | Sequence[int]) -> CheckedPrompt:
-        """Return the token ids of a prompt after checking them. Any thread may call this. Raises ConfigError if the
-        prompt is empty, too long, or contains values that are no token ids.
+        """Check a prompt and return its token ids. Any thread may call this. Raises ConfigError if the prompt is empty,
+        too long, or contains values that are not token ids.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_token_ids(ids, "the prompt")
@@ -265,8 +264,8 @@ class EngineClient:
         return CheckedPrompt(tokens)
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Check what sampling parameters say about tokens. Any thread may call this, and a grammar may take it a while.
-        Raises ConfigError if a token is not in the vocabulary, or the grammar cannot be compiled.
+        """Check the tokens and the grammar in sampling parameters. Any thread may call this; a grammar may take a
+        while. Raises ConfigError if a token is not in the vocabulary, or the grammar cannot be compiled.
         """
         vocab = self._info.model.vocab
         for name, token in params.named_tokens:
@@ -277,7 +276,7 @@ class EngineClient:
 
     def _check_grammar(self, grammar: Grammar) -> None:
         """Check that a grammar can be compiled, and have the ranks compile it. Any thread may call this. Raises
-        ConfigError if the grammar cannot be compiled, or the model's tokenizer supports none.
+        ConfigError if the grammar cannot be compiled, or the model's tokenizer does not support grammars.
         """
         if isinstance(self._checker, ConfigError):
             raise self._checker
@@ -296,7 +295,7 @@ class EngineClient:
         on_update: UpdateCallback,
         detokenize_at_end: bool = False,
     ) -> OutputProcessor:
-        """Start a request, whose updates go to ``on_update``, and return what turns these into its output."""
+        """Start a request whose updates go to ``on_update``; return the object that turns them into its output."""
         if params.is_constrained:
             self._check_params(params)
         tokens = (prompt if isinstance(prompt, CheckedPrompt) else self._check_prompt(prompt)).tokens
@@ -308,7 +307,7 @@ class EngineClient:
     def _send(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, on_update: UpdateCallback
     ) -> None:
-        """Send a request to rank 0. ``on_update`` gets its updates until it has ended."""
+        """Send a request to rank 0. ``on_update`` gets its updates until it ends."""
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -320,7 +319,7 @@ class EngineClient:
             self._outgoing.put(Request(request_id, prompt, params))
 
     def _abort(self, request_id: str) -> None:
-        """End a request; its callback gets a last update. Nothing happens if it has ended."""
+        """Abort a request; its callback gets a last update. Does nothing if the request has ended."""
         with self._lock:
             if self._dead is None and not self._closing and request_id in self._callbacks:
                 self._outgoing.put(AbortRequest(request_id))
@@ -336,7 +335,7 @@ class EngineClient:
     # -- threads ------------------------------------------------------------------------------------------------------
 
     def _communicate(self) -> None:
-        """Exchange messages with rank 0 until one of the two ends it."""
+        """Exchange messages with rank 0 until either side ends the connection."""
         try:
             with self._accept() as connection:
                 writer = threading.Thread(target=self._write, args=(connection,), name="shotcast-write", daemon=True)
@@ -352,7 +351,7 @@ class EngineClient:
     def _accept(self) -> Connection:
         """Accept the connection of rank 0.
 
-        It is the only one, so the socket is removed: a process that is killed later leaves no file behind.
+        No other connection follows, so the socket is removed: a process killed later leaves no file behind.
         """
         try:
             return self._listener.accept()
@@ -362,7 +361,7 @@ class EngineClient:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, connection: Connection) -> None:
-        """Send outgoing messages. On a separate thread, since a full pipe would block the caller's event loop."""
+        """Send outgoing messages. Runs on a separate thread, since a full pipe would block the caller's event loop."""
         open_ = True
         while open_:
             message = self._outgoing.get()
@@ -394,7 +393,7 @@ class EngineClient:
     def _dispatch(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Call each callback once per step.
 
-        Waking up a thread or an event loop takes longer than its work for a token does.
+        Waking up a thread or an event loop takes longer than its work for a token.
         """
         arrived = time.perf_counter()
         updates_of: dict[UpdateCallback, list[RequestUpdate]] = {}
@@ -407,7 +406,7 @@ class EngineClient:
             on_update(updates)
 
     def _watch_ranks(self) -> None:
-        """Wait for the end of the ranks, and tell all callbacks."""
+        """Wait for the ranks to end, and notify all callbacks."""
         failure = self._ranks.wait()
         reason = self._timeout_reason or _reason(failure)
         self._ranks.end("" if self._closing else reason)
@@ -430,7 +429,7 @@ class EngineClient:
     def _close(self) -> None:
         """End the ranks; running requests end with an error.
 
-        A second call does nothing, nor does a call in a process that was forked from this one.
+        A second call does nothing, nor does a call in a forked process.
         """
         if os.getpid() != self._owner_pid:
             return
@@ -457,7 +456,7 @@ class EngineClient:
 
 
 def _located(config: EngineConfig) -> EngineConfig:
-    """Return a configuration that names its models as the paths by which each process finds the same files."""
+    """Return the configuration with its models as paths, so that each process finds the same files."""
     located = replace(config, model=locate(config.model))
     if config.speculation is not None and config.speculation.model:
         draft = replace(config.speculation, model=locate(config.speculation.model))
@@ -466,7 +465,7 @@ def _located(config: EngineConfig) -> EngineConfig:
 
 
 def _serve_as_member(config: EngineConfig, member: JobMember) -> NoReturn:
-    """Serve rank 0 of the job until it ends, in the layout that it has."""
+    """Serve rank 0 of the job until it ends, in its layout."""
 
     def facts() -> tuple[Mapping[str, str], tuple[EngineConfig]]:
         selected = _located(select_device(config))
@@ -479,7 +478,7 @@ def _serve_as_member(config: EngineConfig, member: JobMember) -> NoReturn:
 
 
 def _sampling_defaults(config: EngineConfig) -> dict[str, Any]:
-    """Return the sampling parameters of the model's files. Raise ConfigError if they make no sense."""
+    """Read the default sampling parameters from the model's files. Raises ConfigError if they are invalid."""
     defaults = read_sampling_defaults(config.model, config.generation_config)
     try:
         if SamplingParams(**defaults).max_tokens == 0:

@@ -19,12 +19,12 @@ _CPU_DTYPES, _CUDA_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16", "fl
 DTYPES = {"auto": ("float32", "bfloat16", "float16"), "cpu": _CPU_DTYPES, "cuda": _CUDA_DTYPES}
 QUANTIZATIONS = ("", "fp8")
 MAX_RANKS = 1024
-"""The largest number of ranks of one engine."""
+"""The largest number of ranks of an engine."""
 _AUTO = re.compile(r"auto(?::([1-9]\d{0,3}))?")
 MAX_SPECULATING = 64
-"""Sequences whose proposals may all be verified in one step; the logits of a step have room for no more."""
+"""The most sequences whose proposals are verified in one step, limited by the logits buffer."""
 MAX_PROPOSALS = 512
-"""The most proposals that a step verifies: those of a vocabulary of 128,000 have logits of 250 MB."""
+"""The most proposals that a step verifies: with a vocabulary of 128,000, their logits take 250 MB."""
 DEFAULT_TARGET = "throughput"
 DEFAULT_MODEL_LEN = 8192
 _TEXTS = (
@@ -42,13 +42,13 @@ _DIVISION = ("tensor_parallel", "pipeline_parallel")
 
 
 def parse_layout(text: str, others: str = "") -> tuple[int, int]:
-    """Return the ranks of a stage and the stages of ``TxP``, such as 4x1 or 2x2.
+    """Parse a layout ``TxP``, such as 4x1 or 2x2, into ranks per stage and stages.
 
     Args:
-        others: what else is accepted, for the error.
+        others: other accepted values, for the error message.
 
     Raises:
-        ConfigError: the text is something else.
+        ConfigError: the text is not a layout.
     """
     found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
     if found is None:
@@ -59,10 +59,10 @@ def parse_layout(text: str, others: str = "") -> tuple[int, int]:
 
 
 def parse_workload(text: str) -> tuple[int, int] | None:
-    """Return the tokens of a prompt and of an output of a text such as 2048+128; None of an empty one.
+    """Parse a workload such as 2048+128 into prompt and output tokens; None if the text is empty.
 
     Raises:
-        ConfigError: the text is something else.
+        ConfigError: the text is not a workload.
     """
     if not text:
         return None
@@ -73,7 +73,7 @@ def parse_workload(text: str) -> tuple[int, int] | None:
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """Return the algorithms that an engine may use: ``auto``, and those that keep precision without multicast."""
+    """Return the algorithms that an engine may use: ``auto``, and the lossless ones without multicast."""
     import_named()
     known = registered().items()
     return ("auto", *(name for name, algorithm in known if not algorithm.lossy and not algorithm.multicast))
@@ -84,54 +84,55 @@ OVERLAP = ("auto", "on", "plain", "shaped", "off")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """A model, the ranks it is spread over, and limits.
+    """An engine's model, the ranks it is spread over, and limits.
 
     Args:
         model: a Hugging Face folder, ``org/name`` or ``org/name@revision`` of the Hugging Face Hub, a GGUF file,
             ``smollm2``, ``random:PRESET``, or ``random:PRESET:LAYERS`` for another number of layers.
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: pipeline stages, each with some of the layers.
-        layout: both of them as ``TxP``, such as 4x2; or ``auto``, which plans for the GPUs that are visible, or for the
-            ranks of torchrun, and takes the layout that suits ``target`` best; ``auto:4`` plans for this many ranks. ""
-            means what ``tensor_parallel`` and ``pipeline_parallel`` say.
-        target: what ``auto`` plans for: ``throughput``, ``latency``, or bounds in milliseconds such as
+        layout: both of them as ``TxP``, such as 4x2; or ``auto``, which plans for the visible GPUs or the ranks of
+            torchrun and selects the best layout for ``target``; ``auto:4`` plans for 4 ranks. "" means that
+            ``tensor_parallel`` and ``pipeline_parallel`` apply.
+        target: the goal of ``auto``: ``throughput``, ``latency``, or bounds in milliseconds such as
             ``ttft=500,tpot=20``.
         workload: tokens of a prompt and of an output that ``auto`` plans for, such as ``512+256``; "" means 2048+128,
-            or as much of each as ``max_model_len`` has room for.
+            reduced if necessary to fit ``max_model_len``.
         device: ``cpu``, ``cuda``, or ``auto``: CUDA if every rank of this machine can have a GPU.
-        dtype: data type of weights and activations; "" means float32 on the CPU and bfloat16 on CUDA.
+        dtype: the data type of weights and activations; "" means float32 on the CPU and bfloat16 on CUDA.
         quantization: quantization of the layers' matrices: ``fp8`` (e4m3, on CUDA with bfloat16), computed when the
             model is loaded; embeddings, head and norms keep their data type. "" means none.
         kv_cache_dtype: ``fp8`` keeps keys and values as e4m3 with a scale for each head of each token, on CUDA with
             16-bit data types; "" keeps them in the data type of activations (on the CPU, float32).
-        max_model_len: tokens of a sequence, prompt and output together; 0 means the length that the model was made for,
+        max_model_len: maximum number of tokens of a sequence, prompt and output together; 0 means the model's maximum,
             at most 8192.
-        max_sequences: sequences that are computed together.
-        max_batch_tokens: tokens of a step; longer prompts are computed in chunks.
-        block_size: tokens of a block of the paged cache.
-        kv_cache_bytes: bytes of keys and values on each rank; 0 means what all sequences at full length need, at most
-            what ``gpu_memory_utilization`` leaves (on the CPU, a quarter of what ``memory_fraction`` leaves).
-        gpu_memory_utilization: the part of a GPU's memory that its ranks may use for weights, steps and cache. What
-            steps need is measured before the cache is allocated. On CUDA only.
-        memory_fraction: the part of this machine's free memory that weights and caches of its CPU ranks may use.
-        prefix_caching: keep the keys and values of finished requests while there is room, for prompts that begin alike.
+        max_num_seqs: maximum number of sequences computed together.
+        max_num_batched_tokens: maximum number of tokens of a step; longer prompts are computed in chunks.
+        block_size: tokens per block of the paged cache.
+        kv_cache_bytes: bytes of keys and values on each rank; 0 means enough for all sequences at full length, within
+            the limit of ``gpu_memory_utilization`` (on the CPU, a quarter of what ``memory_fraction`` leaves).
+        gpu_memory_utilization: the fraction of a GPU's memory that its ranks may use for weights, steps and cache. The
+            memory of steps is measured before the cache is allocated. On CUDA only.
+        memory_fraction: the fraction of this machine's free memory that weights and caches of its CPU ranks may use.
+        prefix_caching: keep the keys and values of finished requests while there is room, for prompts with the same
+            prefix.
         sequence_parallel: divide the residual of a prefill between the ranks of a stage.
-        overlap: compute the halves of long prompts in turn, so that one communicates while the other computes:
-            ``auto`` where a measurement at the start finds that it pays, on GPUs and on CPU ranks of several nodes;
-            ``on`` for the fastest form by halves; ``plain`` on two streams or threads without more; ``shaped`` on GPUs,
-            where sums take few SMs or none; or ``off``. Products of other numbers of rows may be rounded otherwise.
+        overlap: compute the halves of long prompts in turn, so that one communicates while the other computes: ``auto``
+            if a measurement at startup finds a gain, on GPUs and on CPU ranks of several nodes; ``on`` for the fastest
+            variant with halves; ``plain`` for two streams or threads and nothing else; ``shaped`` on GPUs, with sums on
+            few SMs or none; or ``off``. Products with other numbers of rows may round differently.
         algorithm: the algorithm of the all-reduces, as in :meth:`Communicator.all_reduce`; ``ring`` is not fused with
             norms.
         timeout_s: how long a rank waits for another in a collective; a stage waits ten times as long for another.
         speculative_config: speculative decoding, as options in a mapping or in JSON, such as ``{"method": "ngram",
-            "num_speculative_tokens": 4}``; see :class:`SpeculativeConfig`. None for none. It changes no output, and is
-            used where measurement finds that it pays.
-        seed: seed of the requests that have none of their own; None samples differently each time.
-        generation_config: where sampling parameters come from that a request does not give: ``auto`` for
-            ``generation_config.json`` of the model, a folder that has such a file, or ``none``.
+            "num_speculative_tokens": 4}``; see :class:`SpeculativeConfig`. None for none. It does not change outputs,
+            and is used only if measurements show a gain.
+        seed: the seed for requests without one; None samples differently each time.
+        generation_config: the source of default sampling parameters: ``auto`` for ``generation_config.json`` of the
+            model, a folder that contains such a file, or ``none``.
         progress: show a progress bar while the model is read.
         stamp_every: on CUDA, measure the time and the communication time of one step in this many, if all its sequences
-            decode; such a step takes slightly longer. 0 measures none, and then the statistics have no such times.
+            decode; such a step takes slightly longer. 0 measures none, and the statistics omit these times.
     """
 
     model: str
@@ -145,8 +146,8 @@ class EngineConfig:
     quantization: str = ""
     kv_cache_dtype: str = ""
     max_model_len: int = 0
-    max_sequences: int = 64
-    max_batch_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_bytes: int = 0
     gpu_memory_utilization: float = 0.9
@@ -169,8 +170,8 @@ class EngineConfig:
             ("tensor_parallel", 1, MAX_RANKS),
             ("pipeline_parallel", 1, MAX_RANKS),
             ("max_model_len", 0, 2**31 - 1),
-            ("max_sequences", 1, 2**16),
-            ("max_batch_tokens", 1, 2**20),
+            ("max_num_seqs", 1, 2**16),
+            ("max_num_batched_tokens", 1, 2**20),
             ("block_size", 1, 2**10),
             ("kv_cache_bytes", 0, 2**63 - 1),
             ("stamp_every", 0, 2**31 - 1),
@@ -227,14 +228,14 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a number above 0, at most 1, not {value!r}")
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < 1e9:
             raise ConfigError(f"timeout_s must be a number of seconds above 0, not {self.timeout_s!r}")
-        if self.max_batch_tokens < self.max_sequences:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences ({self.max_sequences}), "
-                "or not all sequences could get a token in each step"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or not all sequences could get a token in each step"
             )
 
     def _divide(self) -> None:
-        """Set how the ranks are divided by ``layout``. Raise ConfigError if it is none, or they are said twice."""
+        """Divide the ranks by ``layout``. Raises ConfigError if it is invalid or given twice."""
         given = divided = self.tensor_parallel, self.pipeline_parallel
         if self.layout:
             divided = (1, 1) if self.plans_layout else parse_layout(self.layout, "auto, auto:N for N ranks, or ")
@@ -266,7 +267,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """The options of speculative decoding; None without it."""
+        """The speculative decoding options; None if disabled."""
         assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
         return self.speculative_config
 
@@ -274,7 +275,7 @@ class EngineConfig:
     def max_proposals(self) -> int:
         """The most proposals that a step verifies."""
         found = self.speculation
-        count = found.num_speculative_tokens * min(self.max_sequences, MAX_SPECULATING) if found else 0
+        count = found.num_speculative_tokens * min(self.max_num_seqs, MAX_SPECULATING) if found else 0
         return min(count, MAX_PROPOSALS)
 
     @property
@@ -284,14 +285,14 @@ class EngineConfig:
 
     @property
     def asked_ranks(self) -> int | None:
-        """The number of ranks in ``auto:N``, and of a layout that is given; None for ``auto``."""
+        """The number of ranks in ``auto:N`` or in an explicit layout; None for ``auto``."""
         found = _AUTO.fullmatch(self.layout)
         if found is None:
             return self.ranks
         return int(found[1]) if found[1] else None
 
     def divided(self, layout: str) -> EngineConfig:
-        """Return this configuration with the layout that a plan has chosen, such as 4x2."""
+        """Return this configuration with a layout chosen by a plan, such as 4x2."""
         return replace(self, layout=layout, target=DEFAULT_TARGET, workload="")
 
     @property
@@ -311,10 +312,10 @@ class EngineConfig:
 
 
 def max_model_len_of(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the limit on the tokens of a sequence.
+    """Return the maximum number of tokens of a sequence.
 
     Raises:
-        ConfigError: the model was made for fewer tokens.
+        ConfigError: the model supports fewer tokens.
     """
     if config.max_model_len > model.max_position:
         raise ConfigError(

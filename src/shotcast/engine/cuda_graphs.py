@@ -1,8 +1,8 @@
-"""CUDA graphs of steps: their sizes, the state that they share, and those of steps that decode.
+"""CUDA graphs of steps: their sizes, the state they share, and the graphs of decoding steps.
 
-All inputs and outputs of a step that decodes have fixed addresses, so that a replay is one call of the host: block
-tables and the tokens sampled last live on the device, and the host sends four numbers per sequence. Padding rows use a
-spare row of the block tables, whose block belongs to no sequence.
+All inputs and outputs of a decoding step have fixed addresses, so a replay is one host call: block tables and the last
+sampled tokens live on the device, and the host sends four numbers per sequence. Padding rows use a spare row of the
+block tables, whose block belongs to no sequence.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from shotcast.layers.step_timer import DeviceStepTimer, StepTimer
 from shotcast.models.causal_lm import CausalLM
 
 
-def decode_capture_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Return the numbers of sequences for which decode graphs are captured, ascending up to ``max_sequences``; also the
-    numbers of sampled tokens for which those of the head are.
+def decode_capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the numbers of sequences for which decode graphs are captured, ascending up to ``max_num_seqs``. Graphs of
+    the head use the same sizes for sampled tokens.
 
     They are powers of two up to 8; from there they are an eighth to a quarter apart, so that padding adds little work:
     1, 2, 4, 8, 16, 24, ..., 64, 80, ..., 128, 160, ...
     """
     sizes, size = [], 1
-    while size < max_sequences:
+    while size < max_num_seqs:
         sizes.append(size)
         size += size if size < 8 else max(8, (1 << (size.bit_length() - 1)) // 4)
-    return (*sizes, max_sequences)
+    return (*sizes, max_num_seqs)
 
 
 def prefill_capture_sizes(max_tokens: int) -> tuple[int, ...]:
     """Return the numbers of tokens for which graphs of steps with prompts are captured, ascending up to ``max_tokens``.
 
     They are powers of two from 16 to 128, and from there powers of two with one size between: 16, 32, 64, 128, 192,
-    256, 384, 512, 768, ... A smaller step takes as long as reading the weights does, and more sizes would make the
-    capture expensive.
+    256, 384, 512, 768, ... A smaller step takes as long as reading the weights, and more sizes would make capture
+    expensive.
     """
     sizes, size = [], 16
     while size < max_tokens:
@@ -55,7 +55,7 @@ def decode_capture_size(plan: StepPlan, sizes: tuple[int, ...]) -> int | None:
     """Return the smallest of ``sizes`` whose decode graph serves a step, or None if no decode graph does.
 
     A decode graph serves steps in which every sequence has one token and none is new to its slot, so that no sequence
-    gets more than the block of that token. The result depends on the plan only, so all ranks take the same path.
+    gets more than the block of that token. The result depends only on the plan, so all ranks take the same path.
     """
     if not sizes or any(len(each.tokens) > 1 or each.is_new or each.propose for each in plan.sequences):
         return None
@@ -64,7 +64,7 @@ def decode_capture_size(plan: StepPlan, sizes: tuple[int, ...]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """The model, and the memory that its steps read and write besides their inputs. Graphs refer to its addresses."""
+    """The model, and the memory that its steps use besides their inputs. Graphs refer to its addresses."""
 
     model: CausalLM  # this rank's part of the model
     # the paged caches of its layers. With static memory they have one spare block, the last, which is never handed out
@@ -99,10 +99,10 @@ Replay = Callable[[], object]
 
 
 class CudaGraphs:
-    """Graphs by key, captured when they are first needed. Without CUDA, each replay computes again.
+    """Graphs by key, captured on first use. Without CUDA, each replay computes again.
 
-    No two graphs run at the same time, so they share the memory of their intermediate results; capture those that need
-    most of it first. Results that outlive a replay have to be kept in other memory.
+    No two graphs run at the same time, so they share memory for intermediate results; capture the ones that need the
+    most first. Results that outlive a replay must be stored elsewhere.
 
     Args:
         timer: the timer of this rank; on CUDA a :class:`DeviceStepTimer`.
@@ -114,7 +114,7 @@ class CudaGraphs:
         self._pool: Any = None
 
     def get_or_capture(self, key: Hashable, compute: Callable[[], None], stamped: bool = False) -> Replay:
-        """Return the replay of ``compute``, captured on first use. The capture is a collective operation.
+        """Return the replay of ``compute``, captured on first use. Capture is a collective operation.
 
         Unless ``stamped``, the capture also runs ``compute`` on the current contents of memory, which must do no harm.
         """
@@ -123,14 +123,14 @@ class CudaGraphs:
         return self._replays[key]
 
     def get(self, key: Hashable) -> Replay:
-        """Return a replay that was captured before; a capture now would compute on memory that is in use."""
+        """Return a replay captured earlier; a capture now would compute on memory that is in use."""
         return self._replays[key]
 
     def __len__(self) -> int:
         return len(self._replays)
 
     def close(self) -> None:
-        """Wait for the device and release the graphs, which has to happen before their communicators are closed."""
+        """Wait for the device and release the graphs, which must happen before their communicators are closed."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._replays.clear()
@@ -162,7 +162,7 @@ class DecodeGraphs:
     """Runs steps in which every sequence decodes. Without CUDA, each is computed again on the same static memory.
 
     Args:
-        state: the state of this rank; ``last_tokens`` gets the likeliest tokens of every step.
+        state: the state of this rank; ``last_tokens`` receives the likeliest tokens of every step.
         sizes: numbers of sequences, ascending; the last is the number of slots.
     """
 
@@ -180,7 +180,7 @@ class DecodeGraphs:
         self._results: dict[tuple[int, bool], Logits | None] = {}
 
     def capture(self, stamped: bool) -> None:
-        """Capture the graphs of all sizes. Call this before the first step, while memory holds padding only."""
+        """Capture the graphs of all sizes. Call this before the first step, while memory holds only padding."""
         for size in reversed(self.sizes):
             self._get_or_capture(size, stamped)
 

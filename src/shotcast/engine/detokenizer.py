@@ -1,4 +1,4 @@
-"""Incremental detokenization: the text of an output while its tokens arrive, up to a stop string."""
+"""Incremental detokenization: the text of an output as its tokens arrive, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shotcast.engine.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Release a text up to the first stop string in it, and hold back any part that may become a stop string.
+    """Releases a text up to its first stop string, and holds back any part that may become one.
 
-    The first stop string is the one that starts earliest, and of those that start at the same place the shortest.
+    The first stop string is the one that starts earliest; of several at the same place, the shortest.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -21,10 +21,10 @@ class StopStrings:
 
     def push(self, delta: str, last: bool = False) -> tuple[str, str | None]:
         """Add the next piece of the text. Returns the text that may be released now, and the stop string if one was
-        found. Then all text before it has been released, and later pieces release nothing.
+        found. In that case all text before it has been released, and later pieces release nothing.
 
         Args:
-            last: the text ends here, so text that is held back cannot become a stop string any more.
+            last: the text ends here, so text that is held back can no longer become a stop string.
         """
         if not self._stops:
             return delta, None
@@ -43,22 +43,22 @@ class StopStrings:
 
 
 def partial(text: str, marker: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``marker``."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``marker``."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 _UNDECODABLE = "\N{REPLACEMENT CHARACTER}"
 
 _MAX_HELD = 8
-"""The number of tokens that may end within a character before the detokenizer searches for those that really do."""
+"""The number of held tokens that may end mid-character before the detokenizer searches for the ones that do."""
 
 
 class IncrementalDetokenizer:
-    """Turn the tokens of an output into text one by one.
+    """Turns the tokens of an output into text one by one.
 
-    All pieces of text together are the :meth:`Tokenizer.decode_continuation` of all tokens. Only complete characters
-    are released. Tokens are held back until their characters are known, and no longer, so the time per token does not
-    grow with the text. In vocabularies with byte tokens, a character leaves with its last byte.
+    All pieces of text together equal :meth:`Tokenizer.decode_continuation` of all tokens. Only complete characters are
+    released. Tokens are held back only until their characters are known, so the time per token does not grow with the
+    text. In vocabularies with byte tokens, a character is released with its last byte.
 
     Args:
         skip_special: special tokens have no text.
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that is known now, beyond what was returned before."""
+        """Add a token and return the newly known text."""
         if byte_tokens := self._tokenizer.byte_tokens:
             if (value := byte_tokens.get(token)) is not None:
                 return self._bytes.decode(value)

@@ -1,11 +1,11 @@
 """A smaller model that proposes tokens, on the ranks of the last pipeline stage.
 
-It computes each step after the model has, for the same tokens, in a cache with the same blocks. So the scheduler's
-plans for prefixes, preemption and blocks hold for it too. Then it decodes the proposals that the plan asks for, a step
-for each. Where these do not pay it rests, and it computes what it has left out before the next proposals.
+It computes each step after the model, for the same tokens, in a cache with the same blocks. So the scheduler's plans
+for prefixes, preemption and blocks also apply to it. Then it decodes the requested proposals, one step for each. It
+skips steps in which proposals do not pay, and catches up before the next proposals.
 
-It samples by the noise by which the model samples the same position, so both often take the same token even where many
-are likely. Penalties, masks and biases are left out.
+It samples with the same noise as the model at each position, so both often pick the same token even if many are likely.
+It ignores penalties, masks and biases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shotcast.engine.step_plan import INVALID_TOKEN, PENDING_TOKEN, ScheduledSeq
 
 
 class _Start(NamedTuple):
-    """A sequence that proposals are made for."""
+    """A sequence to make proposals for."""
 
     place: int  # its place among the sequences of the plan that sample
     slot: int
@@ -37,8 +37,8 @@ class DraftModel:
 
     Args:
         runner: runs the smaller model, with as many slots and blocks as the model has.
-        vocab: the tokens of the model. Others are not proposed; those that the smaller model does not know, since its
-            vocabulary is padded less, are its last one.
+        vocab: the tokens of the model. Others are not proposed; tokens beyond the smaller model's vocabulary, which may
+            be padded less, map to its last token.
     """
 
     def __init__(self, runner: ModelRunner, vocab: int):
@@ -82,7 +82,7 @@ class DraftModel:
         return made
 
     def _computed(self, sequence: ScheduledSequence) -> ScheduledSequence:
-        """Return what the smaller model computes of a sequence of a plan; no tokens where it leaves that out."""
+        """Return the part of a planned sequence that the smaller model computes; no tokens if it skips the sequence."""
         first, tokens = (sequence.num_computed, ()) if sequence.drafted is None else sequence.drafted
         if sequence.drafted is not None and first + len(tokens) == sequence.num_computed:
             tokens += sequence.tokens
@@ -131,6 +131,6 @@ def _simplified(params: SamplingParams) -> SamplingParams:
 
 
 def _decoded(start: _Start, number: int) -> ScheduledSequence:
-    """Return the step of a sequence that samples its proposal of this number."""
+    """Return the step in which a sequence samples its proposal of this number."""
     token = PENDING_TOKEN if number else start.token
     return ScheduledSequence(start.slot, start.position + number, (token,), (), False, True)

@@ -1,4 +1,4 @@
-"""The engine core: the loop on rank 0 that schedules steps, has all ranks compute them, and reports their outputs."""
+"""The engine core: the loop on rank 0 that schedules steps, runs them on all ranks, and reports their outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shotcast.engine.step_plan import StepPlan
 from shotcast.errors import ConfigError
 
 STAGE_TIMEOUTS = 10
-"""A pipeline stage waits ``timeout_s`` times this for another stage, which computes meanwhile."""
+"""A pipeline stage waits ``timeout_s`` times this for another stage, which may be computing."""
 
 
 class ClientConnection:
@@ -84,14 +84,14 @@ class Runner(Protocol):
 
 
 class PlanChannel(Protocol):
-    """The way to the other ranks: a :class:`~shotcast.engine.rank_channels.DriverChannel`, or a simulation of one."""
+    """The channel to the other ranks: :class:`~shotcast.engine.rank_channels.DriverChannel`, or a simulation of it."""
 
     def send_plan(self, plan: StepPlan | None) -> None: ...
     def recv_output(self, timeout_s: float) -> ModelRunnerOutput: ...
 
 
 class Requests(Protocol):
-    """The way to the engine's client: a :class:`ClientConnection`, or a simulation of one."""
+    """The channel to the engine's client: a :class:`ClientConnection`, or a simulation of one."""
 
     def poll(self) -> bool: ...
     def recv(self) -> Any: ...
@@ -100,8 +100,8 @@ class Requests(Protocol):
 
 def scheduler_config(config: EngineConfig, info: EngineInfo, lookahead: int) -> SchedulerConfig:
     return SchedulerConfig(
-        max_sequences=config.max_sequences,
-        max_batch_tokens=config.max_batch_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=info.block_size,
         num_blocks=info.kv_blocks,
         max_model_len=info.max_model_len,
@@ -113,7 +113,7 @@ def scheduler_config(config: EngineConfig, info: EngineInfo, lookahead: int) -> 
 
 
 class EngineCore:
-    """The loop of rank 0: it takes requests, plans steps, has them computed, and reports the sampled tokens.
+    """The loop of rank 0: takes requests, plans steps, runs them, and reports the sampled tokens.
 
     :mod:`shotcast.simulator.serving` runs the same loop in simulated time.
 
@@ -139,7 +139,7 @@ class EngineCore:
         self._stage_timeout_s = stage_timeout_s
 
     def run(self) -> None:
-        """Serve requests until the client ends the engine or is gone."""
+        """Serve requests until the client ends the engine or disappears."""
         outstanding: deque[tuple[StepPlan, PendingOutput | None]] = deque()
         while True:
             idle = not outstanding and not self._scheduler.unfinished
@@ -172,7 +172,7 @@ class EngineCore:
         )
 
     def _take_messages(self, wait: bool) -> bool:
-        """Process the client's messages that have arrived. Return False when the engine is to end.
+        """Process the client's messages that have arrived. Return False when the engine should stop.
 
         Args:
             wait: wait for a message if none has arrived.

@@ -1,8 +1,8 @@
-"""Grammars that outputs must belong to, and their compilation by the library llguidance.
+"""Grammars that constrain outputs, compiled by the llguidance library.
 
-Masks are bounded by the library's counts of work rather than by time, so all ranks agree on them. Nothing else bounds
-the time of the library: intersections of a few hundred patterns take it minutes. So a process compiles grammars before
-any rank does, and the system ends it when one takes too long.
+Masks are bounded by the library's work counters rather than by time, so all ranks agree on them. Nothing else bounds
+the library's time: intersections of a few hundred patterns take minutes. So a separate process compiles grammars before
+any rank does, and the operating system kills it if one takes too long.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from shotcast import extras
 from shotcast.errors import ConfigError
 
 MAX_GRAMMAR_BYTES = 1 << 16
-"""The longest grammar: the time to compile some schemas grows with the square of their length."""
+"""The longest grammar: for some schemas, compile time grows with the square of their length."""
 
 MAX_STEP_ITEMS = 20_000
-"""Items of the parser at one token; the library counts about 20,000 in a millisecond."""
+"""Parser items per token; the library counts about 20,000 per millisecond."""
 
 _MAX_COMPILED = 64
-"""Compiled grammars that are kept."""
+"""The number of compiled grammars to keep."""
 
 MOST_MATCHERS, QUICK_S = 16, 0.01
-"""The most matchers of a grammar, and the seconds within which it must compile to have more than one."""
+"""The most matchers per grammar, and the compile time in seconds above which a grammar gets only one."""
 
 _MAX_REASON = 300
-"""Characters of the library's error messages that are shown."""
+"""The number of characters of the library's error messages to show."""
 
 _SLICES = [r"[ \n\r\t]+", *(rf'[^"\\\x00-\x1F\x7F]{length}' for length in ("{1,8}", "{1,14}", "{1,22}", "{1,30}", "+"))]
-"""Kinds of tokens that a mask takes as one where all of a kind are allowed: spaces, and characters of JSON strings.
+"""Kinds of tokens that a mask treats as one if all of a kind are allowed: spaces, and characters of JSON strings.
 
-With these lengths, masks of 128,000 tokens near the end of bounded strings take 3/4 of the time of the library's own.
+With these lengths, masks of 128,000 tokens near the end of bounded strings take 3/4 of the time they take with the
+library's defaults.
 """
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""The style of JSON: on one line, since a model that may write spaces may never stop."""
+"""The JSON style: one line, since a model that may write spaces may never stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ class Grammar:
 
     Args:
         text: a grammar in llguidance's variant of Lark, or its JSON for several grammars.
-        matchers: how many matchers it is compiled to. The library computes the masks of copies of one matcher one by
-            one. The client says it, so that all ranks have equally many: a copy that fails may spoil later ones.
+        matchers: how many matchers to compile. The library computes the masks of copies of one matcher one by one. The
+            client sets the number so that it matches on all ranks: a copy that fails may spoil later ones.
 
     Raises:
         ConfigError: the grammar is longer than MAX_GRAMMAR_BYTES.
@@ -75,7 +76,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], strict: bool = True) -> Grammar:
-        """Return the grammar of the JSON values, on one line, that a schema describes.
+        """Build the grammar of the single-line JSON values that a schema describes.
 
         Args:
             schema: a JSON schema.
@@ -95,7 +96,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Return the grammar of the texts that a regular expression matches as a whole.
+        """Build the grammar of the texts that a regular expression fully matches.
 
         Raises:
             ConfigError: the library is missing.
@@ -104,7 +105,7 @@ class Grammar:
 
     @classmethod
     def context_free(cls, text: str) -> Grammar:
-        """Return a grammar in Lark's or GBNF's notation, which names its first rule ``start`` or ``root``.
+        """Build a grammar from Lark or GBNF notation, whose first rule is ``start`` or ``root``.
 
         Raises:
             ConfigError: the grammar cannot be read, or the library is missing.
@@ -117,18 +118,18 @@ class Grammar:
 
 
 def styled(schema: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
-    """Return a schema with the style of JSON that :meth:`Grammar.json_schema` gives."""
+    """Add the JSON style of :meth:`Grammar.json_schema` to a schema."""
     return {**schema, "x-guidance": _JSON_STYLE | {"lenient": not strict}}
 
 
 def lark_text(text: str) -> str:
-    """Return a text as grammars quote it."""
+    """Quote a text for use in a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer, for the compilation of grammars. The client sends it to all ranks."""
+    """A tokenizer's vocabulary for compiling grammars. The client sends it to all ranks."""
 
     tokenizer: str  # in the JSON of Hugging Face's library of tokenizers
     size: int  # columns of the logits, at least as many as there are tokens
@@ -137,7 +138,7 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A compiled grammar, as matchers that are copied; they are made as they are needed."""
+    """A compiled grammar, as matchers to copy, which are created on demand."""
 
     matchers: list[Any]
     most: int  # of ``matchers``
@@ -145,7 +146,7 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars, and keeps those that were compiled last. Several threads may use it.
+    """Compiles grammars and caches the most recent ones. Thread-safe.
 
     Matchers allow the first end token of the vocabulary where an output may end.
     Raises ConfigError if the library is missing, or cannot read the tokenizer.
@@ -167,10 +168,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> tuple[Any, int]:
-        """Return a new matcher of the library, at the beginning of an output, and the number of the one it copies.
+        """Return a new library matcher at the start of an output, and the number of the matcher it copies.
 
         Raises:
-            ConfigError: the grammar is wrong, or too much work.
+            ConfigError: the grammar is invalid or too expensive.
         """
         compiled = self.compile(grammar)
         with self._lock:
@@ -186,10 +187,10 @@ class GrammarCompiler:
         return matcher, number
 
     def compile(self, grammar: Grammar) -> _Compiled:
-        """Compile a grammar, unless that was done before. The library does not hold the interpreter.
+        """Compile a grammar unless it is cached. The library releases the interpreter lock.
 
         Raises:
-            ConfigError: as of :meth:`matcher`.
+            ConfigError: as in :meth:`matcher`.
         """
         with self._lock:
             compiled = self._compiled.get(grammar.text)
@@ -212,12 +213,12 @@ class GrammarCompiler:
 
 
 def mask_executor(threads: int) -> Any:
-    """Return the library's threads that compute the masks of several matchers at once."""
+    """Return the library's thread pool, which computes the masks of several matchers at once."""
     return _library().LLExecutor(num_threads=threads)
 
 
 def reason_of(matcher: Any) -> str:
-    """Return why a matcher has failed, in one line."""
+    """Return the reason that a matcher failed, in one line."""
     reason = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
     if reason.startswith("NoExtension"):
         return "no tokens of the model spell what has to follow"
@@ -232,17 +233,17 @@ def _library() -> Any:
 
 
 COMPILE_S = 0.75
-"""Processor time that a grammar may take."""
+"""CPU seconds that compiling a grammar may take."""
 
 _COMPILE_BYTES = 1 << 30
-"""Memory that a grammar may take."""
+"""Bytes of memory that compiling a grammar may take."""
 
 _MAX_KNOWN = 256
-"""Grammars whose result is kept."""
+"""The number of grammars whose results are kept."""
 
 
 class GrammarChecker:
-    """Tells which grammars can be compiled. Several threads may use it. The process starts with the first grammar."""
+    """Checks which grammars can be compiled. Thread-safe. The helper process starts with the first grammar."""
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
@@ -251,7 +252,7 @@ class GrammarChecker:
         self._known: OrderedDict[str, str] = OrderedDict()
 
     def check(self, grammar: Grammar) -> float:
-        """Return the seconds that it took, 0 if done before. Raises ConfigError if it fails or takes too long."""
+        """Check a grammar and return the seconds it took, 0 if cached. Raises ConfigError on failure or timeout."""
         seconds = 0.0
         reason = self._known.get(grammar.text)  # without the lock, so an event loop may ask for a known grammar
         if reason is None:
@@ -270,7 +271,7 @@ class GrammarChecker:
             self._end()
 
     def _compile(self, grammar: Grammar) -> tuple[str, float]:
-        """Return why a grammar is refused, "" if it is not, and the seconds that it took."""
+        """Return why a grammar is refused ("" if it is accepted), and the seconds it took."""
         if self._process is None:
             self._start()
         try:
@@ -280,7 +281,7 @@ class GrammarChecker:
             return f"the grammar is too complex: it takes more than {COMPILE_S:g} s or 1 GiB to compile", 0.0
 
     def _start(self) -> None:
-        """Start the process, and wait until it has read the vocabulary. Raises ConfigError if it cannot."""
+        """Start the process and wait until it has read the vocabulary. Raises ConfigError on failure."""
         root = str(Path(__file__).parents[2])
         code = f"import sys; sys.path.insert(0, {root!r}); from shotcast.engine.grammar import main; main()"
         pipe = subprocess.PIPE

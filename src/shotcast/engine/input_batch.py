@@ -1,4 +1,4 @@
-"""The inputs of a step as arrays on the host, packed as the kernels and CUDA graphs read them."""
+"""A step's inputs as host arrays, packed as the kernels and CUDA graphs read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def pack_decode(plan: StepPlan, size: int, spare_row: int, out: Int32Array) -> None:
-    """Fill ``out`` [size, ``FIELDS``] with a step that a decode graph serves.
+    """Fill ``out`` [size, ``FIELDS``] with a step for a decode graph.
 
     Padding rows compute token 0 at position 0 of row ``spare_row`` of the block tables, which belongs to no sequence.
     """
@@ -27,7 +27,7 @@ def pack_decode(plan: StepPlan, size: int, spare_row: int, out: Int32Array) -> N
 
 
 class InputBatch(NamedTuple):
-    """A step as arrays of int32."""
+    """A step as int32 arrays."""
 
     tokens: Int32Array  # [tokens], token ids; -1 - the row of its sequence for a token that is still being sampled
     positions: Int32Array  # [tokens], the position of each token in its sequence
@@ -46,7 +46,7 @@ class InputBatch(NamedTuple):
 
     @property
     def decodes(self) -> npt.NDArray[np.bool_]:
-        """Bool [sequences]: those of one token, and those that sample after each of their tokens."""
+        """Bool [sequences]: sequences with one token, and sequences that sample after each of their tokens."""
         return (self.num_scheduled == 1) | (self.num_scheduled == self.num_sampled)
 
     @property
@@ -55,10 +55,10 @@ class InputBatch(NamedTuple):
         return self.num_computed + self.num_scheduled
 
     def halves(self) -> tuple[InputBatch, InputBatch]:
-        """Divide a step of 4 tokens or more into two halves, of which the first is computed first.
+        """Divide a step of 4 tokens or more into two halves; the first is computed first.
 
-        A sequence that is cut is in both: its second part has the first in the cache. No part of a prompt is one token,
-        unless the other half begins with it, so sequences that decode still come first.
+        A split sequence is in both halves: its second part finds the first in the cache. No part of a prompt is a
+        single token unless the other half begins with it, so decoding sequences still come first.
         """
         at = len(self.tokens) // 2
         ends = self.query_starts + self.num_scheduled
@@ -85,7 +85,7 @@ class InputBatch(NamedTuple):
 
 
 def build_input_batch(plan: StepPlan, block_tables: Int32Array, block_size: int) -> InputBatch:
-    """Build the arrays of a step. ``block_tables`` [rows, blocks] already hold the blocks that the plan hands out."""
+    """Build a step's arrays. ``block_tables`` [rows, blocks] already contain the blocks that the plan allocates."""
     sequences = plan.sequences
     fields = [(each.slot, each.num_computed, len(each.tokens), each.num_sampled) for each in sequences]
     rows, num_computed, num_scheduled, num_sampled = np.array(fields, np.int32).T
@@ -100,18 +100,18 @@ def build_input_batch(plan: StepPlan, block_tables: Int32Array, block_size: int)
 
 
 def spans(firsts: Int32Array, counts: Int32Array) -> Int32Array:
-    """Return the numbers ``first``, ``first + 1``, ... of each span, ``count`` of them."""
+    """Return the concatenated spans ``first``, ``first + 1``, ..., each of ``count`` numbers."""
     ends = np.cumsum(counts, dtype=np.int32)
     return np.arange(counts.sum(), dtype=np.int32) + np.repeat(firsts - ends + counts, counts)
 
 
 def cache_slots(block_tables: Int32Array, rows: Int32Array, positions: Int32Array, block_size: int) -> Int32Array:
-    """Return the cache slots of positions of the sequences in ``rows`` of the block tables."""
+    """Return the cache slots for positions of the sequences in ``rows`` of the block tables."""
     return block_tables[rows, positions // block_size] * block_size + positions % block_size
 
 
 def max_tiles(tokens: int, sequences: int, tile_tokens: int) -> int:
-    """Return the most attention tiles that a step of this many tokens and sequences may need, padding included.
+    """Return the maximum number of attention tiles in a step of this many tokens and sequences, padding included.
 
     A tile has at most ``tile_tokens`` tokens.
     """
@@ -122,7 +122,7 @@ def attention_tiles(batch: InputBatch, tile_tokens: int, padding: int = 0) -> In
     """Split the sequences into tiles of at most ``tile_tokens`` tokens: [tiles, TILE_FIELDS].
 
     Args:
-        padding: tokens after those of the step, which attend to nothing.
+        padding: tokens after the step's, which attend to nothing.
     """
     padding_row = np.array([0, len(batch.tokens), padding, -1], np.int32)
     fields = np.stack((batch.rows, batch.query_starts, batch.num_scheduled, batch.num_computed), axis=1)
@@ -157,8 +157,8 @@ class PrefillLayout(NamedTuple):
 
 
 def prefill_layout(size: int, max_sampled: int, max_tiles: Sequence[int]) -> PrefillLayout:
-    """Return the layout of a step of ``size`` tokens with padding, which samples at most this many tokens, and has at
-    most this many tiles in each of its parts."""
+    """Return the layout of a padded step of ``size`` tokens, with limits on the sampled tokens and on the tiles in each
+    of its parts."""
     words = 1, max_sampled, max_sampled, size, size, size, *(tiles * TILE_FIELDS for tiles in max_tiles)
     ends = list(itertools.accumulate(words))
     fields = [slice(end - count, end) for end, count in zip(ends, words, strict=True)]
@@ -167,7 +167,7 @@ def prefill_layout(size: int, max_sampled: int, max_tiles: Sequence[int]) -> Pre
 
 
 def part_bounds(size: int, parts: int) -> list[tuple[int, int]]:
-    """Divide ``size`` tokens into ``parts`` of about equal length: the first token of each, and the one behind it."""
+    """Divide ``size`` tokens into ``parts`` of nearly equal length; return each part's first token and its end."""
     return list(itertools.pairwise([size * number // parts for number in range(parts + 1)]))
 
 
@@ -180,11 +180,11 @@ def pack_prefill(
     layout: PrefillLayout,
     out: Int32Array,
 ) -> None:
-    """Fill ``out`` with a step, as ``layout`` says.
+    """Fill ``out`` with a step in the format of ``layout``.
 
     Args:
         block_updates: [updates, 2], as in :class:`PrefillLayout`.
-        spare_row, spare_slot: the row of the block tables and the cache slot that padding uses.
+        spare_row, spare_slot: the block table row and the cache slot that padding uses.
     """
     count, size = len(batch.tokens), layout.tokens.stop - layout.tokens.start
     rows = np.where(batch.num_sampled > 1, spare_row, batch.rows)

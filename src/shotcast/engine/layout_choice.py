@@ -1,9 +1,9 @@
-"""The layout of an engine that is started with ``layout="auto"``: the one that a plan finds best among those that run.
+"""The layout of an engine started with ``layout="auto"``: the runnable layout that the planner ranks best.
 
-A layout is offered if the engine would accept it: each stage and each rank gets a part of the model, native kernels
-serve the ranks of a stage, and by the engine's own accounts the fullest rank has room for weights, the largest step and
-one sequence of ``max_model_len`` tokens. The planner prices what is left, for one engine on all ranks. Where nothing
-was measured of the ranks, as on most CPUs, nothing is priced, and a stage has as many of them as a host.
+A layout is a candidate if the engine would accept it: each stage and each rank gets a part of the model, native kernels
+serve the ranks of a stage, and by the engine's memory estimate the fullest rank has room for weights, the largest step
+and one sequence of ``max_model_len`` tokens. The planner prices the candidates for one engine on all ranks. Without
+measurements of the ranks, as on most CPUs, nothing is priced, and a stage has as many ranks as a host.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shotcast.units import about_size
 from shotcast.wire import DTYPES, MAX_WORLD_SIZE
 
 PROMPT, OUTPUT = 2048, 128
-"""Tokens of the requests that are planned for, unless ``workload`` says others; those of ``shotcast plan``."""
+"""Default prompt and output tokens to plan for, if ``workload`` is not given; the same as in ``shotcast plan``."""
 _CACHE_ITEM_CPU = 4
-"""Bytes of a key or value on CPU ranks, whatever the data type of weights is."""
+"""Bytes per key or value element on CPU ranks, for any dtype of the weights."""
 _MOST_HELPFUL_RANKS = 64
-"""The most ranks that an error recommends where a model does not fit."""
+"""The most ranks that an error recommends if a model does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The layout that was chosen for an engine."""
+    """The layout chosen for an engine."""
 
     layout: Layout  # its ranks of a stage, and its stages
     reason: str  # why, with the next best layout, in a few sentences
@@ -50,7 +50,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """The ranks that an engine may have."""
+    """The ranks available to an engine."""
 
     gpus: tuple[GpuFacts, ...]  # the GPUs of this host that they run on; none for CPU ranks
     counts: tuple[int, ...]  # the numbers of ranks to plan for
@@ -60,14 +60,14 @@ class _Machine:
     unmeasured: str = ""  # why there is none
 
     def sharers(self, ranks: int) -> int:
-        """Return how many of this many ranks share the memory."""
+        """Return how many of ``ranks`` ranks share a memory."""
         local = ranks // self.hosts
         if not self.gpus:
             return local
         return -(-local // len(self.gpus)) if env.share_gpus() else 1
 
     def words(self, ranks: int) -> str:
-        """Return this many ranks in words."""
+        """Describe ``ranks`` ranks in words."""
         kind = self.gpus[0].name if self.gpus else "CPU ranks" if ranks > 1 else "CPU rank"
         return f"{ranks} {kind}" + (f" on {self.hosts} hosts" if self.hosts > 1 else "")
 
@@ -76,12 +76,12 @@ class _Machine:
 class _Offer:
     layout: Layout  # the ranks of a stage, and stages
     usable: int  # bytes of the fullest rank, in the planner's accounts
-    sequences: int  # those of the workload that its cache holds, at most ``max_sequences``
+    sequences: int  # those of the workload that its cache holds, at most ``max_num_seqs``
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """A layout that the engine does not run: why, and the bytes that its fullest rank needs if that is the reason."""
+    """A layout that the engine cannot run: the reason, and the fullest rank's bytes if memory is the reason."""
 
     layout: Layout
     why: str
@@ -89,9 +89,9 @@ class _Refusal:
 
 
 def choose_layout(config: EngineConfig, model: ModelConfig) -> LayoutChoice:
-    """Return the layout that suits the target of a configuration best, of those that the engine runs. Raises
-    ConfigError if no layout fits (with what is missing and what would help), none meets the bounds of the target, or
-    nothing is known of the GPUs.
+    """Choose the best layout for a configuration's target, among the ones that the engine can run. Raises ConfigError
+    if no layout fits (with what is missing and what would help), none meets the bounds of the target, or there are no
+    measurements for the GPUs.
     """
     target, workload = Target.parse(config.target), _workload(config, model)
     machine = _find_machine(config)
@@ -116,7 +116,7 @@ def choose_layout(config: EngineConfig, model: ModelConfig) -> LayoutChoice:
 
 
 def _workload(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
-    """Return the tokens of a prompt and of an output that are planned for."""
+    """Return the prompt and output tokens to plan for."""
     most = max_model_len_of(config, model)
     given = parse_workload(config.workload)
     if given is None:
@@ -128,7 +128,7 @@ def _workload(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
 
 
 def _find_machine(config: EngineConfig) -> _Machine:
-    """Return the ranks that the engine may have: those of the job, those asked for, or all that there are."""
+    """Return the ranks available to the engine: those of the job, the requested number, or all."""
     job, asked = env.job(), config.asked_ranks
     hosts, local = 1, None
     if job is not None:
@@ -155,7 +155,7 @@ def _find_machine(config: EngineConfig) -> _Machine:
 
 
 def _unmeasured(config: EngineConfig, calibration: Calibration | None, asked: int | None, hosts: int) -> str:
-    """Return why a calibration does not price CPU ranks of this machine; "" if it does."""
+    """Return why a calibration does not price this machine's CPU ranks; "" if it does."""
     if calibration is None:
         return "nothing was measured of this machine (shotcast calibrate, SHOTCAST_CALIBRATION)"
     if calibration.device != "cpu" or calibration.part != detect.cpu_model():
@@ -175,10 +175,10 @@ def _unmeasured(config: EngineConfig, calibration: Calibration | None, asked: in
 def _offers(
     config: EngineConfig, model: ModelConfig, machine: _Machine, tokens: int
 ) -> tuple[list[_Offer], list[_Refusal]]:
-    """Return the layouts of all ranks that the engine runs, and those that it does not.
+    """Return the layouts of all ranks that the engine can run, and the ones it cannot.
 
     Args:
-        tokens: of a sequence of the workload.
+        tokens: tokens of a sequence of the workload.
     """
     offers: list[_Offer] = []
     refusals: list[_Refusal] = []
@@ -188,7 +188,7 @@ def _offers(
             try:
                 require_division(model, *layout)
                 if tensor > MAX_WORLD_SIZE:
-                    raise ConfigError(f"own kernels serve up to {MAX_WORLD_SIZE} ranks of a stage, not {tensor}")
+                    raise ConfigError(f"native kernels serve up to {MAX_WORLD_SIZE} ranks of a stage, not {tensor}")
                 if local % tensor:
                     raise ConfigError(
                         f"a stage of {tensor} ranks does not lie within a host of {local}; sums between hosts are for "
@@ -208,11 +208,11 @@ def _offers(
 def _with_memory(
     config: EngineConfig, model: ModelConfig, machine: _Machine, layout: Layout, tokens: int
 ) -> _Offer | _Refusal:
-    """Return an offer for a layout if it fits in memory, as the engine estimates it."""
+    """Offer a layout if it fits in memory by the engine's estimate."""
     item, limit = DTYPES[config.dtype_name], max_model_len_of(config, model)
     cache_item = _cache_item(config, model)
-    memory = fullest_rank(model, config.quantization, layout, 0, config.max_batch_tokens, item, cache_item)
-    steps = memory.steps(config.max_sequences) if machine.gpus else 0  # of CPUs, the cache leaves as much as that
+    memory = fullest_rank(model, config.quantization, layout, 0, config.max_num_batched_tokens, item, cache_item)
+    steps = memory.steps(config.max_num_seqs) if machine.gpus else 0  # of CPUs, the cache leaves as much as that
     block = memory.per_token * config.block_size
     needed = memory.weights + steps + (config.kv_cache_bytes or -(-limit // config.block_size) * block)
     try:
@@ -236,19 +236,19 @@ def _with_memory(
         require_one_sequence(blocks, config.block_size, block, limit, budget, room)
     except ConfigError as error:
         return _Refusal(layout, str(error), needed)
-    sequences = min(config.max_sequences, blocks * config.block_size // tokens)
+    sequences = min(config.max_num_seqs, blocks * config.block_size // tokens)
     return _Offer(layout, memory.weights + memory.steps(sequences) + room, sequences)
 
 
 def _cache_item(config: EngineConfig, model: ModelConfig) -> float:
-    """Return the bytes of an element of a key or value; in FP8, each head of a token has a float32 scale."""
+    """Return the bytes per key or value element; in FP8, each head of a token has a float32 scale."""
     if config.device == "cpu":
         return _CACHE_ITEM_CPU
     return 1 + 4 / model.head_dim if config.kv_cache_dtype else DTYPES[config.dtype_name]
 
 
 def _unpriced(machine: _Machine, offers: list[_Offer], refused: Mapping[str, str], target: Target) -> LayoutChoice:
-    """Return the layout of CPU ranks of which nothing was measured: that with the most ranks a stage."""
+    """Return the layout for CPU ranks without measurements: the one with the most ranks per stage."""
     if target != Target(target.kind):
         raise ConfigError(f"whether a layout has {target} is not known: {machine.unmeasured}")
     layout = max((offer.layout for offer in offers), key=lambda layout: layout.tensor_parallel)
@@ -280,7 +280,7 @@ def _priced(
         # each layout has its own memory, which is what the engine's accounts say, to the byte
         utilization = (offer.usable + 0.5) / cluster.gpu.memory_bytes
         cache_item = _cache_item(config, model)
-        limits = Limits(offer.sequences, config.max_batch_tokens, utilization, config.algorithm, cache_item)
+        limits = Limits(offer.sequences, config.max_num_batched_tokens, utilization, config.algorithm, cache_item)
         query = Query(model, config.model, config.quantization, cluster, ranks, *workload, target, limits)
         found = plan(query, calibration, [(offer.layout, 1)])
         if found.refused:
@@ -293,7 +293,7 @@ def _priced(
 
 
 def _of_dtype(calibration: Calibration, dtype: str) -> Calibration:
-    """Return the constants of GPUs for another type of as many bytes, which their arithmetic takes as fast."""
+    """Return the GPU constants for another dtype of the same size, assuming equally fast arithmetic."""
     if DTYPES[dtype] != calibration.itemsize:
         raise ConfigError(
             f"plans of GPUs are of {calibration.dtype} and types of as many bytes, not of {dtype}; give a layout by "

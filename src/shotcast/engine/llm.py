@@ -24,7 +24,7 @@ Message = Mapping[str, str]
 
 
 class LLM(EngineClient):
-    """A model that is loaded on its ranks and completes prompts::
+    """A model loaded on its ranks that completes prompts::
 
         with LLM("smollm2", tensor_parallel=2) as llm:
             print(llm.generate("Once upon a time")[0].text)
@@ -36,7 +36,7 @@ class LLM(EngineClient):
 
     Raises:
         ConfigError: the model or an option cannot be used.
-        EngineDead: a rank ended while it loaded the model.
+        EngineDead: a rank ended while loading the model.
     """
 
     @property
@@ -46,7 +46,7 @@ class LLM(EngineClient):
 
     @property
     def dtype(self) -> str:
-        """Data type of weights and activations."""
+        """The data type of weights and activations."""
         return self._info.dtype
 
     def stamp_every(self, steps: int) -> None:
@@ -101,7 +101,7 @@ class LLM(EngineClient):
         return [outputs[request_id] for request_id in processors]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation by the model's own chat template. Messages have a ``role`` and ``content``."""
+        """Answer a conversation with the model's chat template. Messages have a ``role`` and ``content``."""
         return self.generate([self.tokenizer.apply_chat_template(messages)], params)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -119,7 +119,7 @@ class LLM(EngineClient):
             self._abort(request_id)
 
     def _process(self, processor: OutputProcessor, update: RequestUpdate) -> RequestOutput:
-        """Return the output after an update. Raise the error that ended the request, if one did."""
+        """Return the output after an update. Raises the error that ended the request, if any."""
         if isinstance(update.result, Exception):
             raise update.result
         output = processor.update(update.result, update.arrived)

@@ -31,11 +31,11 @@ from shotcast.models.source import open_checkpoint
 from shotcast.overlap.policy import Decision
 
 _LOADING_TIMEOUT_S = 600.0
-"""Timeout of collectives while ranks load, which takes some of them longer than others."""
+"""Timeout of collectives during loading, which takes some ranks longer than others."""
 _SEQUENCE_PARALLEL_TOKENS = 64
-"""Steps of at least this many tokens divide the residual between ranks."""
+"""Token count from which steps divide the residual between ranks."""
 _MIN_WORKSPACE = 1 << 20
-"""Workspace of every communicator: enough to agree on settings, and for mailboxes between stages."""
+"""Workspace of every communicator, large enough to agree on settings and for mailboxes between stages."""
 
 
 def load(
@@ -69,19 +69,19 @@ def load(
             Weights(checkpoint, dtype, world.device, on_read, config.quantization, stored_formats(config, dtype)),
             parallel,
             max_model_len,
-            config.max_sequences,
+            config.max_num_seqs,
             torch.float8_e4m3fn if config.kv_cache_dtype else None,
         )
     draft = _load_draft(config, parallel, dtype, max_model_len, budget)
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=world.device)
     world.broadcast(salt, 0)
-    decode_sizes = decode_capture_sizes(config.max_sequences) if device == "cuda" else ()
-    prefill_sizes = prefill_capture_sizes(config.max_batch_tokens) if device == "cuda" else ()
+    decode_sizes = decode_capture_sizes(config.max_num_seqs) if device == "cuda" else ()
+    prefill_sizes = prefill_capture_sizes(config.max_num_batched_tokens) if device == "cuda" else ()
 
     decisions: dict[int, Decision] = {}  # a trial runner makes them
 
     def new_runner(num_blocks: int) -> ModelRunner:
-        limits = num_blocks, config.block_size, config.max_sequences, max_model_len
+        limits = num_blocks, config.block_size, config.max_num_seqs, max_model_len
         static = int(salt), decode_sizes, prefill_sizes
         drafting = None
         if draft is not None:
@@ -93,7 +93,7 @@ def load(
             draft=drafting,
             reports=world.rank == config.output_rank,
             overlap=config.overlap,
-            max_batch_tokens=config.max_batch_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             decisions=decisions,
             max_proposals=config.max_proposals,
         )
@@ -103,7 +103,7 @@ def load(
         config, [part, *([draft] if draft is not None else [])], budget, max_model_len, world, new_runner
     )
     allocating = f"allocating a cache of {blocks * config.block_size} tokens and capturing graphs on it"
-    with budget.explained(allocating, "Lower gpu_memory_utilization, kv_cache_bytes or max_sequences"):
+    with budget.explained(allocating, "Lower gpu_memory_utilization, kv_cache_bytes or max_num_seqs"):
         runner = new_runner(blocks)
         stack.callback(runner.close)
         runner.capture(stamped=config.stamp_every > 0)
@@ -115,7 +115,7 @@ def load(
 def _load_draft(
     config: EngineConfig, parallel: Parallel, dtype: torch.dtype, max_model_len: int, budget: MemoryBudget
 ) -> CausalLM | None:
-    """Load this rank's part of the draft model; None if there is none, or the rank is in another stage than the last.
+    """Load this rank's part of the draft model; None if there is none, or the rank is not in the last stage.
 
     Collective on the last stage, whose ranks share its layers.
     """
@@ -130,7 +130,7 @@ def _load_draft(
         formats = stored_formats(config, dtype)
         weights = Weights(checkpoint, dtype, comm.device, lambda read: None, config.quantization, formats)
         cache = torch.float8_e4m3fn if config.kv_cache_dtype else None
-        return CausalLM(checkpoint.config, weights, ranks, max_model_len, config.max_sequences, cache)
+        return CausalLM(checkpoint.config, weights, ranks, max_model_len, config.max_num_seqs, cache)
 
 
 def communicators(
@@ -142,8 +142,8 @@ def communicators(
 
     Args:
         max_bytes: the longest message within a stage of several ranks. Other communicators need almost no workspace: a
-            rank alone has no peers, and messages of any length pass between stages through mailboxes.
-        stack: closes both.
+            single rank has no peers, and messages of any length pass between stages through mailboxes.
+        stack: closes both communicators.
     """
     pipelined = config.pipeline_parallel > 1
     stage_bytes = max_bytes if config.tensor_parallel > 1 else _MIN_WORKSPACE
@@ -163,18 +163,18 @@ def communicators(
 
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the size of the longest message of a stage's collectives, at most what a communicator can have."""
-    largest = config.max_batch_tokens * model.hidden
+    """Return the size of the longest message of a stage's collectives, up to the communicator's limit."""
+    largest = config.max_num_batched_tokens * model.hidden
     if config.device == "cuda":  # the logits of a step must fit, or the project's own kernels would not gather them
-        largest = max(largest, (config.max_sequences + config.max_proposals) * model.vocab)
+        largest = max(largest, (config.max_num_seqs + config.max_proposals) * model.vocab)
     return min(max(_MIN_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
 
 
 def stored_formats(config: EngineConfig, dtype: torch.dtype) -> tuple[type[Stored], ...]:
-    """Return the formats in which matrices stay if a checkpoint stores them so.
+    """Return the formats in which matrices stay if the checkpoint stores them that way.
 
-    On CPUs these are the blocks of GGUF files, in float32: products in bfloat16 are faster with its values. On GPUs,
-    ``quantization`` quantizes matrices in groups anew, and in float32 everything is dequantized.
+    On CPUs these are the blocks of GGUF files, with float32: bfloat16 products are faster on bfloat16 values. On GPUs,
+    ``quantization`` requantizes matrices in groups, and float32 dequantizes everything.
     """
     if config.device != "cuda":
         return (BlockRows,) if dtype == torch.float32 else ()
@@ -206,7 +206,7 @@ def _device_of(config: EngineConfig) -> torch.device:
 
 
 def _memory_budget(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> MemoryBudget:
-    """Return the memory of this rank, or raise ConfigError if weights or ``kv_cache_bytes`` do not fit."""
+    """Return this rank's memory budget. Raises ConfigError if weights or ``kv_cache_bytes`` do not fit."""
     on_gpu = config.device == "cuda"
     sharers = ranks_of_a_gpu() if on_gpu else env.local_world_size()
     layout = config.tensor_parallel, config.pipeline_parallel
@@ -234,8 +234,8 @@ def _num_cache_blocks(
     world: Communicator,
     new_runner: Callable[[int], ModelRunner],
 ) -> int:
-    """Return how many cache blocks every rank has room for, at most what all sequences at full length need. Collective.
-    Raises ConfigError if there is too little room for one sequence, or for the largest step.
+    """Return how many cache blocks every rank has room for, at most enough for all sequences at full length.
+    Collective. Raises ConfigError if there is too little room for one sequence, or for the largest step.
     """
     one_block = [cache for part in parts for cache in part.allocate_caches(1, config.block_size)]
     bytes_per_block = sum(cache.nbytes for cache in one_block)
@@ -245,7 +245,7 @@ def _num_cache_blocks(
     else:
         room = budget.estimated_room(config.kv_cache_bytes)
     blocks = room // bytes_per_block
-    blocks = min(config.max_sequences * -(-max_model_len // config.block_size), blocks)
+    blocks = min(config.max_num_seqs * -(-max_model_len // config.block_size), blocks)
     blocks = int(world.all_gather(torch.tensor([blocks], device=world.device)).min())
     require_one_sequence(blocks, config.block_size, bytes_per_block, max_model_len, budget, room)
     return blocks
@@ -258,13 +258,13 @@ def _measure(
     world: Communicator,
     new_runner: Callable[[int], ModelRunner],
 ) -> int:
-    """Run the largest steps, on a cache of one block, and return the bytes that they leave for the cache. Collective.
+    """Run the largest steps on a one-block cache, and return the bytes left for the cache. Collective.
 
-    The graphs of this trial refer to its cache, so they are captured again on the real one.
+    Graphs of this trial refer to its cache, so they are captured again on the real one.
     """
-    largest = f"running the largest step ({config.max_batch_tokens} tokens, {config.max_sequences} sequences)"
+    largest = f"running the largest step ({config.max_num_batched_tokens} tokens, {config.max_num_seqs} sequences)"
     budget.memory.release()  # what was needed only to read the weights
-    with budget.explained(largest, "Lower max_batch_tokens or max_sequences, or use more ranks"):
+    with budget.explained(largest, "Lower max_num_batched_tokens or max_num_seqs, or use more ranks"):
         trial = new_runner(1)
         try:
             trial.capture(stamped=config.stamp_every > 0)

@@ -1,9 +1,9 @@
-"""The memory of a rank: what it may use, what its weights and its largest steps take, and what is left for the cache.
+"""A rank's memory: its limit, what weights and the largest steps take, and what is left for the cache.
 
-On a GPU, the ranks may use a part of its memory together (``gpu_memory_utilization``). What they take without a cache
-is measured after all graphs have been captured and the largest steps have run; the cache gets the rest. On a CPU,
-ranks may use a part of the memory that is free (``memory_fraction``), and the cache gets a quarter of what the weights
-leave: steps and other processes need memory too.
+On a GPU, the ranks share a fraction of its memory (``gpu_memory_utilization``). Their memory use without a cache is
+measured after capturing all graphs and running the largest steps; the cache gets the rest. On a CPU, ranks may use a
+fraction of the free memory (``memory_fraction``), and the cache gets a quarter of what the weights leave, since steps
+and other processes need memory too.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shotcast.units import about_size
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_DIVISOR = 4
-"""On a CPU, the cache takes one part in this many of the memory that weights leave."""
+"""Divisor of the memory left by the weights that gives the cache size on a CPU."""
 _OUT_OF_MEMORY = "out of memory", "can't allocate memory"
-"""Texts of errors that PyTorch and drivers raise for want of memory."""
+"""Error texts of PyTorch and drivers for lack of memory."""
 
 
 class GpuMemory:
-    """The memory of a GPU, which all ranks on it share."""
+    """The memory of a GPU, shared by all ranks on it."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -42,7 +42,7 @@ class GpuMemory:
 
     @property
     def free(self) -> int:
-        """The bytes that no process holds."""
+        """The bytes not held by any process."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def release(self) -> None:
@@ -67,7 +67,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class KnownMemory:
-    """Memory with this much free. What other processes hold on a GPU is found when ranks load."""
+    """Memory with a known number of free bytes. Memory that other processes hold on a GPU is found when ranks load."""
 
     total: int
 
@@ -76,7 +76,7 @@ class KnownMemory:
         return self.total
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing, since nothing is held."""
 
 
 DeviceMemory = GpuMemory | HostMemory | KnownMemory
@@ -97,13 +97,12 @@ class MemoryBudget:
 
     @classmethod
     def find(cls, config: EngineConfig, memory: DeviceMemory, sharers: int, weights: int, dtype: str) -> MemoryBudget:
-        """Find what a rank may use. Raises ConfigError if the memory is not free, or weights or ``kv_cache_bytes`` do
-        not fit.
+        """Find a rank's limit. Raises ConfigError if the memory is not free, or weights or the cache do not fit.
 
         Args:
-            sharers: the number of ranks on it.
+            sharers: the number of ranks that share the memory.
             weights: bytes of the weights of a rank.
-            dtype: their type, for errors.
+            dtype: the dtype of the weights, for errors.
         """
         free = memory.free
         if config.device == "cuda":
@@ -135,10 +134,10 @@ class MemoryBudget:
         return cls(memory, free, sharers, limit, limit_text, weights, option, measured)
 
     def measured_room(self, trial_cache: int, meet: Callable[[], object]) -> int:
-        """Return the bytes that are left for a cache, once this rank and the others hold all that their steps need.
+        """Return the bytes left for a cache while all ranks hold the memory that their steps need.
 
         Args:
-            trial_cache: bytes of a cache that this rank holds already.
+            trial_cache: bytes of a cache that this rank already holds.
             meet: waits for all ranks, which hold their memory until all have measured it.
         """
         meet()
@@ -153,12 +152,12 @@ class MemoryBudget:
         return self.limit - used
 
     def estimated_room(self, kv_cache_bytes: int) -> int:
-        """Return the bytes of a cache that nothing was measured for."""
+        """Return the estimated bytes for a cache, without measurements."""
         return kv_cache_bytes or (self.limit - self.weights) // _CPU_CACHE_DIVISOR
 
     @contextlib.contextmanager
     def explained(self, activity: str, advice: str) -> Iterator[None]:
-        """Raise ConfigError, with what is free and what to change, where memory runs out.
+        """Convert out-of-memory errors to ConfigError, with the free memory and advice.
 
         Args:
             activity: what needs the memory, after "while".
@@ -182,11 +181,11 @@ class MemoryBudget:
 def require_one_sequence(
     blocks: int, block_size: int, bytes_per_block: int, max_model_len: int, budget: MemoryBudget, room: int
 ) -> None:
-    """Raise ConfigError unless the cache has room for one sequence of ``max_model_len`` tokens.
+    """Raise ConfigError unless the cache fits one sequence of ``max_model_len`` tokens.
 
     Args:
         blocks: blocks that every rank has room for.
-        room: the bytes of it that were left for the cache.
+        room: bytes that were left for the cache.
     """
     needed = -(-max_model_len // block_size)
     if blocks >= needed:
@@ -195,10 +194,8 @@ def require_one_sequence(
     if budget.measured:
         steps = max(budget.limit - room - budget.weights, 0)
         use = f"{budget.limit_text}, weights take {about_size(budget.weights)} and steps {about_size(steps)}"
-        advice = (
-            f"lower max_model_len{f' to {tokens} or less' if tokens > 1 else ''}, max_batch_tokens or max_sequences, "
-        )
-        advice += f"use more ranks or fp8, or raise {budget.option}"
+        advice = f"lower max_model_len{f' to {tokens} or less' if tokens > 1 else ''}, max_num_batched_tokens or "
+        advice += f"max_num_seqs, use more ranks or fp8, or raise {budget.option}"
     else:
         use = budget.limit_text
         advice = f"lower max_model_len or give it more memory (kv_cache_bytes, {budget.option})"

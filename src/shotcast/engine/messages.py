@@ -50,20 +50,20 @@ class RejectedRequest:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """A command to rank 0 to end a request."""
+    """A command for rank 0 to abort a request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AddEndTokens:
-    """The tokenizer's end tokens, beside those of the model's configuration. It precedes all requests."""
+    """The tokenizer's end tokens, in addition to the model configuration's. Precedes all requests."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SetStampEvery:
-    """A command to rank 0 to change ``EngineConfig.stamp_every``."""
+    """A command for rank 0 to change ``EngineConfig.stamp_every``."""
 
     every: int

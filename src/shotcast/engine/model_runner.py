@@ -1,4 +1,4 @@
-"""Execution of steps on one rank: it holds the model, the paged cache and the tables of the running sequences."""
+"""Execution of steps on one rank, which holds the model, the paged cache and the tables of running sequences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 _LOGPROB_TENSORS = 4
-"""Tensors that hold log-probabilities in a :class:`SamplerOutput`."""
+"""The number of tensors with log-probabilities in a :class:`SamplerOutput`."""
 
 
 class AsyncModelRunnerOutput:
@@ -60,11 +60,11 @@ class AsyncModelRunnerOutput:
         return (self._copy is None or self._copy.done) and all(pending.ready for _, pending in self._drafted)
 
     def add_proposals(self, draft: Draft, drafted: Drafted) -> None:
-        """Add what a draft model has made for each sequence that samples."""
+        """Add a draft model's output for each sequence that samples."""
         self._draft, self._drafted = draft, drafted
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the output. It is sound only if the ``check`` of the communicators passes afterwards."""
+        """Wait for the output. It is valid only if the communicators' ``check`` passes afterwards."""
         if self._copy is None:
             return ModelRunnerOutput(self.number, (), ())
         copied = self._copy.wait()
@@ -90,8 +90,8 @@ class AsyncModelRunnerOutput:
 
 
 Drafted = list[tuple[tuple[int, ...], AsyncModelRunnerOutput]]
-"""The outputs of the steps that a draft model has decoded, with the sequences of each by their places among those that
-the plan samples."""
+"""The outputs of a draft model's decoding steps, each with its sequences as positions among the ones that the plan
+samples."""
 
 
 class Draft(Protocol):
@@ -104,25 +104,25 @@ class Draft(Protocol):
 
 
 class ModelRunner:
-    """Executes plans, which every rank gets in the same order. On CUDA it enqueues them and never waits.
+    """Executes plans, which every rank gets in the same order. On CUDA it enqueues them without waiting.
 
     Args:
         num_blocks, block_size: blocks of the paged cache, and tokens of a block.
-        max_sequences: slots.
-        max_model_len: tokens of a sequence at most.
+        max_num_seqs: the number of slots.
+        max_model_len: the maximum number of tokens of a sequence.
         salt: mixed into the sampling of requests without a seed; the same on all ranks.
         decode_sizes: numbers of sequences for which decode steps run on static memory (``engine/cuda_graphs.py``);
-            the last is ``max_sequences``. Empty: all steps allocate their memory.
+            the last is ``max_num_seqs``. Empty: all steps allocate their memory.
         prefill_sizes: numbers of tokens for which all other steps run on static memory (``engine/prefill.py``);
             needs ``decode_sizes``.
-        overlap: whether steps with prompts are computed by halves, of which one communicates while the other computes:
-            as in ``EngineConfig``. Where steps run on static memory, others are computed as a whole.
-        max_batch_tokens: the most tokens of a step, for that measurement.
-        decisions: what another runner of this model decided about overlap, by number of tokens of steps on static
-            memory; what this one decides is added.
+        overlap: whether steps with prompts are computed in halves, one of which communicates while the other computes,
+            as in ``EngineConfig``. If some steps run on static memory, all others are computed as a whole.
+        max_num_batched_tokens: the most tokens of a step, for that measurement.
+        decisions: overlap decisions of another runner of this model, by number of tokens of steps on static memory;
+            this runner adds its decisions.
         max_proposals: the most proposals that a step verifies.
-        reports: the output of this rank is read. A rank whose output nobody reads samples for its own next step only,
-            which with static memory may be planned before the host knows the tokens.
+        reports: the output of this rank is read. Other ranks sample only for their next step, which with static memory
+            may be planned before the host knows the tokens.
     """
 
     def __init__(
@@ -130,33 +130,33 @@ class ModelRunner:
         model: CausalLM,
         num_blocks: int,
         block_size: int,
-        max_sequences: int,
+        max_num_seqs: int,
         max_model_len: int,
         salt: int,
         decode_sizes: tuple[int, ...] = (),
         prefill_sizes: tuple[int, ...] = (),
         reports: bool = True,
         overlap: str = "off",
-        max_batch_tokens: int = 2048,
+        max_num_batched_tokens: int = 2048,
         decisions: dict[int, Decision] | None = None,
         max_proposals: int = 0,
         draft: Draft | None = None,
     ) -> None:
         self._draft = draft
         self._reports, self._max_proposals = reports, max_proposals
-        max_sampled = max_sequences + max_proposals
+        max_sampled = max_num_seqs + max_proposals
         static = bool(decode_sizes)
         caches = model.allocate_caches(num_blocks + static, block_size)
         device, last_stage = caches[0].keys.device, model.parallel.last
         # The block tables as the host knows them. The last row belongs to no sequence.
-        self._host_tables = np.zeros((max_sequences + 1, -(-max_model_len // block_size)), np.int32)
+        self._host_tables = np.zeros((max_num_seqs + 1, -(-max_model_len // block_size)), np.int32)
         if static:
             self._host_tables[-1] = num_blocks
         block_tables = torch.from_numpy(self._host_tables).to(device, copy=True)
-        self._num_blocks_of_slot = [0] * max_sequences
-        last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int64, device=device)
+        self._num_blocks_of_slot = [0] * max_num_seqs
+        last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         samples = last_stage and (reports or static or draft is not None)
-        self.sampler = Sampler(max_sequences, model.config.vocab, device, salt) if samples else None
+        self.sampler = Sampler(max_num_seqs, model.config.vocab, device, salt) if samples else None
         logits = None
         if last_stage and static and device.type == "cuda":
             values = torch.empty(max_sampled, model.config.vocab, device=device)
@@ -165,7 +165,7 @@ class ModelRunner:
         self._forms = PrefillForms(model, overlap, {} if decisions is None else decisions, bool(prefill_sizes))
         self._overlap = None
         if not prefill_sizes:
-            self._overlap = PrefillOverlap(self._state, self._forms, self._host_tables, max_batch_tokens)
+            self._overlap = PrefillOverlap(self._state, self._forms, self._host_tables, max_num_batched_tokens)
         self._decode_graphs = self._prefill_graphs = self._feedback = None
         if static and model.parallel.can_send_back(last_tokens):
             self._feedback = TokenFeedback(model.parallel, last_tokens)
@@ -186,16 +186,16 @@ class ModelRunner:
 
     @property
     def last_tokens(self) -> torch.Tensor:
-        """The token sampled last for each slot, int64 [slots + 1], on the last stage."""
+        """The last sampled token of each slot, int64 [slots + 1], on the last stage."""
         return self._state.last_tokens
 
     @property
     def vocab(self) -> int:
-        """The number of tokens that the model knows."""
+        """The size of the model's vocabulary."""
         return self._state.model.config.vocab
 
     def capacity(self, slot: int) -> int:
-        """Return how many tokens the blocks of a slot hold."""
+        """Return how many tokens a slot's blocks hold."""
         return self._num_blocks_of_slot[slot] * self._state.block_size
 
     @property
@@ -210,12 +210,12 @@ class ModelRunner:
 
     @property
     def communication_s(self) -> float:
-        """Seconds spent in collectives: a part of ``step_s``, but for those that ran beside the computation."""
+        """Seconds spent in collectives: a part of ``step_s``, except for collectives overlapped with computation."""
         return self._state.model.parallel.timer.communication_s
 
     @torch.inference_mode()
     def capture(self, stamped: bool) -> None:
-        """Decide on overlap, and capture the graphs and compile the kernels of steps on static memory. Collective.
+        """Decide on overlap, capture the graphs and compile the kernels of steps on static memory. Collective.
 
         The draft model comes first.
 
@@ -252,7 +252,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> AsyncModelRunnerOutput | None:
-        """Compute a step. Return its output on ranks that sample, None on others, and for a plan without sequences."""
+        """Compute a step. Return its output on ranks that sample; None on others, and for a plan without sequences."""
         if not plan.sequences:
             if self.sampler is not None and plan.prepares is not None:
                 self.sampler.constraints.prepare(plan.prepares)
@@ -271,7 +271,7 @@ class ModelRunner:
         return output
 
     def leave_out(self, plan: StepPlan) -> None:
-        """Take note of the new sequences and blocks of a plan, without computing it."""
+        """Record the new sequences and blocks of a plan without computing it."""
         if self.sampler is not None:
             self._assign_new(plan, self.sampler)
         updates = self._update_host_tables(plan)
@@ -309,7 +309,7 @@ class ModelRunner:
             return None if self.sampler is None else self._sample(plan, logits, False)
 
     def _execute_with_targets(self, plan: StepPlan, block_updates: Int32Array) -> AsyncModelRunnerOutput | None:
-        """Compute a step that reports log-probabilities of prompts: without graphs, and as a whole."""
+        """Compute a step that reports log-probabilities of prompts, without graphs and as a whole."""
         state = self._state
         inputs = build_input_batch(plan, self._host_tables, state.block_size)
         with state.model.parallel.timer.step():
@@ -383,7 +383,7 @@ class ModelRunner:
         return AsyncModelRunnerOutput(plan.number, sampled, targets, target_logprobs)
 
     def _update_host_tables(self, plan: StepPlan) -> Int32Array:
-        """Enter the plan's blocks into the host's tables; return [updates, 2], index and block of each change."""
+        """Enter the plan's blocks into the host's tables; return the index and block of each change, [updates, 2]."""
         width = self._host_tables.shape[1]
         updates = [np.empty((0, 2), np.int32)]
         for sequence in plan.sequences:
@@ -400,7 +400,7 @@ class ModelRunner:
         return np.concatenate(updates)
 
     def _eager_batch(self, inputs: InputBatch, block_updates: Int32Array) -> Batch:
-        """Build the tensors of a step that is not on static memory, and update the device's block tables."""
+        """Build the tensors of a step on dynamic memory, and update the device's block tables."""
         state = self._state
         pending = np.flatnonzero(inputs.tokens < 0)
         tile_tokens = 0

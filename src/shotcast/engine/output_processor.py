@@ -1,4 +1,4 @@
-"""Turn the engine core's outputs into the output that the user reads: text, stop strings and times."""
+"""Conversion of the engine core's outputs to user-visible outputs: text, stop strings and times."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shotcast.engine.tokenizer import Tokenizer
 
 
 class OutputProcessor:
-    """Build the output of one request while its tokens arrive.
+    """Builds the output of one request as its tokens arrive.
 
     Args:
         tokenizer: None for an output without text.
-        end_tokens: the model's own end tokens, which have no text.
-        detokenize_at_end: nobody reads the text before the output ends, so it is made then, unless there are stop
+        end_tokens: the model's end tokens, which have no text.
+        detokenize_at_end: the text is not read before the output ends, so it is produced then, unless there are stop
             strings to look for.
     """
 
@@ -54,11 +54,11 @@ class OutputProcessor:
     def update(self, step: EngineCoreOutput, arrived: float) -> RequestOutput:
         """Add the output of a step, and return the request's output, which later updates change.
 
-        If a stop string ends the output, the engine core does not know that yet; it ends with the token that completes
-        the string, even if a step gives more.
+        If a stop string ends the output, the engine core does not know it yet; the output ends with the token that
+        completes the string, even if the step has more.
 
         Args:
-            arrived: when it arrived, by :func:`time.perf_counter`.
+            arrived: when the step arrived, by :func:`time.perf_counter`.
         """
         output = self._output
         delta = ""
@@ -92,7 +92,7 @@ class OutputProcessor:
                 output.stop_reason = step.stop_token
 
     def _detokenize(self, step: EngineCoreOutput) -> str | None:
-        """Turn new tokens into text, and return the stop string that they complete."""
+        """Convert new tokens to text, and return the stop string that they complete."""
         last = step.finish_reason is not None
         if self._tokenizer is None or (self._at_end and not last):
             return None
@@ -114,7 +114,7 @@ class OutputProcessor:
 
 
 def _single_tokens(step: EngineCoreOutput) -> Iterator[EngineCoreOutput]:
-    """Divide the output of a step into outputs of one token each, the last of which ends as the step does."""
+    """Split the output of a step into outputs of one token each; the last one keeps the step's end."""
     last = len(step.tokens) - 1
     for place in range(last + 1):
         some = slice(place, place + 1)

@@ -13,10 +13,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class TokenLogprob:
     """Log-probabilities at one position of the output or the prompt.
 
-    They belong to the model's own distribution, before temperature and the other sampling parameters.
+    They refer to the model's distribution, before temperature and the other sampling parameters.
 
     Attributes:
-        token: the sampled token, or that of the prompt.
+        token: the sampled token, or the prompt's token.
         logprob: its log-probability.
         rank: its rank among all tokens, 1 for the likeliest.
         top: as many of the likeliest tokens as were requested, with their log-probabilities, likeliest first.
@@ -73,9 +73,9 @@ class RequestOutput:
         prompt_logprobs: one entry per prompt token, if the request wants them, from the first update on; None for the
             first token, which follows nothing.
         finish_reason: "stop" (an end token or a stop string), "length", "abort" or "error"; None while it runs.
-        stop_reason: the stop string or stop token that ended the output; None for the model's own end token.
-        error: with "error", what happened.
-        cached_tokens: prompt tokens that were found in the prefix cache.
+        stop_reason: the stop string or stop token that ended the output; None for the model's end token.
+        error: the error message if ``finish_reason`` is "error".
+        cached_tokens: prompt tokens found in the prefix cache.
         times_s: for each output token, the seconds from the request to its arrival.
         time_s: seconds from the request to its last update.
     """
@@ -96,7 +96,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Return whether the output is complete, or has failed."""
+        """Return whether the output is complete or has failed."""
         return self.finish_reason is not None
 
     @property
@@ -113,7 +113,7 @@ class RequestOutput:
 
 
 OutputCallback = Callable[[RequestOutput | Exception], None]
-"""Called with the output each time it has grown, always the same object, or with the error that ended the request."""
+"""Called each time the output has grown, always with the same object, or with the error that ended the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,11 @@ class EngineStats:
 
     Attributes:
         running, waiting: requests being computed, and requests in the queue.
-        kv_blocks, kv_blocks_used: blocks of the paged cache, and those that running requests hold.
+        kv_blocks, kv_blocks_used: blocks of the paged cache, and the blocks that running requests hold.
         prompt_tokens, cached_tokens, output_tokens: sums over all requests; ``cached_tokens`` are prompt tokens that
             were found in the prefix cache.
         preemptions: how often a request lost its blocks to others and was computed again.
-        proposed_tokens, accepted_tokens: proposals of speculative decoding that were verified, and those accepted.
+        proposed_tokens, accepted_tokens: speculative proposals that were verified, and that were accepted.
         steps: steps of the engine.
         step_s, communication_s: time of steps on rank 0, and the part of it in collectives; on CUDA over stamped steps
             only (``EngineConfig.stamp_every``).

@@ -1,16 +1,16 @@
-"""Steps with prompts, as a whole or in halves (:mod:`shotcast.engine.prefill_forms`), on memory of their own or as CUDA
+"""Steps with prompts, as a whole or in halves (:mod:`shotcast.engine.prefill_forms`), on dynamic memory or as CUDA
 graphs.
 
-Without graphs (:class:`PrefillOverlap`), a half is a step of its own: its messages take the algorithms for their size.
+Without graphs (:class:`PrefillOverlap`), a half is a separate step, whose messages use the algorithms for their size.
 Over a network, sums take longer than a core works on them, so the other half of the tokens is computed meanwhile.
 
 A graph (:class:`PrefillGraphs`) serves any mix of prompt chunks and decoding sequences: the tiles
 (``kernels/triton/prompt_attention.py``) that the host sends with the tokens, in one copy, say which tokens belong to
-which sequence. It ends with the hidden states of the tokens whose logits are needed. These are few, in any number, and
-the head is as large as several layers, so the head has graphs of its own. A graph in halves has a branch that
-communicates. The halves are the first and the second half of the tokens, padding included, and each has tiles of its
-own. A sequence that is cut is in both: the second half attends to the keys that the first has written to the cache in
-the same layer.
+which sequence. It ends with the hidden states of the tokens whose logits are needed. These tokens are few and vary in
+number, and the head is as large as several layers, so the head has separate graphs. A graph in halves has a branch that
+communicates. The halves are the first and the second half of the tokens, padding included, each with separate tiles. A
+split sequence is in both: the second half attends to the keys that the first has written to the cache in the same
+layer.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from shotcast.kernels.step_fields import TILE_FIELDS
 from shotcast.layers.batch import AttentionTiles, Batch, Logits
 
 _MEASURED_LAYERS = 8
-"""The layers of a model that a measurement computes: they are alike."""
+"""The number of layers that a measurement computes, since all layers are alike."""
 _MEASURED_TOKENS = 512
 
 
 class PrefillOverlap:
-    """Computes steps on memory of their own by halves, where that was found to pay. Construction is not collective.
+    """Computes steps on dynamic memory in halves, if measurements show a gain. Construction is not collective.
 
     Args:
-        tables: the block tables of the host, int32 [slots + 1, blocks].
+        tables: the host's block tables, int32 [slots + 1, blocks].
     """
 
-    def __init__(self, state: DeviceState, forms: PrefillForms, tables: Int32Array, max_batch_tokens: int):
+    def __init__(self, state: DeviceState, forms: PrefillForms, tables: Int32Array, max_num_batched_tokens: int):
         self._state, self._forms, self._tables = state, forms, tables
         least = LEAST_TOKENS[False]
         # the tables may end beyond the last position that the model knows, within a block of it
         positions_known = (tables.shape[1] - 1) * state.block_size
-        measured = min(_MEASURED_TOKENS, positions_known, max_batch_tokens)
+        measured = min(_MEASURED_TOKENS, positions_known, max_num_batched_tokens)
         self._size = measured if forms.overlap == "auto" else least
         self._least = max(least, self._size // 2)  # what was measured says little of much shorter steps
 
     def measure(self, batch_of: Callable[[InputBatch], Batch]) -> None:
-        """Decide, with a step of one prompt. Collective; to be called while the cache holds nothing."""
+        """Decide by measuring a step of one prompt. Collective; call this while the cache is empty."""
         state, size = self._state, self._size
         if not self._forms.undecided(size):
             return
@@ -78,7 +78,7 @@ class PrefillOverlap:
         self._forms.decide(size, run_of)
 
     def serves(self, step: InputBatch) -> bool:
-        """Return whether the step is computed by halves."""
+        """Return whether the step is computed in halves."""
         if self._forms.form(self._size).parts == 1 or len(step.tokens) < self._least:
             return False
         return not step.decodes.all()  # a step of decode alone reads all weights for each half
@@ -94,9 +94,9 @@ class PrefillGraphs:
     """Runs steps of any sequences. Without CUDA, each is computed again on the same static memory.
 
     Args:
-        state: the state of this rank; ``last_tokens`` gets the likeliest tokens of every step.
+        state: the state of this rank; ``last_tokens`` receives the likeliest tokens of every step.
         sizes: numbers of tokens, ascending.
-        head_sizes: numbers of tokens that are sampled, ascending; the last is the most of a step.
+        head_sizes: numbers of tokens that are sampled, ascending; the last is the maximum of a step.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class PrefillGraphs:
 
     def capture(self) -> None:
         """Decide on the forms of steps, and capture the graphs of all sizes. Call this before the first step, while
-        memory holds padding only."""
+        memory holds only padding."""
         for size in reversed(self._sizes):
             self._decide(size)
         for size in reversed(self._sizes):
@@ -169,7 +169,7 @@ class PrefillGraphs:
         return self._results[head_size].rows(slice(0, count))
 
     def _pack(self, batch: InputBatch, block_updates: Int32Array, size: int, form: Form) -> torch.Tensor:
-        """Return a step of at most ``size`` tokens in the host's memory, packed for a form."""
+        """Pack a step of at most ``size`` tokens into host memory for a form."""
         layout = self._layouts[size, form.parts]
         host = pinned_empty([layout.block_updates.start + block_updates.size], torch.int32, self._packed.device)
         spare = self._state.spare_row, self._state.spare_slot
@@ -177,7 +177,7 @@ class PrefillGraphs:
         return host
 
     def _compute(self, size: int, form: Form, layers: int | None = None) -> None:
-        """Compute the packed step up to the head; with ``layers``, as if the model had no more layers."""
+        """Compute the packed step up to the head; ``layers`` limits the number of layers."""
         from shotcast.kernels.triton.step_inputs import unpack_prompts
 
         state, packed, layout = self._state, self._packed, self._layouts[size, form.parts]
@@ -216,9 +216,9 @@ class PrefillGraphs:
                 torch.index_select(hidden, 0, packed[layout.logits_indices], out=self._last_hidden)
 
     def _parts_of_sums(self, size: int, parts: int) -> list[torch.Tensor]:
-        """Return memory that the ranks map for the sums of each part, [tokens, hidden]: few SMs suffice for sums there.
+        """Return memory that the ranks map for the sums of each part, [tokens, hidden], where few SMs suffice for sums.
 
-        It is made when a step is first computed, before the capture, in which there would be none.
+        It is allocated when a step is first computed, before the capture, which could not allocate it.
         """
         model = self._state.model
         if self._sums is None:
@@ -226,8 +226,8 @@ class PrefillGraphs:
         return [self._sums[first:stop] for first, stop in part_bounds(size, parts)]
 
     def _decide(self, size: int) -> None:
-        """Find the form of steps of a size. The forms are compared by graphs of the first layers, with prompts that
-        belong to no sequence. Collective."""
+        """Choose the form of steps of a size by timing graphs of the first layers, with prompts that belong to no
+        sequence. Collective."""
         if self._forms.undecided(size):
             trial = CudaGraphs(self._state.device, self._state.model.parallel.timer)
             step = self._prompts(size)
@@ -251,8 +251,8 @@ class PrefillGraphs:
         self._form[size] = self._forms.form(size)
 
     def _prompts(self, size: int) -> InputBatch:
-        """Return a step of ``size`` random tokens, or of as many as there may be, whose sequences have the spare row
-        of the block tables in common."""
+        """Return a step of ``size`` random tokens, or the maximum if that is less, whose sequences share the spare row
+        of the block tables."""
         state = self._state
         # the tables may end beyond the last position that the model knows, within a block of it
         longest = max(1, (state.block_tables.shape[1] - 1) * state.block_size)

@@ -1,10 +1,10 @@
-"""Forms in which steps with prompts are computed, and which is taken.
+"""Ways to compute steps with prompts, and the choice between them.
 
-A step is computed as a whole, or in halves, of which one communicates while the other computes. On GPUs the sum of a
-half may go by copy engines, or be kept to some SMs; the sum is not fused with the norm then. Halves can lose:
-their products are smaller, each of them may read all weights, and their messages may be too short for the algorithm of
-the whole. So the forms are measured for each size of a step when the engine starts. A size is decided on once, and in
-the same way on all ranks.
+A step is computed as a whole, or in halves, one of which communicates while the other computes. On GPUs the sum of a
+half may use copy engines or a limited number of SMs; then it is not fused with the norm. Halves can lose: their
+products are smaller, each of them may read all weights, and their messages may be too short for the algorithm of the
+whole. So the forms are measured for each step size when the engine starts. Each size is decided once, identically on
+all ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from shotcast.overlap.policy import PLAIN, SEQUENTIAL, Decision, Way, agreed, de
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = {True: 512, False: 64}
-"""Steps of fewer tokens are not divided, by whether memory is static: products of few rows take nearly as long as those
-of twice as many, on GPUs up to some hundred rows, where a product takes as long as reading its weights."""
+"""The fewest tokens of a step that is divided, by whether memory is static: products of few rows take nearly as long as
+products of twice as many, on GPUs up to a few hundred rows, where a product takes as long as reading its weights."""
 _SMS_BESIDE_OWN = 12
-"""The SMs of sums beside our matmuls, where a program of a sum begins when any tile ends. 12 fill the wires where the
-sums lie in mapped memory (docs/design/overlap.md)."""
+"""The SMs of sums that run during our matmuls, where a program of a sum begins when any tile ends. 12 fill the wires if
+the sums are in mapped memory (docs/design/overlap.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of a step."""
+    """A way to compute a step."""
 
     name: str
     parts: int  # the number of parts that the tokens are divided into
@@ -52,7 +52,7 @@ FORMS = {form.name: form for form in (WHOLE, HALVES, BY_COPIES, BESIDE_OWN)}
 
 
 def overlap_unsupported_reason(parallel: Parallel, overlap: str, static: bool) -> str:
-    """Return why no step is divided; empty if steps may be."""
+    """Return why steps are never divided; empty if they may be."""
     if overlap == "off":
         return "overlap is off"
     if parallel.size == 1 or parallel.stages > 1:
@@ -73,14 +73,14 @@ def _share_gpus(comm: Communicator) -> bool:
 
 
 class PrefillForms:
-    """Decides in which form steps of each number of tokens are computed.
+    """Decides how to compute steps of each number of tokens.
 
     Args:
-        decisions: what was decided before, by number of tokens; later decisions are added.
-        static: steps have static memory; others are tried in halves alone, without a number of SMs.
+        decisions: earlier decisions by number of tokens; later ones are added.
+        static: steps have static memory; without it, halves are tried only without SM limits.
 
     Attributes:
-        controller: runs the parts of steps; None where no step is divided.
+        controller: runs the parts of steps; None if no step is divided.
         overlap, decisions: as above. They are the same on all ranks.
     """
 
@@ -94,7 +94,7 @@ class PrefillForms:
         return WHOLE if decision is None else FORMS[decision.way]
 
     def undecided(self, size: int) -> bool:
-        """Return whether the forms of a step of ``size`` tokens are still to be compared. Collective."""
+        """Return whether the forms of a step of ``size`` tokens still need to be compared. Collective."""
         if size in self.decisions:
             return False
         why = self._reason
@@ -110,10 +110,10 @@ class PrefillForms:
         return size not in self.decisions
 
     def decide(self, size: int, run_of: Callable[[Form], Callable[[], Any]]) -> None:
-        """Decide on a size, by measuring. Collective.
+        """Decide on a size by measuring. Collective.
 
         Args:
-            run_of: returns a function that computes a step of that many tokens in a form; called once for each form.
+            run_of: returns a function that computes a step of this size in a form; called once for each form.
         """
         forms, left_out = self._forms(size)
         if self.overlap == "shaped":
@@ -137,7 +137,7 @@ class PrefillForms:
             self.controller.lanes.close()
 
     def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
-        """Return the forms that compute a step in halves, and why others are left out."""
+        """Return the forms that compute a step in halves, and why others are excluded."""
         parallel, forms, shaped = self._model.parallel, [HALVES], [BY_COPIES]
         left_out: dict[str, str] = {}
         if not self._static:
@@ -163,7 +163,7 @@ class PrefillForms:
         return torch.empty(tokens, model.config.hidden, dtype=model.dtype, device=model.parallel.comm.device)
 
     def _other_algorithm(self, size: int) -> str:
-        """Say so where the sums of a half are computed by another algorithm than those of the whole."""
+        """Log if the sums of a half use another algorithm than the sums of the whole."""
         parallel = self._model.parallel
         if parallel.algorithm != "auto":
             return ""

@@ -1,7 +1,7 @@
-"""Connections between the ranks of an engine beside their collectives.
+"""Connections between the ranks of an engine, separate from their collectives.
 
 They carry plans from rank 0 to all other ranks, and sampled tokens from the last pipeline stage back to rank 0. They
-are connections of :mod:`multiprocessing`: over a Unix socket if all ranks are on one host, over TCP otherwise. Each end
+are :mod:`multiprocessing` connections: over a Unix socket if all ranks are on one host, over TCP otherwise. Each end
 proves that it knows a key, which the communicator broadcasts (over TCP, SHOTCAST_SECRET too). A rank whose peer is gone
 gets ConnectionError.
 """
@@ -29,7 +29,7 @@ from shotcast.transport.network.handshake import connection_key, new_key
 
 _INVITATION_BYTES = 512
 _ACCEPT_S = 60.0
-"""Seconds in which each of the other hosts' ranks has to connect, once all know where."""
+"""Seconds that each rank of another host has to connect, once all know the address."""
 
 
 class DriverChannel:
@@ -38,7 +38,7 @@ class DriverChannel:
     If ``output_rank`` is rank 0, there is nothing to receive.
 
     Args:
-        silence_s: how long another host may give no heartbeat.
+        silence_s: how long another host may send no heartbeat.
     """
 
     def __init__(self, world: Communicator, output_rank: int, silence_s: float):
@@ -74,7 +74,7 @@ class DriverChannel:
                 self._connections[connection.recv()] = connection
 
     def send_plan(self, plan: StepPlan | None) -> None:
-        """Send a plan to every other rank. None ends them."""
+        """Send a plan to every other rank. None tells them to exit."""
         # as plain tuples: pickling the class of each takes ten times as long, and this is done for every token
         plain = plan and (plan.number, [tuple(sequence) for sequence in plan.sequences], *plan[2:])
         message = pickle.dumps(plain)
@@ -109,7 +109,7 @@ class WorkerChannel:
         self._connection.send(world.rank)
 
     def recv_plan(self) -> StepPlan | None:
-        """Wait for the next plan. None means that the engine ends."""
+        """Wait for the next plan. None means that the engine is ending."""
         with _peer_errors(0):
             plain = pickle.loads(self._connection.recv_bytes())
         if plain is None:
@@ -132,7 +132,7 @@ class WorkerChannel:
 
 @contextlib.contextmanager
 def _peer_errors(rank: int) -> Iterator[None]:
-    """Turn errors of a connection into a ConnectionError that names the rank at its other end."""
+    """Turn connection errors into a ConnectionError that names the rank at the other end."""
     try:
         yield
     except (EOFError, OSError) as error:

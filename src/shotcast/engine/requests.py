@@ -10,7 +10,7 @@ from shotcast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """Token ids that :meth:`AsyncLLM.check_prompt` has checked, so that nothing looks at each of them again."""
+    """Token ids that :meth:`AsyncLLM.check_prompt` has checked, so that they are not checked again."""
 
     tokens: tuple[int, ...]
 
@@ -25,7 +25,7 @@ class Request:
 
 
 def max_output_tokens(prompt_tokens: int, max_model_len: int) -> int:
-    """Return the most tokens of an output, or raise ConfigError if the prompt is empty or leaves no room for one."""
+    """Return the maximum number of output tokens. Raises ConfigError if the prompt is empty or too long."""
     if not prompt_tokens:
         raise ConfigError("the prompt is empty; it needs at least one token")
     if prompt_tokens >= max_model_len:

@@ -1,8 +1,8 @@
-"""The sampler: it keeps the sampling parameters of each slot and samples the tokens of a step.
+"""The sampler, which keeps the sampling parameters of each slot and samples the tokens of a step.
 
-The noise of a sample is keyed by the request's seed and the position in its output, so a request's tokens depend on
-nothing else: not on the batch, the slot, the rank, or on preemption. On a CPU, ``engine/torch_sampling.py`` samples; on
-a GPU ``kernels/triton/sampling.py``, which gets the parameters of a step in one copy.
+The noise of a sample is keyed by the request's seed and the position in its output, so a request's tokens do not depend
+on the batch, the slot, the rank, or preemption. ``engine/torch_sampling.py`` samples on a CPU, and
+``kernels/triton/sampling.py`` on a GPU; it gets the parameters of a step in one copy.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MAX_VOCAB = 2**18
 
 
 def noise_key(seed: int, position: int) -> bytes:
-    """Return the 64 bits that key the noise of one position of one output."""
+    """Return the 64-bit key of the noise at one position of an output."""
     return blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
 
 
 def derived_seed(request_id: str, salt: int) -> int:
-    """Return the seed of a request that has none of its own."""
+    """Derive the seed of a request without one."""
     digest = blake2b(request_id.encode(), digest_size=8, key=struct.pack("<q", salt)).digest()
     return struct.unpack("<q", digest)[0]
 
@@ -64,7 +64,7 @@ class SamplerOutput:
 def token_logprobs(
     tokens: Sequence[int], logprob_rows: Sequence[tuple[int, int]], logprobs: Sequence[torch.Tensor]
 ) -> list[TokenLogprob | None]:
-    """Return the log-probabilities of each row of a :class:`SamplerOutput`, whose tensors are on the host by now."""
+    """Return the log-probabilities of each row of a :class:`SamplerOutput` whose tensors are on the host."""
     found: list[TokenLogprob | None] = [None] * len(tokens)
     columns = [tensor.tolist() for tensor in logprobs]
     for (row, count), *entry in zip(logprob_rows, *columns, strict=True):
@@ -90,7 +90,7 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -
 
 
 class _Rows(NamedTuple):
-    """The rows of a step: for each slot one for its next token, and one for the token after each of its proposals."""
+    """The rows of a step: for each slot, one for its next token and one after each of its proposals."""
 
     slots: list[int]  # [rows], the slot of each row
     owners: list[int]  # [rows], the index of that slot in the step
@@ -107,21 +107,21 @@ class _Rows(NamedTuple):
 
 
 class Sampler:
-    """Samples the next token of each sequence of a step by its request's parameters.
+    """Samples the next token of each sequence of a step with its request's parameters.
 
-    Where a step has proposals for a sequence, it also samples the token after each of them, as if those before had been
-    sampled. A proposal is accepted if it equals the token sampled in its place, and all before it are accepted; the
-    token after the last accepted one is sampled as without proposals, by the same noise. So proposals change neither
-    the distribution of an output nor, but for the rounding of logits, any of its tokens. A token that was proposed
-    without knowing the noise is accepted as often as by rejection sampling: with its probability.
+    If a step has proposals for a sequence, it also samples the token after each of them, as if the earlier ones had
+    been sampled. A proposal is accepted if it equals the token sampled in its place, and all before it are accepted;
+    the token after the last accepted one is sampled as without proposals, with the same noise. So proposals change
+    neither the distribution of an output nor, except for the rounding of logits, any of its tokens. A token proposed
+    without knowledge of the noise is accepted as often as in rejection sampling: with its probability.
 
-    It waits for the device only where a grammar needs the token before.
+    It waits for the device only if a grammar needs the previous token.
 
     Raises ConfigError if there are more than MAX_VOCAB columns on a GPU.
 
     Args:
-        salt: a signed integer of 64 bits from which requests without a seed derive theirs. Ranks that are to sample the
-            same tokens need the same salt.
+        salt: a signed 64-bit integer from which requests without a seed derive theirs. Ranks that must sample the same
+            tokens need the same salt.
         kernels: sample with the GPU's kernels on other devices too, through Triton's interpreter.
     """
 
@@ -147,8 +147,8 @@ class Sampler:
             self._noise = token_noise(vocab)
 
     def warm_up(self, proposals: int = 0) -> None:
-        """Sample once for all slots and no request, so that no request waits for kernels to be compiled, and that
-        PyTorch holds as much memory as sampling may need; with ``proposals``, once more with so many in the step."""
+        """Sample once for all slots without requests, so that no request waits for kernel compilation and PyTorch has
+        reserved all the memory that sampling may need; with ``proposals``, sample again with that many in the step."""
         if not self._kernels:
             return
         slots = range(len(self._requests))
@@ -174,7 +174,7 @@ class Sampler:
     ) -> None:
         """Assign a slot to a request whose output so far is ``output``.
 
-        A repetition penalty needs its prompt too, and ``min_tokens`` the tokens that would end it.
+        A repetition penalty also needs its prompt, and ``min_tokens`` the tokens that would end it.
         """
         self._requests[slot] = request_id, params
         self.constraints.assign(slot, params, output, end_tokens)
@@ -205,19 +205,19 @@ class Sampler:
         best_is_stored: bool,
         drafts: Sequence[Sequence[int]] = (),
     ) -> SamplerOutput:
-        """Sample a token for each row, and store the last one that is accepted of each slot in ``last_tokens``.
+        """Sample a token for each row, and store each slot's last accepted one in ``last_tokens``.
 
         The position in an output moves by one; :meth:`advance` moves it by the accepted proposals.
 
         Raises ConfigError if the logits have another shape or dtype, or a slot is not assigned.
 
         Args:
-            logits: float32 [rows, vocab], contiguous if a row has a bias; on return as before.
-            slots: each is assigned, and none occurs twice.
+            logits: float32 [rows, vocab], contiguous if a row has a bias; restored on return.
+            slots: distinct assigned slots.
             best: int64 [rows, 2], as in :class:`~shotcast.layers.batch.Logits`; not modified.
-            last_tokens: int64 [max_slots or more], the token sampled last for each slot.
+            last_tokens: int64 [max_slots or more], the last sampled token of each slot.
             best_is_stored: ``last_tokens`` already holds the tokens of ``best`` of slots without proposals.
-            drafts: the proposals of each slot, which has one row more than proposals; () for one row a slot.
+            drafts: the proposals of each slot, which has one more row than proposals; () for one row per slot.
         """
         rows = _Rows.of(slots, drafts or [()] * len(slots))
         if logits.shape != (len(rows.slots), self.vocab) or logits.dtype != torch.float32:
@@ -262,7 +262,7 @@ class Sampler:
         return self._output(logits, tokens, params, () if constraints is None else constraints.failures)
 
     def advance(self, slot: int, count: int) -> None:
-        """Move the position in a slot's output by ``count`` tokens, back if it is negative."""
+        """Advance the position in a slot's output by ``count`` tokens; negative counts move it back."""
         self._positions[slot] += count
 
     def _accepted(self, rows: _Rows, tokens: torch.Tensor) -> torch.Tensor:
@@ -291,7 +291,7 @@ class Sampler:
         return counts
 
     def _count(self, rows: _Rows, penalized: list[int], tokens: torch.Tensor, accepted: torch.Tensor | None) -> None:
-        """Count the tokens of rows with penalties, but for those after a proposal that is not accepted."""
+        """Count the tokens of rows with penalties, except tokens after a rejected proposal."""
         assert self._counts is not None
         columns = [[values[row] for row in penalized] for values in (rows.slots, rows.offsets, rows.owners)]
         slots, offsets, owners = (self._index(column) for column in columns)
@@ -301,7 +301,7 @@ class Sampler:
 
     @contextmanager
     def _biased(self, logits: torch.Tensor, constraints: Constraints | None) -> Iterator[None]:
-        """Add the biases of constrained rows to the logits, until the end of the block."""
+        """Add the biases of constrained rows to the logits for the duration of the block."""
         if constraints is None or not len(constraints.biased[0]):
             yield
             return
@@ -390,7 +390,7 @@ class Sampler:
         params: list[SamplingParams],
         failures: tuple[tuple[int, str], ...],
     ) -> SamplerOutput:
-        """Return the tokens with the log-probabilities that requests want."""
+        """Return the tokens with the log-probabilities that requests ask for."""
         logprob_rows = tuple((row, p.logprobs) for row, p in enumerate(params) if p.logprobs is not None)
         if not logprob_rows:
             return SamplerOutput(tokens, failures=failures)

@@ -17,7 +17,7 @@ MAX_LOGIT_BIAS = 1024
 """The largest number of tokens whose logits a request changes."""
 
 MAX_LOGPROBS = 20
-"""The largest number of alternatives that a request may ask for at each token."""
+"""The largest number of alternatives per token that a request may ask for."""
 
 MAX_STOP_TOKEN_IDS = 1024
 """The largest number of stop tokens of a request."""
@@ -26,14 +26,14 @@ _NUMBER = int, float
 
 
 def checked_token_ids(tokens: Iterable[object], name: str) -> tuple[int, ...]:
-    """Return token ids of any integer type, such as those of NumPy and PyTorch, as a tuple of int.
+    """Convert token ids of any integer type, such as NumPy's and PyTorch's, to a tuple of int.
 
     Args:
         tokens: the token ids.
-        name: how an error calls them.
+        name: their name in error messages.
 
     Raises:
-        ConfigError: they are not whole numbers of at least 0.
+        ConfigError: they are not non-negative integers.
     """
     if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes):
         raise ConfigError(f"{name} must hold token ids, not {tokens!r}")
@@ -61,7 +61,7 @@ def _stop_token_set(tokens: Iterable[object]) -> frozenset[int]:
 
 
 def _checked_bias(bias: object) -> tuple[tuple[int, float], ...]:
-    """Return the bias of each token, by token."""
+    """Check the bias of each token, and return the pairs of token and bias."""
     pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
     if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ConfigError(f"logit_bias must map token ids to numbers, not {bias!r}")
@@ -78,8 +78,8 @@ def _checked_bias(bias: object) -> tuple[tuple[int, float], ...]:
 class SamplingParams:
     """Parameters of sampling, and conditions that end the output.
 
-    They apply in the usual order: logit_bias and penalties first, then temperature, then top_k, top_p and min_p on what
-    is left of the allowed tokens.
+    They apply in the usual order: logit_bias and penalties first, then temperature, then top_k, top_p and min_p on the
+    allowed tokens.
 
     Args:
         temperature: divides the logits; 0 always takes the likeliest token.
@@ -98,15 +98,15 @@ class SamplingParams:
         min_tokens: no end token and none of ``stop_token_ids`` is sampled before this many tokens, and no stop string
             is looked for in their text.
         seed: makes sampling repeatable; None samples differently each time.
-        max_tokens: the largest number of output tokens; 0 computes the prompt alone.
+        max_tokens: the largest number of output tokens; 0 computes only the prompt.
         stop: a string or several that end the output, which then ends before them; kept as a tuple.
-        stop_token_ids: at most MAX_STOP_TOKEN_IDS tokens that end the output, besides the model's own end tokens; kept
-            as a frozen set.
-        ignore_eos: the model's own end tokens do not end the output.
+        stop_token_ids: at most MAX_STOP_TOKEN_IDS tokens that end the output, besides the model's end tokens; kept as a
+            frozen set.
+        ignore_eos: the model's end tokens do not end the output.
         skip_special_tokens: leave special tokens out of the text; False shows them by name.
         logprobs: None, or how many of the likeliest tokens to report at each position, besides the sampled one.
-        prompt_logprobs: the same for the tokens of the prompt, each given those before it. The prompt is then computed
-            as a whole, even if other requests have computed parts of it.
+        prompt_logprobs: the same for the tokens of the prompt, each given the preceding ones. The prompt is then
+            computed as a whole, even if other requests have computed parts of it.
     """
 
     temperature: float = 1.0
@@ -172,7 +172,7 @@ class SamplingParams:
                 require(name, int, 0, MAX_LOGPROBS, f"None or a whole number from 0 to {MAX_LOGPROBS}")
 
     def for_choice(self, max_tokens: int, seed: int | None) -> SamplingParams:
-        """Return these parameters with another limit and seed, which must be valid; nothing is checked again."""
+        """Return these parameters with another limit and seed, which must be valid and are not checked."""
         choice = copy.copy(self)
         object.__setattr__(choice, "max_tokens", max_tokens)
         object.__setattr__(choice, "seed", seed)
@@ -190,18 +190,18 @@ class SamplingParams:
 
     @property
     def is_constrained(self) -> bool:
-        """Return whether tokens are excluded, or their logits changed, beyond what the penalties do."""
+        """Return whether tokens are excluded, or their logits changed by more than penalties."""
         return bool(self.logit_bias or self.allowed_token_ids or self.grammar or self.min_tokens)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """The tokens of ``logit_bias``, each with what is added to its logit."""
+        """The tokens of ``logit_bias``, each with the value added to its logit."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
     @property
     def named_tokens(self) -> Iterable[tuple[str, int]]:
-        """The largest token of each parameter that names tokens to sample, which must be in the vocabulary."""
+        """The largest token of each parameter that names tokens to sample, all of which must be in the vocabulary."""
         if self.logit_bias:
             yield "logit_bias", max(token for token, _ in self.biases)
         if self.allowed_token_ids:
@@ -209,7 +209,7 @@ class SamplingParams:
 
     @property
     def has_top_k_or_top_p(self) -> bool:
-        """Return whether sampling needs the order of the tokens by probability."""
+        """Return whether sampling needs the tokens in order of probability."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property

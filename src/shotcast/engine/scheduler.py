@@ -1,15 +1,15 @@
-"""The scheduler: it decides which tokens of which requests each step computes (continuous batching).
+"""The scheduler, which decides which tokens of which requests each step computes (continuous batching).
 
-Decoding sequences come first, so that a long prompt does not hold them up. The rest of a step goes to prompts, a chunk
-at a time, in order of arrival. All running sequences arrived before all waiting ones. When the cache is full, the
-sequence that arrived last is preempted: it loses its blocks, waits, and has its prompt and output computed again.
+Decoding sequences come first, so that a long prompt does not hold them up. The rest of a step goes to prompts, one
+chunk at a time, in order of arrival. All running sequences arrived before all waiting ones. When the cache is full, the
+sequence that arrived last is preempted: it loses its blocks, waits, and its prompt and output are recomputed.
 
-Plans take effect in order on every rank. So tokens that an outstanding plan writes count as written for the plans after
-it, and blocks may pass from one sequence to another between two plans that are both outstanding.
+Plans take effect in order on every rank. So tokens that an outstanding plan writes count as written for later plans,
+and blocks may pass from one sequence to another between two outstanding plans.
 
-A plan may compute a decoding sequence's last token together with proposals for the next ones. How many of these are
-accepted is known when the results arrive, so no other plan contains the sequence until then. The keys and values of
-those that are not are overwritten by the next plans; the blocks stay with the sequence.
+A plan may compute a decoding sequence's last token together with proposals for the next ones. The number accepted is
+known when the results arrive, so no other plan contains the sequence until then. Later plans overwrite the keys and
+values of rejected proposals; the blocks stay with the sequence.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _INVALID_LOGITS = "the model's logits are not numbers (NaN or infinity)"
 class SchedulerConfig:
     """Limits of the scheduler."""
 
-    max_sequences: int  # sequences that run at once, which is the number of slots of the ranks' tables
-    max_batch_tokens: int  # tokens of a step at most
+    max_num_seqs: int  # sequences that run at once, which is the number of slots of the ranks' tables
+    max_num_batched_tokens: int  # tokens of a step at most
     block_size: int  # tokens of a cache block
     num_blocks: int  # blocks of the cache
     max_model_len: int  # tokens of a sequence, prompt and output together
@@ -49,7 +49,7 @@ class SchedulerConfig:
     eos: tuple[int, ...] = ()  # the model's end tokens
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_batch_tokens", "block_size", "num_blocks", "pipeline"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "pipeline"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_model_len < 2:
@@ -75,10 +75,10 @@ class _OutstandingPlan(NamedTuple):
 
 
 class Scheduler:
-    """Takes requests and results of plans; makes plans and outputs of requests.
+    """Turns requests into plans, and the results of plans into outputs.
 
     Args:
-        speculation: how steps get proposals; None for no proposals.
+        speculation: the source of proposals; None for no proposals.
     """
 
     def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None):
@@ -95,7 +95,7 @@ class Scheduler:
         # Both are in order of arrival.
         self._running: OrderedDict[str, SequenceState] = OrderedDict()
         self._waiting: OrderedDict[str, SequenceState] = OrderedDict()
-        self._slots = list(range(config.max_sequences - 1, -1, -1))
+        self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._outstanding: deque[_OutstandingPlan] = deque()
         self._next_plan = 0
         self._prompt_tokens = 0
@@ -109,7 +109,7 @@ class Scheduler:
     def unfinished(self) -> int:
         """The number of requests that have not ended.
 
-        Plans may be outstanding when there are none, and still need their :meth:`update`.
+        Even if there are none, outstanding plans still need their :meth:`update`.
         """
         return len(self._running) + len(self._waiting)
 
@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def oldest_outstanding(self) -> int | None:
-        """The number of the plan whose results :meth:`update` takes next."""
+        """The number of the plan whose results :meth:`update` expects next."""
         return self._outstanding[0].number if self._outstanding else None
 
     def stats(self) -> EngineStats:
@@ -139,11 +139,11 @@ class Scheduler:
         )
 
     def add_end_tokens(self, tokens: Iterable[int]) -> None:
-        """Let ``tokens`` end texts, besides ``config.eos``."""
+        """Let ``tokens`` end texts, in addition to ``config.eos``."""
         self._eos |= frozenset(tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ConfigError if the prompt is empty, or too long for the model or the cache, or an
+        """Queue a request. Raises ConfigError if the prompt is empty, or too long for the model or the cache, or if an
         unfinished request has the same id.
         """
         config, prompt = self.config, len(request.prompt)
@@ -161,7 +161,7 @@ class Scheduler:
         self._waiting[sequence.request_id] = sequence
 
     def abort(self, request_id: str) -> EngineCoreOutput | None:
-        """End a request now. Return None if there is no such request, or if it has ended already."""
+        """End a request now. Return None if there is no such request, or if it has already ended."""
         sequence = self._running.get(request_id) or self._waiting.get(request_id)
         if sequence is None:
             return None
@@ -169,7 +169,7 @@ class Scheduler:
         return EngineCoreOutput(request_id, (), finish_reason="abort", cached_tokens=sequence.num_cached or 0)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step. Return None if there is nothing to compute until results of outstanding plans arrive."""
+        """Plan the next step. Return None if nothing can be computed until results of outstanding plans arrive."""
         config = self.config
         if len(self._outstanding) >= config.pipeline + config.lookahead:
             return None
@@ -203,7 +203,7 @@ class Scheduler:
         if prefilling is None or prefilling.slot is None:
             self._admit(chosen)
         else:
-            count = min(prefilling.num_uncomputed, config.max_batch_tokens - sum(chosen.values()))
+            count = min(prefilling.num_uncomputed, config.max_num_batched_tokens - sum(chosen.values()))
             # It arrived last, so if it lacks blocks it waits for them, and no other sequence takes them meanwhile.
             if count and self._reserve(prefilling, count, chosen):
                 chosen[prefilling] = count
@@ -223,12 +223,14 @@ class Scheduler:
     def _choose_decodes(
         self, candidates: list[SequenceState], num_decoding: int, chosen: dict[SequenceState, int]
     ) -> None:
-        """Choose the sequences of one step, a token each, from ``candidates`` out of ``num_decoding`` that decode."""
+        """Choose one step's sequences, one token each, from ``candidates`` out of ``num_decoding`` decoding ones."""
         # Each pipeline stage gets its share of the decoding sequences, and the candidates are divided over the plans
         # that are still to be made before a result arrives.
         config = self.config
         plans_left = max(1, config.pipeline - len(self._outstanding))
-        quota = min(-(-num_decoding // config.pipeline), -(-len(candidates) // plans_left), config.max_batch_tokens)
+        quota = min(
+            -(-num_decoding // config.pipeline), -(-len(candidates) // plans_left), config.max_num_batched_tokens
+        )
         if quota < len(candidates):
             candidates.sort(key=lambda sequence: sequence.last_plan)
         for sequence in candidates:
@@ -240,11 +242,11 @@ class Scheduler:
                 chosen[sequence] = 1
 
     def _add_proposals(self, chosen: dict[SequenceState, int]) -> None:
-        """Add proposals to decoding sequences, as far as the step and blocks that no running sequence needs next have
-        room."""
+        """Add proposals to decoding sequences, as far as the step has room and blocks remain that no running sequence
+        needs next."""
         assert self._speculation is not None
         speculation, size = self._speculation, self.config.block_size
-        room = min(speculation.most, self.config.max_batch_tokens - len(chosen))
+        room = min(speculation.most, self.config.max_num_batched_tokens - len(chosen))
         for sequence in chosen:
             reserved = (len(sequence.blocks) + self._spare_blocks) * size - sequence.num_computed - 1
             # The token after the last proposal is the last one at most.
@@ -261,12 +263,14 @@ class Scheduler:
         return max(0, self._blocks.free - len(self._running))
 
     def _extend(self, sequence: SequenceState, tokens: int) -> None:
-        """Give a sequence spare blocks, up to what this many tokens need."""
+        """Give a sequence spare blocks, up to the number needed for this many tokens."""
         blocks = self._blocks.blocks_for(tokens) - len(sequence.blocks)
         sequence.blocks += self._blocks.allocate(max(0, min(blocks, self._spare_blocks)))
 
     def _reserve(self, sequence: SequenceState, count: int, chosen: dict[SequenceState, int]) -> bool:
-        """Return whether a running sequence has blocks for ``count`` more tokens; later ones are preempted for it."""
+        """Return whether a running sequence has blocks for ``count`` more tokens, preempting later ones if
+        necessary.
+        """
         if sequence.num_computed + count <= len(sequence.blocks) * self.config.block_size:
             return True
         blocks = self._blocks.blocks_for(sequence.num_computed + count) - len(sequence.blocks)
@@ -281,8 +285,8 @@ class Scheduler:
         return True
 
     def _admit(self, chosen: dict[SequenceState, int]) -> None:
-        """Start waiting sequences in order, as far as slots, blocks and the step have room."""
-        budget = self.config.max_batch_tokens - sum(chosen.values())
+        """Start waiting sequences in order, as far as slots, blocks and the step allow."""
+        budget = self.config.max_num_batched_tokens - sum(chosen.values())
         while self._waiting and self._slots and budget:
             sequence = next(iter(self._waiting.values()))
             if sequence.num_pending:
@@ -323,7 +327,7 @@ class Scheduler:
         scheduled = []
         sampling = []
         targets = []
-        self._draft_room = self.config.max_batch_tokens - sum(chosen.values())
+        self._draft_room = self.config.max_num_batched_tokens - sum(chosen.values())
         for sequence, count in sorted(chosen.items(), key=lambda item: item[1] > 1 + len(item[0].drafts)):
             part = self._scheduled_sequence(sequence, count)
             scheduled.append(part)
@@ -376,19 +380,19 @@ class Scheduler:
         )
 
     def _catches_up(self, chosen: dict[SequenceState, int]) -> bool:
-        """Return whether the next step has room for all that the draft model has left out.
+        """Return whether the next step has room for everything that the draft model has skipped.
 
-        Until then nothing is proposed: the sooner all sequences have proposals, the more tokens a step gives.
+        Nothing is proposed until then: the sooner all sequences have proposals, the more tokens a step yields.
         """
         behind = sum(each.num_computed - each.undrafted_from for each in chosen if each.undrafted_from is not None)
-        return sum(chosen.values()) + behind <= self.config.max_batch_tokens
+        return sum(chosen.values()) + behind <= self.config.max_num_batched_tokens
 
     def _drafted(self, sequence: SequenceState, stop: int) -> tuple[int, tuple[int, ...]] | None:
-        """Return what the draft model computes of a sequence in a plan that computes it up to ``stop``, which is
-        :attr:`ScheduledSequence.drafted`.
+        """Return :attr:`ScheduledSequence.drafted`: the part that the draft model computes of a sequence in a plan that
+        computes it up to ``stop``.
 
-        Where proposals do not pay, and in steps with prompts, it leaves sequences out. It computes what it has left out
-        once they pay again, as far as steps have room, before it proposes.
+        It skips sequences in steps with prompts and if proposals do not pay. Once they pay again, it catches up as far
+        as steps have room before it proposes.
         """
         start, size = sequence.num_computed, self.config.block_size
         first = start if sequence.undrafted_from is None else sequence.undrafted_from
@@ -416,11 +420,11 @@ class Scheduler:
 
     @staticmethod
     def _wants_prompt(sequence: SequenceState) -> bool:
-        """Return whether log-probabilities of the prompt are wanted and no plan has computed all of them yet."""
+        """Return whether log-probabilities of the prompt are requested and no plan has computed all of them yet."""
         return sequence.params.prompt_logprobs is not None and sequence.length == sequence.prompt_length
 
     def _publish(self, sequence: SequenceState) -> None:
-        """Let other sequences find the full blocks that are computed and whose tokens are all known."""
+        """Let other sequences find the computed full blocks whose tokens are all known."""
         if not self.config.prefix_caching:
             return
         full = min(sequence.num_computed, len(sequence.tokens)) // self.config.block_size
@@ -439,14 +443,14 @@ class Scheduler:
         failures: Sequence[tuple[int, str]] = (),
         proposals: Sequence[tuple[int, ...]] = (),
     ) -> list[EngineCoreOutput]:
-        """Process the results of plan ``number``: a token for each of its sequences that samples, in their order, and
-        then the tokens after each of its proposals.
+        """Process the results of plan ``number``: a token for each sampling sequence, in order, then the tokens after
+        each of its proposals.
 
-        A request whose token is INVALID_TOKEN ends with an error, and its blocks in the cache are not used again. One
-        that is among ``failures`` ends with that error.
+        A request whose token is INVALID_TOKEN ends with an error, and its cache blocks are not reused. A request among
+        ``failures`` ends with that error.
 
-        Returns the outputs of the requests that sampled, without those that had ended meanwhile. Raises ConfigError if
-        the plan is not the oldest outstanding one, or it samples another number of tokens.
+        Returns the outputs of the requests that sampled, without the ones that have ended meanwhile. Raises ConfigError
+        if the plan is not the oldest outstanding one, or if it samples another number of tokens.
         """
         if number != self.oldest_outstanding:
             raise ConfigError(f"the oldest outstanding plan is {self.oldest_outstanding}, not {number}")
@@ -484,8 +488,8 @@ class Scheduler:
         logprobs: Sequence[TokenLogprob | None] | None,
         reasons: dict[int, str],
     ) -> EngineCoreOutput:
-        """Process the tokens of a sequence, whose first is number ``row``, up to that after the last accepted one of
-        its ``drafts``; the other arguments are as of :meth:`update`."""
+        """Process the tokens of a sequence, from number ``row`` up to the token after the last accepted one of its
+        ``drafts``; the other arguments are as in :meth:`update`."""
         first = len(sequence.tokens) == sequence.prompt_length
         sequence.num_pending -= 1
         accepted = 0
@@ -537,7 +541,7 @@ class Scheduler:
         return output
 
     def _measure(self, plan: _OutstandingPlan, tokens: int) -> None:
-        """Have the policy take note of a plan that has given so many tokens."""
+        """Report to the policy how many tokens a plan yielded."""
         assert self._speculation is not None
         now_s = self._speculation.clock()
         if plan.speculates is not None:

@@ -1,8 +1,8 @@
-"""Speculative decoding: tokens are proposed, and one step of the model verifies several of them.
+"""Speculative decoding: one step of the model verifies several proposed tokens.
 
 A step computes a sequence's last token and its proposals together, and samples after each of them
 (:class:`~shotcast.engine.sampler.Sampler`). Proposals come from the text so far, or from a smaller model on the ranks
-(:mod:`shotcast.engine.draft_model`). Where they do not pay, steps go on without them.
+(:mod:`shotcast.engine.draft_model`). If they do not pay, steps continue without them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from shotcast.engine.config import EngineConfig
 from shotcast.engine.sequence import SequenceState
 
 TRIAL_STEPS, KEPT_STEPS = 12, 256
-"""Steps for which the slower way is tried, and those between two trials."""
+"""The number of steps for which the slower mode is tried, and between two trials."""
 FORESEEN_STEPS = 4
-"""Steps without proposals after which it is known what proposals would have given."""
+"""The number of steps without proposals after which the benefit of proposals is known."""
 ASSUMED_COST, LEAST_GAIN = 1.25, 1.05
-"""The time of a step with proposals, relative to one without, before it is measured; the least gain to try it for."""
+"""The assumed relative time of a step with proposals before it is measured; the least gain worth a trial."""
 SETTLING_STEPS = 2
-"""Steps after a change of ways that are not counted."""
+"""Steps after a change of mode that are not counted."""
 
 
 def num_accepted(proposals: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return how many of the first proposals equal the tokens that were sampled in their places."""
+    """Return how many of the first proposals equal the sampled tokens."""
     pairs = enumerate(zip(proposals, sampled, strict=False))
     return next((place for place, (proposal, token) in pairs if proposal != token), len(proposals))
 
 
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
-    """Proposes what followed the last tokens of a sequence where they occurred before, most recently.
+    """Proposes the tokens that followed the most recent earlier occurrence of a sequence's last tokens.
 
-    Longer n-grams are looked for first. Where an occurrence ends within the last tokens, the text repeats, and the
-    proposals go on as it does.
+    Longer n-grams are tried first. If an occurrence ends within the last tokens, the text repeats, and the proposals
+    continue the repetition.
     """
 
     longest: int  # n-grams, in tokens
@@ -59,7 +59,7 @@ class NgramProposer:
 
 
 class RankProposer:
-    """Proposes what the ranks' draft model reported with the last token of a sequence."""
+    """Proposes the tokens that the ranks' draft model reported with the last token of a sequence."""
 
     def propose(self, sequence: SequenceState, count: int) -> Sequence[int]:
         """Return up to ``count`` of the reported tokens."""
@@ -68,7 +68,7 @@ class RankProposer:
 
 @dataclass(slots=True)
 class _Measured:
-    """The speed of both ways of decoding about so many sequences."""
+    """The speed of decoding with and without proposals, for about this many sequences."""
 
     speculates: bool = True  # the way of the present steps
     trial: bool = True  # whether that way is only tried
@@ -80,11 +80,11 @@ class _Measured:
 
 
 class MeasuringPolicy:
-    """Decodes with proposals where that has been faster, measured for numbers of sequences within a power of two.
+    """Decodes with proposals if that has been faster, measured for numbers of sequences within a power of two.
 
-    The first steps have proposals, and the next ones have none. From then on the faster way is taken, and the other
-    tried again now and then, since texts change. What a step takes, what is accepted, and what is lost since no step
-    with proposals can be planned ahead, all count.
+    The first steps have proposals, and the next ones have none. From then on the faster mode is used, and the other is
+    retried occasionally, since texts change. The measurement includes step time, accepted tokens, and the loss because
+    steps with proposals cannot be planned ahead.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class MeasuringPolicy:
         return self._measured.setdefault(running.bit_length(), _Measured()).speculates
 
     def record(self, running: int, speculated: bool, tokens: float, seconds: float) -> None:
-        """Take note of a step: whether it was to have proposals, and its tokens of a sequence."""
+        """Record a step: whether it was meant to have proposals, and its tokens per sequence."""
         measured = self._measured.setdefault(running.bit_length(), _Measured())
         if speculated != measured.speculates:
             return  # it was planned before the way changed
@@ -117,7 +117,7 @@ class MeasuringPolicy:
 
 @dataclass(slots=True)
 class _Foreseen:
-    """The steps of both ways, and what proposals would give, of about so many sequences."""
+    """Step times of both modes and the expected benefit of proposals, for about this many sequences."""
 
     speculates: bool = False
     steps: int = 0  # since the way changed
@@ -134,10 +134,10 @@ class _Foreseen:
 
 
 class ForesightPolicy:
-    """Decodes with proposals from n-grams where these pay, for numbers of sequences within a power of two.
+    """Decodes with n-gram proposals if they pay, for numbers of sequences within a power of two.
 
-    What would have been accepted is known afterwards, without a step with proposals. So these are tried only where they
-    promise more than they take, and left as soon as they give less.
+    Which proposals would have been accepted is known afterwards, even without a step that has them. So they are tried
+    only if they promise more than they cost, and dropped as soon as they yield less.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class ForesightPolicy:
         return self._of(running).speculates
 
     def record(self, running: int, speculated: bool, tokens: float, seconds: float) -> None:
-        """Take note of a step: whether it was to have proposals, and its tokens of a sequence."""
+        """Record a step: whether it was meant to have proposals, and its tokens per sequence."""
         found = self._of(running)
         if speculated != found.speculates:
             return  # it was planned before the way changed
@@ -171,7 +171,7 @@ class ForesightPolicy:
             found.speculates, found.steps, found.foreseen = False, 0, []
 
     def foresee(self, running: int, tokens: float) -> None:
-        """Take note that a step with proposals would have given a sequence so many tokens."""
+        """Record how many tokens a step with proposals would have yielded for a sequence."""
         found = self._of(running)
         found.foreseen.append(tokens)
         if len(found.foreseen) < FORESEEN_STEPS:
@@ -184,7 +184,7 @@ class ForesightPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculative decoding, as the scheduler plans it."""
+    """Speculative decoding from the scheduler's view."""
 
     count: int  # proposals of a sequence at most
     most: int  # proposals of a step at most
@@ -194,7 +194,7 @@ class Speculation:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Speculation | None:
-        """Return the speculation of an engine; None if it has none."""
+        """Return the speculation of an engine; None if disabled."""
         if (found := config.speculation) is None:
             return None
         lengths = found.prompt_lookup_max, found.prompt_lookup_min
@@ -204,7 +204,7 @@ class Speculation:
         return cls(count, most, NgramProposer(*lengths), ForesightPolicy())
 
     def foresee(self, sequence: SequenceState, running: int) -> None:
-        """Compare what would have been proposed for a sequence with its tokens since, in a step without proposals."""
+        """Compare hypothetical proposals for a sequence with its tokens since, in a step without proposals."""
         if not isinstance(self.policy, ForesightPolicy):
             return
         start, proposals = sequence.guess
@@ -217,5 +217,5 @@ class Speculation:
 
     @property
     def by_ranks(self) -> bool:
-        """Return whether the ranks propose, where plans ask them to."""
+        """Return whether the ranks make the proposals that plans request."""
         return isinstance(self.proposer, RankProposer)

@@ -1,4 +1,4 @@
-"""The configuration of speculative decoding, with the names that vLLM gives its options."""
+"""The speculative decoding configuration, with vLLM's option names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MAX_SPECULATIVE_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The source of proposals, and how many there are.
+    """The source of proposals, and their number.
 
     Args:
-        num_speculative_tokens: the most tokens that are proposed for a sequence in a step.
-        method: ``ngram`` proposes what followed the last tokens earlier in the text; ``draft_model`` what a smaller
-            model would sample, and is meant where ``model`` is given.
+        num_speculative_tokens: the most tokens proposed for a sequence in a step.
+        method: ``ngram`` proposes the tokens that followed the last tokens earlier in the text; ``draft_model``
+            proposes what a smaller model would sample, and is the default if ``model`` is given.
         model: the smaller model, with the same tokenizer.
         prompt_lookup_max, prompt_lookup_min: the most and the fewest tokens that ``ngram`` looks for; one of them
             stands for both, and 5 if neither is given.
@@ -65,10 +65,10 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, value: object) -> SpeculativeConfig:
-        """Return the configuration of a mapping of options, or of one in JSON.
+        """Parse a mapping of options, or the same in JSON.
 
         Raises:
-            ConfigError: it is something else, or an option is unknown, missing or wrong.
+            ConfigError: the value has another type, or an option is unknown, missing or invalid.
         """
         if isinstance(value, SpeculativeConfig):
             return value

@@ -1,4 +1,4 @@
-"""Checks before ranks start: the device, a draft model, and facts that ranks of another launcher must share."""
+"""Checks before ranks start: the device, a draft model, and facts that ranks from another launcher must share."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 def select_device(config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with a device in place of "auto": CUDA if each rank of this machine can have a GPU.
+    """Resolve device "auto" in ``config``: CUDA if each rank of this machine can have a GPU.
 
-    A layout that a plan chooses has as many ranks as there are GPUs, so it takes these wherever there is one.
+    A planned layout has as many ranks as there are GPUs, so it selects CUDA if there is any GPU.
 
-    Raises ConfigError if the device is "cuda", or the layout is left to a plan, and there are too few GPUs (a launcher
-    may show one to each rank), or the device does not support the dtype.
+    Raises ConfigError if the device is "cuda", or the layout is planned, and there are too few GPUs (a launcher may
+    show one to each rank), or the device does not support the dtype.
     """
     if config.device == "cpu":
         return config
@@ -74,8 +74,8 @@ def _visible_gpus() -> int:
 
 
 def require_draft(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that the draft model of a configuration can propose tokens for a model. Raises ConfigError if it has
-    another tokenizer or vocabulary, fewer positions, or cannot be divided among the ranks.
+    """Check that a configuration's draft model can propose tokens for a model. Raises ConfigError if it has another
+    tokenizer or vocabulary, fewer positions, or cannot be divided among the ranks.
     """
     assert config.speculation is not None
     name = config.speculation.model
@@ -100,19 +100,19 @@ def _vocabulary(model: str) -> dict[str, int] | None:
 
 
 _OWN = ("model", "progress", "generation_config")
-"""Options that may differ: where a host keeps the model, and what rank 0 alone uses."""
+"""Options that may differ between ranks: where a host keeps the model, and options that only rank 0 uses."""
 
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
-"""Beside the first samples, this many more, evenly spaced, and so long."""
+"""The number of further samples, evenly spaced, and their length."""
 _SETTINGS = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 
 def fingerprints(model: str) -> dict[str, str]:
-    """Return the size and a digest of each file that a model is read from, by its name; ``model`` for random weights.
+    """Return the size and a digest of each file of a model, by name; ``model`` for random weights.
 
-    The digest is of the whole file where it has up to 1 MiB, and else of its beginning (where formats list their
-    tensors), its end and samples between them.
+    The digest covers the whole file up to 1 MiB; beyond that it covers the beginning (where formats list their
+    tensors), the end and samples in between.
 
     Raises ConfigError if there is no such model, or a file cannot be read.
     """
@@ -139,7 +139,7 @@ def _fingerprint(file: Path) -> str:
 
 
 def start_facts(config: EngineConfig) -> dict[str, str]:
-    """Return what this rank was started with, in words, by name: versions, options and the files of the model."""
+    """Return the facts this rank was started with, by name and in words: versions, options and model files."""
     options = {name: repr(value) for name, value in asdict(config).items() if name not in _OWN}
     draft = {}
     if config.speculation is not None and config.speculation.model:

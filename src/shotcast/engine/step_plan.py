@@ -8,9 +8,9 @@ from shotcast.engine.grammar import Grammar, Vocabulary
 from shotcast.engine.sampling_params import SamplingParams
 
 PENDING_TOKEN = -1
-"""Placeholder of an input token that an earlier step samples for the same sequence, and that is not known yet."""
+"""Placeholder of an unknown input token that an earlier step samples for the same sequence."""
 INVALID_TOKEN = -1
-"""Placeholder of a sampled token when the logits of its row are not numbers."""
+"""Placeholder of a sampled token when the logits of its row are not valid numbers."""
 
 
 class PromptTargets(NamedTuple):
@@ -60,7 +60,7 @@ class ScheduledSequence(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step: first the sequences that decode (one token, and proposals to verify), then chunks of prompts."""
+    """One step: first the decoding sequences (one token, plus proposals to verify), then chunks of prompts."""
 
     number: int
     sequences: tuple[ScheduledSequence, ...]

@@ -1,8 +1,8 @@
-"""The tokens that each slot may sample next: packed masks from grammars, allowed tokens and the least length.
+"""The tokens that each slot may sample next: packed masks from grammars, allowed tokens and the minimum length.
 
-A mask has one bit per token. Those of grammars are computed on threads as soon as the token before is on the host, so
-beside the next step, whose sampling waits for them. Each rank that samples computes them from its own tokens, which are
-the same on all of these ranks; so are the masks, since the library bounds its work by counts.
+A mask has one bit per token. Threads compute grammar masks as soon as the previous token is on the host, during the
+next step, whose sampling waits for them. Each rank that samples computes them from its tokens, which are the same on
+all these ranks; so are the masks, since the library bounds its work by counts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TokenConstraints:
         self._masking.shutdown()
 
     def assign(self, slot: int, params: SamplingParams, output: Sequence[int], end_tokens: Sequence[int]) -> None:
-        """Assign a slot to a request, of which ``output`` is known, and which ``end_tokens`` would end."""
+        """Assign a slot to a request with the known ``output``, which ``end_tokens`` would end."""
         before = self._states.pop(slot, None)
         if not params.is_constrained:
             return
@@ -111,11 +111,11 @@ class TokenConstraints:
     def next(
         self, slots: Sequence[int], positions: Sequence[int], drafts: Sequence[Sequence[int]] = ()
     ) -> Constraints | None:
-        """Return the constraints of the rows of a step; None if there are none. This waits for grammars.
+        """Return the constraints of a step's rows; None if there are none. Waits for grammars.
 
         Args:
             positions: how many tokens the output of each slot has.
-            drafts: the proposals of each slot of the step, which has one row more than proposals; () for none.
+            drafts: the proposals of each slot of the step, which has one more row than proposals; () for none.
         """
         found = self._constrained(slots, drafts)
         masks = np.empty((sum(len(proposed) + 1 for _, _, proposed in found), len(self._every_token)), np.int32)
@@ -148,7 +148,7 @@ class TokenConstraints:
         return Constraints(rows, masks, (np.concatenate(tokens), np.concatenate(values)), failures)
 
     def follow(self, slots: Sequence[int], tokens: torch.Tensor, drafts: Sequence[Sequence[int]] = ()) -> None:
-        """Compute the masks of the tokens after those that a step sampled, on the thread.
+        """Compute, on the thread, the masks of the tokens that follow the ones a step sampled.
 
         Args:
             tokens: int64 [rows, 2], the tokens of the rows in the first column.
@@ -162,7 +162,7 @@ class TokenConstraints:
     def _constrained(
         self, slots: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> list[tuple[_SlotState, int, Sequence[int]]]:
-        """Return the constrained slots of a step, the first row of each, and its proposals."""
+        """Return the constrained slots of a step, with the first row of each and its proposals."""
         if not self._states:
             return []
         drafts = drafts or [()] * len(slots)
@@ -171,9 +171,9 @@ class TokenConstraints:
         return [(state, first, proposed) for state, first, proposed in found if state is not None]
 
     def _fill(self, state: _SlotState, proposed: Sequence[int], masks: Words, row: int) -> None:
-        """Fill the masks of a slot's grammar for its next token and after each proposal, from a row on.
+        """Fill the masks of a slot's grammar for its next token and after each proposal, starting at ``row``.
 
-        They are 0 after a proposal that the grammar does not allow, which is not accepted.
+        They are 0 after a proposal that the grammar rejects.
         """
         own = masks[row : row + len(proposed) + 1]
         if state.grammar is None:
@@ -205,7 +205,7 @@ class TokenConstraints:
                 self._compiler.compile(grammar)
 
     def _start(self, state: _SlotState, output: list[int], before: Future[None] | None) -> None:
-        """Find the first mask of a request, once the slot's row of the table is no longer written ``before`` it."""
+        """Find the first mask of a request, after the writes ``before`` it to the slot's table row have finished."""
         assert state.grammar is not None
         if before is not None:
             wait([before])
@@ -234,9 +234,9 @@ class TokenConstraints:
                 state.failure = str(error)
 
     def _compute(self, states: Sequence[tuple[_SlotState, int, Sequence[int]]], table: Words) -> None:
-        """Compute the next mask of each state, and those after its proposals, in the rows of a table from one on.
+        """Compute the next mask of each state, and the masks after its proposals, in consecutive table rows.
 
-        All of the states have proposals, or none of them.
+        Either all states have proposals, or none.
         """
         if not states:
             return

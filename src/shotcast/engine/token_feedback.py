@@ -1,11 +1,11 @@
-"""Feed sampled tokens from the last pipeline stage back to the first one on the device, without the host.
+"""Feedback of sampled tokens from the last pipeline stage to the first on the device, without the host.
 
 So a step can be enqueued before the host knows the tokens that it starts from. After each step that samples, the last
-stage sends its table of tokens. The first stage receives it before the first step that needs it, and at the latest
-before a step that was planned when the host knew the tokens. So the mailbox never holds more messages than steps may be
-outstanding, which is one more than there are stages. The mailbox must have room for that many
-(:meth:`Parallel.can_send_back`): the last stage must not wait for the first one, which may be waiting for the last, or
-have nothing more to do.
+stage sends its table of tokens. The first stage receives it before the first step that needs it, and no later than a
+step planned after the host knew the tokens. So the mailbox never holds more messages than there can be outstanding
+steps, which is one more than there are stages. The mailbox must have room for that many
+(:meth:`Parallel.can_send_back`): the last stage must not wait for the first, which may be waiting for the last, or may
+be idle.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shotcast.layers.parallel import Parallel
 
 
 class TokenFeedback:
-    """One rank's end of the feedback. Ranks of inner stages, and models of one stage, do nothing.
+    """One rank's end of the feedback. Ranks of inner stages and of single-stage models do nothing.
 
     Args:
-        last_tokens: int64 [slots + 1], the token sampled last for each slot: the table of the last stage, or the copy
-            of it in the first stage.
+        last_tokens: int64 [slots + 1], the last sampled token of each slot: the table of the last stage, or its copy in
+            the first stage.
     """
 
     def __init__(self, parallel: Parallel, last_tokens: torch.Tensor):
@@ -35,14 +35,14 @@ class TokenFeedback:
         self._outstanding: deque[int] = deque()  # steps whose sampled tokens have not been received
 
     def warm_up(self) -> None:
-        """Pass the table on once, so that no kernel has to be compiled later. Collective."""
+        """Send the table once, so that no kernel needs compiling later. Collective."""
         if self._sends:
             self._parallel.send_back(self._last_tokens)
         if self._receives:
             self._parallel.receive_back(self._last_tokens)
 
     def before_step(self, plan: StepPlan) -> None:
-        """Receive the tables of earlier steps that have to arrive before ``plan`` is computed."""
+        """Receive the tables of earlier steps that must arrive before ``plan`` is computed."""
         if not self._receives:
             return
         number, self._num_steps = self._num_steps, self._num_steps + 1

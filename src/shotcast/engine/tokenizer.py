@@ -1,4 +1,4 @@
-"""The tokenizer of a model: text to tokens and back."""
+"""A model's tokenizer: text to tokens and back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shotcast.models.gguf_header import GgufHeader
 from shotcast.models.source import RANDOM, find_model, open_checkpoint
 
 _NORMAL, _CONTROL = 1, 3
-"""Types of tokens in GGUF files."""
+"""Token types in GGUF files."""
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-"""Special tokens of GGUF files by their names in transformers."""
+"""Special tokens of GGUF files, by their transformers names."""
 
 
 def is_smollm(path: Path) -> bool:
-    """Return whether a GGUF file has a vocabulary of SmolLM's kind: pieces of bytes, and digits apart."""
+    """Return whether a GGUF file has a vocabulary of SmolLM's kind: byte pieces, with each digit separate."""
     metadata = GgufHeader.read(path).metadata
     kind = [metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre", "add_bos_token")]
     types = metadata.get("tokenizer.ggml.token_type") or [None]
@@ -28,10 +28,10 @@ def is_smollm(path: Path) -> bool:
 
 
 class GgufVocabulary:
-    """The vocabulary in a file that :func:`is_smollm`, as a tokenizer of transformers is used.
+    """The vocabulary in a file that :func:`is_smollm`, with the interface of a transformers tokenizer.
 
-    That library, which takes a second to import, and as long again to read such a file, has what is not defined here,
-    such as chat templates.
+    Anything not defined here, such as chat templates, comes from that library, which takes a second to import and
+    another to read such a file.
     """
 
     def __init__(self, path: Path):
@@ -105,7 +105,7 @@ _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
-    """The tokenizer that comes with a model. Most are read by transformers, which takes seconds."""
+    """A model's tokenizer. Most are read by transformers, which takes seconds."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -140,9 +140,8 @@ class Tokenizer:
 
     @staticmethod
     def find(model: str) -> Path:
-        """Return the folder or the GGUF file of a model that has a tokenizer. Raises ConfigError if the model has no
-        tokenizer, or the folder has no model. Raises UnsupportedError if the folder has a model of a kind that is not
-        implemented.
+        """Find the folder or GGUF file with a model's tokenizer. Raises ConfigError if the model has no tokenizer, or
+        the folder has no model. Raises UnsupportedError if the kind of model is not implemented.
         """
         if model.startswith(RANDOM):
             raise ConfigError(f"{model} has no tokenizer, since its weights are random; LLM takes token ids too")
@@ -160,7 +159,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The source of the template of conversations with tools; "" if there is none."""
+        """The source of the chat template for conversations with tools; "" if there is none."""
         if not self._tokenizer.chat_template:
             return ""
         template: str = self._tokenizer.get_chat_template(tools=[{}])
@@ -168,17 +167,17 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The tokens that no text spells, by name."""
+        """Tokens that are not spelled by any text, by name."""
         added = self._tokenizer.added_tokens_decoder.items()
         return {str(token): number for number, token in added if token.special}
 
     def vocabulary(self) -> dict[str, int]:
-        """Return all tokens, special ones too, by their spelling."""
+        """Return all tokens by their spelling, including special ones."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return vocabulary
 
     def to_json(self) -> str:
-        """Return the tokenizer in the JSON of Hugging Face's tokenizers, or raise ConfigError if it is another kind."""
+        """Return the tokenizer in the JSON format of Hugging Face's tokenizers. Raises ConfigError for other kinds."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(f"{type(self._tokenizer).__name__} is no tokenizer of Hugging Face's fast kind")
@@ -186,7 +185,7 @@ class Tokenizer:
         return text
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Return the tokens of a text, with the token that begins a text if this tokenizer adds one.
+        """Return the tokens of a text, including a begin-of-text token if this tokenizer adds one.
 
         Without ``add_special``, no token is added.
         """
@@ -213,12 +212,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Return the tokens of a conversation by the model's chat template, up to where the answer begins. Raises
-        ConfigError if the model has no template, or it refuses the messages or the variables.
+        """Return the tokens of a conversation in the model's chat template, up to where the answer begins. Raises
+        ConfigError if the model has no template, or if it rejects the messages or the variables.
 
         Args:
             messages: each with ``role`` and ``content``.
-            variables: further variables of the template, by name, such as ``enable_thinking`` of Qwen3's.
+            variables: further template variables by name, such as ``enable_thinking`` for Qwen3.
             add_generation_prompt: end with the tokens that begin an answer.
             tools: the functions that the answer may call, in OpenAI's format.
         """
@@ -243,15 +242,15 @@ class Tokenizer:
         return ids
 
     def check_template_variables(self, names: Iterable[str]) -> None:
-        """Raise ConfigError if one of the names is an option of transformers' ``apply_chat_template``, such as
-        ``chat_template`` or ``tokenize``, rather than a variable of a template."""
+        """Raise ConfigError if a name is an option of transformers' ``apply_chat_template``, such as ``chat_template``
+        or ``tokenize``, rather than a template variable."""
         options = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         for name in names:
             if name in options:
                 raise ConfigError(f"chat templates have no variable {name}: the name is reserved")
 
     def decode_token(self, token: int, skip_special: bool = True) -> str:
-        """Return :meth:`decode_continuation` of one token. The text is kept, so later calls take a tenth of the time.
+        """Return :meth:`decode_continuation` of one token. The text is cached, so later calls take a tenth of the time.
 
         Unknown tokens and skipped special tokens have no text.
         """
@@ -263,8 +262,8 @@ class Tokenizer:
     def decode_continuation(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of tokens that follow others. (Some tokenizers leave out a space at the start of a text.)
 
-        Runs of byte tokens are UTF-8 with replacement characters where they are not valid. (The library has one for
-        each byte of a run that is not valid anywhere, so no character of a run would be known before its end.)
+        Runs of byte tokens are decoded as UTF-8 with replacement characters for invalid parts. (The library replaces
+        every byte of a run that is invalid anywhere, so no character would be known before the end of its run.)
         """
         if self.byte_tokens.keys().isdisjoint(ids):
             return self._decode_after_anchor(ids, skip_special)
@@ -288,7 +287,7 @@ class Tokenizer:
         return self.decode([*self._anchor, *ids], skip_special)[self._anchor_length :]
 
     def _find_anchor(self) -> list[int]:
-        """Find a token that is an ordinary character in any context, to put before others."""
+        """Find a token that is an ordinary character in any context, to put before other tokens."""
         for token in range(len(self._tokenizer)):
             piece = self._tokenizer.convert_ids_to_tokens(token)
             if piece is None or _BYTE_PIECE.fullmatch(piece):
@@ -299,7 +298,7 @@ class Tokenizer:
         raise ConfigError("the tokenizer has no token that is a letter or a digit")
 
     def _find_byte_tokens(self) -> dict[int, bytes]:
-        """Find the tokens that stand for one byte, with which sentencepiece spells text outside its vocabulary."""
+        """Find the tokens for single bytes, with which sentencepiece spells text outside its vocabulary."""
         pieces = [f"<0x{byte:02X}>" for byte in range(256)]
         ids = self._tokenizer.convert_tokens_to_ids(pieces)
         tokens = {
@@ -311,9 +310,9 @@ class Tokenizer:
 
 
 def _has_a_class(path: Path) -> bool:
-    """Return whether a GGUF file's vocabulary needs more than transformers' common class: a first token, or pieces.
+    """Return whether a GGUF vocabulary needs more than transformers' common class: a first token, or pieces.
 
-    To find a class of its own, transformers reads the file for its configuration, too, which takes seconds.
+    To find a specific class, transformers also reads the file for its configuration, which takes seconds.
     """
     metadata = GgufHeader.read(path).metadata
     kind, begins = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.add_bos_token", True)
@@ -321,7 +320,7 @@ def _has_a_class(path: Path) -> bool:
 
 
 def _apply_gguf_metadata(tokenizer: Any, path: Path) -> None:
-    """Set the properties of a GGUF file that transformers, or some versions of it, ignore."""
+    """Set the properties of a GGUF file that some or all versions of transformers ignore."""
     metadata = GgufHeader.read(path).metadata
     special = {}
     for gguf_name, name in _SPECIAL.items():

@@ -1,7 +1,7 @@
-"""Sampling on a CPU, by PyTorch. On a GPU, ``kernels/triton/sampling.py`` samples the same tokens.
+"""Sampling on a CPU, in PyTorch. On a GPU, ``kernels/triton/sampling.py`` samples the same tokens.
 
-Sampling is a race of exponential clocks (equivalent to the Gumbel-max trick): each token gets a time that is
-exponentially distributed with the token's probability as rate, and the token with the smallest time is sampled. The
+Sampling is a race of exponential clocks (equivalent to the Gumbel-max trick): each token draws a time from an
+exponential distribution with the token's probability as its rate, and the token with the smallest time is sampled. The
 times come from a hash of a key and the token.
 """
 
@@ -12,16 +12,16 @@ import torch
 from shotcast.engine.sampling_params import SamplingParams
 
 FIRST_NUCLEUS = 1024
-"""The number of likeliest tokens that are searched first for those that make up top_p."""
+"""The number of likeliest tokens searched first for the top_p set."""
 
 MIN_TEMPERATURE = 1e-30
-"""Lower temperatures, which float32 may not represent, sample as this one does."""
+"""Lower temperatures, which float32 may not represent, sample like this one."""
 
 PROMPT_TOKEN = 2**30
 """Added to a token's count in an output if the prompt contains it, for the repetition penalty."""
 
 CACHED_LOGITS = 2**16
-"""Logits that are processed together, no more than fit into a CPU's caches."""
+"""Logits processed together, few enough to fit a CPU's caches."""
 
 
 def inverse_temperature(params: SamplingParams) -> float:
@@ -32,7 +32,7 @@ def inverse_temperature(params: SamplingParams) -> float:
 def scramble(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Hash 32 bits to 32 bits in place, one to one for each key.
 
-    Two rounds of multiply and shift with the constants of Chris Wellons' lowbias32, with half of the key before each.
+    Two rounds of multiply and shift with the constants of Chris Wellons' lowbias32, each preceded by half of the key.
 
     Args:
         x: int32 [rows, columns].
@@ -105,16 +105,16 @@ def nucleus(
 
 
 def token_noise(vocab: int) -> torch.Tensor:
-    """Return a hash of each token, int32 [1, vocab], computed once, in which neighboring tokens differ widely."""
+    """Return a hash of each token, int32 [1, vocab], computed once; neighboring tokens differ widely."""
     return scramble(torch.arange(vocab, dtype=torch.int32)[None], torch.zeros(1, 2, dtype=torch.int32))
 
 
 def apply_masks(logits: torch.Tensor, rows: list[int], allowed: torch.Tensor) -> torch.Tensor:
-    """Return the logits without those of tokens that are not allowed, in a new tensor.
+    """Return a copy of the logits without the tokens that are not allowed.
 
     Args:
         logits: float32 [rows, vocab].
-        rows: the rows that are constrained.
+        rows: the constrained rows.
         allowed: bool [constrained rows, vocab].
     """
     masked = logits.clone()
@@ -126,11 +126,11 @@ def apply_masks(logits: torch.Tensor, rows: list[int], allowed: torch.Tensor) ->
 def apply_penalties(
     logits: torch.Tensor, rows: list[int], params: list[SamplingParams], counts: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits after repetition, presence and frequency penalties, in a new tensor.
+    """Return a copy of the logits with repetition, presence and frequency penalties applied.
 
     Args:
         logits: float32 [rows, vocab].
-        rows: the rows that have penalties.
+        rows: the rows with penalties.
         counts: int32 [rows with penalties, vocab], how often their outputs contain each token, and PROMPT_TOKEN more
             for tokens of the prompt.
     """
@@ -148,7 +148,7 @@ def apply_penalties(
 def sample(
     logits: torch.Tensor, best: torch.Tensor, params: list[SamplingParams], keys: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
-    """Sample a token for each row by its parameters: int64 [rows].
+    """Sample a token for each row with its parameters: int64 [rows].
 
     Args:
         logits: float32 [rows, vocab], after penalties.

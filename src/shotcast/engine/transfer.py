@@ -1,4 +1,4 @@
-"""Copies between host and device in which neither waits for the other."""
+"""Copies between host and device, in which neither waits for the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGN = 16
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate host memory for copies to or from ``device``, pinned on CUDA.
 
-    PyTorch does not reuse it before the copies from it are done.
+    PyTorch does not reuse it until copies from it are done.
     """
     return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
@@ -36,7 +36,7 @@ def copy_to_device(arrays: Sequence[npt.NDArray[np.generic]], device: torch.devi
 
 
 class HostCopy:
-    """Tensors of a device on their way to the host."""
+    """Device tensors on their way to the host."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._tensors = list(tensors)
@@ -55,7 +55,7 @@ class HostCopy:
     def wait(self) -> list[torch.Tensor]:
         """Wait for the tensors and return them on the host.
 
-        This waits for the device, and so no longer than the kernels of the device wait for their peers.
+        This waits for the device, so at most as long as its kernels wait for their peers.
         """
         if self._done is not None:
             self._done.synchronize()

@@ -1,4 +1,4 @@
-"""The main function of each rank of an engine, and the loop of the ranks that are not rank 0."""
+"""The main function of each engine rank, and the loop of all ranks except rank 0."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
     from shotcast.engine.rank_channels import WorkerChannel
 
 _POLL_S = 5e-5
-"""Seconds that a rank that reports waits for the next plan before it checks again whether the last step has
-finished."""
+"""Seconds that a reporting rank waits for the next plan before checking again whether the last step has finished."""
 
 
 def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
     """Run one rank until the engine ends.
 
-    Rank 0 plans every step, and computes its own part of it; the other ranks compute what rank 0 plans.
+    Rank 0 plans every step and computes its part; the other ranks compute theirs.
 
     Args:
-        address, key: the Unix socket at which rank 0 reaches the engine's client, and the key of that connection.
+        address, key: the Unix socket at which rank 0 reaches the engine's client, and the connection's key.
     """
     from shotcast.engine.load import load
     from shotcast.engine.rank_channels import DriverChannel, WorkerChannel
@@ -70,7 +69,7 @@ def worker_main(config: EngineConfig, address: str, key: bytes) -> None:
 
 
 def worker_loop(runner: ModelRunner, channel: WorkerChannel, reports: bool, check: Callable[[], None]) -> None:
-    """Compute the plans of rank 0 until it ends the engine.
+    """Compute rank 0's plans until it ends the engine.
 
     Enqueuing the next step on the device takes precedence over waiting for the output of an earlier one.
     """

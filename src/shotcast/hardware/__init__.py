@@ -1,1 +1,1 @@
-"""Facts about the machine: data sheets of known hardware, and the hardware of this host. No torch at import."""
+"""Facts about machines: data sheets of known hardware, and this host's hardware. Does not import torch."""

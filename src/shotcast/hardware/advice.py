@@ -1,4 +1,4 @@
-"""Advice for running ranks on a host, from the facts about it."""
+"""Advice for running ranks on a host, based on facts about it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 _good, _note, _problem = (functools.partial(Finding, level) for level in Level)
 
 SHM_PER_RANK_BYTES = 17 << 18
-"""The most that a CPU rank takes of the tmpfs; a test compares it with what a rank takes."""
+"""The maximum tmpfs use of a CPU rank, which a test compares with the actual use."""
 
 
 def findings(facts: HostFacts) -> list[Finding]:

@@ -1,7 +1,7 @@
 """Known GPUs. Each figure names its source; throughput is dense, and link bandwidth is for one direction.
 
-The gigabytes of memory that data sheets name are of 2^30 bytes: an H200 of 141 GB has 150.1e9 that CUDA can use, where
-141 GiB are 151.4e9. Bandwidths and throughputs are decimal.
+Data sheets count memory in gigabytes of 2^30 bytes: an H200 of 141 GB has 150.1e9 bytes that CUDA can use, and 141 GiB
+is 151.4e9. Bandwidths and throughputs are decimal.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ CATALOG = (
 
 
 def find(device_name: str) -> GpuSpec | None:
-    """Return the GPU that CUDA calls ``device_name``, such as ``"NVIDIA H200"``; None if the catalog lacks it.
+    """Return the GPU that CUDA calls ``device_name``, such as ``"NVIDIA H200"``; None if it is not in the catalog.
 
-    It lacks slices of a GPU, such as ``"NVIDIA H200 MIG 3g.71gb"``.
+    The catalog lacks slices of a GPU, such as ``"NVIDIA H200 MIG 3g.71gb"``.
     """
     if " MIG " in device_name:
         return None

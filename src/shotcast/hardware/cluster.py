@@ -1,17 +1,15 @@
 """Clusters as data: a GPU, the GPUs of a node, and the network between nodes, each figure with its source.
 
-A description is a YAML file. The packaged ones are in ``hardware/clusters``; a path names any other. Fields are those
-of AIConfigurator's system files (``gpu``, ``node``, in bytes, seconds and floating-point operations a second), so these
-load as they are. Instead of figures, ``gpu`` may be a name of :mod:`shotcast.hardware.catalog`. Two things that these
-files have no fields for are ours: ``num_nics_per_node`` of ``node``, where GPUs share network adapters, and ``switch``,
-with ``num_nodes_per_leaf``, ``oversubscription`` and ``hop_latency``. Network files of ASTRA-sim (``topology``,
-``npus_count``, ``bandwidth``, ``latency``) describe links alone, and load together with the name of a GPU
-(:func:`with_astra_sim_network`).
+A description is a YAML file. The packaged ones are in ``hardware/clusters``; a path names any other. Fields match
+AIConfigurator's system files (``gpu``, ``node``, in bytes, seconds and floating-point operations per second), so these
+load unchanged. Instead of figures, ``gpu`` may be a name in :mod:`shotcast.hardware.catalog`. Two fields are additions:
+``num_nics_per_node`` of ``node``, for GPUs that share network adapters, and ``switch``, with ``num_nodes_per_leaf``,
+``oversubscription`` and ``hop_latency``. Network files of ASTRA-sim (``topology``, ``npus_count``, ``bandwidth``,
+``latency``) describe only links, and load together with the name of a GPU (:func:`with_astra_sim_network`).
 
-Some fields of AIConfigurator's files are read past: how near kernels come to the figures of a data sheet is a
-calibration's to say, not ``mem_bw_empirical_scaling_factor``'s or ``mem_empirical_constant_latency``'s, what libraries
-take of the memory (``misc``) is estimated otherwise, and nothing is priced by ``power``, ``pcie_bw``, ``data_dir`` or
-the throughputs of other types.
+Some fields of AIConfigurator's files are ignored. Calibrations replace ``mem_bw_empirical_scaling_factor`` and
+``mem_empirical_constant_latency``, which relate kernels to data sheets. Library memory (``misc``) is estimated
+differently. ``power``, ``pcie_bw``, ``data_dir`` and the throughputs of other types do not affect prices.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ PACKAGED = {
     "h200x8": "dgx-h200",
     "b200x8": "dgx-b200",
 }
-"""The packaged descriptions, each named by the GPU and how many of them a node has, with their files."""
+"""The packaged descriptions and their files, named by the GPU and the number of GPUs per node."""
 
 _GIGA, _TERA = 1e9, 1e12
 _GPU_FIELDS = {
@@ -77,7 +75,7 @@ _TOP_FIELDS = {"name", "gpu", "node", "switch", "misc", "data_dir"}
 _ASTRA_FIELDS = {"topology", "npus_count", "bandwidth", "latency"}
 _ASTRA_GIGA = 1 << 30
 _ASTRA_LINKS = {"Ring": 1, "FullyConnected": 1, "Switch": 2}
-"""Links that a message passes in a dimension, each with its latency; of a ring, to the neighbor."""
+"""Links that a message crosses in a dimension, each with its latency; on a ring, to the neighbor."""
 CPU_VENDORS = ("intel", "amd")
 
 
@@ -104,9 +102,10 @@ class NetworkSpec:
     switch: SwitchSpec | None = None
 
     def over(self, nodes: int) -> tuple[float, float]:
-        """Return microseconds and GB/s of each GPU where all GPUs of ``nodes`` consecutive nodes send at once.
+        """Return the latency in microseconds and each GPU's GB/s when all GPUs of ``nodes`` adjacent nodes send at
+        once.
 
-        If these have several leaves, both are those of messages to another leaf, so of the slowest.
+        If they span several leaves, both describe messages to another leaf, which are the slowest.
         """
         if self.switch is None or nodes <= self.switch.nodes_per_leaf:
             return self.latency_us, self.bw_gbps
@@ -115,7 +114,7 @@ class NetworkSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of equal GPUs."""
+    """A cluster: nodes of equal GPUs."""
 
     name: str
     gpu: GpuSpec
@@ -129,8 +128,8 @@ class Cluster:
 
 
 def load(name: str) -> Cluster:
-    """Return the cluster of a packaged description, by its name or that of its file, or of a YAML file. Raises
-    ConfigError if there is no such description, or it lacks a field, has an unknown one, or one that makes no sense.
+    """Load a cluster from a packaged description, by its name or file name, or from a YAML file. Raises ConfigError if
+    there is no such description, or if a field is missing, unknown or invalid.
     """
     path = Path(name)
     if name.endswith((".yaml", ".yml")) or os.path.isfile(path):
@@ -144,7 +143,7 @@ def load(name: str) -> Cluster:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a file. Raises ConfigError, which names ``what`` it is, if it cannot be read or is no text."""
+    """Read a text file. Raises ConfigError naming ``what`` it is, if it cannot be read or is not text."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -154,7 +153,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def parse(text: str, origin: str) -> Cluster:
-    """Return the cluster that a description in YAML says. Raises ConfigError as :func:`load` does."""
+    """Parse a cluster description in YAML. Raises ConfigError as :func:`load` does."""
     fields = Fields(read_yaml(text, origin, "a description: it must be a mapping with gpu and node"), origin)
     if set(fields.values) >= _ASTRA_FIELDS:
         raise ConfigError(
@@ -175,12 +174,12 @@ def parse(text: str, origin: str) -> Cluster:
 
 
 def _is_rack(node: Fields, link: LinkSpec) -> bool:
-    """Return whether the GPUs of a rack have the link of those of a node, which makes the rack one node of ours."""
+    """Return whether the GPUs of a rack share the link type of a node, which makes the rack one node in our terms."""
     return "num_gpus_per_rack" in node.values and node.number("inter_node_bw") / _GIGA >= link.paper_bw_gbps
 
 
 def _network(fields: Fields, node: Fields, link: LinkSpec) -> NetworkSpec | None:
-    """Return what joins nodes; of AIConfigurator's racks, what joins racks, or a leaf of switches for each rack."""
+    """Return the network between nodes; for AIConfigurator's racks, between racks, or one leaf of switches per rack."""
     if "inter_node_bw" not in node.values:
         for name in ("num_nics_per_node", "num_gpus_per_rack", "inter_rack_bw", "inter_rack_latency"):
             if name in node.values:
@@ -233,14 +232,14 @@ def _switch(fields: Fields, nodes: int, oversubscription: float, hop_us: float, 
 
 
 def with_astra_sim_network(cluster: Cluster, text: str, origin: str) -> Cluster:
-    """Return ``cluster`` with the bandwidths (GiB/s, as ASTRA-sim takes them) and latencies (ns) of its network files.
+    """Return ``cluster`` with the bandwidths (GiB/s, ASTRA-sim's unit) and latencies (ns) of ASTRA-sim network files.
 
-    The first dimension is that of GPUs of a node, the second joins nodes; without it there is one node. A third one
-    joins leaves of as many nodes as the second has. A message passes one link, or two where there is a switch, each
-    with the latency; on a ring that is the way to the neighbor. The bandwidth counts as that of a GPU to all others
-    together, which is too little where a GPU has several links.
+    The first dimension joins the GPUs of a node, the second joins nodes; without it there is one node. A third one
+    joins leaves of as many nodes as the second has. A message crosses one link, or two if there is a switch, each with
+    the latency; on a ring it goes to the neighbor. The bandwidth counts as a GPU's total to all others, which is too
+    low if a GPU has several links.
 
-    Raises ConfigError if it is no such file, has more dimensions than that, or a number that makes no sense.
+    Raises ConfigError if it is not such a file, or has more dimensions or an invalid number.
     """
     fields = Fields(read_yaml(text, origin, "a network: it must be a mapping with topology and npus_count"), origin)
     fields.only(_ASTRA_FIELDS)

@@ -1,4 +1,4 @@
-"""Reading the fields of a cluster's description: figures are checked, and errors say what is accepted."""
+"""Reader for the fields of a cluster description, which checks figures and explains errors."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _RANGES: Mapping[str, tuple[str, float, float]] = {
     "bandwidth": ("GB/s", 1e-3, 1e6),
     "latency": ("ns", 1e-3, 1e9),
 }
-"""The unit of each figure, and the least and the most of it. They are wide: what lies outside is of another unit."""
+"""The unit and range of each figure. The ranges are wide: a value outside one has the wrong unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A mapping of a description, and where it is from."""
+    """The mapping in a description, and its origin."""
 
     values: Mapping[str, Any]
     origin: str
@@ -105,11 +105,11 @@ class Fields:
 
 
 def read_yaml(text: str, origin: str, wanted: str) -> Mapping[str, Any]:
-    """Return the mapping in a text of YAML. Raises ConfigError if it is not ``wanted``, or has a field twice."""
+    """Parse a YAML mapping. Raises ConfigError if it is not ``wanted``, or has a duplicate field."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses a field that is there twice, of which YAML's loader takes the last."""
+        """Rejects duplicate fields, of which YAML's loader would take the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Detect the hardware of this host. It only queries: it allocates nothing on a GPU and changes no setting."""
+"""Detection of this host's hardware. It only queries: it allocates nothing on a GPU and changes no settings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HostFacts:
 
     @property
     def all_peers(self) -> bool:
-        """True if every GPU has access to the memory of every other one."""
+        """True if every GPU can access the memory of every other one."""
         return all(access for i, row in enumerate(self.peer_access) for j, access in enumerate(row) if i != j)
 
     def as_json(self) -> dict[str, Any]:
@@ -97,14 +97,14 @@ def detect() -> HostFacts:
 
 
 def available_cores() -> int:
-    """Return the cores this process can keep busy: its affinity mask, limited by the cgroup's quota; at least 1."""
+    """Return how many cores this process can keep busy: its affinity mask, limited by the cgroup quota; at least 1."""
     affinity = len(os.sched_getaffinity(0))
     quota = cgroup_quota(Path("/"))
     return max(1, min(affinity, math.ceil(quota))) if quota is not None else affinity
 
 
 def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the directories of this process's control group and of those above it, and whether they are of version 2.
+    """Yield the directories of this process's control group and its ancestors, and whether they are version 2.
 
     Args:
         root: the directory where the kernel's file systems are mounted.
@@ -120,7 +120,7 @@ def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def cgroup_quota(root: Path) -> float | None:
-    """Return the cores that control groups grant, as the least quota says; None if they set no limit."""
+    """Return the cores granted by control groups, by the smallest quota; None if there is no limit."""
     quotas = []
     for group, unified in control_groups("cpu", root):
         names = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -131,7 +131,7 @@ def cgroup_quota(root: Path) -> float | None:
 
 
 def cpu_model() -> str:
-    """Return the processor's name as the kernel gives it, or its architecture if there is none."""
+    """Return the processor's name from the kernel, or its architecture if there is none."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:  # only the entry of the first core is read
@@ -144,7 +144,7 @@ def cpu_model() -> str:
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:
-    """Return the bytes of each key of /proc/meminfo."""
+    """Read /proc/meminfo into bytes by key."""
     facts = {}
     for line in read_lines(root / "proc/meminfo"):
         key, _, value = line.partition(":")
@@ -188,7 +188,7 @@ def _versions(torch: Any) -> dict[str, str]:
 
 
 def visible_gpus() -> tuple[GpuFacts, ...]:
-    """Return the GPUs that this process sees, which initializes CUDA. Raises ConfigError if that fails."""
+    """Return the GPUs that this process sees. Initializes CUDA; raises ConfigError if that fails."""
     import torch
 
     try:
@@ -229,7 +229,7 @@ def _gpus(torch: Any) -> tuple[tuple[GpuFacts, ...], tuple[tuple[bool, ...], ...
 
 
 def multicast_disabled_by() -> str:
-    """Return the environment variable that leaves multicast off, or ""."""
+    """Return the environment variable that disables multicast, or ""."""
     if not env.multicast():
         return "SHOTCAST_MULTICAST"
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # PyTorch's allocator, which allocates our memory, reads it

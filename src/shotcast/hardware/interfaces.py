@@ -1,4 +1,4 @@
-"""Addresses of this host on a network, and listening at them: which interface, which port."""
+"""Addresses and listening sockets of this host: which interface, which port."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shotcast.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 _LINK_LOCAL = "20"
-"""The scope of addresses in /proc/net/if_inet6 that are of use with the name of an interface alone."""
+"""The scope, in /proc/net/if_inet6, of addresses that are useful only with an interface name."""
 
 
 def address_of_this_host(toward: str) -> str:
     """Return the address at which other hosts reach this one.
 
-    It is the address of the interface that :func:`shotcast.env.socket_ifname` names, IPv4 where it has one, or
-    without a name that of the route to ``toward``.
+    It is the address of the interface from :func:`shotcast.env.socket_ifname`, preferably IPv4. Without that setting,
+    the route to ``toward`` determines it.
 
     Raises ConfigError if there is no such interface, it has no address, or there is no route to ``toward``.
 
@@ -43,8 +43,8 @@ def address_of_this_host(toward: str) -> str:
 
 
 def listen(address: str, backlog: int = 128) -> socket.socket:
-    """Return a socket that listens at ``address``, on the first free port of :func:`shotcast.env.port_range`. Raises
-    ConfigError if the address is not this host's, or no port of the range is free.
+    """Listen at ``address``, on the first free port of :func:`shotcast.env.port_range`. Raises ConfigError if the
+    address does not belong to this host, or no port in the range is free.
     """
     first, last = env.port_range()
     family, kind, protocol, _, place = socket.getaddrinfo(
@@ -81,7 +81,7 @@ def _address_of_interface(name: str) -> str:
 
 
 def _ipv6_addresses(name: str) -> list[str]:
-    """Return the IPv6 addresses of an interface; those that need its name come last, with it."""
+    """Return the IPv6 addresses of an interface; the ones that need its name come last and include it."""
     found: list[tuple[bool, str]] = []
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""Nodes: which ranks share memory, and the tree in which sums of nodes are added up. Plain values."""
+"""Nodes: which ranks share memory, and the tree that adds up the sums of nodes. Plain values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shotcast.wire import NodeShape
 class NodeLayout:
     """The division of the ranks of a communicator into nodes.
 
-    Ranks of one node share memory; ranks of different nodes are joined by a network. The *peers* of a rank are the
-    ranks of its local rank on all nodes.
+    Ranks of one node share memory; a network joins ranks of different nodes. The *peers* of a rank are the ranks with
+    its local rank on all nodes.
     """
 
     members: tuple[tuple[int, ...], ...]  # the ranks of each node, in the order of their local ranks
@@ -21,7 +21,7 @@ class NodeLayout:
 
     @classmethod
     def of_keys(cls, keys: Sequence[str]) -> NodeLayout:
-        """Return the layout of ranks with these keys, by rank: ranks of equal keys share a node, which the key names.
+        """Build a layout from the ranks' keys: ranks with equal keys share a node, which the key names.
 
         Nodes are in the order of their lowest ranks.
         """
@@ -36,7 +36,7 @@ class NodeLayout:
 
     @property
     def shape(self) -> NodeShape:
-        """Nodes and ranks of each; ranks of uneven nodes are served alike, and count as one node."""
+        """Nodes and ranks of each; ranks of uneven nodes count as one node."""
         return NodeShape(self.nodes, self.ranks_per_node) if self.even else NodeShape(1, self.world_size)
 
     @property
@@ -69,14 +69,14 @@ class NodeLayout:
         return self.members[self.node_of(rank)].index(rank)
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Return the rank of equal local rank of each node, by node; ``rank`` is among them. Needs even nodes."""
+        """Return the ranks with the local rank of ``rank`` on each node, including ``rank``. Needs even nodes."""
         local = self.local_rank_of(rank)
         return tuple(ranks[local] for ranks in self.members)
 
     def describe(self, ranks: Iterable[int], known: Sequence[int] = ()) -> str:
-        """Return ranks in words, with their nodes, such as ``2, 3 (node b), 4 (node c)``.
+        """Describe ranks and their nodes in words, such as ``2, 3 (node b), 4 (node c)``.
 
-        ``known`` has the number by which people know each rank; it may be empty where they know it by the rank.
+        ``known`` maps ranks to the numbers shown to users; empty if these are the same.
         """
         wanted = set(ranks)
         groups = (
@@ -87,10 +87,10 @@ class NodeLayout:
 
 
 def folded(nodes: int) -> int:
-    """Return how many pairs of nodes are folded into one before the others exchange: ``nodes - 2**floor(log2 nodes)``.
+    """Return how many pairs of nodes are folded before the others exchange: ``nodes - 2**floor(log2 nodes)``.
 
     The sums p of the nodes are added up in one fixed tree. For i below this number, leaf i is p[2i] + p[2i+1]; the
-    other leaves are the remaining nodes in their order, so there is a power of two of them. Then neighbors are added,
+    other leaves are the remaining nodes in order, so the number of leaves is a power of two. Then neighbors are added,
     level by level.
     """
     return nodes - (1 << nodes.bit_length() - 1)

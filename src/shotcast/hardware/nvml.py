@@ -1,4 +1,4 @@
-"""Ask NVIDIA's management library of GPUs of this machine, also of those that CUDA_VISIBLE_DEVICES hides."""
+"""NVIDIA's management library (NVML), queried for all GPUs, including ones hidden by CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _READ, _WRITE = 0, 1  # NVML_P2P_CAPS_INDEX_*; status 0 is NVML_P2P_STATUS_OK
 
 @functools.cache
 def library() -> Any:
-    """Return the library, which comes with the driver; None where it is not there or does not start."""
+    """Load the library, which comes with the driver; None if it is missing or does not start."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -20,12 +20,12 @@ def library() -> Any:
 
 
 def peer_access(uuid: str, other: str) -> bool | None:
-    """Return whether a GPU may read and write the memory of another; None if the library cannot tell.
+    """Return whether a GPU can read and write another's memory; None if the library cannot tell.
 
-    It cannot where a container or a control group hides a GPU, and for parts of a GPU (MIG).
+    It cannot tell if a container or a control group hides a GPU, or for parts of a GPU (MIG).
 
     Args:
-        uuid, other: as PyTorch gives them, with or without ``GPU-`` before.
+        uuid, other: GPU UUIDs from PyTorch, with or without the prefix ``GPU-``.
     """
     nvml = library()
     if nvml is None:

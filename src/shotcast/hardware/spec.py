@@ -16,13 +16,13 @@ class LinkSpec:
 
     @property
     def usable_bw_gbps(self) -> float:
-        """The measured bandwidth if there is one, else that of the data sheet."""
+        """The measured bandwidth if there is one, otherwise the data sheet's."""
         return self.paper_bw_gbps if self.measured_bw_gbps is None else self.measured_bw_gbps
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSpec:
-    """One kind of GPU."""
+    """A GPU model."""
 
     name: str
     pattern: str  # a regular expression that matches the name reported by CUDA

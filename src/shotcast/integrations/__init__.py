@@ -1,1 +1,1 @@
-"""Modules that other frameworks load to communicate by shotcast. Each imports its host program late."""
+"""Modules that other frameworks load to communicate through shotcast. Each imports its host program lazily."""

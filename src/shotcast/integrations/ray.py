@@ -1,4 +1,4 @@
-"""Register the backend ``shotcast`` of ``ray.util.collective``."""
+"""Registration of the ``shotcast`` backend in ``ray.util.collective``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.integrations.signatures import Expected, refusal
 
 AT_LEAST, BELOW = (2, 60), (3,)
-"""The versions that are served. 2.60.0 was run."""
+"""The supported versions. 2.60.0 was run."""
 EXPECTED = (
     Expected("ray.util.collective.backend_registry", "register_collective_backend", ("name", "group_cls"), whole=True),
     Expected(
@@ -27,25 +27,25 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 def unsupported_reason() -> str:
-    """Return why actors of this environment cannot use the backend; empty if they can. It does not import Ray."""
+    """Return why actors in this environment cannot use the backend; empty if they can. Does not import Ray."""
     return refusal("ray", "Ray", AT_LEAST, BELOW, EXPECTED)
 
 
 def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Make ``backend="shotcast"`` known to ``ray.util.collective`` in this process.
+    """Register ``backend="shotcast"`` in ``ray.util.collective`` in this process.
 
-    The driver and every actor have to know it. A call on the driver and ``worker_process_setup_hook`` of Ray's runtime
-    environment do that, so actors need no change::
+    The driver and every actor must register it. Call this on the driver and set ``worker_process_setup_hook`` in Ray's
+    runtime environment, so that actors need no change::
 
         register()
         ray.init(runtime_env={"worker_process_setup_hook": "shotcast.integrations.ray.register"})
 
     Args:
-        timeout_s: the deadline of calls of groups that this process joins from here on. A second call changes it.
+        timeout_s: the deadline of calls in groups that this process joins from now on. A second call changes it.
 
     Raises:
-        ConfigError: ``timeout_s`` is no number of seconds above 0.
-        UnsupportedError: Ray is not installed, or not as 2.60 is.
+        ConfigError: ``timeout_s`` is not a positive number of seconds.
+        UnsupportedError: Ray is not installed, or differs from 2.60.
     """
     if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
         raise ConfigError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}")

@@ -1,6 +1,6 @@
-"""A collective group of Ray's actors, one rank an actor.
+"""A collective group of Ray actors, with one rank per actor.
 
-The class is made when it is first asked for, as its base is Ray's.
+The class is created on first use because its base class comes from Ray.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from shotcast.memory.host_group import Rendezvous
 
 _NAME_BYTES = 128
 _REDUCTIONS = {"SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max"}
-"""Ours, by the names of ``ray.util.collective.types.ReduceOp``."""
+"""Our reduction names, by the names in ``ray.util.collective.types.ReduceOp``."""
 
 
 @functools.cache
 def group_class() -> Any:
-    """Return the class of groups; ``timeout_s`` is the deadline of calls of groups that are made from here on."""
+    """Return the group class; ``timeout_s`` is the deadline of calls in groups created from now on."""
     from ray.util.collective.collective_group.base_collective_group import BaseGroup
 
     class ShotcastGroup(BaseGroup):
-        """A group of ``ray.util.collective``: a communicator of CPUs, and one of GPUs where each rank has its own.
+        """A group of ``ray.util.collective``: a CPU communicator, and a GPU communicator if each rank has its own GPU.
 
-        Construction is collective. Calls take what Ray passes: lists of one tensor, a ``torch.Tensor`` or an array that
-        shares its memory by DLPack (numpy, CuPy), which they write in place. On the CPU a call returns when it is done;
-        on a GPU it is enqueued on the current stream. A rank that does not come, or whose actor has died, is named by
-        :class:`~shotcast.CollectiveTimeout`; then the group is of no use, and :meth:`destroy_group` ends it.
+        Construction is collective. Calls take what Ray passes: lists of one tensor, which is a ``torch.Tensor`` or an
+        array that shares memory through DLPack (numpy, CuPy). They write it in place. On the CPU a call returns when it
+        is done; on a GPU it is enqueued on the current stream. :class:`~shotcast.CollectiveTimeout` names a rank that
+        does not arrive, or whose actor has died; the group is then unusable, and :meth:`destroy_group` ends it.
 
-        Raises CollectiveTimeout if a rank did not come to the construction.
+        Raises CollectiveTimeout if a rank does not join the construction.
         """
 
         timeout_s: ClassVar[float] = 600.0
-        """The deadline of calls of new groups; ``shotcast.integrations.ray.register`` sets it."""
+        """The deadline of calls in new groups; ``shotcast.integrations.ray.register`` sets it."""
 
         def __init__(self, world_size: int, rank: int, group_name: str):
             super().__init__(world_size, rank, group_name)
@@ -75,7 +75,7 @@ def group_class() -> Any:
             return dist.is_available()
 
         def destroy_group(self) -> None:
-            """Close the group on this rank. Needs no other rank; a second call does nothing."""
+            """Close the group on this rank. Not collective; a second call does nothing."""
             for communicator in self._communicators.values():
                 communicator.close()
             self._communicators.clear()
@@ -97,7 +97,7 @@ def group_class() -> Any:
                 self.communicator(x.device.type).all_reduce(x, out=x, reduction=_reduction(allreduce_options))
 
         def barrier(self, barrier_options: Any = None) -> None:
-            """Wait for all ranks, and before for what this rank has enqueued on its GPU."""
+            """Wait for all ranks, after waiting for this rank's pending GPU work."""
             _check_options(barrier_options)
             if "cuda" in self._communicators:
                 device = self._communicators["cuda"].device
@@ -153,7 +153,7 @@ def group_class() -> Any:
 
         @contextmanager
         def _written(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-            """Give ``x``, or where it is not contiguous a copy whose values it gets."""
+            """Yield ``x``, or a contiguous copy whose values are copied back to it."""
             dense = x.contiguous()
             yield dense
             if dense is not x:
@@ -163,7 +163,7 @@ def group_class() -> Any:
 
 
 def _gpu_unsupported_reason(cpu: Communicator) -> str:
-    """Return why these ranks have no communicator on GPUs; empty if each has its own GPU. Collective."""
+    """Return why these ranks have no GPU communicator; empty if each has its own GPU. Collective."""
     own = uuid_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else ""
     name = torch.tensor([list(own.encode().ljust(_NAME_BYTES, b"\0"))], dtype=torch.uint8, device="cpu")
     gpus = [bytes(row).rstrip(b"\0").decode() for row in cpu.all_gather(name).tolist()]
@@ -176,7 +176,7 @@ def _gpu_unsupported_reason(cpu: Communicator) -> str:
 
 
 def _one(tensors: list[Any]) -> torch.Tensor:
-    """Return the tensor of a call with one tensor a rank, in whose memory results can be written."""
+    """Return the tensor of a call with one tensor per rank, whose memory can hold results."""
     if len(tensors) != 1:
         raise UnsupportedError(f"one rank of this backend has one tensor a call, not {len(tensors)}: one GPU an actor")
     (x,) = tensors
@@ -192,7 +192,7 @@ def _several(lists: list[list[Any]], count: int) -> list[torch.Tensor]:
 
 
 def _check_options(options: Any) -> None:
-    """Refuse a deadline of a single call, which Ray's functions do not pass."""
+    """Reject a deadline for a single call, which Ray's functions do not pass."""
     timeout = getattr(options, "timeout_ms", None)
     if timeout is not None and timeout.total_seconds() >= 0:
         raise UnsupportedError("the deadline is that of the group: shotcast.integrations.ray.register(timeout_s)")

@@ -1,4 +1,4 @@
-"""The meeting of a group of Ray's actors: rank 0 has a key-value store, and Ray's own tells the others where."""
+"""Rendezvous of a group of Ray actors: rank 0 hosts a key-value store, and Ray's store tells the others its address."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ import torch.distributed as dist
 from shotcast.errors import CollectiveTimeout
 
 _CONNECT_S = 3.0
-"""Seconds for a connection to an address, which may be that of a process that has ended."""
+"""Time limit in seconds for connecting to an address, whose process may have ended."""
 _PAUSE_S = 0.02
 _TOKEN = "token"
 _BACKLOG = 1024
-"""Connections that wait to be accepted, at most: that of each rank of a group at once."""
+"""The maximum number of pending connections, enough for all ranks of a group at once."""
 
 
 class ActorMeeting:
-    """The store of one group, from its construction to its end. Ranks may come in any order.
+    """The store of one group, from its construction to its end. Ranks may arrive in any order.
 
-    The address in Ray's store may be out of date: that of a group of the same name that ended without deleting it, or
-    that other ranks are still leaving. So each store has a token, which the address names, and takes a rank once. A
-    rank that finds something else waits for the next address.
-    Groups of other namespaces of Ray may have the same name.
+    The address in Ray's store may be stale: a group of the same name may have ended without deleting it, or other ranks
+    may still be leaving. So each store has a token, which the address includes, and accepts each rank once. A rank that
+    finds anything else waits for the next address. Groups in other Ray namespaces may have the same name.
 
-    Raises CollectiveTimeout if rank 0 did not come within ``timeout_s``.
+    Raises CollectiveTimeout if rank 0 does not arrive within ``timeout_s``.
     """
 
     def __init__(self, group_name: str, rank: int, world_size: int, timeout_s: float):
@@ -42,7 +41,7 @@ class ActorMeeting:
         self.store = self._open() if rank == 0 else self._find(rank, timeout_s)
 
     def _open(self) -> dist.Store:
-        """Start the store and publish its address, in place of one that is left."""
+        """Start the store and publish its address, replacing a stale one."""
         host, token = self._host(), secrets.token_hex(8)
         listener = _listener(host)
         port = listener.getsockname()[1]
@@ -72,16 +71,16 @@ class ActorMeeting:
         raise CollectiveTimeout(rank, [0], "construction", 0, timeout_s)
 
     def close(self) -> None:
-        """Let nobody find the store any more. A second call does nothing."""
+        """Unpublish the store. A second call does nothing."""
         if self._address and self._kv._internal_kv_get(self._key) == self._address.encode():
             self._kv._internal_kv_del(self._key)
         self._address = ""
 
 
 def _listener(host: str) -> socket.socket:
-    """Return a socket that listens on the address of this host in Ray's cluster, on a port that the kernel picks.
+    """Listen on this host's address in Ray's cluster, on a port that the kernel picks.
 
-    It listens on all addresses if none of this host's interfaces has that one, as behind NAT.
+    Listens on all addresses if no interface of this host has that one, such as behind NAT.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -100,9 +99,9 @@ def _listener(host: str) -> socket.socket:
 
 
 def _joined(address: str, rank: int, own: str) -> dist.Store | None:
-    """Return the store at an address; None if it is another, or has had this rank.
+    """Join the store at an address; return None if it is another store, or has already had this rank.
 
-    Joining it once more with the same ``own`` does no harm, as an answer may be lost on the way.
+    Joining again with the same ``own`` is safe, since an answer may be lost.
 
     Raises RuntimeError if nothing answers there, or not in time.
     """

@@ -1,4 +1,4 @@
-"""The plug-in of SGLang: the entry point ``shotcast`` of ``sglang.srt.plugins``."""
+"""The SGLang plug-in: the entry point ``shotcast`` of ``sglang.srt.plugins``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shotcast.integrations.signatures import Expected, refusal
 logger = logging.getLogger(__name__)
 
 AT_LEAST, BELOW = (0, 5, 23), (0, 5, 24)
-"""The versions that are served. 0.5.23 was read."""
+"""The supported versions. 0.5.23 was read."""
 
 GROUPS = "sglang.srt.distributed.parallel_state"
 FUSION = "sglang.srt.layers.flashinfer_comm_fusion"
@@ -39,7 +39,7 @@ EXPECTED = (
 
 
 def unsupported_reason() -> str:
-    """Return why the plug-in is not active in this environment; empty if it is. It imports nothing of SGLang."""
+    """Return why the plug-in is not active in this environment; empty if it is. Does not import SGLang."""
     try:
         if not env.sglang():
             return "SHOTCAST_SGLANG is not 1"
@@ -52,7 +52,7 @@ def unsupported_reason() -> str:
 
 
 def register() -> None:
-    """Hook into SGLang's groups, or leave SGLang as it is. SGLang calls it once in every process."""
+    """Hook into SGLang's groups, or leave SGLang unchanged. SGLang calls this once in every process."""
     try:
         if not env.sglang():
             return

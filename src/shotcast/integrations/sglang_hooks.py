@@ -1,4 +1,4 @@
-"""The hooks of SGLang's groups, and the object that they take for their custom all-reduce."""
+"""Hooks into SGLang's groups, and the object that serves as their custom all-reduce."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Normed = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class CustomAllReduce:
-    """The ``ca_comm`` of a group: our sums, and SGLang's own custom all-reduce for what they decline.
+    """The ``ca_comm`` of a group: our sums, with SGLang's custom all-reduce for calls that they decline.
 
-    The names of methods and arguments are SGLang's.
+    Method and argument names follow SGLang.
 
     Args:
-        host: SGLang's own custom all-reduce of this group; None if it has none.
+        host: SGLang's custom all-reduce of this group; None if it has none.
     """
 
     disabled = False
@@ -33,16 +33,16 @@ class CustomAllReduce:
         self.sums, self.host = sums, host
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
-        """Return whether :meth:`custom_all_reduce` takes ``inp``."""
+        """Return whether :meth:`custom_all_reduce` accepts ``inp``."""
         return self.sums.serves(inp) or (self._host_serves() and bool(self.host.should_custom_ar(inp)))
 
     def _host_serves(self) -> bool:
         return self.host is not None and not self.host.disabled
 
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum in a new tensor; None for what nothing here takes.
+        """Return the sum in a new tensor; None if nothing here accepts the input.
 
-        The warm-up of a graph sums as every call does: SGLang's own hands out zeros there, as it has no buffers yet.
+        Graph warm-up sums like any other call; SGLang's version returns zeros there, since it has no buffers yet.
         """
         if self.sums.serves(input):
             return self.sums.all_reduce(input)
@@ -52,10 +52,10 @@ class CustomAllReduce:
     def fused_allreduce_rmsnorm(
         self, input_: torch.Tensor, residual_inp_: torch.Tensor, weight_: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return ``(normed, new_residual)`` as new tensors, or None to let SGLang sum and norm.
+        """Return ``(normed, new_residual)`` as new tensors, or None to let SGLang sum and normalize.
 
-        It is None in batch-invariant mode: SGLang norms batches beyond its limit by itself, and its kernel rounds
-        otherwise than ours, so a row would depend on the size of the batch.
+        Returns None in batch-invariant mode: SGLang normalizes batches beyond its limit itself, and its kernel rounds
+        differently from ours, so a row would depend on the batch size.
         """
         if self.sums.batch_invariant or not self.sums.serves(input_):
             return None
@@ -65,7 +65,7 @@ class CustomAllReduce:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Capture graphs. Our calls need nothing of it; SGLang's own registers its buffers at the end."""
+        """Capture graphs. Our calls need no registration; SGLang's all-reduce registers its buffers at the end."""
         with self.host.capture() if self.host is not None else contextlib.nullcontext():
             yield
 
@@ -74,7 +74,7 @@ class CustomAllReduce:
 
 
 def after_construction(result: None, group: Any, *args: Any, **kwargs: Any) -> None:
-    """Give a tensor-parallel group our sums. It runs after SGLang has constructed the group, on all its ranks."""
+    """Attach our sums to a tensor-parallel group. Runs after SGLang has constructed the group, on all its ranks."""
     name = group.unique_name.split(":")[0]
     if name not in SERVED or group.world_size == 1:
         return
@@ -90,19 +90,19 @@ def after_construction(result: None, group: Any, *args: Any, **kwargs: Any) -> N
 
 
 def before_destruction(group: Any) -> None:
-    """Close our sums while the groups still exist, and give SGLang its own back."""
+    """Close our sums while the groups still exist, and restore SGLang's."""
     if isinstance(group.ca_comm, CustomAllReduce):
         group.ca_comm.close()
         group.ca_comm = group.ca_comm.host
 
 
 def around_flashinfer(host: Callable[[Any, torch.Tensor], bool], group: Any, input_: torch.Tensor) -> bool:
-    """Return whether FlashInfer is to sum for a group: not for ours, which SGLang would ask after it."""
+    """Return whether FlashInfer should sum for a group: not if the group has our sums, which SGLang tries second."""
     return False if isinstance(group.ca_comm, CustomAllReduce) else host(group, input_)
 
 
 def around_fused_norm(host: Callable[..., Normed], *args: Any, **kwargs: Any) -> Normed:
-    """Sum, add the residual and norm, by ours where the group has ours; ``(None, None)`` lets SGLang sum and norm."""
+    """Sum, add the residual and normalize if the group has our kernels; ``(None, None)`` lets SGLang do it."""
     from sglang.srt.layers.flashinfer_comm_fusion import resolve_fusion_group, resolve_fusion_world_size
 
     which = {"use_attn_tp_group": kwargs.get("use_attn_tp_group", True)}

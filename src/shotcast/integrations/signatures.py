@@ -1,7 +1,7 @@
-"""The comparison of what a plug-in expects of its host program with the sources that are installed.
+"""Comparison of a plug-in's expectations with the installed sources of its host program.
 
-Sources are parsed and not imported: an import may start the host program's own search for plug-ins, and a host program
-that is refused is to stay as it was.
+Sources are parsed, not imported: an import may start the host program's search for plug-ins, and a rejected host
+program must stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A name that a module of a host program has to define."""
+    """A name that a module of a host program must define."""
 
     module: str  # the module, such as ``vllm.platforms.cuda``
     name: str  # a function, a class, a variable, or a member of a class after a dot
@@ -28,12 +28,12 @@ class Expected:
 
 
 def refusal(package: str, label: str, at_least: Version, below: Version, expected: Sequence[Expected]) -> str:
-    """Return why the installed host program cannot be served; empty if it can.
+    """Return why the installed host program is not supported; empty if it is.
 
     Args:
-        package: the name of its distribution and of its package.
-        label: its name in sentences.
-        at_least, below: the versions that are served.
+        package: the name of its distribution and package.
+        label: its display name.
+        at_least, below: the supported versions.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -58,7 +58,7 @@ def _dotted(version: Version) -> str:
 
 
 def _difference(root: Path, expected: Expected) -> str:
-    """Return how the sources differ from what is expected; empty if they do not."""
+    """Return how the sources differ from the expectation; empty if they do not."""
     place = f"{expected.module}.{expected.name}"
     path = root.joinpath(*expected.module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -88,7 +88,7 @@ def _difference(root: Path, expected: Expected) -> str:
 
 
 def defined(nodes: Sequence[ast.stmt], name: str) -> ast.stmt | None:
-    """Return the statement that defines a name last, in any branch (``if TYPE_CHECKING`` too)."""
+    """Return the last statement that defines a name, in any branch (``if TYPE_CHECKING`` too)."""
     found: ast.stmt | None = None
     for node in nodes:
         if isinstance(node, ast.If | ast.Try):

@@ -1,4 +1,4 @@
-"""Find out which integrations with other programs are active in this environment, and why the others are not."""
+"""The state of each integration in this environment: active, or why not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shotcast.process_group.names import BACKEND
 
 @dataclass(frozen=True, slots=True)
 class Integration:
-    """One integration, in this environment."""
+    """The state of one integration in this environment."""
 
     name: str  # of the program
     use: str  # how its users get shotcast
@@ -31,7 +31,7 @@ class Integration:
 
 
 def integrations() -> tuple[Integration, ...]:
-    """Return every integration. It asks each for its state, and imports none of the programs."""
+    """List every integration with its state, without importing the host programs."""
     sums = "tensor-parallel sums on CUDA"
     return (
         Integration(
@@ -46,7 +46,7 @@ def integrations() -> tuple[Integration, ...]:
 
 
 def _state(group: str, unsupported_reason: Callable[[], str], program: str = "") -> str:
-    """Return why an integration is not active: its entry point in ``group``, its program, then what it says."""
+    """Return why an integration is inactive: its entry point in ``group``, its program, or the reason it gives."""
     if BACKEND not in {point.name for point in importlib.metadata.entry_points(group=group)}:
         return f"this installation has no entry point in {group}: install shotcast again"
     if program and importlib.util.find_spec(program.lower()) is None:
@@ -55,7 +55,7 @@ def _state(group: str, unsupported_reason: Callable[[], str], program: str = "")
 
 
 def _torch_unsupported_reason() -> str:
-    """Return why PyTorch does not know the backend; it is not asked itself unless it has been imported."""
+    """Return why PyTorch does not know the backend; PyTorch is queried only if it has been imported."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1, so PyTorch loads no backends"
     if importlib.util.find_spec("torch") is None:

@@ -1,4 +1,4 @@
-"""The sums of a tensor-parallel group of a host program, by our communicator."""
+"""The sums of a host program's tensor-parallel group, on our communicator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shotcast.errors import ShotcastError, UnsupportedError
 logger = logging.getLogger(__name__)
 
 _REASON_BYTES = 1024
-"""Bytes in which a rank tells the others why it has no communicator."""
+"""Maximum bytes of the message in which a rank says why it has no communicator."""
 
 _all: weakref.WeakSet[TensorParallelSums] = weakref.WeakSet()
 
@@ -27,15 +27,15 @@ _all: weakref.WeakSet[TensorParallelSums] = weakref.WeakSet()
 class TensorParallelSums:
     """The sums and all-gathers of one group. Results are new tensors, as the host programs expect.
 
-    The host program keeps a way of its own for what :meth:`serves` declines. All ranks decline the same calls, as the
-    choice of an algorithm is the same on all of them. In batch-invariant mode nothing is declined but tensors of other
-    devices, so that no size leaves the numerics contract; what it does not serve raises.
+    The host program handles calls that :meth:`serves` declines. All ranks decline the same calls, since they all choose
+    the same algorithm. Batch-invariant mode declines only tensors of other devices, so that no size leaves the numerics
+    contract; unsupported calls raise.
 
-    Calls can be captured in a CUDA graph once a call of that size has been made. Kernels read their operands where they
-    are and have workspaces of their own, so a graph registers no buffers.
+    Calls can be captured in a CUDA graph once a call of that size has been made. Kernels read their operands in place
+    and have separate workspaces, so a graph registers no buffers.
 
     Args:
-        make: makes the communicator of the ranks of the group, which belongs to this object. Collective.
+        make: creates the group's communicator, which this object owns. Collective.
     """
 
     def __init__(self, make: Callable[[], Communicator], group_name: str):
@@ -46,18 +46,18 @@ class TensorParallelSums:
         self._timeout_s = 0.0
         self.batch_invariant = communicator.topology.batch_invariant
         self.calls = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0, "all_reduce_rms_norm": 0, "declined": 0}
-        """Calls by operation, with those that were left to the host program. Replays of graphs do not count."""
+        """Calls by operation, and calls left to the host program. Graph replays do not count."""
         self._served: dict[tuple[str, int, torch.dtype], bool] = {}
         self._seen: dict[tuple[str, int, torch.dtype], tuple[int, Callable[[torch.Tensor], object]]] = {}
         self._modes = ("graph", "eager") if communicator.device.type == "cuda" else ("eager",)
         _all.add(self)
 
     def serves(self, x: torch.Tensor) -> bool:
-        """Return whether :meth:`all_reduce` takes ``x``, captured or not. All ranks get the same answer."""
+        """Return whether :meth:`all_reduce` accepts ``x``, captured or not. All ranks get the same answer."""
         return self._serves("all_reduce", x)
 
     def gathers(self, x: torch.Tensor) -> bool:
-        """Return whether :meth:`all_gather` takes ``x``, captured or not. All ranks get the same answer."""
+        """Return whether :meth:`all_gather` accepts ``x``, captured or not. All ranks get the same answer."""
         return self._serves("all_gather", x)
 
     def _serves(self, op: str, x: torch.Tensor) -> bool:
@@ -96,7 +96,7 @@ class TensorParallelSums:
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: list[int] | None = None) -> torch.Tensor:
         """Return this rank's part along ``dim`` of the sum of ``x``, with the bits of :meth:`all_reduce`.
 
-        Parts are equal, or have the ``sizes`` of the ranks.
+        Parts are equal, or have the given ``sizes`` by rank.
         """
         self.calls["reduce_scatter"] += 1
         rank, ranks = self.communicator.rank, self.communicator.world_size
@@ -105,7 +105,7 @@ class TensorParallelSums:
         return parts[rank].contiguous()
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the tensors of all ranks, one after the other along ``dim``."""
+        """Concatenate the tensors of all ranks along ``dim``."""
         self.calls["all_gather"] += 1
         dim %= x.dim()
         self._see("all_gather", x, lambda x: self.all_gather(x, dim))
@@ -123,24 +123,24 @@ class TensorParallelSums:
     def all_reduce_rms_norm_fp8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(quantized, new_residual)``: the normed sum in FP8 by ``scale``, one float32, as new tensors."""
+        """Return ``(quantized, new_residual)``: the normalized sum in FP8 by ``scale``, one float32, as new tensors."""
         self.calls["all_reduce_rms_norm"] += 1
         self._see("fp8", x, lambda x: self.all_reduce_rms_norm_fp8(x, torch.zeros_like(x), weight, scale, eps))
         found = self.communicator.all_reduce_rms_norm_fp8(x, residual, weight, eps, scale=scale)
         return found.quantized, found.new_residual
 
     def _see(self, op: str, x: torch.Tensor, again: Callable[[torch.Tensor], object]) -> None:
-        """Remember how a kind of call is made with other rows, until :meth:`warm_up`."""
+        """Remember how to repeat a kind of call with other rows, until :meth:`warm_up`."""
         if not self._warm and x.dim() == 2:
             key = op, x.shape[1], x.dtype
             most, again = self._seen.get(key, (0, again))
             self._seen[key] = max(most, x.shape[0]), again
 
     def warm_up(self, rows: int) -> None:
-        """Make the kinds of calls that were made so far with 1 to ``rows`` rows, so that none compiles a kernel later.
+        """Repeat each kind of call made so far with 1 to ``rows`` rows, so that none compiles a kernel later.
 
-        All-gathers have no more rows than so far: one for each sequence of a batch, where sums have one for each token.
-        Collective: the ranks have made the same kinds in the same order.
+        All-gathers keep their largest number of rows so far: they have one per sequence of a batch, and sums have one
+        per token. Collective: the ranks must have made the same kinds of calls in the same order.
         """
         self._warm, seen = True, list(self._seen.items())
         self._seen.clear()
@@ -152,25 +152,25 @@ class TensorParallelSums:
                     again(x)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of later calls, also after :meth:`wake_up`."""
+        """Change the deadline of later calls, including after :meth:`wake_up`."""
         if timeout_s != self._timeout_s:
             self._timeout_s = timeout_s
             if not self._asleep:
                 self.communicator.set_timeout(timeout_s)
 
     def check(self) -> None:
-        """Raise if a call has failed, as far as finished calls have seen; also one of a graph that was replayed."""
+        """Raise if a call has failed, including one in a replayed graph, as far as finished calls have noticed."""
         if not self._asleep:
             self.communicator.check()
 
     def interrupt(self) -> None:
-        """End the calls of all ranks with an error that names this one, which has failed."""
+        """Abort the calls of all ranks with an error that names this rank, which has failed."""
         self.communicator._interrupt()
 
     def sleep(self) -> None:
-        """Give the workspace back until :meth:`wake_up` or the next call. Needs no other rank.
+        """Release the workspace until :meth:`wake_up` or the next call. Not collective.
 
-        A workspace with which graphs were captured stays, as their replays use its addresses.
+        A workspace used by captured graphs stays, since their replays use its addresses.
         """
         if self._in_graphs:
             logger.info("the workspace of group %s stays while it sleeps, as graphs use it", self.group_name)
@@ -179,7 +179,7 @@ class TensorParallelSums:
             self.communicator.close()
 
     def wake_up(self) -> None:
-        """Make the workspace again, if it was given back. Collective."""
+        """Recreate the workspace if it was released. Collective."""
         if self._asleep:
             self.communicator = self._make()
             self._asleep = False
@@ -187,7 +187,7 @@ class TensorParallelSums:
                 self.communicator.set_timeout(self._timeout_s)
 
     def close(self) -> None:
-        """Give the workspace back. Needs no other rank; a second call does nothing."""
+        """Release the workspace. Not collective; a second call does nothing."""
         self.communicator.close()
         _all.discard(self)
 
@@ -200,19 +200,19 @@ def make_sums(
     host: str,
     largest: int = MAX_WORKSPACE_MESSAGE,
 ) -> TensorParallelSums | None:
-    """Return the sums of a group, or None if the host program has to serve it. Collective.
+    """Create the sums of a group, or return None if the host program must serve it. Collective.
 
-    All ranks get sums, or none does: a rank that lacks something tells the others, so that no rank waits in our kernels
-    for one in the host program's. They log the reason and the rank.
+    Either all ranks get sums or none does: a rank that lacks something notifies the others, so that no rank waits in
+    our kernels for one in the host program's. They log the reason and the rank.
 
-    Raises UnsupportedError: on all ranks, where there are none and SHOTCAST_BATCH_INVARIANT asks for them. Raises
-    ShotcastError if a rank did not tell how it fared, so this one cannot know what the others do.
+    Raises UnsupportedError on all ranks if there are none although SHOTCAST_BATCH_INVARIANT requires them. Raises
+    ShotcastError if a rank did not report, so this one cannot know what the others do.
 
     Args:
         group: the host program's group of CPU tensors, which connects the ranks while they set up.
-        batch_invariant: the host program is in its own batch-invariant mode; without it, SHOTCAST_BATCH_INVARIANT says.
+        batch_invariant: the host program is in its batch-invariant mode; otherwise SHOTCAST_BATCH_INVARIANT decides.
         host: the name of the host program, for messages.
-        largest: bytes of the longest message of the host program, for which the workspace has no more room.
+        largest: bytes of the host program's longest message, which limits the workspace.
     """
     try:
         ranks = dist.get_world_size(group)
@@ -250,14 +250,15 @@ def make_sums(
 
 
 def leave_to_host(host: str, group_name: str, why: str, asked: bool | None = None) -> None:
-    """Log why the host program's own all-reduce serves a group. It raises in the mode that only ours can keep.
+    """Log why the host program's all-reduce serves a group; raise if only our sums provide the requested mode.
 
-    That is so if SHOTCAST_BATCH_INVARIANT asks for the mode. A host program that is in its own has a way of its own.
+    This applies if SHOTCAST_BATCH_INVARIANT requests batch-invariant mode. A host program in its batch-invariant mode
+    provides its sums itself.
 
-    Raises UnsupportedError if the mode was asked for.
+    Raises UnsupportedError if the mode was requested.
 
     Args:
-        asked: whether a rank has the variable set; None for this one to look.
+        asked: whether a rank has the variable set; None reads it on this rank.
     """
     if env.batch_invariant() if asked is None else asked:
         text = f"SHOTCAST_BATCH_INVARIANT=1, and group {group_name} of {host} has no sums of ours"
@@ -266,9 +267,9 @@ def leave_to_host(host: str, group_name: str, why: str, asked: bool | None = Non
 
 
 def _unsupported_reasons(group: dist.ProcessGroup, asked: bool, why: str) -> tuple[bool, str]:
-    """Return whether a rank asked for the batch-invariant mode, and why there are no sums; empty if all have them.
+    """Return whether a rank requested batch-invariant mode, and why there are no sums; empty if all have them.
 
-    Collective. The deadline is longer than that of the construction, whose others may wait for a rank that has failed.
+    Collective. The deadline is longer than for construction, in which ranks may wait for one that has failed.
     """
     text = why.encode()[: _REASON_BYTES - 2]
     own = torch.zeros(_REASON_BYTES, dtype=torch.uint8, device="cpu")
@@ -297,7 +298,7 @@ def all_sums() -> list[TensorParallelSums]:
 
 
 def counts() -> dict[str, int]:
-    """Return the calls of all groups of this process so far, by operation (see :attr:`TensorParallelSums.calls`)."""
+    """Return the calls of all groups in this process so far, by operation (see :attr:`TensorParallelSums.calls`)."""
     total: dict[str, int] = {}
     for sums in all_sums():
         for name, calls in sums.calls.items():

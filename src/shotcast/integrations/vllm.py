@@ -1,4 +1,4 @@
-"""The plug-in of vLLM: the entry point ``shotcast`` of ``vllm.platform_plugins``."""
+"""The vLLM plug-in: the entry point ``shotcast`` of ``vllm.platform_plugins``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shotcast.integrations.signatures import Expected, refusal
 logger = logging.getLogger(__name__)
 
 AT_LEAST, BELOW = (0, 24), (0, 34)
-"""The versions that are served. 0.24.0 and 0.33.0 were read."""
+"""The supported versions. 0.24.0 and 0.33.0 were read."""
 
 BASE = "vllm.distributed.device_communicators.base_device_communicator"
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
@@ -52,7 +52,7 @@ PLATFORM = "shotcast.integrations.vllm_platform.ShotcastCudaPlatform"
 
 
 def unsupported_reason() -> str:
-    """Return why the plug-in is not active in this environment; empty if it is. It imports nothing of vLLM."""
+    """Return why the plug-in is not active in this environment; empty if it is. Does not import vLLM."""
     try:
         if not env.vllm():
             return "SHOTCAST_VLLM is not 1"
@@ -65,7 +65,7 @@ def unsupported_reason() -> str:
 
 
 def register() -> str | None:
-    """Return the platform that vLLM is to take, or None to leave vLLM as it is. vLLM calls it, more than once."""
+    """Return the platform that vLLM should use, or None to leave vLLM unchanged. vLLM may call this repeatedly."""
     try:
         if not env.vllm():
             return None

@@ -1,6 +1,6 @@
-"""The communicator of a vLLM group on CUDA whose tensor-parallel sums and all-gathers our kernels serve.
+"""A vLLM communicator for CUDA groups that serves tensor-parallel sums and all-gathers with our kernels.
 
-The class is made when it is first asked for, as its base is vLLM's.
+The class is created on first use because its base class comes from vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def _largest_message() -> int:
-    """Return the bytes that a sum of the largest batch has; those that every workspace has room for, if unknown."""
+    """Return the bytes of a sum of the largest batch; if unknown, the size that every workspace has room for."""
     from vllm.config.vllm import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -30,7 +30,7 @@ def _largest_message() -> int:
 
 
 def _take_fusion() -> None:
-    """Let vLLM's fused norms be ours, or switch them off, as its kernel would bypass our sums."""
+    """Route vLLM's fused norms to our kernels or disable them, since vLLM's kernel would bypass our sums."""
     from vllm.config.vllm import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -50,15 +50,15 @@ def _communicator() -> type:
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
     class ShotcastCudaCommunicator(CudaCommunicator):
-        """vLLM's own communicator; of a tensor-parallel group, our kernels make what they serve: sums and all-gathers.
+        """vLLM's communicator, with our kernels for supported sums and all-gathers of tensor-parallel groups.
 
-        So all that a step of a dense model waits for has a deadline: vLLM gathers the logits of every step. It calls
-        the methods inside operators that are opaque to its compiler, so nothing here is traced. In
-        batch-invariant mode, which vLLM's own flag VLLM_BATCH_INVARIANT or SHOTCAST_BATCH_INVARIANT sets, the sums of
-        ``reduce_scatter`` are ours too; else they stay vLLM's.
+        So every wait in a step of a dense model has a deadline, since vLLM gathers the logits of every step. It calls
+        the methods inside operators that are opaque to its compiler, so nothing here is traced. In batch-invariant
+        mode, set by VLLM_BATCH_INVARIANT or SHOTCAST_BATCH_INVARIANT, our kernels also compute ``reduce_scatter``;
+        otherwise vLLM does.
 
         Attributes:
-            sums: None for other groups, and where vLLM's own sums serve.
+            sums: our sums; None for other groups, and if vLLM computes the sums.
         """
 
         def __init__(
@@ -84,7 +84,7 @@ def _communicator() -> type:
             return super().all_reduce(input_)
 
         def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-            """Return the tensors of all ranks along ``dim``, as a new tensor."""
+            """Concatenate the tensors of all ranks along ``dim`` in a new tensor."""
             if self.sums is not None and self.sums.gathers(input_):
                 return self.sums.all_gather(input_, dim)
             return super().all_gather(input_, dim)
@@ -100,14 +100,14 @@ def _communicator() -> type:
             return super().reduce_scatter(input_, dim)
 
         def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-            """Return this rank's part of the sum along ``dim``, where parts have the sizes of the ranks."""
+            """Return this rank's part of the sum along ``dim``, with the given part sizes by rank."""
             if self._scatters(input_):
                 assert self.sums is not None
                 return self.sums.reduce_scatter(input_, dim, sizes)
             return super().reduce_scatterv(input_, dim, sizes)
 
         def custom_reduce_scatter(self, input_: torch.Tensor) -> torch.Tensor | None:
-            """Return this rank's rows of the sum, or None where vLLM has no kernel for it (from 0.33 on it asks)."""
+            """Return this rank's rows of the sum, or None if vLLM has no kernel for it (it asks from 0.33 on)."""
             if self._scatters(input_):
                 assert self.sums is not None
                 return self.sums.reduce_scatter(input_, 0)

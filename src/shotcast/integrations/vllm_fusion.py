@@ -1,8 +1,8 @@
-"""vLLM's fusion of an all-reduce with the RMSNorm behind it (``fuse_allreduce_rms``), by our kernels.
+"""vLLM's fusion of an all-reduce with the following RMSNorm (``fuse_allreduce_rms``), on our kernels.
 
-vLLM compiles a model into graphs and passes over them. Its own pass replaces the two operators by a kernel of
-FlashInfer, which calls no communicator. Ours takes its place, and replaces them by an operator that calls our
-communicator, at every number of tokens.
+vLLM compiles a model into graphs and runs passes over them. Its fusion pass replaces the two operators with a
+FlashInfer kernel, which bypasses the communicator. Our pass takes its place, and replaces them with an operator that
+calls our communicator at every number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shotcast.integrations.tensor_parallel import TensorParallelSums
 logger = logging.getLogger(__name__)
 
 EPSILONS = (1e-5, 1e-6)
-"""Those of the norms that vLLM's own pass replaces."""
+"""Epsilons of the norms that vLLM's pass replaces."""
 
 
 def _sums(group: Any) -> TensorParallelSums | None:
@@ -28,7 +28,7 @@ def _sums(group: Any) -> TensorParallelSums | None:
 def _norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum ``x`` [..., hidden] over vLLM's tensor-parallel group. Return ``(normed, new_residual)``, as new tensors."""
+    """Sum ``x`` [..., hidden] over vLLM's tensor-parallel group. Return ``(normed, new_residual)`` as new tensors."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
@@ -44,7 +44,7 @@ def _norm(
 def _norm_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what :func:`_norm` does, with ``normed`` in FP8 by the ``scale`` of its layer, one float32."""
+    """Run :func:`_norm`, with ``normed`` in FP8 by the ``scale`` of its layer, one float32."""
     from vllm.distributed import get_tp_group
 
     sums = _sums(get_tp_group())
@@ -66,7 +66,7 @@ def _shapes_fp8(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[torch
 
 @functools.cache
 def _library() -> torch.library.Library:
-    """Define the operators, which no compiler looks into."""
+    """Define the operators, which are opaque to compilers."""
     library = torch.library.Library("shotcast_vllm", "DEF")
     tensors = "Tensor x, Tensor residual, Tensor weight"
     for name, more, real, fake in (
@@ -80,11 +80,11 @@ def _library() -> torch.library.Library:
 
 
 def install(config: Any) -> None:
-    """Let vLLM's passes of this process take ours for its own, wherever its tensor-parallel group has our sums.
+    """Make vLLM's passes in this process use our pass wherever its tensor-parallel group has our sums.
 
     Args:
-        config: vLLM's, which loses the compile range that begins where its own pass would end. Graphs of two ranges
-            norm by kernels whose bits may differ. None where there is none.
+        config: vLLM's configuration, which loses the compile range that begins where vLLM's pass would end: norms in
+            graphs of different ranges use kernels whose bits may differ. None if there is none.
     """
     from vllm.compilation.passes import pass_manager
 
@@ -103,7 +103,7 @@ def install(config: Any) -> None:
 
 
 class _Chosen:
-    """Stands for the class of vLLM's pass, and makes ours or its own."""
+    """Stands in for vLLM's pass class, and creates either our pass or vLLM's."""
 
     def __init__(self, own: Any):
         self._own = own
@@ -118,7 +118,7 @@ class _Chosen:
 
 @functools.cache
 def _pass() -> type:
-    """Return the class of our pass, whose base is vLLM's."""
+    """Return our pass class, which derives from vLLM's."""
     import torch._inductor.pattern_matcher as pattern_matcher  # it sets variables of the environment
     import vllm.ir
     from vllm.compilation.passes.inductor_pass import enable_fake_mode
@@ -129,7 +129,7 @@ def _pass() -> type:
     ours, norms = torch.ops.shotcast_vllm, vllm.ir.ops
 
     class ShotcastFusionPass(VllmPatternMatcherPass):
-        """Replaces sums that are normed, with or without a residual, and quantized by a scale of the layer or not."""
+        """Replaces sums followed by a norm, with or without a residual and quantization by a layer scale."""
 
         def __init__(self, config: Any):
             super().__init__(config)
@@ -205,7 +205,7 @@ def _pass() -> type:
 
 
 def _quantizer() -> Any:
-    """Return vLLM's matcher of quantizations to FP8 by a scale of the layer; None where vLLM has no such kernel."""
+    """Return vLLM's matcher for FP8 quantization by a layer scale; None if vLLM has no such kernel."""
     try:
         from vllm.compilation.passes.fusion.matcher_utils import MatcherQuantFP8
         from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
@@ -216,5 +216,5 @@ def _quantizer() -> Any:
 
 
 def _weight_like_input(match: Any) -> bool:
-    """Return whether the weight has the dtype of the tensor that is normed, as our kernels take it."""
+    """Return whether the weight has the dtype of the normalized tensor, as our kernels require."""
     return bool(match.kwargs["weight"].meta["val"].dtype == match.kwargs["x"].meta["val"].dtype)

@@ -1,6 +1,6 @@
-"""The platform of vLLM on CUDA, with our communicator for its groups.
+"""The vLLM platform for CUDA, with our communicator for its groups.
 
-The class is made when it is first asked for, as its base is vLLM's.
+The class is created on first use because its base class comes from vLLM.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def _platform() -> type:
     from vllm.platforms.cuda import CudaPlatform
 
     class ShotcastCudaPlatform(CudaPlatform):
-        """vLLM's own platform, but for the class of communicators and a fusion that would pass them by."""
+        """vLLM's platform, with our communicator class and without a fusion that would bypass it."""
 
         @classmethod
         def get_device_communicator_cls(cls) -> str:
-            """Return the path of the class of communicators: vLLM's own for elastic groups, which check for it."""
+            """Return the path of the communicator class: vLLM's for elastic groups, which check for it."""
             # vLLM asks for its platform while it imports its configuration
             from vllm.config.vllm import get_current_vllm_config_or_none
 
@@ -51,11 +51,11 @@ def _platform() -> type:
 
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
-            """Do what vLLM does, take our worker, and in batch-invariant mode switch off what depends on the batch.
+            """Run vLLM's checks, set our worker, and in batch-invariant mode disable features that depend on the batch.
 
-            That is sequence parallelism, which begins at a number of tokens and norms by other kernels than ours, and
-            the product with reduce-scatter, which calls no communicator. Ranks and their GPUs are not known yet, so
-            they stay off also where no communicator can be had later.
+            These are sequence parallelism, which starts at a number of tokens and uses other norm kernels than ours,
+            and the fused product with reduce-scatter, which bypasses the communicator. Ranks and their GPUs are not
+            known yet, so both stay off even if no communicator can be created later.
             """
             super().check_and_update_config(vllm_config)
             parallel = vllm_config.parallel_config

@@ -1,6 +1,6 @@
-"""The worker of vLLM's GPUs, which raises what our sums have met in a step, and gives their workspace back in sleep.
+"""The vLLM GPU worker, which raises errors from our sums after each step and releases their workspace during sleep.
 
-The class is made when it is first asked for, as its base is vLLM's.
+The class is created on first use because its base class comes from vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shotcast.errors import ShotcastError
 from shotcast.integrations import tensor_parallel
 
 _SHARE_OF_DEADLINE = 0.8
-"""A step's calls fail after this part of the time that vLLM gives it, so that vLLM learns which rank was late."""
+"""The fraction of vLLM's step deadline after which our calls fail, so that vLLM learns which rank was late."""
 
 
 def _check() -> None:
@@ -28,13 +28,13 @@ def _worker() -> type:
     from vllm.v1.worker.gpu_worker import Worker
 
     class _CheckedOutput(AsyncModelRunnerOutput):
-        """The output of a step that vLLM takes later. It looks for what replayed graphs have met."""
+        """A step output that vLLM collects later. Collecting it reports errors from replayed graphs."""
 
         def __init__(self, output: Any):
             self._output = output
 
         def get_output(self) -> Any:
-            """Return the output, or an error for vLLM to tell: raised here, it would end a thread of vLLM 0.24."""
+            """Return the output, or an error for vLLM to report: raising here would end a thread of vLLM 0.24."""
             output = self._output.get_output()
             try:
                 _check()
@@ -43,11 +43,11 @@ def _worker() -> type:
             return output
 
         def get_kv_connector_output(self) -> Any:
-            """Return what vLLM 0.33 keeps of a step that has failed."""
+            """Return the part of a failed step that vLLM 0.33 keeps."""
             return self._output.get_kv_connector_output()
 
     class ShotcastWorker(Worker):
-        """vLLM's own worker, but for faults of our sums, their kernels and sleep."""
+        """vLLM's worker, extended to handle errors, kernels and sleep of our sums."""
 
         def _step(self, step: Callable[[Any], Any], argument: Any) -> Any:
             for sums in tensor_parallel.all_sums():
@@ -66,30 +66,30 @@ def _worker() -> type:
             return output
 
         def compile_or_warm_up_model(self) -> Any:
-            """Make the sums of the profiled step at every size, then do what vLLM does. Collective.
+            """Run the sums of the profiled step at every size, then vLLM's warm-up. Collective.
 
-            A kernel takes a second to compile, which later would be one of a step.
+            A kernel takes a second to compile, which would otherwise delay a step later.
             """
             for sums in sorted(tensor_parallel.all_sums(), key=lambda sums: sums.group_name):
                 sums.warm_up(self.scheduler_config.max_num_batched_tokens)
             return super().compile_or_warm_up_model()
 
         def execute_model(self, scheduler_output: Any) -> Any:
-            """Do what vLLM does. Raises what a call of this step has met, or another rank in it."""
+            """Run vLLM's method. Raises errors of this step's calls, on this rank or another."""
             return self._step(super().execute_model, scheduler_output)
 
         def sample_tokens(self, grammar_output: Any) -> Any:
-            """Do what vLLM does. Raises what a call of this step has met, or another rank in it."""
+            """Run vLLM's method. Raises errors of this step's calls, on this rank or another."""
             return self._step(super().sample_tokens, grammar_output)
 
         def sleep(self, level: int = 1) -> None:
-            """Give back the workspaces that no graph uses, then what vLLM gives back."""
+            """Release the workspaces that no graph uses, then run vLLM's sleep."""
             for sums in tensor_parallel.all_sums():
                 sums.sleep()
             super().sleep(level)
 
         def wake_up(self, tags: list[str] | None = None) -> None:
-            """Do what vLLM does, and make the workspaces when the last part wakes up. Collective."""
+            """Run vLLM's wake-up, and recreate the workspaces with the last part. Collective."""
             super().wake_up(tags)
             if tags is None or "kv_cache" in tags:
                 for sums in tensor_parallel.all_sums():

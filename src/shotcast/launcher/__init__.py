@@ -1,1 +1,1 @@
-"""Start the ranks of a job on one machine, or join those that something else started, and watch over them."""
+"""Launching the ranks of a job on one machine, or joining ranks started elsewhere, and watching over them."""

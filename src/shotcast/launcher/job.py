@@ -1,8 +1,8 @@
-"""A job whose ranks something else started, such as torchrun on several hosts.
+"""A job whose ranks were started elsewhere, such as by torchrun on several hosts.
 
-The process of rank 0 leads. Every other rank connects to it before anything else, says what it was started with, and
-waits for the word to begin. Over the same connection it reports how it ended, and hears why the job ends. So all ranks
-refuse together what does not fit together, the end of one is known to all others at once, and the error names it.
+The process of rank 0 leads. Every other rank first connects to it, reports what it was started with, and waits for the
+go-ahead. Over the same connection it reports how it ended, and learns why the job ends. So all ranks reject a mismatch
+together, they learn at once when one of them ends, and the error names it.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0
-"""Seconds in which all ranks have to come."""
+"""Seconds in which all ranks must join."""
 _HELLO_S = 10.0
-"""Seconds from a connection to the words that say whose it is."""
+"""Seconds from a connection to the message that identifies it."""
 _VERDICT_S = 5.0
-"""Seconds that a rank which failed waits to hear which rank was to blame."""
+"""Seconds that a failed rank waits to learn which rank was to blame."""
 _LEAVE_S = 1.0
-"""Seconds that a rank has to end by itself, after it has heard that the job ends in order, before it is ended."""
+"""Seconds that a rank has to exit after learning that the job ends in order, before it is killed."""
 _LINGER_S = 5.0
 """Seconds that a rank stays after a failure unless the process of rank 0 ends first.
 
-torchrun ends all ranks of a host when one has ended, and rank 0 has to tell its clients before.
+torchrun ends all ranks of a host when one has ended, and rank 0 must notify its clients first.
 """
 _SHOWN_DIFFERENCES = 4
 _FACTS, _REPORT = b"f", b"r"
-"""The first byte of what a rank sends: what it was started with, or how it ended."""
+"""The first byte of a rank's message: its start facts, or a report of how it ended."""
 _PREFIX, _LEADERS, _LEADER = "shotcast/job", "leaders", "leader"
 
 
 @dataclass(slots=True, eq=False)
 class RemoteRank:
-    """A rank that this process has not started, as the leader sees it."""
+    """A rank that this process did not start, as seen by the leader."""
 
     rank: int
     host: str  # its name
@@ -77,7 +77,7 @@ class RemoteRank:
         return [self.connection]
 
     def receive(self) -> None:
-        """Take its report or, before that, its facts; or note that it is gone."""
+        """Receive the rank's report or, before that, its facts; or record that it is gone."""
         try:
             message = self.connection.recv_bytes()
         except (EOFError, OSError):
@@ -93,21 +93,21 @@ class RemoteRank:
             self.failure.detail = f"host {self.host}: {self.failure.detail}"
 
     def tell(self, word: Word) -> None:
-        """Tell the rank to begin or, once, why it is to end. Any thread may call this."""
+        """Tell the rank to begin or, once, why it must end. Any thread may call this."""
         with self._lock, contextlib.suppress(OSError):  # then it is gone
             if not self.left:
                 self.left = word.reason is not None
                 self.connection.send_bytes(json.dumps([word.reason, word.refused, word.decision]).encode())
 
     def stop_receiving(self) -> None:
-        """Let :meth:`receive` find the end of the connection, from any thread. What was told still arrives."""
+        """Make :meth:`receive` see the end of the connection, from any thread. Earlier messages still arrive."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.shutdown(socket.SHUT_RD)
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of the leader: to begin (``reason`` is None), or to end."""
+    """A message from the leader: to begin (``reason`` is None), or to end."""
 
     reason: str | None = None  # why the job ends; "" where it ends in order
     refused: bool = False  # the configuration was refused, before the rank began
@@ -115,8 +115,8 @@ class Word:
 
 
 class JobLeader:
-    """The other ranks of a job, in the process of its rank 0. Raises ConfigError if the job has had a leader before, or
-    other hosts cannot reach this one.
+    """The other ranks of a job, in the process of its rank 0. Raises ConfigError if the job has already had a leader,
+    or other hosts cannot reach this one.
 
     Args:
         silence_s: how long another host may give no heartbeat.
@@ -148,7 +148,7 @@ class JobLeader:
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Tell all ranks the error that is raised within, if one is."""
+        """Report any error raised in the block to all ranks."""
         try:
             yield
         except BaseException as error:
@@ -160,15 +160,15 @@ class JobLeader:
             raise
 
     def _refuse(self, text: str, refused: bool) -> None:
-        """Tell why the job ends to the ranks that have come, and to those that will."""
+        """Tell the ranks that have joined, and ranks that join later, why the job ends."""
         with contextlib.suppress(RuntimeError):  # the store is gone, which they find out
             self._store.set(_LEADER, json.dumps({"error": text, "refused": refused}))
         for member in self.members:
             member.tell(Word(text, refused))
 
     def gather(self, facts: Mapping[str, str], timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Wait until all ranks have come, and compare what they were started with. Raises ConfigError if some rank did
-        not come, was started with something else than rank 0, or found an error. Raises EngineDead if a rank ended.
+        """Wait until all ranks have joined, and compare what they were started with. Raises ConfigError if a rank did
+        not join, was started with other facts than rank 0, or found an error. Raises EngineDead if a rank ended.
         """
         deadline = time.monotonic() + timeout_s
         while unknown := self._unknown():
@@ -200,11 +200,11 @@ class JobLeader:
 
     @property
     def store(self) -> dist.Store:
-        """The store of the job, which has to live as long as the ranks."""
+        """The store of the job, which must outlive the ranks."""
         return self._store
 
     def begin(self, decision: str = "") -> None:
-        """Give all ranks the word to begin, with what rank 0 has decided for all."""
+        """Tell all ranks to begin, with rank 0's decisions for all."""
         for member in self.members:
             member.tell(Word(decision=decision))
 
@@ -221,7 +221,7 @@ class JobLeader:
 
 
 def _differences(member: RemoteRank, facts: Mapping[str, str]) -> Iterator[str]:
-    """Yield each difference between what a rank was started with and the facts of rank 0, in words."""
+    """Yield each difference between a rank's start facts and rank 0's, in words."""
     assert member.facts is not None
     for name in dict.fromkeys((*facts, *member.facts)):
         here, there = facts.get(name, "absent"), member.facts.get(name, "absent")
@@ -231,13 +231,13 @@ def _differences(member: RemoteRank, facts: Mapping[str, str]) -> Iterator[str]:
 
 @dataclass(slots=True)
 class JobMember:
-    """Another rank than 0 of a job, in its own process: it serves until the job ends.
+    """Any rank of a job other than 0, in its own process: it serves until the job ends.
 
     Args:
-        silence_s: how long the host of rank 0 may give no heartbeat.
+        silence_s: how long the host of rank 0 may send no heartbeat.
 
     Attributes:
-        decision: what rank 0 has decided for all, once this rank has begun.
+        decision: rank 0's decisions for all, once this rank has begun.
     """
 
     job: JobEnv
@@ -252,11 +252,11 @@ class JobMember:
     _left: threading.Event = field(init=False, default_factory=threading.Event)
 
     def run(self, facts: Callable[[], tuple[Mapping[str, str], tuple[Any, ...]]], fn: Callable[..., Any]) -> NoReturn:
-        """Join the leader, call ``fn`` when it says so, and exit when that returns or the job ends. Raises ConfigError
-        if the ranks, or one of them, were refused before they began. Raises SystemExit if the job has ended in order.
+        """Join the leader, call ``fn`` when told to, and exit when it returns or the job ends. Raises ConfigError if
+        this or another rank was rejected before it began. Raises SystemExit if the job has ended in order.
 
         Args:
-            facts: returns what this rank was started with, and the arguments of ``fn``.
+            facts: returns this rank's start facts, and the arguments of ``fn``.
         """
         self._join()
         _ignore_one_signal(self.job.rank)
@@ -307,7 +307,7 @@ class JobMember:
             self._connection.send_bytes(message)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Report an error, and end this process when it is known which rank is to blame."""
+        """Report an error, and end this process once the rank to blame is known."""
         text = "".join(traceback.format_exception(error))
         if Failure(text, error).consequence <= 1 and not isinstance(error, ShotcastError):
             logger.critical("rank %d failed: %s", self.job.rank, text)
@@ -319,7 +319,7 @@ class JobMember:
         _leave(1)
 
     def _listen(self) -> None:
-        """Wait for the words of the leader, on a thread: the rank may be stuck in a call that never returns."""
+        """Wait for the leader's messages on a thread, since the rank may be stuck in a call that never returns."""
         word = Word()
         while word.reason is None:
             try:
@@ -344,19 +344,19 @@ class JobMember:
 
 
 def _refusal(word: Word) -> ShotcastError:
-    """Return the error of a rank that ends before it began."""
+    """Return the error of a rank that ends before it has begun."""
     return (ConfigError if word.refused else EngineDead)(word.reason or "")
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process at once: threads of a broken job may block an orderly exit, and none is needed."""
+    """End this process at once: threads of a broken job may block an orderly exit, which is not needed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _ignore_one_signal(rank: int) -> None:
-    """Go on after the first SIGINT or SIGTERM: rank 0 gets one too, and ends all ranks in order. A second one ends."""
+    """Ignore the first SIGINT or SIGTERM, since rank 0 also gets it and ends all ranks in order. A second one exits."""
 
     def ignore(number: int, frame: Any) -> None:
         logger.warning("rank %d goes on until rank 0 ends; a second %s ends it", rank, signal.Signals(number).name)

@@ -1,4 +1,4 @@
-"""The store of a job's rendezvous, in a process of its own, as the process that starts ranks needs no PyTorch."""
+"""The store of a job's rendezvous, in a separate process so that the process that starts ranks needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BACKLOG = 1024
 
 
 class JobStore:
-    """A TCPStore on this host, to which ranks can connect from now on. It ends with this process, if not closed before.
+    """A TCPStore on this host that ranks can connect to. It ends with this process, unless closed earlier.
 
     Attributes:
         port: its port at ``HOST``, which the kernel picks.

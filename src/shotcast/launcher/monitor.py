@@ -1,4 +1,4 @@
-"""Waiting for the ranks of a job, ending them, and finding the rank that is to blame."""
+"""Waiting for a job's ranks, ending them, and finding the rank to blame."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shotcast.launcher.rank_handle import EXIT_GRACE_S, RankHandle
 _log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.5
-"""Time that ranks still have to report after a failure: neighbors may notice it before its cause is heard."""
+"""Time for ranks to report after a failure: neighbors may notice it before its cause is reported."""
 _SETTLE_TIMEOUT_S = 2.0
-"""The same after a timeout or mismatch, which another rank caused by definition."""
+"""The same after a timeout or mismatch, which by definition another rank caused."""
 _TERM_GRACE_S = 2.0
 """Time from SIGTERM to SIGKILL."""
 
 
 WatchedRank = RankHandle | RemoteRank
-"""A rank whose report is awaited: a process started here, or one of another host that is connected."""
+"""A rank whose report is awaited: a local process, or a connected rank on another host."""
 
 
 def wait_for_reports(ranks: Sequence[WatchedRank], deadline: float | None, *, stop_at_failure: bool) -> bool:
     """Wait until all ranks have reported; return True if the deadline passed first.
 
-    With ``stop_at_failure`` a failure ends the wait, after a moment in which its cause may still be reported.
+    With ``stop_at_failure`` a failure ends the wait, after a grace period for its cause to be reported.
     """
     while unfinished := [rank for rank in ranks if not rank.finished]:
         now = time.monotonic()
@@ -48,7 +48,7 @@ def wait_for_reports(ranks: Sequence[WatchedRank], deadline: float | None, *, st
 
 
 def join_all(ranks: Sequence[RankHandle]) -> None:
-    """Wait for the processes to exit once all have reported; a crash on the way out is a failure too."""
+    """Wait for the processes to exit after all have reported; a crash on exit is a failure too."""
     deadline = time.monotonic() + EXIT_GRACE_S
     for rank in ranks:
         rank.record_exit(timeout_s=max(0.0, deadline - time.monotonic()))
@@ -57,7 +57,7 @@ def join_all(ranks: Sequence[RankHandle]) -> None:
 
 
 def terminate_all(ranks: Sequence[RankHandle]) -> None:
-    """End the processes that still run: SIGTERM, then SIGKILL."""
+    """End the processes that are still running: SIGTERM, then SIGKILL."""
     running = [rank for rank in ranks if rank.process.pid is not None and rank.process.exitcode is None]
     for stop, grace_s in (("terminate", _TERM_GRACE_S), ("kill", None)):
         for rank in running:
@@ -69,7 +69,7 @@ def terminate_all(ranks: Sequence[RankHandle]) -> None:
 
 
 def timeout_detail(rank: RankHandle, unfinished: Sequence[RankHandle], timeout_s: float | None) -> str:
-    """Describe a timeout: the ranks that had not finished, and the stack of this one."""
+    """Describe a timeout: the unfinished ranks, and this rank's stack."""
     names = ", ".join(str(other.rank) for other in unfinished)
     stack = rank.stack()
     position = f"\nrank {rank.rank} was here:\n{stack}" if stack else ""
@@ -77,7 +77,7 @@ def timeout_detail(rank: RankHandle, unfinished: Sequence[RankHandle], timeout_s
 
 
 def root_cause(failed: Sequence[WatchedRank]) -> RankFailed:
-    """Return the failure that is least likely to be the consequence of another; among equals, the first one."""
+    """Return the failure least likely to be a consequence of another; among equals, the first."""
     rank = min(failed, key=lambda rank: rank.failure.consequence if rank.failure else 0)
     assert rank.failure is not None
     others = [str(other.rank) for other in failed if other is not rank]

@@ -1,4 +1,4 @@
-"""Pickle what goes to another process: by reference what it can import, all else by value."""
+"""Pickling for other processes: by reference if they can import the object, otherwise by value."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _ADVICE = "Put it into a file, and import it from there:  from my_file import my
 
 
 def dumps(value: Any, what: str, imports_main: bool = True) -> bytes:
-    """Pickle ``value``, with functions and classes that the other process cannot import.
+    """Pickle ``value``, including functions and classes that the other process cannot import.
 
-    Those are closures, lambdas, and everything of ``__main__`` in a notebook, an interpreter or ``python -c``.
+    These are closures, lambdas, and everything in ``__main__`` of a notebook, an interpreter or ``python -c``.
 
     Raises ConfigError if the value cannot be pickled, or only by cloudpickle, which is not installed.
 
     Args:
-        what: what errors call the value.
-        imports_main: whether the other process imports the ``__main__`` of this one.
+        what: the name of the value in error messages.
+        imports_main: whether the other process imports this one's ``__main__``.
     """
     try:
         data = pickle.dumps(value)
@@ -45,9 +45,9 @@ def dumps(value: Any, what: str, imports_main: bool = True) -> bytes:
 
 
 def dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], imports_main: bool) -> bytes:
-    """Pickle ``(fn, args)`` as :func:`dumps` does. The ConfigError names the variable that cannot be pickled, if found.
+    """Pickle ``(fn, args)`` like :func:`dumps`. The ConfigError names the variable that cannot be pickled, if found.
 
-    Variables are the arguments, and those outside ``fn`` that it reads.
+    Variables are the arguments, and outer variables that ``fn`` reads.
     """
     name = getattr(fn, "__qualname__", repr(fn))
     try:

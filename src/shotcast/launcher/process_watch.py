@@ -1,8 +1,8 @@
-"""Notice at once that a process has ended, or has left a group, so that no rank waits for one that is gone.
+"""Detection of processes that have ended or left a group, so that no rank waits for one that is gone.
 
 A killed rank is not a late one: a late rank is worth waiting for, up to a deadline of many minutes. Linux tells the two
-apart without polling: a pidfd of a process becomes readable when the process ends. One that leaves and lives on says so
-by a datagram to the others.
+apart without polling: a pidfd of a process becomes readable when the process ends. A process that leaves but keeps
+running notifies the others by a datagram.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 _SEND_S = 0.1
-"""The longest wait for a process that takes no more datagrams now."""
+"""The longest wait for a process that accepts no more datagrams."""
 _LONGEST_BYTES = 64
 _START_TIME = 19
-"""The field of /proc/PID/stat behind the command that holds the start time, in clock ticks since the machine began."""
+"""The index after the command in /proc/PID/stat of the start time, in clock ticks since boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, as other processes of its machine find it."""
+    """A process, as identified by other processes of its machine."""
 
     space: str  # names the machine, since it began, and the PID namespace
     pid: int  # the number within that space
@@ -44,23 +44,23 @@ class ProcessId:
         return cls(space, os.getpid(), _start_time(os.getpid()))
 
     def has_ended(self) -> bool:
-        """Return whether the process is known to have ended; those of other machines are not known."""
+        """Return whether the process is known to have ended; processes of other machines are not known."""
         if not self.space or self.space != ProcessId.own().space:
             return False
         return _start_time(self.pid) != self.started or _state(self.pid) in ("Z", "X")
 
     @property
     def address(self) -> bytes:
-        """The address of a socket at which the process hears from others of its machine."""
+        """The address of the socket on which the process receives messages from others on its machine."""
         return f"\0shotcast/{self.space}/{self.pid}/{self.started}".encode()
 
 
 def tell(process: ProcessId, token: str, number: int, descriptor: int = -1) -> None:
-    """Tell a process of this machine a number; it does nothing where the process does not hear, or has ended.
+    """Send a process on this machine a number; does nothing if the process does not listen or has ended.
 
     Args:
-        token: that of :meth:`ProcessWatch.hear`.
-        descriptor: a file that the process gets with the number, open; -1 for none.
+        token: the token passed to :meth:`ProcessWatch.hear`.
+        descriptor: an open file to send with the number; -1 for none.
     """
     if not process.space or process.space != ProcessId.own().space:
         return
@@ -74,18 +74,18 @@ def tell(process: ProcessId, token: str, number: int, descriptor: int = -1) -> N
 
 
 def _start_time(pid: int) -> int:
-    """Return when a process started; 0 if it is gone, or the system does not say."""
+    """Return when a process started; 0 if it is gone or the system does not say."""
     fields = _fields(pid)
     return int(fields[_START_TIME]) if len(fields) > _START_TIME else 0
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process, such as ``R`` or ``Z``; empty if it is gone, or the system does not say."""
+    """Return the state of a process, such as ``R`` or ``Z``; empty if it is gone or the system does not say."""
     return "".join(_fields(pid)[:1])
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the command; none if there is no such process."""
+    """Return the fields of /proc/PID/stat after the command; none if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -94,9 +94,9 @@ def _fields(pid: int) -> list[str]:
 
 
 class ProcessWatch:
-    """One thread that waits for the end of any number of processes of this machine, and hears what they tell.
+    """A thread that waits for any number of local processes to end, and receives their messages.
 
-    The thread runs while something is watched or heard. A forked child has an empty watch of its own.
+    The thread runs while something is watched or heard. A forked child starts with an empty watch.
     """
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class ProcessWatch:
         self._wake = -1
 
     def add(self, process: ProcessId, ended: Callable[[], None]) -> Callable[[], None] | None:
-        """Call ``ended`` once, on the thread of the watch, when ``process`` has ended. Returns a function that ends
-        this watch; None where the process cannot be watched from here: it runs on another machine or in another PID
-        namespace, or the kernel has no pidfds.
+        """Call ``ended`` once, on the watch's thread, when ``process`` has ended. Returns a function that cancels this;
+        None if the process cannot be watched from here: it runs on another machine or in another PID namespace, or the
+        kernel has no pidfds.
         """
         if not process.space or process.space != ProcessId.own().space or not hasattr(os, "pidfd_open"):
             return None
@@ -137,14 +137,14 @@ class ProcessWatch:
         return lambda: self._remove(process, number)
 
     def hear(self, token: str, told: Callable[[int, int], None], at_once: bool = False) -> Callable[[], None]:
-        """Call ``told(number, descriptor)``, on the thread of the watch, for each number told by :func:`tell`.
+        """Call ``told(number, descriptor)``, on the watch's thread, for each number sent by :func:`tell`.
 
-        The descriptor is that of a file, which is the hearer's to close; -1 for none. Nothing is told where the system
-        has no such sockets. Returns a function that ends this.
+        The descriptor is an open file, which the receiver must close; -1 for none. Nothing arrives if the system has no
+        such sockets. Returns a function that cancels this.
 
         Args:
-            token: what nobody guesses, and those know that are to tell.
-            at_once: :meth:`listen` may be first to call ``told``, which takes no lock and does not use the watch.
+            token: an unguessable token, known to the senders.
+            at_once: :meth:`listen` may also call ``told``, which must not take locks or use the watch.
         """
         with self._lock:
             if self._socket is None:
@@ -175,14 +175,14 @@ class ProcessWatch:
             self._end_if_idle()
 
     def listen(self) -> None:
-        """Return once all hearers ``at_once`` have heard what was told before, however late the watch's thread is."""
+        """Return once all ``at_once`` receivers have been called for earlier messages, even if the thread is late."""
         with self._lock:
             self._late += self._heard()
             if self._late and self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
     def _heard(self) -> list[Callable[[], None]]:
-        """Tell hearers ``at_once`` of the datagrams that have come, and return what to call for the others.
+        """Call ``at_once`` receivers for the datagrams that have arrived, and return the calls to make for the others.
 
         The caller holds the lock.
         """
@@ -201,7 +201,7 @@ class ProcessWatch:
         return found
 
     def _started(self) -> select.epoll:
-        """Return what the thread waits in; start both if need be. The caller holds the lock."""
+        """Return the selector that the thread waits in; start both if necessary. The caller holds the lock."""
         if self._epoll is None:
             self._epoll = select.epoll()
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -258,7 +258,7 @@ class ProcessWatch:
                 return
 
     def abandon(self) -> None:
-        """Let go of what was inherited by a fork; the parent's watch continues."""
+        """Drop state inherited by a fork; the parent's watch continues."""
         self._lock = threading.Lock()
         for descriptor in (*self._descriptors, *([self._wake] if self._wake >= 0 else [])):
             os.close(descriptor)
@@ -272,6 +272,6 @@ class ProcessWatch:
 
 
 WATCH = ProcessWatch()
-"""The watch of this process."""
+"""This process's watch."""
 
 os.register_at_fork(after_in_child=WATCH.abandon)

@@ -1,4 +1,4 @@
-"""One rank as the process that started it sees it: the pipes to it, its report, and how it ended."""
+"""One rank as seen by the process that started it: its pipes, its report, and how it ended."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shotcast.errors import CollectiveMismatch, CollectiveTimeout, RankFailed
 from shotcast.launcher.rank_process import CallerContext, RankProcess, run_rank
 
 EXIT_GRACE_S = 10.0
-"""Time from the last rank's result to the end of all processes (process groups are destroyed meanwhile)."""
+"""Time from the last rank's result to the end of all processes, which destroy process groups meanwhile."""
 
 
 @dataclass(slots=True)
 class Failure:
-    """Why a rank failed."""
+    """The reason a rank failed."""
 
     detail: str  # a description, with the traceback if the rank raised
     exception: BaseException | None = None  # the exception that the rank raised, if it could be pickled
@@ -38,9 +38,9 @@ class Failure:
 
     @property
     def consequence(self) -> int:
-        """The likelihood that another rank caused this failure, from 0 (least) to 5.
+        """The likelihood that another rank caused this failure, from 0 (lowest) to 5.
 
-        0: the rank died without a report; 1: it raised; 2: it lost a peer; 3: it waited in vain; 4: a process that it
+        0: the rank died without a report; 1: it raised; 2: it lost a peer; 3: its wait timed out; 4: a process that it
         waited for ended; 5: its connection was closed.
         """
         if self.killed:
@@ -75,7 +75,7 @@ class RankHandle:
 
     @classmethod
     def create(cls, rank: int, env: dict[str, str], payload: bytes, own_group: bool = False) -> RankHandle:
-        """Create the pipes and the process object; :meth:`start` starts the process, perhaps in its own group."""
+        """Create the pipes and the process object; :meth:`start` starts the process, optionally in its own group."""
         context = multiprocessing.get_context("forkserver")
         results, results_w = context.Pipe(duplex=False)
         stacks, stacks_w = context.Pipe(duplex=False)
@@ -99,7 +99,7 @@ class RankHandle:
 
     @property
     def ends(self) -> list[Any]:
-        """The pipe of its report and the sentinel of its process, one of which becomes ready."""
+        """The report pipe and the process sentinel, one of which becomes ready."""
         return [self.results, self.process.sentinel]
 
     @property
@@ -120,7 +120,7 @@ class RankHandle:
         self.value, self.failure = read_report(report)
 
     def record_exit(self, timeout_s: float) -> None:
-        """Record an exit that was not a clean one; the process has ended or is about to."""
+        """Record an unclean exit; the process has ended or is about to."""
         self.process.join(timeout_s)
         code = self.process.exitcode
         if self.failure is not None or (self.reported and code in (0, None)):
@@ -136,7 +136,7 @@ class RankHandle:
             self.failure = Failure(f"the process exited with code {code} and returned nothing", killed=True)
 
     def stack(self) -> str:
-        """Return the rank's stack as it was when SIGTERM arrived; empty if it wrote none."""
+        """Return the rank's stack at the time of SIGTERM; empty if it wrote none."""
         text = io.BytesIO()
         with contextlib.suppress(EOFError, OSError):
             while self.stacks.poll(0):
@@ -149,7 +149,7 @@ class RankHandle:
     def close(self) -> None:
         """Close the pipes and the process object.
 
-        The process has ended, or its start was interrupted: then closing ``alive`` ends it.
+        The process has ended, or its start was interrupted, in which case closing ``alive`` ends it.
         """
         for connection in (self.results, self.stacks, self.alive, *self.child_ends):
             connection.close()
@@ -157,7 +157,7 @@ class RankHandle:
 
 
 def read_report(report: bytes) -> tuple[Any, Failure | None]:
-    """Return the value that a rank reports, and its failure if it failed."""
+    """Unpack a rank's report: the returned value, and the failure if it failed."""
     kind, value, text = pickle.loads(report)
     if kind == "error":
         return None, Failure(text, exception=_unpickle(value))
@@ -168,7 +168,7 @@ def read_report(report: bytes) -> tuple[Any, Failure | None]:
 
 
 def _unpickle(data: bytes | None) -> BaseException | None:
-    """Return a rank's exception, or None if it could not be pickled (its text could)."""
+    """Return a rank's exception, or None if only its text could be pickled."""
     if data is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The process of a rank: how it starts, and what it does before and after the caller's function."""
+"""The process of a rank: its start, and the steps before and after the caller's function."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def main_of_caller() -> dict[str, Any]:
 
 
 def imports_main() -> bool:
-    """Return whether ranks import the caller's script, which multiprocessing does not do with a ``__main__.py``."""
+    """Return whether ranks import the caller's script, which multiprocessing does not do for ``__main__.py``."""
     main = main_of_caller()
     name = main.get("init_main_from_name") or main.get("init_main_from_path", "").removesuffix(".py")
     return bool(main) and not name.endswith("__main__")
 
 
 class Descriptor:
-    """An open file of the caller that is passed to the rank; ``number`` is its descriptor in the process it is in."""
+    """An open file of the caller passed to the rank; ``number`` is its descriptor in the current process."""
 
     def __init__(self, number: int):
         self.number = number
@@ -110,7 +110,7 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class CallerContext:
-    """The caller's process state at a call, which a rank takes over although the server started earlier."""
+    """The caller's process state at a call, which a rank adopts although the server started earlier."""
 
     env: dict[str, str]  # all environment variables of the rank
     main: dict[str, Any]  # how the rank imports the caller's script
@@ -144,7 +144,7 @@ class CallerContext:
 
 
 def _umask() -> int | None:
-    """Read the umask without changing it, as ``os.umask`` would."""
+    """Read the umask without changing it, unlike ``os.umask``."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         if found := re.search(r"^Umask:\s*([0-7]+)$", status.read(), re.MULTILINE):
             return int(found[1], 8)
@@ -187,9 +187,9 @@ def run_rank(caller: CallerContext, payload: bytes, results: Connection, stacks:
 
 
 def die_with(pipe: int) -> None:
-    """Ask the kernel to kill this process when the other end of ``pipe``, which nobody writes to, is closed.
+    """Ask the kernel to kill this process when the other end of ``pipe``, which carries no data, is closed.
 
-    A thread that watches the pipe would not do: it needs the GIL, which a rank stuck in compiled code may hold.
+    A thread that watches the pipe would not work: it needs the GIL, which a rank stuck in compiled code may hold.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The server that ranks are forked from, which imports once what each of them needs.
+"""The server that ranks are forked from, which imports their common dependencies once.
 
-It may start before this process has imported anything else, so that both import at the same time.
+It may start before this process has imported anything else, so that both import concurrently.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 from shotcast import env
 
 BLOCKED = {signal.SIGINT, signal.SIGTERM}
-"""Signals that the server of the ranks does not take, and that a rank takes once it is prepared for them."""
+"""Signals that the rank server blocks, and that a rank unblocks once it is ready for them."""
 
 _PRELOAD = [
     "shotcast.launcher.uncollected",
@@ -26,9 +26,9 @@ _LAST = "shotcast.transport.cpu.preload"
 
 
 def start(*modules: str) -> None:
-    """Start the server if it does not run, and return at once. It imports ``modules`` too, if they can be imported.
+    """Start the server unless it is running, and return at once. It also imports ``modules``, if they can be imported.
 
-    The server ends with this process, not by a signal to both, which ranks may have to outlive for a while: it inherits
+    The server ends with this process, not by a signal to both, which ranks may need to outlive briefly: it inherits
     both signals blocked. (It ignores SIGINT itself, but only after its imports.)
     """
     env.socket_dir()
@@ -42,15 +42,14 @@ def start(*modules: str) -> None:
 
 
 def start_for_engine() -> None:
-    """Start the server with what the ranks of an engine need, unless this process is a rank that something else
-    started."""
+    """Start the server with the dependencies of engine ranks, unless this process is a rank started elsewhere."""
     job = env.job()
     if job is None or job.rank == 0:
         start("shotcast.engine.worker", "shotcast.engine.load", "shotcast.engine.rank_channels")
 
 
 def _new_server() -> None:
-    """Create a forkserver for our ranks alone: multiprocessing's own belongs to the caller, with its preloads."""
+    """Create a forkserver only for our ranks, since multiprocessing's belongs to the caller, with its preloads."""
     global server
     server = multiprocessing.forkserver.ForkServer()
 

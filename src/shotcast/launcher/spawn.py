@@ -1,12 +1,12 @@
-"""Start the ranks of one job as processes of this machine.
+"""Launching a job's ranks as processes of this machine.
 
 ``torchrun`` does this for a command line; :func:`spawn` does it for a function, with the same environment variables.
 
 - Ranks are forked from a server process (multiprocessing's "forkserver") that has imported torch, the communicator and
-  the compiler that numba uses, so eight of them start in the time of one. The server starts no thread of its own, never
-  touches CUDA and does not import Triton, which reads environment variables at import.
-- A process of its own hosts the store for the ranks' rendezvous, on a port that the kernel picks; ranks join it as
-  torchrun's workers do. No port is guessed, the store outlives every rank, and the parent needs no PyTorch.
+  the compiler that numba uses, so eight of them start in the time of one. The server starts no threads, never touches
+  CUDA and does not import Triton, which reads environment variables at import.
+- A separate process hosts the store for the ranks' rendezvous, on a port that the kernel picks; ranks join it like
+  torchrun's workers. No port is guessed, the store outlives every rank, and the parent does not need PyTorch.
 - A rank gets the caller's environment, standard output and error, umask, cores and niceness as they are at the time of
   the call, before the caller's modules are imported.
 - The kernel kills a rank when the parent is gone, even if the rank is stuck in compiled code. (This needs Linux, as
@@ -84,20 +84,20 @@ def spawn(
             print(shotcast.spawn(work, 4, 0.5))
 
     Every rank imports the script that calls ``spawn``, so put the call under ``if __name__ == "__main__":``. Notebooks
-    and ``python -c`` need no such line.
+    and ``python -c`` do not need this line.
 
     Args:
-        fn: a function, which is pickled with ``args``: by its name if ranks can import it, else by value, with the
-            variables that it uses (closures, lambdas, functions of notebooks).
+        fn: a function, which is pickled with ``args``: by name if ranks can import it, otherwise by value with the
+            variables that it uses (closures, lambdas, functions defined in notebooks).
         world_size: number of processes, 1 or more.
         timeout_s: seconds for the whole call; None or infinity for no limit.
-        env: environment variables to set in the ranks, in addition to the caller's own.
+        env: environment variables to set in the ranks, in addition to the caller's.
         return_exceptions: do not end the other ranks when one fails. The list then holds the exception of a rank that
             failed in place of its result (:class:`RankFailed` if it was killed, exited, or was ended by ``timeout_s``).
 
     Unless it is set, OMP_NUM_THREADS divides the cores among the ranks, and GLOO_SOCKET_IFNAME is the loopback
-    interface. How numba compiles this library's own functions (NUMBA_CPU_NAME, NUMBA_DISABLE_JIT and the like) depends
-    on the caller's environment at the first call.
+    interface. How numba compiles this library's functions (NUMBA_CPU_NAME, NUMBA_DISABLE_JIT and the like) depends on
+    the caller's environment at the first call.
 
     Raises:
         RankFailed: a rank raised, exited or was killed, or ``timeout_s`` passed; the other ranks have been ended. When
@@ -142,7 +142,7 @@ class RankGroup:
     def start(
         cls, fn: Callable[..., Any], world_size: int, *args: Any, env: Mapping[str, str] | None = None
     ) -> RankGroup:
-        """Start the ranks as :func:`spawn` does, and return at once."""
+        """Start the ranks like :func:`spawn`, and return at once."""
         if not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"world_size must be a positive number of processes, not {world_size!r}")
         _check_env(env)
@@ -157,13 +157,13 @@ class RankGroup:
     def start_in_place(cls, leader: JobLeader, fn: Callable[..., Any], *args: Any, decision: str = "") -> RankGroup:
         """Start one process in place of this one, rank 0 of a job, and tell the other ranks to begin.
 
-        The process has a group of its own: torchrun passes its signals to the group, and this process decides whether
-        running work may end first.
+        The process has a separate process group: torchrun passes its signals to the group, and this process decides
+        whether running work may finish first.
 
         Args:
             leader: the other ranks.
-            fn, args: what the process calls.
-            decision: what the other ranks are told with the word to begin.
+            fn, args: the function to call in the process, and its arguments.
+            decision: the decisions sent to the other ranks when they begin.
         """
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         environment = _with_threads(dict(os.environ), local_world_size)
@@ -208,12 +208,12 @@ class RankGroup:
         return root_cause(failed) if failed else None
 
     def kill(self, reason: str = "") -> None:
-        """Kill all processes, and have other ranks end, from any thread.
+        """Kill all processes, and tell other ranks to end, from any thread.
 
         Does nothing in a process forked from the one that started them.
 
         Args:
-            reason: why, for the other ranks; "" where it is no failure.
+            reason: the reason to tell the other ranks; "" if it is not a failure.
         """
         if os.getpid() != self._owner:
             return
@@ -225,9 +225,9 @@ class RankGroup:
             other.stop_receiving()
 
     def end(self, reason: str = "") -> None:
-        """End the processes that still run, close everything that was opened for them, and ask the other ranks to end.
+        """End the remaining processes, close everything opened for them, and ask the other ranks to end.
 
-        The connections to these stay open: after a failure, they wait for the end of this process, for some seconds.
+        The connections to the other ranks stay open: after a failure, they wait a few seconds for this process to end.
 
         Args:
             reason: as in :meth:`kill`.
@@ -264,7 +264,7 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _with_threads(environment: dict[str, str], local_world_size: int) -> dict[str, str]:
-    """Return ``environment`` with OMP_NUM_THREADS: as set, or the cores divided by ``local_world_size``."""
+    """Add OMP_NUM_THREADS to ``environment`` unless set: the cores divided by ``local_world_size``."""
     threads = environment.get("OMP_NUM_THREADS", "").strip() or str(max(1, available_cores() // local_world_size))
     first = threads.split(",")[0].strip()  # one number for each level of nesting
     if not first.isdecimal() or int(first) < 1:

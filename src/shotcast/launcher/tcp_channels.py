@@ -1,8 +1,8 @@
 """Connections between the processes of a job on several hosts, for small messages.
 
-They are connections of :mod:`multiprocessing` over TCP, whose ends have proved that they know the job's key
-(:mod:`shotcast.transport.network.handshake`). An end learns that the other one is gone also where its host no longer
-answers: the kernel asks, and gives up after the timeout of the connection.
+They are :mod:`multiprocessing` connections over TCP, whose ends have proved that they know the job's key
+(:mod:`shotcast.transport.network.handshake`). An end also learns that the other is gone if its host no longer answers:
+the kernel probes, and gives up after the connection's timeout.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from shotcast.transport.network.handshake import HandshakeError, handshake
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
-"""Seconds that a process which connects has for each part of the handshake."""
+"""Seconds that a connecting process has for each part of the handshake."""
 _PROBES = 3
-"""Questions without an answer until the kernel takes the other host for gone."""
+"""Unanswered probes until the kernel considers the other host gone."""
 _LONGEST_SILENCE_S = 86400.0
-"""The longest timeout of a connection: the kernel takes no more than some hours between two questions."""
+"""The longest timeout of a connection, limited by the kernel's interval between probes."""
 
 
 class TcpListener:
-    """A listening socket of this host, which accepts those who know the key. Raises ConfigError if it cannot listen
-    there.
+    """A listening socket of this host that accepts peers who know the key. Raises ConfigError if it cannot listen.
 
     Args:
         silence_s: how long another host may give no heartbeat while a connection is open.
@@ -44,7 +43,7 @@ class TcpListener:
         self.address: tuple[str, int] = (address, self._socket.getsockname()[1])
 
     def fileno(self) -> int:
-        """Return the descriptor, which is readable when somebody connects."""
+        """Return the file descriptor, which is readable when somebody connects."""
         return self._socket.fileno()
 
     def accept(self, timeout_s: float) -> Connection | None:
@@ -66,7 +65,7 @@ class TcpListener:
 
 
 def connect(address: tuple[str, int], key: bytes, silence_s: float, timeout_s: float) -> Connection:
-    """Connect to a :class:`TcpListener`, or raise ConfigError, also if one end does not know the key."""
+    """Connect to a :class:`TcpListener`. Raises ConfigError on failure, including if one end does not know the key."""
     try:
         connected = socket.create_connection(address, timeout_s)
     except OSError as error:

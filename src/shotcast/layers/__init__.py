@@ -1,1 +1,1 @@
-"""The layers of models. Each layer owns how it is divided between ranks."""
+"""Model layers. Each layer defines how it is divided between ranks."""

@@ -38,7 +38,7 @@ class KVCache:
 
 
 def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Apply RMSNorm to each head of queries and keys, with its row of ``weight`` [heads + kv heads, head_dim]."""
+    """Apply RMSNorm to each head of queries and keys, using its row of ``weight`` [heads + kv heads, head_dim]."""
     num_decodes, head_dim = weight.shape
     queries_and_keys = qkv[:, : num_decodes * head_dim].view(-1, num_decodes, head_dim)
     normed = F.rms_norm(queries_and_keys.float(), (head_dim,), None, eps).to(qkv.dtype) * weight
@@ -49,14 +49,14 @@ class Attention:
     """Causal attention of a rank's heads: normalizes and rotates queries and keys, caches keys and values, and attends.
 
     Args:
-        kv_head_of: for each query head the index of its key-value head.
+        kv_head_of: the index of the key-value head of each query head.
         cosines, sines: float32 [positions, head_dim / 2].
-        max_sequences: the largest number of sequences that decode together.
-        window: the number of tokens that a query sees, its own included; 0 for all.
+        max_num_seqs: the largest number of sequences that decode together.
+        window: the number of tokens that a query sees, including itself; 0 for all.
         norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head; None for no norm.
-        share_scratch_with: another layer of the same shape, whose scratch memory this one uses too; they run in turn.
+        share_scratch_with: another layer of the same shape that shares its scratch memory; they run in turn.
         scale: the factor of products of queries and keys; None for ``head_dim ** -0.5``.
-        cap: these scores x become ``cap * tanh(x / cap)``; 0 for as they are.
+        cap: if not 0, scores x become ``cap * tanh(x / cap)``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Attention:
         kv_head_of: tuple[int, ...],
         cosines: torch.Tensor,
         sines: torch.Tensor,
-        max_sequences: int,
+        max_num_seqs: int,
         window: int = 0,
         norms: torch.Tensor | None = None,
         eps: float = 0.0,
@@ -88,7 +88,7 @@ class Attention:
             from shotcast.kernels.triton.paged_attention import PagedDecoding
 
             num_sms = torch.cuda.get_device_properties(cosines.device).multi_processor_count
-            self._paged_decoding = PagedDecoding(heads, head_dim, kv_head_of, max_sequences, num_sms, cosines.device)
+            self._paged_decoding = PagedDecoding(heads, head_dim, kv_head_of, max_num_seqs, num_sms, cosines.device)
         self._even_groups = self._group * self.kv_heads == heads
 
     def __call__(self, qkv: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
@@ -136,12 +136,12 @@ class Attention:
         return out.view(qkv.shape[0], -1).to(qkv.dtype)
 
     def _new_heads(self, qkv: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Allocate [tokens, heads, head_dim] in the type that attention computes with."""
+        """Allocate [tokens, heads, head_dim] in the dtype that attention computes in."""
         dtype = cache.keys.dtype if cache.scales is None else qkv.dtype
         return qkv.new_empty(qkv.shape[0], self.heads, self.head_dim, dtype=dtype)
 
     def max_tile_tokens(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`."""
+        """Return the largest number of tokens in a tile of :class:`~shotcast.layers.batch.AttentionTiles`."""
         from shotcast.device.triton.intrinsics import num_sms
         from shotcast.kernels.triton.prompt_attention import tile_tokens
 
@@ -172,14 +172,13 @@ class Attention:
         return queries
 
     def _prefill(self, queries: torch.Tensor, cache: KVCache, prefill: PrefillMetadata, out: torch.Tensor) -> None:
-        """Attend with the last tokens of each sequence, [tokens, heads, head_dim], to themselves and all before
-        them."""
+        """Attend with the last tokens of each sequence, [tokens, heads, head_dim], to themselves and earlier ones."""
         bounds = zip(itertools.pairwise(prefill.cu_seqlens_q), itertools.pairwise(prefill.cu_seqlens_k), strict=True)
         for (first, stop), (first_key, stop_key) in bounds:
             out[first:stop] = self._attend(queries[first:stop], cache, prefill.slots[first_key:stop_key])
 
     def _attend(self, queries: torch.Tensor, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
-        """Do the work of :meth:`_prefill` for one sequence."""
+        """Run :meth:`_prefill` for one sequence."""
         length, count = slots.shape[0], queries.shape[0]
         scale, cap = self._scoring
         even = self._even_groups and not cap

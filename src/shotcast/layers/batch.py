@@ -1,4 +1,4 @@
-"""The tokens of one step, and where their keys and values are in the cache."""
+"""The tokens of one step, and the cache locations of their keys and values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class PrefillMetadata(NamedTuple):
-    """Sequences that have several tokens in a step, concatenated; these tokens are the last ones of each sequence."""
+    """Sequences with several tokens in a step, concatenated; these tokens are the last ones of each sequence."""
 
     cu_seqlens_q: tuple[int, ...]  # where each sequence begins among the tokens of this step, and their number
     cu_seqlens_k: tuple[int, ...]  # the same among all tokens whose keys are kept
@@ -37,9 +37,9 @@ class Logits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The input of one step. Tokens of sequences that decode come first, then those of prompts.
+    """The input of one step. Tokens of decoding sequences come first, followed by prompts.
 
-    With ``tiles``, one kernel attends to all sequences alike, and ``num_decodes`` is 0.
+    With ``tiles``, one kernel handles all sequences, and ``num_decodes`` is 0.
     """
 
     tokens: torch.Tensor  # [tokens], the token ids

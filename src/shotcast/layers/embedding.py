@@ -1,4 +1,4 @@
-"""Token embeddings and the logits of a vocabulary that is divided between the ranks of a stage."""
+"""Token embeddings and logits of a vocabulary divided between the ranks of a stage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shotcast.layers.weights import Weights
 
 
 class VocabParallelEmbedding:
-    """This rank's rows of an embedding matrix [vocab, hidden], for looking tokens up or computing logits.
+    """This rank's rows of an embedding matrix [vocab, hidden], for looking up tokens or computing logits.
 
     Args:
-        scale: the factor of the rows that are looked up.
-        logit_cap: logits x become ``logit_cap * tanh(x / logit_cap)``; 0 for as they are.
+        scale: the factor of embedding lookups.
+        logit_cap: if not 0, logits x become ``logit_cap * tanh(x / logit_cap)``.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class VocabParallelEmbedding:
         self._starts = torch.tensor(bounds, dtype=torch.int32, device=self.weight.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up [tokens] to [tokens, hidden]: this rank's rows, and zeros for tokens of other ranks. To be summed
-        over ranks."""
+        """Look up [tokens] to [tokens, hidden]: this rank's rows, and zeros for tokens of other ranks. The caller must
+        sum over ranks."""
         rows = self._rows(tokens)
         return rows if self._scale == 1 else rows * self._scale
 
@@ -64,8 +64,7 @@ class VocabParallelEmbedding:
         return F.embedding(rows, self.weight) if self._blocks is None else self._blocks.values(self._dtype, rows)
 
     def logits(self, x: torch.Tensor, out: Logits | None = None) -> Logits:
-        """Compute the logits of [rows, hidden], the same on every rank. On CUDA they are written to ``out``, if
-        given."""
+        """Compute the logits of [rows, hidden], the same on every rank. On CUDA they go to ``out``, if given."""
         parts = self._parallel.gather_columns(self._product(x), self._widths)
         rows = x.shape[0]
         if self.weight.is_cuda:

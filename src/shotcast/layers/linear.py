@@ -26,8 +26,8 @@ _own_product: ContextVar[Product | None] = ContextVar("own_product", default=Non
 
 @contextlib.contextmanager
 def products_by(product: Product | None) -> Iterator[None]:
-    """Let ``product`` multiply where the vendor's library would, on a GPU in 16 bits without a bias, until the scope
-    ends. None changes nothing."""
+    """Replace the vendor library with ``product`` for 16-bit GPU matmuls without a bias, until the scope ends. None
+    changes nothing."""
     token = _own_product.set(product or _own_product.get())
     try:
         yield
@@ -36,7 +36,7 @@ def products_by(product: Product | None) -> Iterator[None]:
 
 
 class RowShard(NamedTuple):
-    """A rank's rows of one of the matrices that a layer joins. ``name`` is without ".weight"."""
+    """A rank's rows of one of the matrices that a layer joins. ``name`` excludes ".weight"."""
 
     name: str
     rows: range
@@ -45,7 +45,7 @@ class RowShard(NamedTuple):
 class Linear:
     """A linear layer: ``x @ weight.T + bias``.
 
-    With FP8 weights (on CUDA), x is multiplied as it is while it has few rows, and in FP8 otherwise.
+    With FP8 weights (on CUDA), x is multiplied unquantized if it has few rows, and in FP8 otherwise.
 
     Args:
         weight: [outputs, inputs], in FP8 (on CUDA), or as a checkpoint stores it; on CPUs, rows in several formats too.
@@ -76,7 +76,7 @@ class Linear:
             )
 
     def takes_float8(self, rows: int) -> bool:
-        """Return whether an x of ``rows`` rows is multiplied in FP8; a caller may pass it quantized."""
+        """Return whether an x of ``rows`` rows is multiplied in FP8, so that a caller may pass it quantized."""
         if self._scale is None:
             return False
         from shotcast.kernels.triton import gemv
@@ -84,7 +84,7 @@ class Linear:
         return rows > gemv.MAX_ROWS
 
     def __call__(self, x: torch.Tensor | Float8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply [rows, inputs] to [rows, outputs], in ``out`` if it is given."""
+        """Multiply [rows, inputs] to [rows, outputs], in ``out`` if given."""
         if self._on_cpu is not None and isinstance(x, torch.Tensor):
             found: torch.Tensor | None = self._on_cpu(x)
         else:
@@ -95,8 +95,7 @@ class Linear:
         return found if out is None else out.copy_(found)
 
     def gated(self, x: torch.Tensor | Float8Rows, activation: Activation = "silu") -> torch.Tensor | Float8Rows:
-        """Return ``activation(first half of the outputs) * second half``, in FP8 where a layer like this one takes it
-        so."""
+        """Return ``activation(first half of outputs) * second half``, in FP8 if a layer like this one accepts it."""
         if self.weight.device.type == "cpu":
             gate, up = self(x).chunk(2, dim=-1)
             return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
@@ -122,7 +121,7 @@ class Linear:
         return Float8Rows(*activations.quantize(x.contiguous()))
 
     def _by_own_kernel(self, x: torch.Tensor | Float8Rows, gated: bool) -> torch.Tensor | None:
-        """Multiply by a kernel of this package; return None where the library is faster."""
+        """Multiply with a native kernel; return None if the library is faster."""
         from shotcast.kernels.triton import gemv, grouped_gemm, grouped_gemv, skinny_gemm
 
         values, x_scale = x if isinstance(x, Float8Rows) else (x, None)
@@ -183,7 +182,7 @@ def _product_on_cpu(
 
 
 def column_parallel(weights: Weights, parts: Sequence[RowShard], bias: bool = False) -> Linear:
-    """Join several matrices, of which this rank has some rows each: every rank computes other outputs."""
+    """Join several matrices, of which this rank holds some rows each, so that every rank computes different outputs."""
     slices = [slice(part.rows.start, part.rows.stop) for part in parts]
     matrices = [weights.load_matrix(f"{part.name}.weight", rows) for part, rows in zip(parts, slices, strict=True)]
     biases = [weights.load(f"{part.name}.bias", rows) for part, rows in zip(parts, slices, strict=True)] if bias else []
@@ -193,15 +192,15 @@ def column_parallel(weights: Weights, parts: Sequence[RowShard], bias: bool = Fa
 def row_parallel(
     weights: Weights, name: str, columns: range, bias: bool = False, rank: int = 0, zeroed: bool = False
 ) -> Linear:
-    """Take this rank's columns, or zeros in their place: every rank computes a part of each output's sum. Rank 0 adds
-    the bias."""
+    """Take this rank's columns, or zeros in their place, so that every rank computes a part of each output's sum. Rank
+    0 adds the bias."""
     matrix = weights.load_matrix(f"{name}.weight", None, slice(columns.start, columns.stop), zeroed)
     return Linear(matrix, weights.load(f"{name}.bias") if bias and rank == 0 else None)
 
 
 def _joined(matrices: list[Matrix], dtype: torch.dtype) -> Matrix | list[BlockRows]:
-    """Concatenate the rows of several matrices; where some are in blocks and others are not, as values of ``dtype``.
-    Raises ConfigError if they are stored in different formats.
+    """Concatenate the rows of several matrices; if only some are in blocks, as values of ``dtype``. Raises ConfigError
+    if they are stored in different formats.
     """
     blocks = [matrix for matrix in matrices if isinstance(matrix, BlockRows)]
     if len(blocks) == len(matrices):

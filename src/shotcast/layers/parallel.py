@@ -1,4 +1,4 @@
-"""The ranks that one model is spread over, as its layers see them."""
+"""The ranks that a model is spread over, as its layers see them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shotcast.layers.step_timer import HostStepTimer, StepTimer
 class Parallel:
     """Tensor parallelism within a stage, and communication with the stages before and after.
 
-    Layers divide their weights between the ``size`` ranks of ``comm``, and leave partial sums that this class adds up.
-    ``timer`` times every call.
+    Layers divide their weights between the ``size`` ranks of ``comm``, and produce partial sums that this class adds
+    up. ``timer`` times every call.
 
     Args:
         comm: the ranks of this stage.
-        world: all ranks, stage by stage, for messages between stages; None where there is one stage.
-        algorithm: the algorithm of the all-reduces, as for :meth:`Communicator.all_reduce`; ``auto`` is used where it
-            cannot serve a step, which may be too long for it, and where a stage is one rank.
+        world: all ranks, stage by stage, for messages between stages; None if there is one stage.
+        algorithm: the algorithm of the all-reduces, as for :meth:`Communicator.all_reduce`; ``auto`` replaces it if a
+            step is too long for it or a stage is one rank.
         sequence_parallel: the number of tokens from which a step divides the residual between the ranks of a stage; 0
-            for never.
+            means never.
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class Parallel:
         return self._algorithms[key]
 
     def _timed(self) -> contextlib.AbstractContextManager[None]:
-        """Return the timer's context for an operation of the ranks of a stage; with one rank there is no
-        communication."""
+        """Return the timer's context for an operation between the ranks of a stage; a single rank has none."""
         return self.timer.communication() if self.size > 1 else contextlib.nullcontext()
 
     @property
@@ -88,9 +87,9 @@ class Parallel:
     def reduce_norm_float8(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """Do :meth:`reduce_norm` with the norm in FP8, where that needs no further kernel.
+        """Run :meth:`reduce_norm` with the norm in FP8, if that takes no further kernel.
 
-        ``x`` is not modified, but with ``sms`` it is overwritten with the sum.
+        ``x`` is not modified unless ``sms`` is given, which overwrites it with the sum.
         """
         if self._unfused:
             return self.reduce_norm(x, residual, weight, eps, sms)
@@ -114,14 +113,14 @@ class Parallel:
     def reduce_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sms: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum ``x`` over the ranks, add the residual and normalize. Returns the norm, and the new residual.
+        """Sum ``x`` over the ranks, add the residual and normalize. Returns the norm and the new residual.
 
         Args:
             x: [tokens, hidden], this rank's partial sums; overwritten with the norm.
             residual: [tokens, hidden], or this rank's :meth:`part` of them; overwritten with the new residual.
             weight: [hidden].
             eps: added to the mean square.
-            sms: the most SMs of a GPU that the sum takes, where the residual is not divided; 0 for copy engines. The
+            sms: the most SMs of a GPU that the sum may take, if the residual is not divided; 0 for copy engines. The
                 norm is then a separate kernel, with the same bits.
         """
         if self.size == 1 and x.device.type == "cpu" and not self.comm.topology.runs_grids:
@@ -153,7 +152,7 @@ class Parallel:
 
         Either norm may be None. The residual is not divided between the ranks; both tensors are overwritten.
 
-        Returns the norm (the residual itself if ``weight`` is None), and the new residual.
+        Returns the norm (the residual if ``weight`` is None), and the new residual.
         """
         total = self.all_reduce(x) if post is None else self.reduce_norm(x, torch.zeros_like(x), post, eps)[0]
         if weight is None:
@@ -189,8 +188,8 @@ class Parallel:
         return x
 
     def can_send_back(self, x: torch.Tensor) -> bool:
-        """Return whether the last stage can send such an ``x`` to the first one after each step (:meth:`send_back`)
-        without waiting for its receipt, with one step more under way than there are stages."""
+        """Return whether the last stage can send such an ``x`` to the first after each step (:meth:`send_back`) without
+        waiting for its receipt, with one more step in progress than there are stages."""
         return self.stages == 1 or self.world.waiting_messages(x) > self.stages
 
     def send_back(self, x: torch.Tensor) -> None:
@@ -198,7 +197,7 @@ class Parallel:
         self.world.send(x, self.world.rank - (self.stages - 1) * self.size)
 
     def receive_back(self, x: torch.Tensor) -> None:
-        """Fill ``x``, in the first stage, with what this rank's counterpart in the last one has sent."""
+        """Fill ``x``, in the first stage, with the tensor that this rank's counterpart in the last stage sent."""
         self.world.recv(x, self.world.rank + (self.stages - 1) * self.size)
 
     def send(self, x: torch.Tensor) -> None:
@@ -207,7 +206,7 @@ class Parallel:
             self.world.send(x, self.world.rank + self.size)
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        """Fill ``x`` with what this rank's counterpart in the previous stage has sent."""
+        """Fill ``x`` with the tensor that this rank's counterpart in the previous stage sent."""
         with self.timer.communication():
             self.world.recv(x, self.world.rank - self.size)
         return x

@@ -27,14 +27,14 @@ def partition(total: int, parts: int, unit: int = 1) -> list[range]:
 
 
 def _largest_unit(total: int, parts: int, unit: int) -> int:
-    """Return the unit, halved until there are at least as many of it as parts."""
+    """Halve the unit until there are at least as many units as parts."""
     while unit > 1 and total // unit < parts:
         unit //= 2
     return unit
 
 
 def _bound(total: int, parts: int, unit: int, number: int) -> int:
-    """Return the first element of the part of this number, and behind the last part ``total``."""
+    """Return the first element of this part; for the number after the last part, ``total``."""
     if number == parts:
         return total
     each, more = divmod(total // unit, parts)
@@ -51,7 +51,7 @@ class Shard(NamedTuple):
 
 
 def shard(total: int, rank: int, ranks: int, unit: int = 1) -> Shard:
-    """Return a rank's part of ``total`` elements: of their :func:`partition` where each of the ranks gets one."""
+    """Return a rank's part of ``total`` elements: its range of their :func:`partition` if each rank gets one."""
     if rank >= total:
         return Shard(range(1), True)
     parts = min(ranks, total)
@@ -72,7 +72,7 @@ def partition_heads(heads: int, kv_heads: int, rank: int, ranks: int) -> HeadSha
     """Return the attention heads of a rank.
 
     Query heads are divided evenly, regardless of their groups: a key-value head whose queries are on two ranks is kept
-    by both. More ranks than key-value heads, and nine heads on two ranks, are therefore no special cases.
+    by both. So more ranks than key-value heads, or nine heads on two ranks, need no special case.
     """
     if heads % kv_heads:
         raise ConfigError(f"{heads} heads do not divide into groups for {kv_heads} key-value heads")

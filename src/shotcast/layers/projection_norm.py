@@ -1,4 +1,4 @@
-"""RMSNorm of all queries, and of all keys, of a layer whose heads are divided between ranks."""
+"""RMSNorm over all queries, and over all keys, of a layer whose heads are divided between ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shotcast.layers.weights import Weights
 
 
 class ProjectionNorm:
-    """The norms of a rank's queries and keys, whose mean squares are those of all heads.
+    """The norms of a rank's queries and keys, using mean squares over all heads.
 
     Args:
         names: the names of the weights of queries and keys, without ".weight".

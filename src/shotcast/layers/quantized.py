@@ -1,11 +1,11 @@
-"""Matrices as checkpoints store them: in blocks of GGUF files, in FP8, or in groups of codes that share a scale.
+"""Matrices as checkpoints store them: in GGUF blocks, in FP8, or in groups of codes that share a scale.
 
-FP8 (e4m3) has one scale for each output of the weights and for each row of the other operand:
+FP8 (e4m3) has one scale per output of the weights and per row of the other operand:
 
     row   ~ values * scale,   scale = max |row| / 448, at least 2^-126,   values = e4m3(row / scale)
     out   = round((x.values @ weight.values.T) * x.scale * weight.scale.T + bias)
 
-Groups of inputs have a scale: value = (code - zero) * scale of codes of 4 bits, or value = e4m3 * scale.
+Groups of inputs share a scale: value = (code - zero) * scale for 4-bit codes, or value = e4m3 * scale.
 
 This is the only file that uses PyTorch's private ``_scaled_mm``.
 """
@@ -23,7 +23,7 @@ from shotcast.kernels.block_formats import BLOCKS
 
 
 class BlockRows(NamedTuple):
-    """A matrix [outputs, inputs], each row of which is blocks."""
+    """A matrix [outputs, inputs] whose rows are sequences of blocks."""
 
     stored: torch.Tensor  # uint8 [outputs, bytes of the blocks of a row]
     kind: str  # the format, a key of ``BLOCKS``
@@ -41,7 +41,7 @@ class BlockRows(NamedTuple):
         return self.stored.shape[0], self.stored.shape[1] // nbytes * values
 
     def values(self, dtype: torch.dtype, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the values of ``rows`` [n], or of all, as [n, inputs]."""
+        """Return the values of ``rows`` [n], or of all rows, as [n, inputs]."""
         from shotcast.kernels.cpu.blocks import dequantize
 
         stored = self.stored if rows is None else self.stored[rows]
@@ -53,7 +53,7 @@ UNIT = 16
 """The numbers of inputs and outputs of a product must be multiples of this."""
 _SMALLEST_SCALE = 2.0**-126
 _AT_ONCE = 1 << 26
-"""The number of values that are quantized at once, which bounds the float32 copies."""
+"""The number of values quantized at once, which bounds the float32 copies."""
 
 
 class Float8Rows(NamedTuple):
@@ -89,7 +89,7 @@ def quantize(matrix: torch.Tensor) -> Float8Rows:
 def scaled_matmul(
     x: Float8Rows, weight: Float8Rows, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` in bfloat16, summed in float32, in ``out`` if it is given.
+    """Return ``x @ weight.T + bias`` in bfloat16, accumulated in float32, in ``out`` if given.
 
     Args:
         x: [rows, inputs].
@@ -109,15 +109,15 @@ def scaled_matmul(
 
 
 LEAST_GROUP = 32
-"""The smallest group that kernels multiply with."""
+"""The smallest group size that kernels support."""
 PER_WORD = 8
-"""Codes of 4 bits in a word."""
+"""4-bit codes per word."""
 _BLOCK = 128
-"""Inputs whose codes are in the same words."""
+"""The number of inputs whose codes share words."""
 
 
 class GroupedRows(NamedTuple):
-    """A matrix [outputs, inputs], of whose rows each group of inputs has a scale."""
+    """A matrix [outputs, inputs] in which each group of a row's inputs has a scale."""
 
     # int32 [outputs, words], as :func:`pack` makes it; or float8_e4m3fn [outputs, inputs]
     values: torch.Tensor
@@ -139,16 +139,16 @@ class GroupedRows(NamedTuple):
 
 
 def common_group(group: int, columns: slice) -> int:
-    """Return the largest group of inputs of a part that lies within a group of the matrix, wherever the part begins."""
+    """Return the largest group of a part's inputs that lies within a group of the matrix, wherever the part begins."""
     return math.gcd(group, columns.start, columns.stop)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes of 4 bits [outputs, inputs] into int32 words [outputs, 16 * blocks of 128 inputs], zeros beyond the
+    """Pack 4-bit codes [outputs, inputs] into int32 words [outputs, 16 * blocks of 128 inputs], with zeros beyond the
     last input.
 
     Word w of a block has the codes of its inputs w, 16 + w, ..., 112 + w, the first in the lowest bits, so that 16
-    words have 16 neighbors at each place, as tensor cores take them.
+    words have 16 neighbors at each place, as tensor cores expect.
     """
     codes = torch.nn.functional.pad(codes.to(torch.int32), (0, -codes.shape[1] % _BLOCK))
     shifts = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=codes.device)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE; Su et al., arXiv 2104.09864), and the ways to stretch it over longer contexts."""
+"""Rotary position embedding (RoPE; Su et al., arXiv 2104.09864), and methods of stretching it to longer contexts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBERS = (
     "beta_slow",
 )
 _LEAST = 1e-18
-"""The smallest number whose square, and the inverse of that, are float32 numbers."""
+"""The smallest number whose square and inverse square fit float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,23 @@ class Rope:
 
     The frequency of pair i of a head is ``theta ** (-2 i / head_dim)``, changed according to ``rope_type``:
 
-    - ``default``: not at all;
+    - ``default``: unchanged;
     - ``linear``: divided by ``factor``;
-    - ``dynamic``: that of a larger theta, by how far the served length is above ``original_max_position``; not changed
-      up to there (NTK-aware scaling, as Transformers computes it for a sequence of the served length);
-    - ``llama3``: divided by ``factor`` where the wavelength is above ``original_max_position / low_freq_factor``, not
-      at all below ``original_max_position / high_freq_factor``, and blended between (model card of Llama 3.1);
-    - ``yarn``: blended between the two by how often a pair turns within ``original_max_position``, from ``beta_fast``
+    - ``dynamic``: computed with a larger theta, depending on how far the served length exceeds
+      ``original_max_position``; unchanged up to that length (NTK-aware scaling, as Transformers computes it for a
+      sequence of the served length);
+    - ``llama3``: divided by ``factor`` where the wavelength is above ``original_max_position / low_freq_factor``,
+      unchanged below ``original_max_position / high_freq_factor``, and blended in between (model card of Llama 3.1);
+    - ``yarn``: blended between the two, by how often a pair turns within ``original_max_position``, from ``beta_fast``
       turns (kept) to ``beta_slow`` (divided); sine and cosine are multiplied by ``attention_factor`` (Peng et al.,
       arXiv 2309.00071).
 
-    ``divisors``, if given, replace all this: each pair's frequency is divided by its number; with ``longrope``, by that
-    of ``short_divisors`` if the served length is at most ``original_max_position`` (Ding et al., arXiv 2402.13753).
+    ``divisors``, if given, replace all this: each pair's frequency is divided by its number; with ``longrope``, by its
+    number in ``short_divisors`` if the served length is at most ``original_max_position`` (Ding et al., arXiv
+    2402.13753).
 
-    Raises ConfigError if a number is so small or large that no model has it, or that float32 might not hold the
-    results; or theta is 1 with ``yarn``, which divides by its logarithm.
+    Raises ConfigError if a number is implausibly small or large, or float32 might not hold the results; or if theta is
+    1 with ``yarn``, which divides by its logarithm.
     """
 
     theta: float
@@ -76,10 +78,10 @@ class Rope:
             raise ConfigError("theta of rotary embedding with yarn must not be 1")
 
     def context_length(self, max_position: int) -> int:
-        """Return the number of tokens that a model serves.
+        """Return the number of tokens that a model supports.
 
-        ``max_position`` of ``linear``, ``dynamic`` and ``yarn`` is the length before stretching (for ``yarn``,
-        ``original_max_position`` is), which ``factor`` multiplies. With other types it includes the stretching.
+        For ``linear`` and ``dynamic``, ``max_position`` is the length before stretching, which ``factor`` multiplies;
+        for ``yarn``, ``original_max_position`` is. For other types it includes the stretching.
         """
         if self.divisors is not None or self.rope_type in ("default", "llama3"):
             return max_position
@@ -128,7 +130,7 @@ class Rope:
     def tables(self, head_dim: int, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines of positions from 0: two float32 tensors [positions, head_dim / 2].
 
-        They are computed in float32 throughout, as in training and in other implementations.
+        Computed entirely in float32, as in training and in other implementations.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""The parts of a GPU that computation and communication take while both run."""
+"""The division of a GPU between concurrent computation and communication."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shotcast.layers.linear import products_by
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """The part of a GPU that sums over ranks may take, and what computes products meanwhile."""
+    """The part of a GPU that sums over ranks may take, and the implementation of concurrent products."""
 
     # the most SMs that a sum takes, without its norm, and 0 for copy engines; None for what the fused operation takes
     sms: int | None = None
-    own_products: bool = False  # multiply by our own kernel where it serves, whose blocks leave room on every SM
+    own_products: bool = False  # multiply by our kernel where it serves, whose blocks leave room on every SM
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The time that a rank's steps take, and how much of it is communication."""
+"""The time of a rank's steps, and the part of it spent in communication."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 _STEP, _COMMUNICATION = 0, 1
 _EMPTY = 64
-"""The number of empty spans that are timed to measure what a timestamp costs."""
+"""The number of empty spans timed to measure the cost of a timestamp."""
 
 
 class HostStepTimer:
-    """The timer of CPU ranks, where a call returns when it is done. Communication includes the time spent waiting."""
+    """The timer of CPU ranks, where calls return when they are done. Communication includes waiting."""
 
     def __init__(self) -> None:
         self.step_s = self.communication_s = 0.0
@@ -34,11 +34,11 @@ class HostStepTimer:
 
 
 class DeviceStepTimer:
-    """The timer of a GPU. Kernels take timestamps, only in steps for which :attr:`recording` is on.
+    """The timer of a GPU. Kernels take timestamps only in steps for which :attr:`recording` is on.
 
-    A timestamp takes as long as a kernel with nothing to do, about a microsecond. This cost is measured once, between
-    timestamps that follow each other, and subtracted from the results. What remains of a call is at most how much later
-    the next kernel starts because of it; without timestamps, that kernel loads weights meanwhile.
+    A timestamp takes as long as an empty kernel, about a microsecond. This cost is measured once, between consecutive
+    timestamps, and subtracted from the results. The remaining error per call is at most the delay of the next kernel,
+    which would load weights meanwhile without timestamps.
     """
 
     def __init__(self, device: torch.device):
@@ -71,8 +71,8 @@ class DeviceStepTimer:
         self._timers.stop(timer)
 
     def calibrate(self) -> None:
-        """Measure what a timestamp costs. Waits for the device; to be called outside a capture, before the first
-        recorded step."""
+        """Measure the cost of a timestamp. Waits for the device; call this outside a capture, before the first recorded
+        step."""
         if self._cost is not None:
             return
         graph = torch.cuda.CUDAGraph()
@@ -94,13 +94,13 @@ class DeviceStepTimer:
         self._timers.stop(_STEP)
 
     def fetch(self) -> None:
-        """Start copying the totals to the host, after a recorded step, unless an earlier copy is still under way."""
+        """Start copying the totals to the host after a recorded step, unless an earlier copy is in progress."""
         if self._receive():
             self._host_totals.copy_(self._timers.totals, non_blocking=True)
             self._arrived.record()
 
     def _receive(self) -> bool:
-        """Return whether the last copy has arrived; if so, take its totals."""
+        """Return whether the last copy has arrived, and read its totals if so."""
         arrived = self._arrived.query()
         if arrived:
             self._latest_totals = self._host_totals.tolist()
@@ -120,20 +120,20 @@ class DeviceStepTimer:
 
 
 StepTimer = HostStepTimer | DeviceStepTimer
-"""The seconds of steps and of their communication since the start."""
+"""A timer of the seconds spent in steps and in communication since the start."""
 
 
 class TimestampCost(NamedTuple):
-    """The cost of timestamps, in nanoseconds: the length of an empty span, and how long it delays what follows."""
+    """The cost of timestamps in nanoseconds: the length of an empty span, and the delay of the work that follows."""
 
     span_ns: float
     delay_ns: float
 
     def communication_s(self, nanoseconds: float, calls: int) -> float:
-        """Return the seconds of ``calls`` calls whose spans take ``nanoseconds`` in all."""
+        """Return the seconds of ``calls`` calls whose spans take ``nanoseconds`` in total."""
         return max(0.0, nanoseconds - calls * self.span_ns) / 1e9
 
     def step_s(self, nanoseconds: float, steps: int, calls: int) -> float:
-        """Return the seconds of ``steps`` steps whose spans take ``nanoseconds`` in all, without the timestamps of
-        their calls."""
+        """Return the seconds of ``steps`` steps whose spans take ``nanoseconds`` in total, without their calls'
+        timestamps."""
         return max(0.0, nanoseconds - steps * self.span_ns - calls * self.delay_ns) / 1e9

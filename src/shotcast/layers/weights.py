@@ -1,4 +1,4 @@
-"""Reading a rank's part of a checkpoint."""
+"""Loading a rank's part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows, quantize
 
 Stored = Float8Rows | GroupedRows | BlockRows
-"""A matrix as checkpoints store it."""
+"""A matrix in a checkpoint's storage format."""
 Matrix = torch.Tensor | Stored
-"""A matrix [outputs, inputs] of a linear layer."""
+"""A linear layer's matrix [outputs, inputs]."""
 
 
 class TensorSource(Protocol):
-    """Named tensors, of which parts can be read: as values, or as they are stored (None if they have no format that
-    layers multiply with)."""
+    """Named tensors that can be read in parts: as values, or in their storage format (None if layers cannot multiply
+    with it)."""
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor: ...
     def read_stored(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Stored | None: ...
@@ -27,10 +27,10 @@ class Weights:
     """The source of the layers' parameters: reads parts of tensors, converts them and moves them to the device.
 
     Args:
-        source: a checkpoint that has everything its configuration asks for.
-        on_read: called with the bytes of each parameter that is kept, for a progress bar.
-        quantization: how matrices of linear layers are quantized: "" for not at all, or "fp8".
-        stored: the formats in which such a matrix is kept if it is stored so.
+        source: a checkpoint with everything that its configuration requires.
+        on_read: called with the bytes of each loaded parameter, for a progress bar.
+        quantization: the quantization of linear layers: "" for none, or "fp8".
+        stored: the storage formats in which such a matrix is kept.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Weights:
         return part
 
     def load_table(self, name: str, rows: slice) -> torch.Tensor | BlockRows:
-        """Load rows of a matrix that is also looked up in, in blocks if it is stored so and layers keep these."""
+        """Load rows of a matrix also used for lookups, in blocks if it is stored that way and layers keep them."""
         if BlockRows in self._stored and isinstance(kept := self._source.read_stored(name, rows), BlockRows):
             self._on_read(kept.nbytes)
             return kept
@@ -61,8 +61,8 @@ class Weights:
     def load_matrix(
         self, name: str, rows: slice | None = None, columns: slice | None = None, zeroed: bool = False
     ) -> Matrix:
-        """Load a linear layer's matrix, or a part of it, as it is stored or quantized if that was asked for; no other
-        one is held in full meanwhile. With ``zeroed``, it holds zeros."""
+        """Load a linear layer's matrix, or a part of it, in its storage format or quantized if requested; no other
+        matrix is held in full meanwhile. With ``zeroed``, it holds zeros."""
         if self._stored and isinstance(kept := self._source.read_stored(name, rows, columns), self._stored):
             if zeroed:
                 _factors(kept).zero_()
@@ -83,7 +83,7 @@ class Weights:
 
 
 def _factors(matrix: Stored) -> torch.Tensor:
-    """Return what makes all values zero if it is."""
+    """Return the tensor that makes all values zero if it is zero."""
     if isinstance(matrix, BlockRows):
         return matrix.stored
     return matrix.scale if isinstance(matrix, Float8Rows) else matrix.scales

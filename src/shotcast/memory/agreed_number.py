@@ -1,18 +1,18 @@
-"""Agree on a number that no earlier attempt of these ranks had, through a key-value store.
+"""Agreement, through a key-value store, on a number that no earlier attempt of these ranks had.
 
-A rank counts nothing itself. It may be a process that has replaced another, or may have missed an attempt that others
-gave up, so its count would differ from theirs. Rank 0 takes the number from a counter in the store, and the ranks
+Ranks do not count attempts themselves. A rank may be a process that replaced another, or may have missed an attempt
+that others gave up, so its count would differ. Rank 0 takes the number from a counter in the store, and the ranks
 confirm it:
 
 1. Each rank writes the random token of its attempt to ``here/RANK``.
-2. Rank 0 writes the number to ``invited/TOKEN`` of each rank, again whenever a rank comes with another token.
+2. Rank 0 writes the number to ``invited/TOKEN`` of each rank, again whenever a rank arrives with another token.
 3. Each rank writes ``accepted/NUMBER/RANK``, again whenever it is invited with another number.
-4. Once all have accepted, rank 0 writes to ``invited/TOKEN`` that the number holds.
-5. Each rank clears ``here/RANK``. Once all have, rank 0 is done: its next attempt finds nobody of this one.
+4. Once all have accepted, rank 0 writes to ``invited/TOKEN`` that the number is final.
+5. Each rank clears ``here/RANK``. Once all have, rank 0 is done: its next attempt finds no trace of this one.
 
-A token that a killed process left is invited in vain, until its successor writes another. The counter and ``here/RANK``
-stay in the store; of the other keys, only what ranks leave that die or give up. Tokens and numbers are never used
-again, so nobody takes that for something else. No rank reads a key that another may delete, as that would block.
+Invitations to the token of a killed process go unanswered until its successor writes another. The counter and
+``here/RANK`` stay in the store; other keys stay only if a rank dies or gives up. Tokens and numbers are never reused,
+so stale keys cannot be mistaken. No rank reads a key that another may delete, since that would block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shotcast.memory.wait_log import WaitLog, wait_text
 _HOLDS = "holds "
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 _LOOK_S = 0.25
-"""Time between two looks for the ends of processes."""
+"""Interval between checks for ended processes."""
 
 
 def agreed_number(
@@ -41,11 +41,11 @@ def agreed_number(
     ended: Callable[[], Sequence[int]] = tuple,
     left: Callable[[], Collection[int]] = tuple,
 ) -> int:
-    """Return a number from 0 up, the same on all ranks. Collective.
+    """Return a number from 0 up that is the same on all ranks. Collective.
 
-    Nobody else uses the store for this. ``ended`` returns the ranks that are known to come no more, for which nobody
-    waits, and ``left`` those of them whose processes live on. Raises CollectiveTimeout naming the ranks that did not
-    come, or that ended or left meanwhile.
+    The store must not be used for anything else. ``ended`` returns the ranks that will not arrive, which are not waited
+    for, and ``left`` the ones among them whose processes are still alive. Raises CollectiveTimeout naming the ranks
+    that did not arrive, or that ended or left meanwhile.
     """
     rank = members.rank
     token = secrets.token_hex(8)
@@ -70,10 +70,10 @@ def agreed_number(
 
 
 class _Deadline:
-    """The time until which ranks wait for each other, unless the process of one has ended.
+    """The time until which ranks wait for each other, unless one of their processes has ended.
 
-    ``text`` says what is awaited, after a number of seconds. ``until`` is by ``time.monotonic``. ``dead`` are the ranks
-    whose end has ended the wait.
+    ``text`` names what is awaited, to follow a number of seconds. ``until`` is a ``time.monotonic`` value. ``dead`` are
+    the ranks whose end stopped the wait.
     """
 
     def __init__(self, until: float, ended: Callable[[], Sequence[int]], text: Callable[[float], str]):
@@ -91,7 +91,7 @@ class _Deadline:
 
 
 def _missing(store: dist.Store, number: int, world_size: int) -> list[int]:
-    """Return the ranks that did not come, or else those that did not accept ``number``; -1 for no invitation."""
+    """Return the ranks that did not arrive, or else the ones that did not accept ``number``; -1 for no invitation."""
     others = range(1, world_size)
     here = {rank: f"here/{rank}" for rank in range(world_size)}
     absent = [rank for rank, key in here.items() if not (store.check([key]) and store.get(key))]
@@ -100,7 +100,7 @@ def _missing(store: dist.Store, number: int, world_size: int) -> list[int]:
 
 
 def _lead(store: dist.Store, number: int, world_size: int, deadline: _Deadline) -> list[int]:
-    """Invite the other ranks until all have accepted ``number``; return the ranks that are missing, if any are."""
+    """Invite the other ranks until all have accepted ``number``; return the missing ranks, if any."""
     others = range(1, world_size)
     here, accepted = [f"here/{rank}" for rank in others], [f"accepted/{number}/{rank}" for rank in others]
     invited: list[str] = []
@@ -138,7 +138,7 @@ def _lead(store: dist.Store, number: int, world_size: int, deadline: _Deadline) 
 
 
 def _follow(store: dist.Store, rank: int, token: str, deadline: _Deadline) -> tuple[int, bool]:
-    """Accept invitations until one holds; return the last number, -1 for none, and whether it holds."""
+    """Accept invitations until one is final; return the last number, -1 for none, and whether it is final."""
     key, number = f"invited/{token}", -1
 
     def holds() -> bool:
@@ -160,7 +160,7 @@ def _follow(store: dist.Store, rank: int, token: str, deadline: _Deadline) -> tu
 
 
 def _poll(reached: Callable[[], bool], deadline: _Deadline) -> bool:
-    """Return True once ``reached`` does, and False when the deadline has passed before."""
+    """Return True once ``reached`` does, and False if the deadline passes first."""
     pause = _FIRST_PAUSE_S
     while not reached():
         if deadline.passed():

@@ -1,20 +1,21 @@
-"""The arena: the symmetric memory of one device of this process, in blocks that are leased to communicators.
+"""The arena: one device's symmetric memory in this process, in blocks that are leased to communicators.
 
 A *block* is mapped among some processes, its members. A *lease* is a part of a block for one communicator, all of whose
-ranks are members. Each rank takes the first part of its own memory that is large enough, so a lease may begin elsewhere
-on another rank; ranks tell each other where. Where no block has room on every rank, the ranks make a new one.
+ranks are members. Each rank takes the first sufficiently large part of its memory, so a lease may begin at different
+offsets on different ranks; ranks exchange the offsets. If no block has room on every rank, the ranks allocate a new
+one.
 
-A rank that closes its lease waits for nobody, but other ranks may still store into its memory: data of a call that they
-have not finished, or the news that a call failed. So every rank that closes marks this in the memory of all ranks of
-the lease, behind what the communicator uses, and a part of memory is leased again once all its marks are there. If a
-rank never closes, because it was killed, that part stays unused until the block is released.
+A rank that closes its lease does not wait, but other ranks may still store into its memory: data of an unfinished call,
+or notice of a failed one. So every rank that closes leaves a mark in the memory of all ranks of the lease, after the
+communicator's part, and memory is leased again once all its marks are set. If a rank never closes, because it was
+killed, that part stays unused until the block is released.
 
-A block is released when no lease is open in it. While others are open, small empty blocks are kept for the next
-communicator: splits that come and go find their memory mapped.
+A block is released when it has no open lease. While other blocks have open leases, small empty blocks are kept for the
+next communicator, so short-lived splits find their memory mapped.
 
-Releasing memory of a GPU waits for all of its work, also for kernels that wait for what this rank has yet to do, and
-is not allowed while a graph is captured. So blocks there stay, to be leased again, until a communicator that has waited
-for the GPU anyway calls :meth:`Arena.release`, or the ranks of a lease have no memory without them.
+Releasing GPU memory waits for all work on the GPU, including kernels that wait for this rank's future work, and is not
+allowed during a graph capture. So GPU blocks stay available for leasing until a communicator that has already waited
+for the GPU calls :meth:`Arena.release`, or a new lease needs their memory.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from shotcast.memory.symmetric import Part, SymmetricBuffer, Target, nbytes_of_v
 from shotcast.units import align_up
 
 PAGE = 4096
-"""Leases begin at multiples of this many bytes; one page of each is for the marks of ranks that have closed it."""
+"""The alignment of leases in bytes; one page of each is for the marks of ranks that have closed it."""
 KEPT_BYTES = 128 << 20
-"""The most bytes of empty blocks that are kept while other blocks are in use."""
+"""The most bytes of empty blocks to keep while other blocks are in use."""
 
 Allocate = Callable[[StoreGroup, int], SymmetricBuffer]
 """``allocate(group, nbytes)`` maps new memory among the ranks of ``group``, or raises on all of them. Collective."""
@@ -70,7 +71,7 @@ class _Block:
         return take_first(self.parts, self._is_free, self.buffer.nbytes, nbytes)
 
     def marks(self, member: int, start: int, nbytes: int, ranks: int) -> torch.Tensor:
-        """Return the words by which the ranks of a lease say that they have closed it, in the memory of a member."""
+        """Return the words, in a member's memory, that mark which ranks have closed a lease."""
         return self.buffer.view(member, start + nbytes - PAGE, (ranks,), torch.int64)
 
     def _is_free(self, part: Part) -> bool:
@@ -84,7 +85,7 @@ class _Block:
 class Lease:
     """A communicator's part of a block; a :class:`~shotcast.memory.symmetric.SymmetricBuffer` with any content.
 
-    ``multicast_address`` is 0 on all ranks if a rank has none; nothing is put to memory that is mapped.
+    ``multicast_address`` is 0 on all ranks if a rank has none. There are no puts to mapped memory.
     """
 
     targets: tuple[Target, ...] = ()
@@ -105,9 +106,9 @@ class Lease:
         return self._block.buffer.view(member, start + offset, shape, dtype)
 
     def close(self) -> None:
-        """Give the memory back. This rank's work on it has ended; other ranks may not have. A second call does nothing.
+        """Return the memory. This rank's work on it must have ended; other ranks' may not. A second call does nothing.
 
-        Nothing may use the addresses afterwards, such as graphs that were captured with them.
+        Nothing may use the addresses afterwards, including captured graphs.
         """
         if not self._part.open:
             return
@@ -117,7 +118,7 @@ class Lease:
         self._arena.give_back(self._part)
 
     def abandon(self) -> None:
-        """Leave the memory without this rank's mark, so that nobody uses it again: work on it may not have ended."""
+        """Leave the memory without this rank's mark, so that it is never reused, since work on it may continue."""
         if self._part.open:
             self._arena.give_back(self._part)
 
@@ -129,11 +130,11 @@ class Lease:
 
 
 class Arena:
-    """The blocks of one device of this process.
+    """One device's blocks in this process.
 
     Args:
-        granularity: blocks have multiples of this many bytes.
-        wait: waits for all work of the device, before a block may be released; None where that needs no wait.
+        granularity: block sizes are multiples of this many bytes.
+        wait: waits for all work of the device before a block is released; None if no wait is needed.
     """
 
     def __init__(
@@ -145,14 +146,14 @@ class Arena:
         self._lock = threading.Lock()
 
     def count(self, exclusive: bool, more: int) -> None:
-        """Count a communicator of a GPU that was made, 1, or closed, -1."""
+        """Count a GPU communicator that was created (1) or closed (-1)."""
         with self._lock:
             self._communicators[exclusive] += more
             self._process.notice.say(self._name, self._held())
 
     @property
     def held(self) -> Held:
-        """The bytes that are leased now, those of all blocks, and the communicators that use them."""
+        """The bytes leased now, the bytes of all blocks, and the communicators that use them."""
         self._drop_empty()
         with self._lock:
             return self._held()
@@ -165,13 +166,14 @@ class Arena:
     def lease(self, group: StoreGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
 
-        No rank may still be closing a communicator, which holds once all ranks have met.
+        No rank may still be closing a communicator, which is ensured once all ranks have met.
 
-        With ``multicast`` this rank wants a multicast address if there is one. Such an address names all members of a
-        block, at one offset. So where a block has one and all ranks want it, the communicator has just the members of
-        the block, and begins at the same offset on all ranks.
+        With ``multicast`` this rank requests a multicast address if there is one. Such an address covers all members of
+        a block, at one offset. So if a block has one and all ranks request it, the communicator must have exactly the
+        members of the block, and the lease begins at the same offset on all ranks.
 
-        Raises ConfigError on all ranks if one has too little memory; CollectiveTimeout naming ranks that did not come.
+        Raises ConfigError on all ranks if one has too little memory; CollectiveTimeout naming ranks that did not
+        arrive.
         """
         nbytes = align_up(nbytes, PAGE) + PAGE
         self._drop_empty()
@@ -224,9 +226,9 @@ class Arena:
         return block, part
 
     def _allocated(self, group: StoreGroup, nbytes: int, allocate: Allocate) -> SymmetricBuffer:
-        """Make the buffer of a block. Where a rank has too little memory, all ranks first release what they can.
+        """Allocate a block's buffer. If a rank has too little memory, all ranks first release what they can.
 
-        All have to, since memory of a rank is not free while another has it mapped.
+        All must, since a rank's memory is not freed while another has it mapped.
         """
         try:
             return allocate(group, nbytes)
@@ -246,7 +248,7 @@ class Arena:
             return not all(block.in_use for block in self._blocks)
 
     def give_back(self, part: Part) -> None:
-        """Note that this rank has closed a lease, and release the blocks that are not worth keeping, unless that waits.
+        """Record that this rank has closed a lease, and release blocks not worth keeping if that needs no wait.
 
         A lease may be garbage-collected, and so returned, at any moment. If the arena is in use then, its next use
         releases the blocks.
@@ -255,9 +257,9 @@ class Arena:
         self._drop_empty(blocking=False)
 
     def release(self) -> None:
-        """Wait for the device, and release the blocks that are not worth keeping.
+        """Wait for the device, and release the blocks not worth keeping.
 
-        Raises RuntimeError, and releases nothing, if the device cannot be waited for, as while a graph is captured.
+        Raises RuntimeError, and releases nothing, if it cannot wait for the device, such as during a graph capture.
         """
         if self._wait is not None and self._has_empty():
             self._wait()
@@ -276,7 +278,7 @@ class Arena:
                 self._lock.release()
 
     def _take_empty(self) -> list[_Block]:
-        """Take away the blocks that are not worth keeping, which the caller closes."""
+        """Remove and return the blocks not worth keeping, for the caller to close."""
         empty = [block for block in self._blocks if not block.in_use]
         kept = KEPT_BYTES if len(empty) < len(self._blocks) else 0
         taken = []
@@ -290,7 +292,7 @@ class Arena:
 
 
 def _serves(block: _Block, members: Sequence[str], starts: Sequence[int], multicast: bool) -> bool:
-    """Return whether a communicator of ``members``, for which there is room at ``starts``, can lease from ``block``."""
+    """Return whether ``block`` can serve a lease of ``members`` with room at ``starts``."""
     if not multicast or not block.multicast:
         return set(members) <= set(block.members)
     return set(members) == set(block.members) and len(set(starts)) == 1
@@ -298,7 +300,7 @@ def _serves(block: _Block, members: Sequence[str], starts: Sequence[int], multic
 
 _process = Process()
 _forked: list[Process] = []
-"""The state of the processes before this one. A child must not release it: it is theirs."""
+"""The states of parent processes. A child must not release them."""
 
 
 def _after_fork() -> None:
@@ -312,7 +314,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def arena_of(device: torch.device) -> Arena:
-    """Return the arena of a device of this process; there is one for all CPU ranks' shared memory."""
+    """Return this process's arena for a device; there is one for all CPU ranks' shared memory."""
     name = str(device)
     if device.type == "cpu":
         return _process.arenas.setdefault(name, Arena(_process, PAGE, name))
@@ -321,5 +323,5 @@ def arena_of(device: torch.device) -> Arena:
 
 
 def held() -> dict[str, Held]:
-    """Return what this process holds of symmetric memory, by device."""
+    """Return the symmetric memory that this process holds, by device."""
     return {name: arena.held for name, arena in _process.arenas.items()}

@@ -1,15 +1,15 @@
-"""Tensors in memory that all ranks map, for ranks that cannot map address space ahead of its memory, such as GPUs.
+"""Tensors in memory that all ranks map, for ranks that cannot map address space ahead of memory, such as GPUs.
 
-The memory comes in *blocks*. A rank that makes one sends its file descriptor to the other ranks, which map the memory
-on the thread of their watch, whatever they do meanwhile, and answer. The block serves once all have answered. So a rank
-makes and frees tensors without the others, and no call is a condition of another. Each call tells the ranks in which
-block its tensors lie (:meth:`BlockHeap.place`).
+The memory comes in *blocks*. A rank that creates one sends its file descriptor to the other ranks, which map the memory
+on their watch's thread, whatever else they are doing, and answer. The block is usable once all have answered. So a rank
+creates and frees tensors independently of the others, and calls do not depend on each other. Each call tells the ranks
+which block its tensors are in (:meth:`BlockHeap.place`).
 
-A rank ends a call once all ranks have read and written what they want of its tensors, so the memory of a tensor that
-dies is free for work that is enqueued later. As with PyTorch's own memory, that is work on the stream on which the
-tensor was made; other streams get it once that one has come so far, and all do if another has used it
-(:func:`record_use`, as PyTorch's ``Tensor.record_stream`` knows none but its own memory). After a call that failed a
-late rank may still access it: then it stays unused until all ranks have met again.
+A rank ends a call once all ranks have finished with its tensors, so the memory of a dead tensor is free for work
+enqueued later. As in PyTorch's allocator, this means work on the stream that allocated the tensor; other streams get
+the memory once that stream has caught up, and so do all streams if another one has used it (:func:`record_use`, since
+PyTorch's ``Tensor.record_stream`` only works for its own memory). After a failed call a late rank may still access the
+memory, so it stays unused until all ranks have met again.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from shotcast.units import about_size, align_up
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES, MOST_BYTES = 64 << 20, 1 << 30
-"""The size of the first block, and the size up to which blocks become as large as all before them. A longer tensor has
-a block of its own."""
+"""The size of the first block, and the size up to which each block is as large as all earlier ones together. A longer
+tensor gets a separate block."""
 UNIT = 512
-"""Tensors begin at multiples of this many bytes."""
+"""The alignment of tensors in bytes."""
 _PATIENCE_S = 2.0
 """The longest wait for the other ranks to map a block."""
 _GRANULE = 2 << 20
-"""Blocks have multiples of this many bytes, which is what drivers map."""
+"""Block sizes are multiples of this many bytes, the granularity of drivers."""
 
 
 class Peers(Protocol):
-    """The way to the other ranks' processes; see :class:`shotcast.collectives.peer_watch.PeerWatch`."""
+    """The channel to the other ranks' processes; see :class:`shotcast.collectives.peer_watch.PeerWatch`."""
 
     def hear(self, name: str, told: Callable[[int, int], None]) -> None: ...
     def send(self, rank: int, name: str, number: int, descriptor: int = -1) -> None: ...
 
 
 class HostBlock:
-    """Memory that CPU ranks of this machine map, in a file without a name.
+    """Memory that CPU ranks of this machine map, in an anonymous file.
 
-    ``descriptor`` is that of another rank's block, or -1 to make one; as an attribute, that by which other processes
-    map this one, and -1 once it is closed. Raises OSError if there is no memory for it.
+    ``descriptor`` refers to another rank's block, or is -1 to create one. As an attribute, it is the descriptor that
+    other processes use to map this block, and -1 once closed. Raises OSError if there is no memory.
     """
 
     def __init__(self, nbytes: int, descriptor: int = -1):
@@ -72,14 +72,14 @@ class HostBlock:
         return torch.frombuffer(owner, dtype=torch.uint8), owner
 
     def release(self) -> None:
-        """Do nothing: the memory is unmapped with the last tensor in it."""
+        """Do nothing: the memory is unmapped with its last tensor."""
 
 
 class GpuBlock:
-    """The same of a GPU's memory.
+    """The GPU counterpart of :class:`HostBlock`.
 
-    ``nbytes`` is a multiple of what the driver maps; another rank's block may lie on another GPU. Raises RuntimeError
-    if there is no memory for it, or it cannot be mapped.
+    ``nbytes`` is a multiple of the driver's granularity; another rank's block may be on another GPU. Raises
+    RuntimeError if there is no memory, or it cannot be mapped.
     """
 
     def __init__(self, device: torch.device, nbytes: int, descriptor: int = -1):
@@ -87,12 +87,12 @@ class GpuBlock:
         self.address, self.descriptor = self._memory.address, self._memory.descriptor
 
     def view(self, start: int, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Do what :meth:`HostBlock.view` does."""
+        """Return bytes of the block as a tensor, like :meth:`HostBlock.view`."""
         owner = driver.GpuBytes(self.address + start, nbytes)
         return torch.as_tensor(owner, device=self._device), owner
 
     def release(self) -> None:
-        """Unmap the memory, of which no work is left."""
+        """Unmap the memory, on which no work remains."""
         self._memory.release()
 
 
@@ -100,11 +100,11 @@ Block = HostBlock | GpuBlock
 
 
 _uses: dict[int, set[Any]] = {}
-"""The streams that use a living tensor beside the one on which it was made, by the address of its storage."""
+"""The streams that use a live tensor, other than its allocating stream, by storage address."""
 
 
 def record_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Let the memory of a tensor not be used again before the work that ``stream`` has now has ended."""
+    """Keep a tensor's memory from being reused before the current work of ``stream`` has ended."""
     streams = _uses.get(tensor.untyped_storage().data_ptr())
     if streams is None:
         tensor.record_stream(stream)
@@ -113,7 +113,7 @@ def record_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
 
 
 class _Dead(NamedTuple):
-    """Memory of a dead tensor: its block, its first byte there, its size, its stream, and others that used it."""
+    """Memory of a dead tensor: its block, offset, size, stream, and other streams that used it."""
 
     block: _Own
     start: int
@@ -123,7 +123,7 @@ class _Dead(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Memory of a dead tensor, which a tensor on ``stream`` may have at once, others when the events have come."""
+    """Memory of a dead tensor, available to ``stream`` at once and to others after the events."""
 
     block: _Own
     start: int
@@ -135,12 +135,12 @@ class _Kept(NamedTuple):
 
 
 class _Own:
-    """A block that this rank has made.
+    """A block that this rank created.
 
     Attributes:
         waits: the ranks that have not mapped it yet.
-        used: the bytes that tensors have or had, from its beginning.
-        live: the tensors that live.
+        used: the number of bytes at its beginning that tensors use or used.
+        live: the number of live tensors.
     """
 
     def __init__(self, number: int, block: Block, nbytes: int, waits: set[int]):
@@ -149,13 +149,14 @@ class _Own:
 
 
 class BlockHeap:
-    """Makes tensors in memory that all ranks map. Construction needs no other rank; calls follow once all have one.
+    """Creates tensors in memory that all ranks map. Not collective to construct; calls need one on every rank.
 
     Args:
-        most_blocks: the blocks that a rank may have.
-        make: ``make(nbytes)`` makes a block and ``make(nbytes, descriptor)`` maps that of another rank.
-        tell: ``tell(rank, number, address)`` is told where a block of a rank is mapped here, on any thread.
-        current_stream: returns the current stream of the device; None where work ends before calls return.
+        most_blocks: the most blocks per rank.
+        make: ``make(nbytes)`` creates a block and ``make(nbytes, descriptor)`` maps another rank's block.
+        tell: ``tell(rank, number, address)`` is called with the address at which a rank's block is mapped here, on any
+            thread.
+        current_stream: returns the current stream of the device; None if work ends before calls return.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class BlockHeap:
         self._peers, self._rank, self._world_size, self._most = peers, rank, world_size, most_blocks
         self._make, self._tell, self._current_stream = make, tell, current_stream
         self.ranges: list[tuple[int, int, int]] = []
-        """(first address, end, number) of the blocks that serve. Calls read it without the lock."""
+        """(first address, end, number) of the usable blocks. Calls read it without the lock."""
         self._own: list[_Own] = []
         self._theirs: list[Block] = []
         self._kept: dict[int, list[_Kept]] = {}
@@ -181,7 +182,7 @@ class BlockHeap:
         self._mapped = threading.Condition(self._lock)
         self._refused = self._closed = False
         self.is_stopped: Callable[[], bool] = lambda: False
-        """Tells whether a call has failed since the ranks last met."""
+        """Returns whether a call has failed since the ranks last met."""
         me = weakref.WeakMethod(self._map), weakref.WeakMethod(self._hear)
         peers.hear("block", lambda number, descriptor: _call(me[0], number, descriptor))
         peers.hear("mapped", lambda number, _: _call(me[1], number))
@@ -189,9 +190,9 @@ class BlockHeap:
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor with any content, whose last view frees its memory; None if there is no memory for it.
+        """Allocate an uninitialized tensor, whose last view frees its memory; None if there is no memory for it.
 
-        Waits for the other ranks' processes, not for their calls, where a new block is needed.
+        If a new block is needed, waits for the other ranks' processes, but not for their calls.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         size = align_up(nbytes, UNIT)
@@ -213,14 +214,14 @@ class BlockHeap:
         return view.view(dtype).view(tuple(shape))
 
     def place(self, address: int) -> tuple[int, int] | None:
-        """Return the number of the block in which an address lies, and which byte there it is; None for others."""
+        """Return the number of the block that contains an address, and the offset in it; None for other addresses."""
         for first, end, number in self.ranges:
             if first <= address < end:
                 return number, address - first
         return None
 
     def resume(self) -> None:
-        """Free what died since a call failed: all ranks have met, and none is in a call."""
+        """Free the memory that died since a call failed: all ranks have met, and none is in a call."""
         with self._lock:
             self._collect()
             withheld, self._withheld = self._withheld, []
@@ -243,7 +244,7 @@ class BlockHeap:
         self._kept.setdefault(dead.size, []).append(kept)
 
     def _take(self, size: int, stream: Any) -> tuple[_Own, int] | None:
-        """Return a block and a place in it for ``size`` bytes; None if no block that serves has room."""
+        """Return a block and an offset in it for ``size`` bytes; None if no usable block has room."""
         kept = self._kept.get(size, [])
         for number, each in enumerate(kept):
             if each.is_free(stream):
@@ -258,7 +259,7 @@ class BlockHeap:
         return None
 
     def _empty(self, own: _Own, stream: Any) -> None:
-        """Begin a block without live tensors anew, if all of its memory is free."""
+        """Reset a block without live tensors, if all of its memory is free."""
         parts = [each for kept in self._kept.values() for each in kept if each.block is own]
         if all(each.is_free(stream) for each in parts):
             own.used = 0
@@ -267,7 +268,7 @@ class BlockHeap:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _grow(self, size: int) -> bool:
-        """Make a block for ``size`` bytes; return whether it serves. The caller holds the lock, which is let go of."""
+        """Create a block for ``size`` bytes; return whether it is usable. Releases the caller's lock meanwhile."""
         total = sum(own.nbytes for own in self._own)
         nbytes = align_up(max(size, LEAST_BYTES, min(total, MOST_BYTES)), _GRANULE)
         number = len(self._own)
@@ -301,7 +302,7 @@ class BlockHeap:
         return False
 
     def _map(self, message: int, descriptor: int) -> None:
-        """Map a block of another rank, and say so. On the thread of the watch."""
+        """Map another rank's block, and confirm it. Runs on the watch's thread."""
         rank, number, nbytes = message >> 8 & 0xFF, message & 0xFF, (message >> 16) * _GRANULE
         with self._lock:
             try:
@@ -319,16 +320,16 @@ class BlockHeap:
         self._peers.send(rank, "mapped", (self._rank << 8) | number)
 
     def _hear(self, message: int) -> None:
-        """Note that a rank has mapped a block of this one. On the thread of the watch."""
+        """Record that a rank has mapped one of this rank's blocks. Runs on the watch's thread."""
         with self._lock:
             if (number := message & 0xFF) < len(self._own):
                 self._own[number].waits.discard(message >> 8)
                 self._mapped.notify_all()
 
     def close(self) -> None:
-        """Unmap the other ranks' blocks, and release those of this rank in which no tensor lives.
+        """Unmap the other ranks' blocks, and release this rank's blocks without live tensors.
 
-        All work of the device has ended. Tensors that live stay as they are.
+        All work of the device must have ended. Live tensors are unaffected.
         """
         with self._lock:
             if self._closed:
@@ -349,7 +350,7 @@ class BlockHeap:
 
 
 _unused: list[_Own] = []
-"""Blocks of heaps that are closed, until no tensor lives in them and a heap is closed, for which work has ended."""
+"""Blocks of closed heaps, kept until they hold no live tensors and another heap is closed, whose work has ended."""
 
 
 def _release_unused() -> None:
@@ -360,7 +361,7 @@ def _release_unused() -> None:
 
 
 def _die(heap: weakref.ref[BlockHeap], address: int, own: _Own, start: int, size: int, stream: Any) -> None:
-    """Note that a tensor has died, which may be at any moment, on any thread."""
+    """Record that a tensor has died, which may happen at any moment, on any thread."""
     others = frozenset(_uses.pop(address, ()))
     alive = heap()
     if alive is not None and not alive._closed:

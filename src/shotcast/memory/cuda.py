@@ -26,13 +26,13 @@ _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class CudaBuffer:
     """``nbytes`` of zeros on each rank's GPU, mapped by all; a :class:`~shotcast.memory.symmetric.SymmetricBuffer`.
 
-    Construction is collective. A rank says that its GPU has the memory before any rank maps that of others, so one full
-    GPU is an error of all ranks. It needs no process group.
+    Construction is collective. Ranks confirm that their GPUs have the memory before mapping each other's, so one full
+    GPU is an error on all ranks. No process group is needed.
 
-    All GPUs have peer access to each other. They are ``repeated`` where several ranks share one, or know different ones
-    by one number, as where each sees its own alone: PyTorch then needs to be told, and there is no multicast. Raises
-    ConfigError on every rank, naming the ranks whose GPU has too little memory, with what is wanted and free, or for
-    which PyTorch cannot map the memory.
+    All GPUs must have peer access to each other. They are ``repeated`` if several ranks share one, or use the same
+    number for different ones, for example because each sees only its own. PyTorch must then be told, and there is no
+    multicast. Raises ConfigError on every rank, naming the ranks whose GPU has too little memory (with the requested
+    and free sizes), or whose memory PyTorch cannot map.
     """
 
     def __init__(self, group: StoreGroup, nbytes: int, device: torch.device, repeated: bool):
@@ -75,10 +75,11 @@ class CudaBuffer:
 
 @contextlib.contextmanager
 def _pytorch_told(settings: Sequence[str]) -> Iterator[None]:
-    """Set variables to 1 that PyTorch reads when it shares memory, within this context alone.
+    """Set, within this context, the variables to 1 that PyTorch reads when it shares memory.
 
-    With equal numbers of devices it goes without multicast, which ranks must agree on: later memory may be of ranks
-    that never were in here. And memory of others, which the program shares by PyTorch, may have multicast.
+    With equal device numbers multicast is disabled, which ranks must agree on. The setting must not outlast the
+    context, since later memory may belong to other ranks, and other memory that the program shares through PyTorch may
+    have multicast.
     """
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(dict.fromkeys(settings, "1"))
@@ -93,7 +94,7 @@ def _pytorch_told(settings: Sequence[str]) -> Iterator[None]:
 
 
 def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory that can be shared. Where it is short, PyTorch first gives back what it keeps for tensors."""
+    """Allocate memory that can be shared. If it is short, PyTorch first releases its tensor cache."""
     try:
         return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError:
@@ -102,10 +103,10 @@ def _allocated(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _shared(tensor: torch.Tensor, group: StoreGroup, name: Any) -> Any:
-    """Map the ``tensor`` of every rank; ``name``, a string, is new, and the same on all ranks.
+    """Map the ``tensor`` of every rank; ``name`` is a new string, the same on all ranks.
 
-    PyTorch asks the process group of that name for the ranks and their store, through which they exchange handles. One
-    without a backend serves; a backend would take memory and connections of its own.
+    PyTorch asks the process group of that name for the ranks and their store, through which they exchange handles. A
+    group without a backend suffices; a backend would take additional memory and connections.
     """
     store = AlikeKeys(group.store(f"symmetric memory/{name}"))
     ranks = dist.ProcessGroup(store, group.rank, group.world_size)
@@ -120,8 +121,8 @@ class AlikeKeys(dist.Store):
     """A store for one exchange of PyTorch, with the same keys on all ranks.
 
     PyTorch numbers the exchanges of a process, ``CUDASymmetricMemory/<number>/<rank>``, and expects that all ranks of a
-    group have made as many, in whatever other groups. This store counts from the first number that it is asked for. The
-    ``store`` is of these ranks, and this exchange alone.
+    group have made equally many, in any groups. This store counts from the first number that it is asked for. The
+    underlying ``store`` serves only these ranks and this exchange.
     """
 
     def __init__(self, store: dist.Store):

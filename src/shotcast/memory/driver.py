@@ -1,4 +1,4 @@
-"""Functions of the CUDA driver that PyTorch does not offer, or only in a slow form."""
+"""CUDA driver functions that PyTorch lacks or only offers in a slow form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 @functools.cache
 def library() -> Any:
-    """Return the driver's library, which every machine with a GPU has."""
+    """Load the driver's library, which every machine with a GPU has."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 class SideStream:
-    """A stream of a GPU that waits for no other, not even for the default stream; for any thread.
+    """A GPU stream that waits for no other stream, not even the default one; usable from any thread.
 
-    Made on a thread that uses the GPU. It lasts as long as the process.
+    Created on a thread that uses the GPU. Lives as long as the process.
     """
 
     def __init__(self, device: torch.device):
@@ -32,13 +32,13 @@ class SideStream:
             check(library().cuStreamCreate(ctypes.byref(self._stream), non_blocking), "creating a stream")
 
     def write_word(self, address: int, word: int) -> None:
-        """Store 64 bits in memory of the GPU, beside kernels that may be running."""
+        """Store 64 bits in GPU memory while kernels may be running."""
         with self.current():
             error = library().cuStreamWriteValue64_v2(self._stream, ctypes.c_uint64(address), ctypes.c_uint64(word), 0)
             check(error, "writing a word")
 
     def read_words(self, address: int, count: int) -> list[int]:
-        """Return ``count`` signed 64-bit words of the GPU's memory as they are now, beside kernels that may run."""
+        """Read ``count`` signed 64-bit words of GPU memory while kernels may be running."""
         words = (ctypes.c_int64 * count)()
         with self.current():
             source, nbytes = ctypes.c_uint64(address), ctypes.c_size_t(ctypes.sizeof(words))
@@ -48,7 +48,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the context of the GPU current on this thread."""
+        """Make the GPU's context current on this thread."""
         check(library().cuCtxPushCurrent_v2(self._context), "making a context current")
         try:
             yield
@@ -62,11 +62,11 @@ def side_stream(device_index: int) -> SideStream:
 
 
 def new_stream(device: torch.device, urgent: bool = False) -> torch.cuda.ExternalStream:
-    """Return a stream of the current GPU that nothing else uses. It lasts as long as the process.
+    """Create a dedicated stream on the current GPU, which lives as long as the process.
 
     An ``urgent`` one has the highest priority.
 
-    Those that PyTorch makes come round again after 32. Captures may be under way.
+    PyTorch's pool reuses its streams after 32. Captures may be in progress.
     """
     made, non_blocking, least, most = ctypes.c_void_p(), 1, ctypes.c_int(0), ctypes.c_int(0)
     with relaxed():
@@ -81,7 +81,7 @@ def new_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Externa
 
 
 class GpuBytes:
-    """Bytes of a GPU's memory, as PyTorch takes them without a copy."""
+    """Bytes of GPU memory in a form that PyTorch accepts without a copy."""
 
     def __init__(self, address: int, nbytes: int):
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -109,12 +109,12 @@ _PINNED, _FILE_DESCRIPTOR, _DEVICE, _READ_AND_WRITE = 1, 1, 1, 3
 
 
 class SharedMemory:
-    """Memory of a GPU that other processes map by a file descriptor, at an address of this process's GPU.
+    """GPU memory that other processes can map through a file descriptor, at an address of this process's GPU.
 
-    Nothing here waits for work of a GPU, but :meth:`release`. The side stream of the GPU has been made
-    (:func:`side_stream`), and ``nbytes`` is a multiple of 2 MiB. A ``descriptor`` is that of memory of another process,
-    on a GPU to which this one has access; with -1, memory is made, whose descriptor the caller closes. Raises
-    RuntimeError if there is no memory for it, or it cannot be mapped.
+    Only :meth:`release` waits for GPU work. The GPU's side stream must exist (:func:`side_stream`), and ``nbytes`` must
+    be a multiple of 2 MiB. ``descriptor`` refers to another process's memory, on a GPU that this one can access; -1
+    allocates memory, whose descriptor the caller must close. Raises RuntimeError if there is no memory, or it cannot be
+    mapped.
     """
 
     def __init__(self, device_index: int, nbytes: int, descriptor: int = -1):
@@ -149,7 +149,7 @@ class SharedMemory:
         self.address, self.descriptor = int(address.value), int(made.value)
 
     def release(self) -> None:
-        """Unmap the memory. All work on it has ended."""
+        """Unmap the memory. All work on it must have ended."""
         with side_stream(self._index).current(), relaxed():
             library().cuMemUnmap(ctypes.c_uint64(self.address), self._nbytes)
             library().cuMemAddressFree(ctypes.c_uint64(self.address), self._nbytes)
@@ -157,7 +157,7 @@ class SharedMemory:
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """Let this thread make calls that could disturb a capture, if they were ordered with it."""
+    """Allow this thread to make calls that could disturb a capture if they were ordered with it."""
     mode = ctypes.c_int(2)
     check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "relaxing captures")
     try:
@@ -167,7 +167,7 @@ def relaxed() -> Iterator[None]:
 
 
 def check(error: int, what: str) -> None:
-    """Raise RuntimeError if a function of the driver returned an error; ``what`` names the operation."""
+    """Raise RuntimeError if a driver function returned an error; ``what`` names the operation."""
     if error:
         text = ctypes.c_char_p()
         library().cuGetErrorString(error, ctypes.byref(text))
@@ -175,10 +175,10 @@ def check(error: int, what: str) -> None:
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return what identifies a GPU whatever number a process knows it by."""
+    """Return a GPU's UUID, which does not depend on how a process numbers it."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def visible_gpus() -> dict[str, int]:
-    """Return the numbers of the GPUs that this process sees, by UUID."""
+    """Return the numbers, by UUID, of the GPUs that this process sees."""
     return {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}

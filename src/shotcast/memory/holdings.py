@@ -1,6 +1,6 @@
-"""The symmetric memory that processes of this machine hold, for ``shotcast doctor``.
+"""The symmetric memory held by processes of this machine, for ``shotcast doctor``.
 
-A process lists what it holds in an anonymous file, which other processes find among its open files. The file ends with
+A process lists its holdings in an anonymous file, which other processes find among its open files. The file ends with
 the process, even if it is killed.
 """
 
@@ -15,7 +15,7 @@ _NAME = "shotcast holdings"
 
 
 class Held(NamedTuple):
-    """The symmetric memory of a device that a process holds, and who uses it."""
+    """A process's symmetric memory on a device, and its users."""
 
     leased: int  # bytes that are in use
     blocks: int  # bytes of all blocks
@@ -24,14 +24,14 @@ class Held(NamedTuple):
 
 
 class Notice:
-    """A list of what this process holds, which other processes of its user can read."""
+    """A list of this process's holdings, readable by the user's other processes."""
 
     def __init__(self) -> None:
         self._descriptor = -1
         self._said: dict[str, Held] = {}
 
     def say(self, device: str, held: Held) -> None:
-        """Say what this process holds of a device now."""
+        """Publish what this process now holds on a device."""
         if held == self._said.get(device, Held(0, 0)):
             return
         self._said[device] = held
@@ -54,7 +54,7 @@ class Notice:
 
 
 def of_all_processes() -> dict[int, dict[str, Held]]:
-    """Return what each process of this machine holds, by process and device, as far as this user may ask."""
+    """Return the holdings of each process of this machine, by process and device, as far as this user may read them."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and (said := _said_by(int(entry))):

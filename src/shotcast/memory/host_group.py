@@ -1,4 +1,4 @@
-"""The ranks of a communicator, seen from the host: they exchange small objects through the job's key-value store."""
+"""Host-side communication of a communicator's ranks: they exchange small objects through the job's key-value store."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from shotcast.memory.members import Members, departed
 from shotcast.memory.wait_log import WaitLog, wait_text
 
 _LONGEST_PAUSE_S = 0.02
-"""Time between two looks for a value, and for the end of the process that is to send it, at most."""
+"""The maximum interval between checks for a value, and for the end of the process that should send it."""
 _NEWS_S = 0.2
-"""Time within which this rank learns why another is gone, after a third has found that."""
+"""Time within which this rank learns why another is gone, after a third rank has noticed."""
 
 
 def _job_store() -> dist.Store:
-    """Return the store of the job's rendezvous, for which PyTorch has no public name."""
+    """Return the store of the job's rendezvous, which has no public name in PyTorch."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 class Rendezvous(NamedTuple):
-    """Ranks that meet in a key-value store, before anything else joins them."""
+    """Ranks that meet in a key-value store before anything else connects them."""
 
     store: dist.Store  # of which they may write every key that begins with `shotcast/`
     rank: int  # among them
@@ -44,7 +44,7 @@ class Rendezvous(NamedTuple):
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Rendezvous:
-        """Return the ranks of a process group, of which this one is a member, and the job's store."""
+        """Build the rendezvous of a process group that includes this rank, on the job's store."""
         ranks, store = tuple(dist.get_process_group_ranks(group)), _job_store()
         title = "" if group is dist.group.WORLD else title_of(group)
         place = dist.get_rank(group), dist.get_world_size(group), group.group_name
@@ -52,12 +52,12 @@ class Rendezvous(NamedTuple):
 
     @property
     def members(self) -> Members:
-        """The ranks as errors name them."""
+        """The ranks as named in errors."""
         return Members(self.rank, self.ranks, self.group, self.advice)
 
 
 def title_of(group: dist.ProcessGroup) -> str:
-    """Return what people call a process group: its description, or else the name that PyTorch gave it."""
+    """Return the display name of a process group: its description, or else PyTorch's name for it."""
     return group.group_name if group.group_desc in ("", "undefined") else group.group_desc
 
 
@@ -65,18 +65,18 @@ class StoreGroup:
     """The ranks of a communicator, which exchange small objects through a key-value store.
 
     Args:
-        rendezvous: all the ranks, and perhaps others.
-        timeout_s: the default for how long a rank is awaited.
-        order: for each rank of the communicator, its rank there; None for all ranks as they are.
-        name: a name that no other object of the job has; None to agree on one now, which is collective, and raises
-            CollectiveTimeout naming the ranks that did not come.
-        group: what people call the ranks; None for what the rendezvous says.
+        rendezvous: a superset of the ranks.
+        timeout_s: the default time to wait for a rank.
+        order: the rendezvous rank of each rank of the communicator; None for all ranks in order.
+        name: a unique name within the job; None to agree on one now, which is collective, and raises CollectiveTimeout
+            naming the ranks that did not arrive.
+        group: the display name of the ranks; None uses the rendezvous's.
 
     Attributes:
         steps: the number of exchanges that this rank has completed.
-        members: the ranks as errors name them.
-        gone: ranks whose processes have ended, or that have left, for which nobody waits.
-        left: those of them that have left.
+        members: the ranks as named in errors.
+        gone: ranks whose processes have ended, or that have left, which are not waited for.
+        left: the ones among ``gone`` that have left.
         layout: the nodes of the ranks; one node until they are known.
     """
 
@@ -108,13 +108,13 @@ class StoreGroup:
         self.layout = NodeLayout.one_node(self.world_size)
 
     def where(self, ranks: Collection[int]) -> str:
-        """Return ranks in words, with their nodes; empty where all ranks are on one node."""
+        """Describe ranks and their nodes in words; empty if all ranks are on one node."""
         return self.layout.describe(ranks, self.members.ranks) if self.layout.nodes > 1 else ""
 
     def timeout(
         self, missing: Collection[int], op: str, epoch: int, timeout_s: float, reason: str = "late"
     ) -> CollectiveTimeout:
-        """Return the error of a call without some ranks. Those that are said to be dead may have left."""
+        """Return the error of a call without some ranks. Ranks reported as dead may have left."""
         guilty = list(missing)
         if reason == "dead":
             until = time.monotonic() + _NEWS_S
@@ -125,16 +125,16 @@ class StoreGroup:
 
     @property
     def meeting_point(self) -> str:
-        """The host whose process has the store; empty if the ranks do not meet over a network."""
+        """The host whose process runs the store; empty if the ranks do not meet over a network."""
         store = self._rendezvous.store
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         return store.host if isinstance(store, dist.TCPStore) else ""
 
     def part(self, ranks: Iterable[int], name: str) -> StoreGroup:
-        """Return the group of some of these ranks, in this order; this rank is one of them.
+        """Return the group of some of these ranks, including this one, in the given order.
 
-        ``name`` is one that no other part of this group has.
+        ``name`` must be unique among this group's parts.
         """
         order = [self.order[rank] for rank in ranks]
         return StoreGroup(self._rendezvous, self._timeout_s, order, f"{self.name}/{name}", self.members.group)
@@ -147,8 +147,8 @@ class StoreGroup:
         """Return every rank's ``value`` (picklable), by rank.
 
         Raises CollectiveTimeout naming the ranks that did not arrive within ``timeout_s``. They may still arrive: this
-        rank has not taken the step either, so its next call is the one that meets theirs. The timeout does not hold if
-        the process that hosts the store is stopped: PyTorch waits for its answer without end.
+        rank has not completed the step either, so its next call matches theirs. The timeout does not apply if the
+        process that hosts the store is stopped, since PyTorch then waits forever.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         step = self.steps
@@ -178,7 +178,7 @@ class StoreGroup:
     def _arrives(self, key: str, rank: int, deadline: float, look: Callable[[], None]) -> bool:
         """Return whether the value of ``rank`` arrives before the deadline and the end of its process.
 
-        It asks again and again, as a wait that the store limits writes a warning each time.
+        Polls the store, whose waits would log a warning on every timeout.
         """
         pause = 0.0002
         while True:

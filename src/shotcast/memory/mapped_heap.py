@@ -1,12 +1,11 @@
-"""Shared memory for tensors: the part of a rank's segment behind the workspace, from which tensors are made.
+"""Shared memory for tensors: the part of a rank's segment after the workspace.
 
-All ranks map the whole of it from the start, so a rank makes and frees tensors without the others. Each call tells them
-where its tensors lie. Pages are reserved when a tensor is made: a full tmpfs refuses, rather than killing a process
-that writes.
+All ranks map all of it from the start, so a rank creates and frees tensors independently of the others. Each call tells
+them where its tensors are. Pages are reserved when a tensor is created, so a full tmpfs gives an error instead of
+killing a process that writes.
 
-A rank ends a call once all ranks have read and written what they want of its tensors, so the memory of a tensor that
-dies is free at once. After a call that failed a late rank may still access it: then it stays unused until all ranks
-have met again.
+A rank ends a call once all ranks have finished with its tensors, so the memory of a dead tensor is free at once. After
+a failed call a late rank may still access it, so it stays unused until all ranks have met again.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from shotcast.units import about_size, align_up
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 128 << 20
-"""The most bytes of dead tensors that stay reserved for the next ones. A training step makes the same again."""
+"""The most bytes of dead tensors to keep reserved for new ones. A training step allocates the same sizes again."""
 
 
 class MappedHeap:
-    """Makes tensors in memory that all ranks map.
+    """Creates tensors in memory that all ranks map.
 
-    It lies in ``mapping``, this rank's segment, from byte ``start``, a multiple of the page size, to its end.
+    The memory extends from byte ``start``, a multiple of the page size, to the end of ``mapping``, this rank's segment.
     """
 
     def __init__(self, mapping: mmap.mmap, descriptor: int, start: int):
@@ -50,10 +49,10 @@ class MappedHeap:
         self._lock = threading.Lock()
         self._refused = False
         self.is_stopped: Callable[[], bool] = _never
-        """Tells whether a call has failed since the ranks last met."""
+        """Returns whether a call has failed since the ranks last met."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor with any content, whose last view frees its memory; None if there is no memory for it."""
+        """Allocate an uninitialized tensor, whose last view frees its memory; None if there is no memory for it."""
         count = 1
         for extent in shape:
             count *= extent
@@ -73,7 +72,7 @@ class MappedHeap:
         return torch.frombuffer(block, dtype=dtype, count=count).view(tuple(shape))
 
     def resume(self) -> None:
-        """Free what died since a call failed: all ranks have met, and none is in a call."""
+        """Free the memory that died since a call failed: all ranks have met, and none is in a call."""
         with self._lock:
             self._collect()
             withheld, self._withheld = self._withheld, []
@@ -81,7 +80,7 @@ class MappedHeap:
                 self._put(start, size)
 
     def _give_back(self, start: int, size: int) -> None:
-        """Free the memory of a tensor that has died, which may be at any moment, on any thread."""
+        """Free the memory of a dead tensor, which may happen at any moment, on any thread."""
         if os.getpid() != self._process:
             return
         self._dead.append((start, size))
@@ -100,7 +99,7 @@ class MappedHeap:
                 self._put(*block)
 
     def _take(self, size: int) -> int:
-        """Return where ``size`` bytes with pages begin; -1 if there are none."""
+        """Return the offset of ``size`` reserved bytes; -1 if there are none."""
         if starts := self._kept.get(size):
             self._kept_bytes -= size
             return starts.pop()
@@ -125,7 +124,7 @@ class MappedHeap:
         return -1
 
     def _put(self, start: int, size: int, keep: bool = True) -> None:
-        """Free memory: keep its pages for the next tensor, or give them back to the system."""
+        """Free memory: keep its pages for the next tensor, or return them to the system."""
         if keep and self._kept_bytes + size <= KEPT_BYTES:
             self._kept.setdefault(size, []).append(start)
             self._kept_bytes += size

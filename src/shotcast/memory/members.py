@@ -1,4 +1,4 @@
-"""The ranks of a group as errors and the log name them."""
+"""The ranks of a group, as named in errors and the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CAUSES = {
 
 
 class Members(NamedTuple):
-    """The ranks of a group as errors and the log name them."""
+    """The ranks of a group, as named in errors and the log."""
 
     rank: int  # of this process, in the group
     ranks: tuple[int, ...] = ()  # the rank in the job of each; empty where they are known by their ranks in the group
@@ -24,39 +24,39 @@ class Members(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The rank of this process in the numbering that users know."""
+        """The rank of this process in the numbering shown to users."""
         return self.known(self.rank)
 
     def known(self, rank: int) -> int:
-        """Return the rank in the job of a rank of the group."""
+        """Return the job rank of a rank of the group."""
         return self.ranks[rank] if self.ranks else rank
 
     def text(self, ranks: Iterable[int]) -> str:
-        """Return ranks of the group in words."""
+        """Describe ranks of the group in words."""
         return ", ".join(str(rank) for rank in sorted(map(self.known, ranks)))
 
     def timeout(
         self, missing: Iterable[int], op: str, epoch: int, timeout_s: float, reason: str = "late", where: str = ""
     ) -> CollectiveTimeout:
-        """Return the error of a call without these ranks of the group; ``where`` has them as they are known."""
+        """Return the error of a call without these ranks of the group; ``where`` describes their known nodes."""
         named = sorted(map(self.known, missing))
         return CollectiveTimeout(self.own, named, op, epoch, timeout_s, reason, where, self.group, self.advice)
 
     def mismatch(
         self, calls: Mapping[int, str], differing: Iterable[int], fields: Sequence[str], epoch: int
     ) -> CollectiveMismatch:
-        """Return the error of calls that differ, by ranks of the group."""
+        """Return the error of mismatched calls, by ranks of the group."""
         named = {self.known(rank): call for rank, call in calls.items()}
         guilty = sorted(map(self.known, differing))
         return CollectiveMismatch(self.own, named, guilty, fields, epoch, self.group, self.advice)
 
 
 def cause_of(error: Exception) -> str:
-    """Return what ended a call of a library, "connection" or "deadline"; empty for an error of another kind."""
+    """Return how a library call ended, "connection" or "deadline"; empty for errors of other kinds."""
     return next((cause for cause, texts in _CAUSES.items() if any(text in str(error) for text in texts)), "")
 
 
 def departed(gone: Sequence[int], left: Collection[int]) -> tuple[list[int], str]:
-    """Return which of the ranks that are gone to name, and the reason: those that are dead, or else those that left."""
+    """Return which of the departed ranks to name, and the reason: the dead ones, or else the ones that left."""
     dead = [rank for rank in gone if rank not in left]
     return (dead, "dead") if dead else (list(gone), "left")

@@ -1,12 +1,12 @@
-"""The symmetric heap of NVSHMEM: memory of GPUs into which other nodes put, in parts that are leased to communicators.
+"""NVSHMEM's symmetric heap: GPU memory that other nodes can put into, leased in parts to communicators.
 
-The processes that initialize NVSHMEM together are its *PEs*. A process is a PE of one such set, for as long as it
-lives: the ranks of its first communicator that leases here. Later ones have ranks of that set. NVSHMEM allocates only
-with all PEs at once, so memory comes in *blocks*, one of each PE, of which any of its ranks lease parts.
+The processes that initialize NVSHMEM together are its *PEs*. A process is a PE of one such set for its lifetime: the
+ranks of its first communicator that leases here. Later communicators must use ranks of that set. NVSHMEM allocates only
+with all PEs at once, so memory comes in *blocks*, one per PE, of which communicators lease parts.
 
-NVSHMEM's collective functions have no deadline. Ranks meet through the job's store before they call one, so that a rank
-that is absent is named, and the call runs on a thread that the ranks do not wait for beyond theirs. NVSHMEM is never
-finalized, which would wait for all PEs: the end of the process releases everything.
+NVSHMEM's collective functions have no deadline. Ranks meet through the job's store before they call one, so that an
+absent rank is named, and the call runs on a thread that ranks stop waiting for at their deadline. NVSHMEM is never
+finalized, which would wait for all PEs: process exit releases everything.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from shotcast.units import about_size, align_up
 T = TypeVar("T")
 
 PAGE = 4096
-"""Leases begin at multiples of this many bytes."""
+"""The alignment of leases in bytes."""
 BLOCK_BYTES = 64 << 20
-"""Blocks have multiples of this many bytes."""
+"""Block sizes are multiples of this many bytes."""
 _DEADLINE_S = 120.0
-"""The longest time that a collective function of NVSHMEM may take once all ranks have come to it."""
+"""The time limit of a collective NVSHMEM function once all ranks have arrived."""
 _QUIET_S = 2.0
-"""The longest time that a rank waits for what may never come: the end of its puts, and ranks beside one that died."""
+"""The time limit for events that may never occur: completion of puts, and ranks waiting with one that died."""
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Memory that all PEs have: its address here, and this process's part of it as bytes."""
+    """Memory that all PEs have: its address here, and this process's part as bytes."""
 
     address: int
     memory: torch.Tensor
@@ -62,11 +62,11 @@ def _is_free(part: Part) -> bool:
 
 
 class HeapLease:
-    """A communicator's part of the heap, with any content.
+    """A communicator's part of the heap, uninitialized.
 
-    It is the :class:`~shotcast.memory.symmetric.SymmetricBuffer` of the ranks of a node, to which those of other nodes
-    can put. ``addresses`` are 0 for ranks that do not share this one's node; ``targets`` are of all ranks, this one
-    included. NVSHMEM's own multicast addresses are of teams.
+    It is the :class:`~shotcast.memory.symmetric.SymmetricBuffer` of a node's ranks, into which ranks of other nodes can
+    put. ``addresses`` are 0 for ranks on other nodes; ``targets`` cover all ranks, including this one. NVSHMEM's
+    multicast addresses belong to teams and are not used.
     """
 
     multicast_address = 0
@@ -98,10 +98,10 @@ class HeapLease:
         return self._block.memory[start : start + nbytes].view(dtype).view(tuple(shape))
 
     def close(self) -> None:
-        """Give the memory back. This rank's kernels have ended; other ranks may not have. A second call does nothing.
+        """Return the memory. This rank's kernels must have ended; other ranks' may not. A second call does nothing.
 
-        The memory is leased again once all ranks have given it back, each with its puts complete: a late one would
-        otherwise land in the memory of the next communicator.
+        The memory is leased again once all ranks have returned it with their puts complete: a late put would otherwise
+        land in the next communicator's memory.
         """
         if not self._part.open:
             return
@@ -111,14 +111,14 @@ class HeapLease:
                 self._closings.add("closed", 1)
 
     def abandon(self) -> None:
-        """Leave the memory without this rank's word, so that nobody uses it again: work on it may not have ended."""
+        """Leave the memory without this rank's mark, so that it is never reused, since work on it may continue."""
         self._part.open = False
 
     def __del__(self) -> None:
         self.abandon()
 
     def settle(self) -> bool:
-        """Return whether the puts of this GPU complete in a moment. Those to a rank that was killed may never."""
+        """Return whether this GPU's puts complete soon. Puts to a killed rank may never complete."""
         if all(target.mapped for target in self.targets):
             return True  # they are stores, which end with their kernel
         with torch.cuda.device(self._block.memory.device):
@@ -133,10 +133,10 @@ class HeapLease:
 
 
 class Heap:
-    """The symmetric heap of this process.
+    """This process's symmetric heap.
 
-    ``library`` raises ConfigError where there is no NVSHMEM; ``memory_at(address, nbytes, device)`` gives the bytes at
-    an address as a tensor.
+    ``library`` raises ConfigError if NVSHMEM is missing; ``memory_at(address, nbytes, device)`` returns the bytes at an
+    address as a tensor.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Heap:
     ):
         self._find, self._memory_at = library, memory_at
         self._set = ""
-        """The name of the set of PEs; empty before this process is one, or where another user made it one."""
+        """The name of the set of PEs; empty before this process joins one, or if another NVSHMEM user made it a PE."""
         self._device: torch.device | None = None
         self._broken = ""
         self._blocks: list[_Block] = []
@@ -156,9 +156,9 @@ class Heap:
     def lease(self, group: StoreGroup, nbytes: int, device: torch.device, mates: Collection[int]) -> HeapLease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
 
-        ``mates`` are the ranks of this rank's node, itself included, which store to each other's bytes. Raises
-        ConfigError on all ranks if NVSHMEM is missing, cannot be initialized, has too little memory or does not map
-        that of mates, and CollectiveTimeout for ranks that did not come.
+        ``mates`` are the ranks of this rank's node, including itself, which store to each other's memory. Raises
+        ConfigError on all ranks if NVSHMEM is missing, cannot be initialized, has too little memory or does not map the
+        memory of ``mates``; raises CollectiveTimeout for ranks that did not arrive.
         """
         library, pes = self._join(group, device)
         nbytes = align_up(nbytes, PAGE)
@@ -193,7 +193,7 @@ class Heap:
         return lease
 
     def _join(self, group: StoreGroup, device: torch.device) -> tuple[nvshmem_library.Library, list[int]]:
-        """Make the ranks PEs if they are not; return the library and their numbers in it, by rank."""
+        """Make the ranks PEs if they are not yet; return the library and their PE numbers by rank."""
         failure, library = self._broken, None
         try:
             library = self._find()
@@ -237,7 +237,7 @@ class Heap:
             self._blocks.append(_Block(address, memory))
 
     def _together(self, group: StoreGroup, device: torch.device, call: Callable[[], T], what: str) -> T:
-        """Return the result of ``call``, a collective function of NVSHMEM, once it has returned on all ranks."""
+        """Run ``call``, a collective NVSHMEM function, and return its result once it has returned on all ranks."""
         done: list[T] = []
         failures: list[str] = []
 
@@ -266,7 +266,7 @@ class Heap:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a GPU and its context the current ones of this thread within the context."""
+    """Make a GPU and its context current on this thread within the block."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     torch.cuda.synchronize(device)  # the runtime makes its context current on this thread
@@ -274,9 +274,9 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def _memory_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return bytes of a GPU's memory as a tensor, which does not own them."""
+    """Wrap GPU memory in a tensor that does not own it."""
     return torch.as_tensor(driver.GpuBytes(address, nbytes), device=device)
 
 
 HEAP = Heap(nvshmem_library.library, _memory_at)
-"""The symmetric heap of this process."""
+"""This process's symmetric heap."""

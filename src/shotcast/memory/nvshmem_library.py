@@ -1,6 +1,6 @@
-"""The host functions of NVSHMEM, called through ctypes in the library of its wheel. The only file that calls them.
+"""NVSHMEM's host functions, called through ctypes in its wheel's library. The only file that calls them.
 
-Structures are those of version 1 of its initialization, which every NVSHMEM 3 takes.
+The structures are version 1 of its initialization, which every NVSHMEM 3 accepts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shotcast import env
 from shotcast.errors import ConfigError
 
 EXTERN_LIBRARY = "libnvshmem_device"
-"""The name of the device functions among the libraries that a kernel is linked with."""
+"""The name of the device functions' library when linking a kernel."""
 _HOST, _DEVICE = "libnvshmem_host.so.3", f"{EXTERN_LIBRARY}.bc"
 _WITH_UNIQUE_ID = 1 << 3
 _INITIALISED = 2
-"""The status from which on the library is initialized."""
+"""The status from which the library counts as initialized."""
 _UNIQUE_ID_BYTES = 128
 _DEFAULTS = {
     "NVSHMEM_SYMMETRIC_SIZE": str(512 << 20),
@@ -28,11 +28,11 @@ _DEFAULTS = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_DISABLE_NCCL": "1",
 }
-"""NVSHMEM's variables where the user has not set them.
+"""Defaults for NVSHMEM's variables if the user has not set them.
 
-The first is the room of the heap where it cannot grow, as some networks cannot reach memory that is mapped in steps.
-The second is the step by which it grows else, which is 512 MiB by itself. Nobody here uses multicast, nor the
-connections of NCCL that NVSHMEM would make for its own collectives.
+The first is the heap size if the heap cannot grow, since some networks cannot reach memory that is mapped in steps. The
+second is the growth step otherwise, which is 512 MiB by default. This package uses neither multicast nor the NCCL
+connections that NVSHMEM would create for its collectives.
 """
 
 
@@ -70,9 +70,9 @@ class _Attributes(ctypes.Structure):
 
 
 def folder() -> Path:
-    """Return the folder of the library: that of NVSHMEM_LIB_DIR, or of the package ``nvidia.nvshmem``.
+    """Return the folder of the library: NVSHMEM_LIB_DIR, or the folder in the package ``nvidia.nvshmem``.
 
-    Raises ConfigError if there is none, or if it lacks a part.
+    Raises ConfigError if it is missing or incomplete.
     """
     given = env.nvshmem_lib_dir()
     try:
@@ -92,14 +92,14 @@ def folder() -> Path:
 
 
 def extern_libs() -> dict[str, str]:
-    """Return the library of the device functions, by name, as Triton's compiler takes it."""
+    """Return the device functions' library by name, in the form that Triton's compiler expects."""
     return {EXTERN_LIBRARY: str(folder() / _DEVICE)}
 
 
 class Library:
-    """NVSHMEM in this process. Functions raise RuntimeError where NVSHMEM reports an error.
+    """NVSHMEM in this process. Functions raise RuntimeError if NVSHMEM reports an error.
 
-    NVSHMEM itself ends the process after some errors. Its collective functions wait for all PEs without a deadline.
+    NVSHMEM terminates the process after some errors. Its collective functions wait for all PEs without a deadline.
     """
 
     def __init__(self) -> None:
@@ -114,11 +114,11 @@ class Library:
 
     @property
     def initialised(self) -> bool:
-        """True if this process is a PE, by :meth:`initialise` or because another user of the library made it one."""
+        """True if this process is a PE, through :meth:`initialise` or another user of the library."""
         return bool(self._functions.nvshmemx_init_status() >= _INITIALISED)
 
     def unique_id(self) -> bytes:
-        """Return what all PEs take to initialize; this process then serves their meeting."""
+        """Create the id with which all PEs initialize; this process then hosts their rendezvous."""
         unique = _UniqueId(version=_version_of(_UniqueId))
         _check(self._functions.nvshmemx_get_uniqueid(ctypes.byref(unique)), "asking for a unique ID")
         return bytes(unique)
@@ -137,7 +137,7 @@ class Library:
 
     @property
     def pe(self) -> int:
-        """The number of this process among the PEs."""
+        """The PE number of this process."""
         return int(self._functions.nvshmem_my_pe())
 
     @property
@@ -145,21 +145,21 @@ class Library:
         return int(self._functions.nvshmem_n_pes())
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of new memory that every PE has. Collective; all PEs ask for equally much."""
+        """Allocate memory on every PE and return its address. Collective; all PEs must request the same size."""
         if address := self._functions.nvshmem_malloc(ctypes.c_size_t(nbytes)):
             return int(address)
         raise RuntimeError(f"NVSHMEM has no {nbytes} bytes more (NVSHMEM_SYMMETRIC_SIZE, NVSHMEM_MAX_MEMORY_PER_GPU)")
 
     def mapped(self, address: int, pe: int) -> int:
-        """Return where this GPU has the memory of ``pe`` that is ``address`` here; 0 if only puts reach it."""
+        """Return this GPU's address for the memory of ``pe`` at local ``address``; 0 if only puts reach it."""
         return int(self._functions.nvshmem_ptr(ctypes.c_void_p(address), pe) or 0)
 
     def complete_puts(self, stream: int) -> None:
-        """Make a CUDA stream wait for the completion of all puts of kernels of this GPU."""
+        """Make a CUDA stream wait until all puts by this GPU's kernels are complete."""
         self._functions.nvshmemx_quiet_on_stream(ctypes.c_void_p(stream))
 
     def initialise_module(self, module: int) -> None:
-        """Give a loaded CUDA module, whose kernels call device functions, the state of the library."""
+        """Pass the library's state to a loaded CUDA module whose kernels call device functions."""
         _check(self._functions.nvshmemx_cumodule_init(ctypes.c_void_p(module)), "initialising a CUDA module")
 
 
@@ -170,5 +170,5 @@ def _check(status: int, what: str) -> None:
 
 @functools.cache
 def library() -> Library:
-    """Return NVSHMEM of this process. Raises ConfigError if it is not installed."""
+    """Load NVSHMEM in this process. Raises ConfigError if it is not installed."""
     return Library()

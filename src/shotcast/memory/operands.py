@@ -10,8 +10,8 @@ import torch
 class NormTensors(NamedTuple):
     """The tensors that the residual add and the norm after a sum read and write.
 
-    R rows end up on this rank: all rows of ``x`` or, after a reduce-scatter, its share. A tensor that a plan's
-    :class:`~shotcast.wire.Norm` does not ask for is None.
+    R rows end up on this rank: all rows of ``x`` or, after a reduce-scatter, its share. Tensors that a plan's
+    :class:`~shotcast.wire.Norm` does not request are None.
     """
 
     residual: torch.Tensor  # [R, hidden], of the call's dtype

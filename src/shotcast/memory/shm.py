@@ -1,7 +1,7 @@
-"""Symmetric memory of CPU ranks: one POSIX shared-memory segment for each rank, mapped by all of them.
+"""Symmetric memory of CPU ranks: one POSIX shared-memory segment per rank, mapped by all of them.
 
 A segment has a name only until the ranks have found each other. After that it lives as long as its mappings, so nothing
-is left behind however a job ends. A creator that is killed in that short time leaves a file whose lock is free: the
+is left behind, however the job ends. A creator that is killed in that short time leaves a file whose lock is free: the
 next buffer that any process of the same user creates removes it.
 """
 
@@ -45,10 +45,10 @@ def _lock(descriptor: int) -> bool:
 
 
 def sweep(directory: str) -> list[str]:
-    """Remove segments in ``directory`` that killed processes of this user left; return their names.
+    """Remove segments in ``directory`` left by killed processes of this user; return their names.
 
     A segment is stale if its lock can be taken: the creator holds the lock from creation until it removes the name. (A
-    creator that has not locked its segment yet finds it taken or gone, and makes another.)
+    creator that has not yet locked its segment finds it taken or gone, and creates another.)
     """
     removed = []
     try:
@@ -74,9 +74,9 @@ def sweep(directory: str) -> list[str]:
 
 
 def _create(directory: str, nbytes: int, heap_nbytes: int = 0) -> tuple[str, int]:
-    """Create a locked segment with its memory reserved; return path and descriptor. An OSError leaves none behind.
+    """Create a locked segment with its memory reserved; return path and descriptor. On OSError nothing is left behind.
 
-    The bytes of its heap have no memory yet; there is none where the file cannot be that long.
+    The heap has no memory yet; it is omitted if the file cannot be that long.
     """
     for _ in range(_ATTEMPTS):
         path = os.path.join(directory, _prefix() + secrets.token_hex(8))
@@ -102,7 +102,7 @@ def _create(directory: str, nbytes: int, heap_nbytes: int = 0) -> tuple[str, int
 
 
 def _map(descriptor: int, nbytes: int, mapped: int) -> mmap.mmap:
-    """Map ``mapped`` bytes, and fill the page tables of the first ``nbytes``: the first call would take the faults."""
+    """Map ``mapped`` bytes, and prefault the first ``nbytes`` so that the first call does not take the faults."""
     if mapped == nbytes:
         return mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     mapping = mmap.mmap(descriptor, mapped, flags=mmap.MAP_SHARED)
@@ -122,9 +122,9 @@ def _map_peer(path: str, nbytes: int, length: int, mapped: int) -> mmap.mmap:
 
 
 def _map_rank(path: str, descriptor: int | None, nbytes: int, length: int, with_heap: bool) -> mmap.mmap:
-    """Map a rank's segment of ``length`` bytes, without its heap where there is no address space for it.
+    """Map a rank's segment of ``length`` bytes, without its heap if there is no address space for it.
 
-    ``descriptor`` is that of this rank's own segment, None for those of others.
+    ``descriptor`` refers to this rank's segment; None for other ranks'.
     """
 
     def mapped(most: int) -> mmap.mmap:
@@ -163,8 +163,8 @@ class ShmBuffer:
 
     The mappings end with :meth:`close` and with the last tensor that :meth:`view` or the heap returned.
 
-    Behind it, ``heap_nbytes`` of address space are for a :class:`MappedHeap`, which has memory where tensors have:
-    ``heap``, None without them, and where a limit of a process leaves too little address space.
+    The following ``heap_nbytes`` of address space are for a :class:`MappedHeap` (``heap``), which has memory only for
+    its tensors. It is None if ``heap_nbytes`` is 0, or if a process limit leaves too little address space.
     """
 
     def __init__(self, group: StoreGroup, nbytes: int, heap_nbytes: int = 0):
@@ -233,14 +233,14 @@ class ShmBuffer:
 
     @property
     def multicast_address(self) -> int:
-        """0, as every store to shared memory reaches all ranks already."""
+        """0, because every store to shared memory already reaches all ranks."""
         return 0
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return rank ``rank``'s bytes from ``offset`` on as a tensor of ``shape``, which keeps the memory mapped.
 
-        Raises ConfigError for what is not inside the memory or not at a multiple of the item size, and ClosedError
-        after :meth:`close`.
+        Raises ConfigError if the view exceeds the memory or is not aligned to the item size, and ClosedError after
+        :meth:`close`.
         """
         if not self._maps:
             raise ClosedError("this shared memory was closed")
@@ -256,7 +256,7 @@ class ShmBuffer:
         return torch.frombuffer(self._maps[rank], dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
     def close(self) -> None:
-        """End this process's mappings; a mapping with living views ends with the last of them.
+        """End this process's mappings; a mapping with live views ends with the last of them.
 
         A second call does nothing.
         """

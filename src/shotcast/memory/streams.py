@@ -1,7 +1,7 @@
-"""The current CUDA device and stream, and captures, at little cost.
+"""The current CUDA device and stream, and capture state, at low cost.
 
-The only file that uses PyTorch's private functions for them. Their public forms check and wrap, which takes a
-microsecond or so each, and an eager call needs several.
+The only file that uses PyTorch's private functions for them. The public functions check and wrap, which takes about a
+microsecond each, and an eager call needs several.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _without_cuda(*arguments: int) -> Any:
 
 # PyTorch's own, as a function that calls them would take longer than they do
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _without_cuda)
-"""Return the handle of the current stream of a GPU, which is given by its index."""
+"""Return the handle of a GPU's current stream, given the GPU's index."""
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _without_cuda)
 """Return the index of the current GPU."""
 capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _without_cuda)
@@ -30,17 +30,17 @@ capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturin
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the current stream of a GPU, which can wait for others; this takes longer than its handle."""
+    """Return a GPU's current stream, which can wait for others; slower than getting its handle."""
     return torch.cuda.current_stream(device)
 
 
 def capture_id(stream: torch.cuda.Stream) -> int:
-    """Return the number of the graph capture of ``stream``, 0 for none. PyTorch has no public function for it."""
+    """Return the id of the graph capture of ``stream``, 0 for none. PyTorch has no public function for it."""
     return capture_of(stream.cuda_stream)
 
 
 def capture_of(stream: int) -> int:
-    """Return the number of the graph capture of the stream with a handle, 0 for none."""
+    """Return the id of the graph capture of the stream with this handle, 0 for none."""
     status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
     none = ctypes.c_void_p(None)
     error = driver.library().cuStreamGetCaptureInfo_v2(
@@ -54,9 +54,9 @@ _NO_TIMING, _EXTERNAL = 2, 1
 
 
 class SideLane:
-    """A stream of a GPU for what calls do beside their own stream, of the highest priority. It waits for no other call.
+    """A highest-priority GPU stream for work that calls do next to their stream. It waits for no other call.
 
-    Events serve again: a stream waits for what was recorded when it was told to wait.
+    Events are reused: a stream waits for the latest record at the time of the wait call.
     """
 
     def __init__(self, device: torch.device):
@@ -65,9 +65,9 @@ class SideLane:
         self._begun, self._marks, self._turn = 0, [0, 0], 0
 
     def of(self, stream: int) -> SideLane | None:
-        """Return the lane of a call on a stream: itself, or one for calls that are captured. None while that is taken.
+        """Return the lane of a call on a stream: this one, or another for captured calls. None while that is in use.
 
-        A stream that was captured takes all into the graph until the capture ends, and a replay runs on other streams.
+        A captured stream puts all work into the graph until the capture ends, and a replay runs on other streams.
         """
         if not capturing():
             return self._made()
@@ -84,20 +84,20 @@ class SideLane:
         return self
 
     def after(self, stream: int) -> int:
-        """Return the handle of the stream, behind what is enqueued on the stream with a handle."""
+        """Order the lane after the pending work of the stream with this handle, and return the lane's handle."""
         _record(self._begun, stream)
         self.wait(self._stream, self._begun)
         return self._stream
 
     def mark(self) -> int:
-        """Return an event behind what is enqueued on the lane; the one before the last is taken back."""
+        """Record and return an event after the lane's pending work; the event before the last is recycled."""
         self._turn ^= 1
         _record(self._marks[self._turn], self._stream)
         return self._marks[self._turn]
 
     @staticmethod
     def wait(stream: int, event: int) -> None:
-        """Let a stream wait for an event."""
+        """Make a stream wait for an event."""
         error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
         driver.check(error, "waiting for an event")
 
@@ -121,10 +121,10 @@ def _record(event: int, stream: int) -> None:
 
 
 class LastCall:
-    """A CUDA event that marks the last of some calls, eager or captured, in the order in which the host makes them.
+    """A CUDA event that marks the last of some calls, eager or captured, in the host's order.
 
-    A replay of a graph is made when the graph is launched: the nodes that :meth:`wait_captured` and
-    :meth:`record_captured` leave in the graph wait for what was recorded by then, and record for what is made later.
+    A replay counts as made when the graph is launched: the nodes that :meth:`wait_captured` and :meth:`record_captured`
+    add to the graph wait for earlier records, and record for later calls.
     """
 
     def __init__(self) -> None:
@@ -133,25 +133,25 @@ class LastCall:
         weakref.finalize(self, driver.library().cuEventDestroy_v2, event).atexit = False
 
     def record(self, stream: int) -> None:
-        """Mark what was enqueued on a stream as the last call."""
+        """Mark a stream's pending work as the last call."""
         error = driver.library().cuEventRecord(self._event, ctypes.c_void_p(stream))
         driver.check(error, "recording an event")
 
     def wait(self, stream: int) -> None:
-        """Let a stream wait for the last call."""
+        """Make a stream wait for the last call."""
         error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0)
         driver.check(error, "waiting for an event")
 
     def wait_captured(self, stream: int) -> None:
-        """Let a stream that is being captured wait, in each replay, for the call before the replay."""
+        """Make a stream under capture wait, in each replay, for the call before the replay."""
         error = driver.library().cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, _EXTERNAL)
         driver.check(error, "waiting for an event in a graph")
 
     def record_captured(self, stream: int) -> None:
-        """Mark what was captured on a stream as the last call of each replay.
+        """Mark a stream's captured work as the last call of each replay.
 
-        The node that records is a leaf: no kernel of the graph waits for it. It waits for the one before, so that the
-        last one is the last to record.
+        The recording node is a leaf: no kernel of the graph waits for it. It waits for the previous one, so that the
+        last node records last.
         """
         status, number, graph = ctypes.c_int(0), ctypes.c_ulonglong(0), ctypes.c_void_p()
         before, edges, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p(), ctypes.c_size_t(0)

@@ -50,9 +50,9 @@ class Part:
 
 
 def take_first(parts: list[Part], is_free: Callable[[Part], bool], size: int, nbytes: int) -> Part | None:
-    """Add the first part of ``nbytes`` that ``parts`` leave free of ``size`` bytes; return None if there is none.
+    """Add the first part of ``nbytes`` that ``parts`` leave free in ``size`` bytes; return None if there is none.
 
-    Before that, it drops the parts that this rank has closed and that are free.
+    First drops parts that this rank has closed and that are free.
     """
     parts[:] = [part for part in parts if part.open or not is_free(part)]
     end = 0
@@ -65,7 +65,7 @@ def take_first(parts: list[Part], is_free: Callable[[Part], bool], size: int, nb
 
 
 def nbytes_of_view(owner: str, nbytes: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of a view from ``offset`` on; raise ConfigError if it exceeds the ``nbytes`` of its owner."""
+    """Return the size in bytes of a view from ``offset``. Raises ConfigError if it exceeds its owner's ``nbytes``."""
     viewed = math.prod(shape) * dtype.itemsize
     if offset < 0 or offset + viewed > nbytes:
         raise ConfigError(f"{list(shape)} of {dtype} at byte {offset} exceeds the {owner}'s {nbytes} bytes")
@@ -81,7 +81,7 @@ class Target(NamedTuple):
 
 
 def shortage(device: torch.device, what: str, error: RuntimeError) -> str:
-    """Return the text of a failure to get the memory for ``what`` on ``device``, with what is free on a GPU."""
+    """Describe a failure to allocate memory for ``what`` on ``device``, with the free memory if it is a GPU."""
     why = str(error).partition("\n")[0]
     if device.type != "cuda":
         return f"{device} cannot hold {what}: {why}"
@@ -93,7 +93,7 @@ def shortage(device: torch.device, what: str, error: RuntimeError) -> str:
 
 
 def raise_failures(group: StoreGroup, failure: str) -> None:
-    """Raise ConfigError on every rank if a rank reports a failure; it names all that failed. Collective.
+    """Raise ConfigError on every rank if any rank reports a failure, naming all failed ranks. Collective.
 
     A rank that fails during construction must not be the only one to raise: the others would wait for it. ``failure``
     is empty if nothing failed on this rank.

@@ -1,4 +1,4 @@
-"""Say in the log that a call waits, long before its deadline."""
+"""Log messages about waiting calls, long before their deadline."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shotcast.memory.members import Members
 logger = logging.getLogger(__name__)
 
 _AT_S = (10.0, 60.0, 300.0, 1200.0)
-"""Times of a wait after which it is mentioned."""
+"""Wait times after which a message is logged."""
 
 
 class WaitLog:
-    """The lines of the log about one wait."""
+    """The log messages about one wait."""
 
     def __init__(self) -> None:
         self._said = 0
 
     def look(self, waited_s: float, text: Callable[[], str]) -> None:
-        """Write ``text()`` if the wait, which has taken ``waited_s`` so far, has become worth another line."""
+        """Log ``text()`` if the wait, at ``waited_s`` so far, has reached the next threshold."""
         passed = sum(waited_s >= at for at in _AT_S)
         if passed > self._said:
             self._said = passed
@@ -31,9 +31,9 @@ class WaitLog:
 def wait_text(
     members: Members, ranks: Collection[int], op: str, epoch: int, waited_s: float, timeout_s: float, by: str = ""
 ) -> str:
-    """Return that a call waits, in words.
+    """Describe a waiting call in words.
 
-    ``by`` is the library that makes the call, which does not tell whom it waits for.
+    ``by`` is the library that runs the call, which does not report which ranks it waits for.
     """
     whom = f"rank{'s' if len(ranks) > 1 else ''} {members.text(ranks)}" if ranks else f"other ranks{by and f' in {by}'}"
     call = call_text(op, epoch, members.group)

@@ -1,1 +1,1 @@
-"""Language models of the Llama kind, and the checkpoints that they are read from."""
+"""Llama-style language models, and the checkpoints they are loaded from."""

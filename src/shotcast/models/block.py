@@ -1,4 +1,4 @@
-"""One decoder layer of the Llama architecture (Touvron et al., arXiv 2302.13971), and of those that follow it."""
+"""A decoder layer of the Llama architecture (Touvron et al., arXiv 2302.13971) and its successors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shotcast.models.config import ModelConfig
 
 
 def load_norm(weights: Weights, config: ModelConfig, name: str) -> torch.Tensor:
-    """Load the weight of a norm. One that is stored less one is float32, which holds the sum as it is."""
+    """Load a norm's weight. A weight stored minus one becomes float32, which holds the sum exactly."""
     weight = weights.load(f"{name}.weight")
     return weight.float() + 1 if config.norms_less_one else weight
 
 
 def row_shards(matrices: Sequence[tuple[str, int, range]]) -> list[RowShard]:
-    """Return the rows of matrices, each of a name, its number of rows and the rows wanted, in the tensors that hold
-    them: matrices of one name follow each other there."""
+    """Return the rows of matrices in the tensors that store them, where matrices of one name follow each other. Each
+    matrix has a name, a number of rows and the requested rows."""
     found, sizes = [], dict[str, int]()
     for name, size, rows in matrices:
         before = sizes.get(name, 0)
@@ -37,14 +37,14 @@ def row_shards(matrices: Sequence[tuple[str, int, range]]) -> list[RowShard]:
 class Block:
     """One layer: attention, then the feed-forward network, each after a norm and added to the residual.
 
-    The norm *before* either one follows the sum of partial results before it, in one fused operation. A block is
-    therefore given its normed input, and returns partial sums for the next norm. In some families the sum itself has a
-    norm before it is added, and there may be no norm before attention and MLP.
+    The norm *before* each of them is fused with the preceding sum of partial results. A block therefore receives its
+    normalized input, and returns partial sums for the next norm. Some families also normalize the sum before adding it,
+    and may omit the norm before attention and MLP.
 
     Args:
         rotation: cosines and sines, float32 [positions, head_dim / 2].
-        max_sequences: the largest number of sequences that decode together.
-        previous: the block before this one in the stage, whose scratch memory this one uses too; None for the first.
+        max_num_seqs: the largest number of sequences that decode together.
+        previous: the previous block in the stage, whose scratch memory this one shares; None for the first.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Block:
         weights: Weights,
         parallel: Parallel,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        max_sequences: int,
+        max_num_seqs: int,
         previous: Block | None,
     ):
         names, head_dim = config.names, config.head_dim
@@ -104,7 +104,7 @@ class Block:
             head_dim,
             kv_head_of,
             *rotation,
-            max_sequences,
+            max_num_seqs,
             config.window_of(number) or 0,
             head_norms,
             config.norm_eps,
@@ -132,8 +132,8 @@ class Block:
     def __call__(
         self, normed: torch.Tensor | Float8Rows, residual: torch.Tensor, cache: KVCache, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute partial sums of the block's output from ``normed`` [tokens, hidden]. Returns the partial sums, and
-        the residual to add them to.
+        """Compute partial sums of the block's output from ``normed`` [tokens, hidden]. Returns the partial sums and the
+        residual to add them to.
         """
         normed, residual = self.mlp_input(self.attend(normed, cache, batch), residual)
         return self.feed_forward(normed), residual
@@ -141,7 +141,7 @@ class Block:
     def attend(
         self, normed: torch.Tensor | Float8Rows, cache: KVCache, batch: Batch, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute partial sums of the attention's output, in ``out`` if it is given, which may be ``normed``."""
+        """Compute partial sums of the attention's output, in ``out`` if given, which may be ``normed``."""
         qkv = self.qkv(normed)
         if self._projection_norm is not None:
             qkv = self._projection_norm(qkv)
@@ -150,19 +150,19 @@ class Block:
     def mlp_input(
         self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """Sum the partial results of the attention, on ``sms`` SMs if they are given; return the normed input of the
-        MLP and the new residual."""
+        """Sum the attention's partial results, on ``sms`` SMs if given; return the MLP's normalized input and the new
+        residual."""
         return self._reduce_norm(partial, residual, self.attention_post_norm, self.mlp_norm, self.gate_up, sms)
 
     def feed_forward(self, normed: torch.Tensor | Float8Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute partial sums of the MLP's output, in ``out`` if it is given, which may be ``normed``."""
+        """Compute partial sums of the MLP's output, in ``out`` if given, which may be ``normed``."""
         return self.down(self.gate_up.gated(normed, self._activation), out)
 
     def normed_input(
         self, partial: torch.Tensor, residual: torch.Tensor, sms: int | None = None
     ) -> tuple[torch.Tensor | Float8Rows, torch.Tensor]:
-        """Sum the partial results of the operation before, on ``sms`` SMs if they are given; return this block's
-        normed input and the new residual."""
+        """Sum the previous operation's partial results, on ``sms`` SMs if given; return this block's normalized input
+        and the new residual."""
         return self._reduce_norm(partial, residual, self._input_post_norm, self.attention_norm, self.qkv, sms)
 
     def _reduce_norm(

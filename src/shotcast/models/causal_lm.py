@@ -29,8 +29,8 @@ class CausalLM:
     """This rank's part of a model: the layers of its stage, and its shard of each.
 
     Args:
-        max_sequences: the largest number of sequences that decode together.
-        cache_dtype: the type of cached keys and values; None for that of activations, on the CPU float32.
+        max_num_seqs: the largest number of sequences that decode together.
+        cache_dtype: the dtype of cached keys and values; None for the dtype of activations (float32 on the CPU).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CausalLM:
         weights: Weights,
         parallel: Parallel,
         max_positions: int,
-        max_sequences: int,
+        max_num_seqs: int,
         cache_dtype: torch.dtype | None = None,
     ):
         self.config, self.parallel, self._eps = config, parallel, config.norm_eps
@@ -63,7 +63,7 @@ class CausalLM:
         for number in self.layers:
             previous = self.blocks[-1] if self.blocks else None
             turns = rotation if config.window_of(number) is None else local_rotation
-            self.blocks.append(block(config, number, weights, parallel, turns, max_sequences, previous))
+            self.blocks.append(block(config, number, weights, parallel, turns, max_num_seqs, previous))
         if parallel.last:
             self.final_norm = load_norm(weights, config, config.names.final_norm)
             if config.tied and self.embeddings is not None:
@@ -85,7 +85,7 @@ class CausalLM:
         return ""
 
     def max_tile_tokens(self, tokens: int) -> int:
-        """Return the largest number of tokens of a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of
+        """Return the largest number of tokens in a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of
         ``tokens``."""
         return self.blocks[0].attention.max_tile_tokens(tokens, self._attention_dtype)
 
@@ -104,31 +104,31 @@ class CausalLM:
         ]
 
     def shortened(self, layers: int) -> CausalLM:
-        """Return a model of the first ``layers`` layers of this stage at most, which shares its memory."""
+        """Return a model of at most the first ``layers`` layers of this stage, which shares its memory."""
         short = copy.copy(self)
         short.blocks = self.blocks[:layers]
         return short
 
     def __call__(self, batch: Batch, caches: list[KVCache]) -> Logits | None:
-        """Run one step. On the last stage, return the logits of ``batch.logits_indices``, None if it is empty."""
+        """Run one step. On the last stage, return the logits of ``batch.logits_indices``, or None if it is empty."""
         last = self.hidden(batch, caches)
         return None if last is None else self.next_logits(last, batch)
 
     def next_logits(self, last: torch.Tensor, batch: Batch) -> Logits | None:
-        """Return the logits of ``batch.logits_indices`` from the result of :meth:`hidden`, None if it is empty."""
+        """Return the logits of ``batch.logits_indices`` from the result of :meth:`hidden`, or None if it is empty."""
         if batch.logits_indices is None:
             return self.logits(last, batch.logits_out)
         return self.logits(last[batch.logits_indices]) if batch.logits_indices.numel() else None
 
     def overlapped(self, batches: Sequence[Batch], caches: list[KVCache], controller: Controller) -> Logits | None:
-        """Run one step in parts, each of which communicates under the computation of the others.
+        """Run one step in parts, each of which communicates while the others compute.
 
-        The model is one stage without :attr:`overlap_unsupported_reason`, and no step divides the residual. Return the
-        logits of the ``logits_indices`` of all parts, None if they are empty.
+        The model must be one stage without :attr:`overlap_unsupported_reason`, and no step may divide the residual.
+        Returns the logits of the ``logits_indices`` of all parts, or None if they are empty.
 
         Args:
-            batches: the parts. One that has later tokens of a sequence follows that with the earlier ones.
-            controller: runs the schedule; its communicator is that of the ranks.
+            batches: the parts. Later tokens of a sequence must be in a later part.
+            controller: runs the schedule, on the communicator of the ranks.
         """
         last = self.hidden_of_parts(batches, caches, controller)
         wanted = [
@@ -146,13 +146,13 @@ class CausalLM:
         shaping: Shaping = UNSHAPED,
         sums: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """Do the work of :meth:`overlapped` up to the head: return the last normed hidden states of each part.
+        """Run :meth:`overlapped` up to the head, and return the last normalized hidden states of each part.
 
-        ``sums`` are [tokens, hidden] for each part, where its sums over the ranks are formed; memory that the ranks map
+        ``sums`` are [tokens, hidden] for each part, the memory for its sums over the ranks; memory that the ranks map
         is read and written in place.
 
-        Computation and communication are given to the lanes layer by layer, one part at a time. A tensor that both use
-        is freed only when the next work of its part has waited for both.
+        Computation and communication are submitted to the lanes layer by layer, one part at a time. A tensor that both
+        use is freed only when the next work of its part has waited for both.
         """
         assert self.embeddings is not None
         sms = shaping.sms
@@ -201,8 +201,9 @@ class CausalLM:
         return self.head.logits(last, out)
 
     def hidden(self, batch: Batch, caches: list[KVCache]) -> torch.Tensor | None:
-        """Run a step without the head. On the last stage, return the normed output of the last block, [tokens,
-        hidden]."""
+        """Run a step without the head. On the last stage, return the last block's normalized output [tokens,
+        hidden].
+        """
         parallel = self.parallel
         tokens = batch.tokens.shape[0]
         normed: torch.Tensor | Float8Rows

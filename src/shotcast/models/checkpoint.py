@@ -22,7 +22,7 @@ class Checkpoint(ABC):
 
     Args:
         shapes: the shape of each tensor, matrices as [outputs, inputs].
-        nbytes: the size of all tensors as they are stored.
+        nbytes: the stored size of all tensors.
     """
 
     def __init__(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], nbytes: int):
@@ -38,8 +38,8 @@ class Checkpoint(ABC):
         return self._shapes[name]
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        """Read a tensor or a part of it into new contiguous memory. No more of the file is read than the part needs.
-        Returns a tensor of the stored type; float32 if it is stored quantized. Raises ConfigError if there is no such
+        """Read a tensor or a part of it into new contiguous memory. Only the required part of the file is read. Returns
+        a tensor of the stored dtype, or float32 if it is stored quantized. Raises ConfigError if there is no such
         tensor, the part is not within it, or the checkpoint is closed.
 
         Args:
@@ -50,14 +50,14 @@ class Checkpoint(ABC):
     def read_stored(
         self, name: str, rows: slice | None = None, columns: slice | None = None
     ) -> Float8Rows | GroupedRows | BlockRows | None:
-        """Read a matrix or a part of it as it is stored, None where :meth:`read` alone can read it.
+        """Read a matrix or a part of it in its storage format; None if only :meth:`read` can read it.
 
-        Args and errors are those of :meth:`read`.
+        Arguments and errors are the same as for :meth:`read`.
         """
         return self._read_stored(name, *self._part(name, rows, columns))
 
     def _part(self, name: str, rows: slice | None, columns: slice | None) -> tuple[slice, slice]:
-        """Return both bounds of a part in each dimension. Raise ConfigError as :meth:`read` does."""
+        """Return both bounds of a part in each dimension. Raises ConfigError like :meth:`read`."""
         shape = self.shape(name)
         if self._closed:
             raise ConfigError("the checkpoint is closed")
@@ -77,7 +77,7 @@ class Checkpoint(ABC):
         self._closed = True
 
     def require(self, name: str, shape: tuple[int, ...] | None = None) -> None:
-        """Raise ConfigError unless there is a tensor ``name``, with this shape if one is given."""
+        """Raise ConfigError unless there is a tensor ``name``, with this shape if given."""
         if name not in self._shapes:
             hint = similar("; similar names: {}", name, self._shapes, 3, 0.8)
             raise ConfigError(f"the checkpoint has no tensor {name!r}{hint}")
@@ -87,7 +87,7 @@ class Checkpoint(ABC):
             )
 
     def verify(self) -> None:
-        """Raise ConfigError unless the checkpoint holds exactly the parameters that its configuration asks for."""
+        """Raise ConfigError unless the checkpoint holds exactly the parameters that its configuration requires."""
         expected = self.config.tensors()
         for name, shape in expected.items():
             self.require(name, shape)
@@ -107,7 +107,7 @@ class Checkpoint(ABC):
 
 
 def _within(part: slice | None, size: int, description: str) -> slice:
-    """Return a part of a dimension with both bounds. Raise ConfigError if it is not within the dimension."""
+    """Return a part of a dimension with both bounds. Raises ConfigError if it is outside the dimension."""
     if part is None:
         return slice(0, size)
     first = 0 if part.start is None else part.start
@@ -118,7 +118,7 @@ def _within(part: slice | None, size: int, description: str) -> slice:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read an object from a file. Raise ConfigError, which names the file, if that fails."""
+    """Read a JSON object from a file. Raises ConfigError naming the file on failure."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

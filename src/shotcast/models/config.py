@@ -1,4 +1,4 @@
-"""The configuration of a model: its dimensions, and everything else that its computation depends on."""
+"""The configuration of a model: its dimensions, and everything else that affects its computation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shotcast.models.config_fields import MAX_COUNT
 from shotcast.models.weight_names import HF_LLAMA, WeightNames
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Accepted types of weights that are not quantized."""
+"""Accepted dtypes of unquantized weights."""
 
 MAX_LAYERS = 999
-"""The largest number of layers. A file with more is damaged; the names of its tensors might not fit into memory."""
+"""The largest number of layers. A file with more is damaged; its tensor names might not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The configuration of a decoder of the Llama kind."""
+    """The configuration of a Llama-style decoder."""
 
     hidden: int  # the width of the residual
     intermediate: int  # the width of the feed-forward network
@@ -125,12 +125,12 @@ class ModelConfig:
         return tensors
 
     def window_of(self, layer: int) -> int | None:
-        """Return the number of tokens that a token sees in a layer; None for all before it."""
+        """Return the number of tokens that a token attends to in a layer; None for all earlier ones."""
         return None if layer in self.full_layers else self.sliding_window
 
     @property
     def longest_window(self) -> int | None:
-        """The number of tokens that a token sees in the layers where it sees most; None for all before it."""
+        """The largest number of tokens that a token attends to in any layer; None for all earlier ones."""
         return None if self.full_layers else self.sliding_window
 
     @property

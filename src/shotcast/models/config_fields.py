@@ -1,4 +1,4 @@
-"""Checked values of the fields of a ``config.json``."""
+"""Checked access to the fields of a ``config.json``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Fields = Mapping[str, Any]
 """The object of a ``config.json``, or one within it."""
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest number of anything in a model."""
+"""The largest valid count in a model."""
 
 
 def _given(config: Fields, key: str, default: Any) -> Any:
@@ -24,7 +24,7 @@ def _given(config: Fields, key: str, default: Any) -> Any:
 
 
 def count(config: Fields, key: str, default: int | None = None, least: int = 1) -> int:
-    """Return a whole number of at least ``least``, or raise ConfigError."""
+    """Return an integer of at least ``least``. Raises ConfigError for anything else."""
     value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
         raise ConfigError(
@@ -34,7 +34,7 @@ def count(config: Fields, key: str, default: int | None = None, least: int = 1) 
 
 
 def number(config: Fields, key: str, default: float | None = None) -> float:
-    """Return a finite number above 0, or raise ConfigError."""
+    """Return a finite positive number. Raises ConfigError for anything else."""
     value = _given(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ConfigError(f"{key} in config.json must be a number above 0, not {shorten(value)}")
@@ -42,7 +42,7 @@ def number(config: Fields, key: str, default: float | None = None) -> float:
 
 
 def numbers(config: Fields, key: str) -> tuple[float, ...]:
-    """Return a list of finite numbers above 0. Raises ConfigError if the value is something else, or is missing."""
+    """Return a list of finite positive numbers. Raises ConfigError for anything else, or if it is missing."""
     values = _given(config, key, None)
     if not isinstance(values, list):
         raise ConfigError(f"{key} in config.json must be a list of numbers, not {shorten(values)}")
@@ -50,7 +50,7 @@ def numbers(config: Fields, key: str) -> tuple[float, ...]:
 
 
 def strings(config: Fields, key: str) -> list[str]:
-    """Return a list of strings, empty if the field is missing, or raise ConfigError."""
+    """Return a list of strings, empty if the field is missing. Raises ConfigError for anything else."""
     value = config.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{key} in config.json must be a list of names, not {shorten(value)}")
@@ -58,8 +58,8 @@ def strings(config: Fields, key: str) -> list[str]:
 
 
 def full_layers(config: Fields, layers: int, default: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return the layers whose ``layer_types`` is ``full_attention``, where the others are ``sliding_attention``. Raises
-    ConfigError if there are more or fewer types than layers. Raises UnsupportedError if a layer is of another type.
+    """Return the layers with ``full_attention`` in ``layer_types``; the others must be ``sliding_attention``. Raises
+    ConfigError if the number of types differs from the number of layers. Raises UnsupportedError for other types.
 
     Args:
         default: whether a layer is one of these if config.json has no ``layer_types``.
@@ -77,7 +77,7 @@ def full_layers(config: Fields, layers: int, default: Callable[[int], bool]) -> 
 
 
 def token_ids(config: Fields, key: str) -> tuple[int, ...]:
-    """Return token ids: none, one or a list of them. Raises ConfigError if the value is something else."""
+    """Return token ids: none, one or a list. Raises ConfigError for anything else."""
     value = config.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, int)]:

@@ -1,4 +1,4 @@
-"""Model families: everything in which those of the Llama kind differ, and the table of them."""
+"""Model families: the ways in which Llama-style models differ, and a table of the families."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A family of models whose decoders differ from Llama's in no more than what is said here."""
+    """A family of models whose decoders differ from Llama's only in the fields below."""
 
     name: str  # the ``model_type`` of its ``config.json``
     architecture: str  # the class of Hugging Face Transformers whose checkpoints can be read
@@ -59,7 +59,7 @@ LLAMA = ModelFamily(
 
 
 def _mistral_window(config: Fields, layers: int) -> int | None:
-    """Read the window, 4096 by default. Transformers does not read ``layer_types`` here."""
+    """Read the window, 4096 by default. Transformers ignores ``layer_types`` here."""
     window = count(config, "sliding_window", 4096) if config.get("sliding_window", 4096) is not None else None
     kinds = strings(config, "layer_types")
     if any((kind == "sliding_attention") != (window is not None) for kind in kinds):
@@ -80,7 +80,7 @@ MISTRAL = ModelFamily(
 
 
 def _qwen_window(config: Fields, layers: int) -> int | None:
-    """Read the window, which holds only with ``use_sliding_window``."""
+    """Read the window, which applies only with ``use_sliding_window``."""
     if not config.get("use_sliding_window", False) or config.get("sliding_window", 4096) is None:
         kinds = strings(config, "layer_types")
         if kinds and set(kinds) != {"full_attention"}:
@@ -210,7 +210,7 @@ _FAMILIES: dict[str, ModelFamily] = {}
 
 
 def register_family(family: ModelFamily) -> None:
-    """Add a family to the table, or raise ConfigError if another has its name or one of its architectures."""
+    """Add a family to the table. Raises ConfigError if its name or one of its architectures is taken."""
     for other in _FAMILIES.values():
         if (
             other.name == family.name
@@ -233,7 +233,7 @@ def find_family(name: str) -> ModelFamily:
 
 
 def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:
-    """Return the family that ``architectures`` of a config.json names, or ``model_type`` if that list is empty."""
+    """Return the family named by ``architectures`` in a config.json, or by ``model_type`` if that list is empty."""
     known = {family.architecture: family for family in _FAMILIES.values()}
     accepted = ", ".join(known)
     if not architectures:
@@ -249,7 +249,7 @@ def by_hf_name(architectures: list[str], model_type: object) -> ModelFamily:
 
 
 def by_gguf_architecture(architecture: object) -> ModelFamily | None:
-    """Return the family that ``general.architecture`` of a GGUF file names, None if it is not registered."""
+    """Return the family for ``general.architecture`` of a GGUF file, or None if it is not registered."""
     for family in _FAMILIES.values():
         if isinstance(architecture, str) and architecture in family.gguf_architectures:
             return family
@@ -257,5 +257,5 @@ def by_gguf_architecture(architecture: object) -> ModelFamily | None:
 
 
 def gguf_architectures() -> list[str]:
-    """Return the accepted values of ``general.architecture`` of GGUF files."""
+    """Return the accepted values of ``general.architecture`` in GGUF files."""
     return [architecture for family in _FAMILIES.values() for architecture in family.gguf_architectures]

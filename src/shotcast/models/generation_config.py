@@ -1,4 +1,4 @@
-"""Defaults of sampling that a model's ``generation_config.json`` gives."""
+"""Sampling defaults from a model's ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _OPTIONS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields that are read, with the sampling parameter that each one sets. As in vLLM, ``do_sample`` is not read."""
+"""Supported fields, each with the sampling parameter it sets. Like vLLM, this ignores ``do_sample``."""
 
 
 def read_sampling_defaults(model: str, source: str) -> dict[str, Any]:
-    """Return the sampling parameters that a model's files set, by their names here; the values are not checked. Raises
-    ConfigError if the folder has no such file, or it cannot be read.
+    """Read the sampling parameters set by a model's files, by our names; the values are not checked. Raises ConfigError
+    if the folder has no such file, or it cannot be read.
 
     Args:
-        model: the model, as :func:`shotcast.models.source.open_checkpoint` takes it.
+        model: the model, as for :func:`shotcast.models.source.open_checkpoint`.
         source: ``auto`` for the folder of the model, ``none`` for no file, or a folder.
     """
     if source == "none" or (source == "auto" and model.startswith(RANDOM)):

@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp reads them. Weights are mostly quantized, in blocks along each row.
+"""GGUF files, as read by llama.cpp. Weights are usually quantized, in blocks along each row.
 
 Format: github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -33,7 +33,7 @@ TYPES = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
-"""Accepted types of tensors."""
+"""Accepted tensor types."""
 
 _DIVISORS = "rope_freqs.weight"
 
@@ -56,7 +56,7 @@ _NEUTRAL = {
     "rope.dimension_sections": (),
     "attention.sliding_window_pattern": (),
 }
-"""Metadata that changes the computation, with the values that leave it as it is implemented here."""
+"""Metadata that changes the computation, with the values under which the implementation here is correct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _StoredTensor:
 
     @classmethod
     def locate(cls, path: Path, content: np.ndarray, name: str, location: TensorLocation) -> _StoredTensor:
-        """Find a tensor in the content of a file, which may end before it."""
+        """Locate a tensor in the contents of a file, which may be truncated."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         types = {int(known): known for known in GGMLQuantizationType}
@@ -96,8 +96,8 @@ class _StoredTensor:
 
 class GgufFile(Checkpoint):
     """A checkpoint in one GGUF file, which is mapped into memory; a read dequantizes only the blocks of the part.
-    Raises ConfigError if the file is truncated or not in its format. Raises UnsupportedError if the architecture, or
-    the type of a tensor, is not supported.
+    Raises ConfigError if the file is truncated or malformed. Raises UnsupportedError if the architecture or a tensor
+    type is not supported.
     """
 
     def __init__(self, path: Path):
@@ -151,10 +151,10 @@ class GgufFile(Checkpoint):
 
 
 def _interleaved_rows(first: int, last: int, head_dim: int) -> np.ndarray:
-    """Return the rows of the file that hold rows of a Hugging Face checkpoint.
+    """Return the file's rows that hold the given rows of a Hugging Face checkpoint.
 
-    Hugging Face stores the first elements of all pairs of a head, then the second ones; the file stores pair after
-    pair.
+    Hugging Face stores the first elements of all pairs of a head, then the second ones; the file stores pairs
+    consecutively.
     """
     rows = np.arange(first, last)
     head, row = np.divmod(rows, head_dim)
@@ -163,7 +163,7 @@ def _interleaved_rows(first: int, last: int, head_dim: int) -> np.ndarray:
 
 
 def _values(tensor: _StoredTensor, stored: np.ndarray, left: int, right: int) -> torch.Tensor:
-    """Return the values of columns ``left`` to ``right`` of stored rows, in new memory."""
+    """Return the values in columns ``left`` to ``right`` of stored rows, in new memory."""
     import torch
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
@@ -186,7 +186,7 @@ def _values(tensor: _StoredTensor, stored: np.ndarray, left: int, right: int) ->
 
 
 class _Metadata:
-    """The metadata of an architecture, each value checked as it is read."""
+    """An architecture's metadata, with each value checked as it is read."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]):
         self.path, self._metadata = path, metadata
@@ -205,14 +205,14 @@ class _Metadata:
                 raise UnsupportedError(f"{path} says {architecture}.{key} = {value}, which is not supported")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return the value of ``<architecture>.<key>``. Raise ConfigError if it is missing and has no default."""
+        """Return the value of ``<architecture>.<key>``. Raises ConfigError if it is missing and has no default."""
         value = self._metadata.get(f"{self._architecture}.{key}", default)
         if value is None:
             raise ConfigError(f"{self.path} has no {self._architecture}.{key}")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 0. Raise ConfigError or UnsupportedError for anything else."""
+        """Return a non-negative integer. Raises ConfigError or UnsupportedError for anything else."""
         value = self.value(key, default)
         if isinstance(value, list):
             raise UnsupportedError(
@@ -223,7 +223,7 @@ class _Metadata:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number. Raise ConfigError for anything else."""
+        """Return a number. Raises ConfigError for anything else."""
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self.path} says {self._architecture}.{key} = {value!r}, which is no number")
@@ -232,14 +232,14 @@ class _Metadata:
             return float(str(np.float32(value)))
 
     def token_id(self, name: str) -> int | None:
-        """Return a special token such as ``bos``, None if there is none. Raise ConfigError for anything else."""
+        """Return a special token such as ``bos``, or None if there is none. Raises ConfigError for anything else."""
         value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ConfigError(f"{self.path} says tokenizer.ggml.{name}_token_id = {value!r}, which is no token")
         return value
 
     def head_dim(self, default: int) -> int:
-        """Return the size of a head. Raise UnsupportedError if keys, values or rotary embedding differ in it."""
+        """Return the size of a head. Raises UnsupportedError if keys, values or rotary embedding differ in size."""
         head_dim = self.count("attention.key_length", default)
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.value(key, head_dim) != head_dim:
@@ -291,7 +291,7 @@ def _config(metadata: _Metadata, tensors: Mapping[str, _StoredTensor], divisors:
 
 
 def _bytes_in_blocks(tensors: Mapping[str, _StoredTensor], names: WeightNames) -> float | None:
-    """Return the bytes of a weight of the layers' matrices; None if one of them is not in blocks that CPUs keep."""
+    """Return the bytes per weight of the layers' matrices; None if one is not in blocks that CPUs support."""
     tables = f"{names.embeddings}.weight", f"{names.head}.weight"
     matrices = [each for name, each in tensors.items() if len(each.shape) == 2 and name not in tables]
     if not matrices or any(each.type.name not in BLOCKS for each in matrices):

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata, and where each tensor is.
+"""The header of a GGUF file: metadata and tensor locations.
 
-The gguf package has a reader too, which makes objects of every word of the vocabulary; that takes seconds in every
-process that opens the file. This reader skips lists of strings, unless it is asked for them.
+The gguf package has a reader too, but it creates an object for every vocabulary entry, which takes seconds in every
+process that opens the file. This reader skips lists of strings unless they are requested.
 
 Format: github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -19,16 +19,16 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.units import about_size, align_up
 
 VERSIONS = (2, 3)
-"""Accepted versions of the format. In version 1, counts had 32 bits."""
+"""Accepted format versions. Version 1 had 32-bit counts."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-"""Types of metadata: the struct codes of numbers, and two others."""
+"""Metadata types: the struct codes of numbers, and two others."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """The location of a tensor in the file."""
+    """A tensor's location in the file."""
 
     shape: tuple[int, ...]  # the shape of its values, rows first
     type_number: int  # ggml's number of the type of its elements
@@ -37,16 +37,15 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by name, mostly without lists of strings (vocabularies); tensors by name, in the order of the file."""
+    """Metadata by name, usually without lists of strings (vocabularies), and tensors by name, in file order."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorLocation]
 
     @classmethod
     def read(cls, path: Path, with_strings: bool = False) -> GgufHeader:
-        """Read the header of a file, with its lists of strings or without. Raises ConfigError if the file cannot be
-        read, is truncated or not in its format. Raises UnsupportedError if the file has another version or the other
-        byte order.
+        """Read a file's header, with or without its lists of strings. Raises ConfigError if the file cannot be read, is
+        truncated or malformed. Raises UnsupportedError for another version or byte order.
         """
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -61,7 +60,7 @@ class GgufHeader:
 
 
 class _Cursor:
-    """An offset in the file, which advances as values are read."""
+    """A file offset that advances as values are read."""
 
     def __init__(self, content: mmap.mmap, with_strings: bool):
         self._content, self._with_strings = content, with_strings
@@ -80,7 +79,7 @@ class _Cursor:
         return str(self.numbers("s", length)[0], "utf-8")
 
     def value(self) -> Any:
-        """Read a type and a value; None for a list of strings that is skipped."""
+        """Read a type and a value; None for a skipped list of strings."""
         kind = self.number("I")
         if kind == _STRING:
             return self.text()

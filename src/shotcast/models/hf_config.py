@@ -1,4 +1,4 @@
-"""Reading the ``config.json`` of Hugging Face Transformers."""
+"""Reader for the ``config.json`` of Hugging Face Transformers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from shotcast.models.families import ModelFamily, by_hf_name
 from shotcast.models.quantization_config import read_quantization
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
-"""The names in a config.json of each activation, the usual one first."""
+"""The config.json names of each activation, the usual one first."""
 
 
 def read_hf_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
-    """Read ``config.json`` of Transformers (version 4 or 5), and ``generation_config.json`` if there is one.
+    """Read a Transformers ``config.json`` (version 4 or 5), and ``generation_config.json`` if there is one.
 
-    Fields that the classes of Transformers do not read are ignored, as there. Fields that they read and that are not
-    implemented here are refused.
+    Fields that Transformers ignores are ignored here too. Fields that it reads but that are not implemented here are
+    rejected.
 
-    Raises ConfigError if a field is missing or makes no sense. Raises UnsupportedError if the model computes something
-    that is not implemented.
+    Raises ConfigError if a field is missing or invalid. Raises UnsupportedError if the model needs something that is
+    not implemented.
     """
     return read_of_family(family_of(config), config, generation)
 
 
 def family_of(config: Fields) -> ModelFamily:
-    """Return the family of a ``config.json``. Raises UnsupportedError, which lists those that are implemented."""
+    """Return the family of a ``config.json``. Raises UnsupportedError listing the implemented ones."""
     return by_hf_name(strings(config, "architectures"), config.get("model_type"))
 
 
 def read_of_family(family: ModelFamily, config: Fields, generation: Fields | None = None) -> ModelConfig:
-    """Read what a ``config.json`` says of a model of a family, as :func:`read_hf_config` does."""
+    """Read the ``config.json`` of a model in a known family, like :func:`read_hf_config`."""
     config = {**family.defaults, **config}
     _refuse_unsupported(family, config)
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
@@ -89,10 +89,10 @@ def _refuse_unsupported(family: ModelFamily, config: Fields) -> None:
 
 
 def _ropes(family: ModelFamily, config: Fields, max_position: int) -> tuple[Rope, Rope | None]:
-    """Read the rotary embedding of all layers, and that of layers with a window if they have one of their own.
+    """Read the rotary embedding of all layers, and of layers with a window if it differs.
 
-    ``rope_parameters`` of Transformers 5 has both; in Transformers 4 ``rope_local_base_freq`` is the theta of the
-    second.
+    ``rope_parameters`` of Transformers 5 has both; in Transformers 4, ``rope_local_base_freq`` is the second one's
+    theta.
     """
     parameters = _rope_parameters(config)
     if not family.local_rope:
@@ -112,7 +112,7 @@ def _rope_parameters(config: Fields, key: str = "rope_parameters") -> Fields:
 
 
 def _rope(config: Fields, parameters: Fields, max_position: int) -> Rope:
-    """Read ``rope_parameters`` of Transformers 5, or ``rope_theta`` and ``rope_scaling`` of Transformers 4."""
+    """Read Transformers 5's ``rope_parameters``, or Transformers 4's ``rope_theta`` and ``rope_scaling``."""
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedError("rope_parameters that differ between layers are not supported")
     theta = number(parameters if parameters.get("rope_theta") is not None else config, "rope_theta", 10000.0)

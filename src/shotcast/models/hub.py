@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub, by name: in its cache on this machine, or downloaded into it."""
+"""Models on the Hugging Face Hub by name: cached on this machine, or downloaded into the cache."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?", re.ASCII)
 _CONFIG = "config.json"
 _FILES = ["*.safetensors", "*.json", "tokenizer*", "merges.txt", "*.jinja"]
 _SECOND_COPIES = ["*/*", "consolidated*"]
-"""Files of other formats: in folders of the repository, or Mistral's."""
+"""Files in other formats: in subfolders of the repository, or Mistral's."""
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether a model is named as on the Hub: ``org/name``, or ``org/name@revision``."""
+    """Return whether a model has a Hub name: ``org/name``, or ``org/name@revision``."""
     return _NAME.fullmatch(model) is not None
 
 
 def snapshot(model: str) -> Path:
-    """Return the folder of a model, from the cache if all of it is there, and else downloaded. Raises ConfigError if it
-    is not in the cache, and cannot be downloaded. Raises UnsupportedError if its architecture is not implemented, so
-    its weights were not downloaded.
+    """Return a model's folder, from the cache if it is complete, otherwise after downloading. Raises ConfigError if it
+    is not in the cache and cannot be downloaded. Raises UnsupportedError if its architecture is not implemented, before
+    downloading its weights.
     """
     folder = _cached(model)
     if folder is None or _missing(folder):
@@ -39,7 +39,7 @@ def snapshot(model: str) -> Path:
 
 
 def config_file(model: str) -> Path:
-    """Return the ``config.json`` of a model, from the cache or downloaded, or raise ConfigError."""
+    """Return a model's ``config.json``, cached or downloaded. Raises ConfigError on failure."""
     folder = _cached(model)
     if folder is None or not (folder / _CONFIG).is_file():
         folder = _download(model, [_CONFIG])
@@ -47,7 +47,7 @@ def config_file(model: str) -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """Return the snapshot that the cache has of a model: of the branch or tag, or of the commit of that name."""
+    """Return the cached snapshot of a model, for its branch, tag or commit."""
     name, _, revision = model.partition("@")
     cached = Path(env.hub_cache(), f"models--{name.replace('/', '--')}")
     reference = cached / "refs" / (revision or "main")
@@ -57,7 +57,7 @@ def _cached(model: str) -> Path | None:
 
 
 def _missing(folder: Path) -> str:
-    """Return what a snapshot lacks, "" if it is complete."""
+    """Return what a snapshot lacks; "" if it is complete."""
     if not (folder / _CONFIG).is_file():
         return f"{folder} has no {_CONFIG}"
     try:

@@ -1,4 +1,4 @@
-"""The memory that a model needs on a rank, and the memory that is free."""
+"""The memory that a model needs on a rank, and the free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shotcast.models.config import ModelConfig
 
 
 def require_division(config: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raise ConfigError unless each stage gets a layer, and each rank of a stage a part of the vocabulary."""
+    """Raise ConfigError unless each stage gets a layer, and each rank of a stage gets part of the vocabulary."""
     if pipeline_parallel > config.layers:
         raise ConfigError(f"{config.layers} layers cannot be divided between {pipeline_parallel} stages")
     if tensor_parallel > config.vocab:
@@ -27,16 +27,16 @@ def weight_bytes(
     pipeline_parallel: int = 1,
     quantization: str = "",
 ) -> int:
-    """Return the bytes of weights on the rank that has most.
+    """Return the bytes of weights on the rank with the most.
 
     Layers, query heads, columns of the feed-forward network and rows of the vocabulary are divided by
-    :func:`shotcast.layers.partition.partition`. Norms are on every rank, and a key-value head is on every rank
-    that has one of its queries. A tied head shares the memory of the embeddings, except with several stages, of which
-    the last has its own copy.
+    :func:`shotcast.layers.partition.partition`. Norms are on every rank, and a key-value head is on every rank that has
+    one of its queries. A tied head shares the memory of the embeddings, except with several stages, where the last
+    stage has a copy.
 
     Args:
-        quantization: ``fp8`` if the matrices of layers take a byte a weight, and a float32 for each output; ``stored``
-            if a weight takes ``config.stored_bytes`` instead.
+        quantization: ``fp8`` if layer matrices take one byte per weight plus a float32 per output; ``stored`` if a
+            weight takes ``config.stored_bytes`` instead.
     """
     require_division(config, tensor_parallel, pipeline_parallel)
     layer = attention_bytes(config, dtype_bytes, tensor_parallel, quantization)
@@ -45,7 +45,7 @@ def weight_bytes(
 
 
 def attention_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
-    """Return the bytes of a layer's attention and its norms on the rank that has most."""
+    """Return the bytes of a layer's attention and norms on the rank with the most."""
     parts = [partition_heads(config.heads, config.kv_heads, rank, tensor_parallel) for rank in range(tensor_parallel)]
     heads, kv_heads = max(len(part.queries) for part in parts), max(len(part.kv) for part in parts)
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
@@ -59,7 +59,7 @@ def attention_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int,
 
 
 def network_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, quantization: str) -> int:
-    """Return the bytes of a layer's feed-forward network on the rank that has most."""
+    """Return the bytes of a layer's feed-forward network on the rank with the most."""
     shards = [shard(config.intermediate, rank, tensor_parallel, FFN_UNIT) for rank in range(tensor_parallel)]
     columns = max(len(each.part) for each in shards)
     matrices, outputs = 3 * config.hidden * columns, 2 * columns + config.hidden
@@ -69,7 +69,7 @@ def network_bytes(config: ModelConfig, dtype_bytes: int, tensor_parallel: int, q
 def most_of_stages(
     config: ModelConfig, dtype_bytes: int, tensor_parallel: int, pipeline_parallel: int, layers: Sequence[int]
 ) -> int:
-    """Return the bytes of the stage that has most, with its part of the vocabulary, where each layer has this many."""
+    """Return the bytes of the largest stage, including its part of the vocabulary, given the bytes per layer."""
     words = max(map(len, partition(config.vocab, tensor_parallel, VOCAB_UNIT)))
     stages = []
     for stage, part in enumerate(partition(config.layers, pipeline_parallel)):
@@ -88,7 +88,7 @@ def _matrix_bytes(config: ModelConfig, matrices: int, outputs: int, dtype_bytes:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype_bytes: float, kv_heads_of_rank: int, layers_of_rank: int) -> int:
-    """Return the bytes of keys and values that a rank keeps for each token."""
+    """Return the bytes of keys and values that a rank stores per token."""
     return 2 * layers_of_rank * kv_heads_of_rank * round(config.head_dim * dtype_bytes)
 
 

@@ -1,6 +1,6 @@
 """Dimensions of published models, for measurements with random weights.
 
-Each is taken from the config.json of the huggingface.co repository named beside it.
+Each comes from the config.json of the huggingface.co repository named next to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shotcast.models.config import MAX_LAYERS, ModelConfig
 def _model(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int | None = None, **facts: Any
 ) -> ModelConfig:
-    """Return a model by its dimensions and other facts."""
+    """Build a model configuration from its dimensions and other facts."""
     return ModelConfig(
         hidden=hidden,
         intermediate=intermediate,
@@ -32,7 +32,7 @@ def _model(
 
 
 def _family(**facts: Any) -> Callable[..., ModelConfig]:
-    """Return what makes the models of a family, which have these facts in common."""
+    """Return a constructor for the models of a family that share these facts."""
     return partial(_model, **facts)
 
 
@@ -79,7 +79,7 @@ PRESETS: dict[str, ModelConfig] = {
 def preset(name: str) -> ModelConfig:
     """Return the configuration of a preset, or of ``NAME:LAYERS``, the same model with another number of layers.
 
-    With fewer layers, the cost of a stage or a shard of a model can be measured on fewer GPUs than the model needs.
+    Fewer layers make it possible to measure a stage or a shard on fewer GPUs than the model needs.
 
     Raises ConfigError if there is no such preset (the message lists similar names), or the number of layers is invalid.
     """

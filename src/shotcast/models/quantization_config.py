@@ -1,4 +1,4 @@
-"""The formats of quantized Hugging Face checkpoints, as ``quantization_config`` of a config.json describes them."""
+"""Formats of quantized Hugging Face checkpoints, as given by ``quantization_config`` in a config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shotcast.models.config_fields import Fields, count
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The format that ``quantization_config`` of a config.json describes."""
+    """The format given by ``quantization_config`` in a config.json."""
 
     method: str  # "fp8", "awq" or "gptq"
     # the rows and columns that share a scale in FP8; None for scales of outputs or of whole matrices
@@ -20,14 +20,14 @@ class Quantization:
     zero_offset: int = 0  # what is to be added to stored zeros
 
     def weight_bytes(self) -> float:
-        """Return the bytes of a weight with its share of scales and zeros, as GPUs keep it."""
+        """Return the bytes per weight on GPUs, including its share of scales and zeros."""
         if self.method == "fp8":
             return 1 + (0 if self.block is None else 4 / self.block[1])
         return 0.5 + (0 if self.group is None else 3 / self.group)
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """Read ``quantization_config`` of a config.json, None if there is none; raise if it is not supported."""
+    """Read ``quantization_config`` from a config.json; None if there is none. Raises if it is not supported."""
     said = config.get("quantization_config")
     if not said:
         return None

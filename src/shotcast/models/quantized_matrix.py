@@ -1,10 +1,10 @@
-"""Quantized matrices of Hugging Face checkpoints: FP8 with scales, and 4 bits as AWQ and GPTQ store them.
+"""Quantized matrices of Hugging Face checkpoints: FP8 with scales, and the 4-bit formats of AWQ and GPTQ.
 
     FP8       value = e4m3 * scale            a scale for the matrix, each output, or each block of both dimensions
     4 bits    value = (code - zero) * scale   a scale and a zero for each output and each group of inputs
 
-Several tensors make one matrix [outputs, inputs]. Formats: github.com/vllm-project/compressed-tensors,
-github.com/casper-hansen/AutoAWQ (version "gemm"), github.com/AutoGPTQ/AutoGPTQ ("gptq", whose zeros are stored less
+Several tensors form one matrix [outputs, inputs]. Formats: github.com/vllm-project/compressed-tensors,
+github.com/casper-hansen/AutoAWQ (version "gemm"), github.com/AutoGPTQ/AutoGPTQ ("gptq", whose zeros are stored minus
 one, and "gptq_v2").
 """
 
@@ -21,14 +21,14 @@ from shotcast.layers.quantized import LEAST_GROUP, PER_WORD, Float8Rows, Grouped
 from shotcast.models.quantization_config import Quantization
 
 _AWQ_ORDER, _IN_ORDER = (0, 4, 1, 5, 2, 6, 3, 7), tuple(range(PER_WORD))
-"""The place in its word of each of eight neighbors."""
+"""The position in a word of each of eight neighbors."""
 FLOAT8 = "F8_E4M3"
-"""The name in safetensors files."""
+"""The dtype's name in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Matrix:
-    """A matrix in FP8."""
+    """An FP8 matrix."""
 
     values: Any  # e4m3 [outputs, inputs], in the file
     scale: torch.Tensor  # float32, one for each block
@@ -36,7 +36,7 @@ class Float8Matrix:
     shape: tuple[int, int]  # outputs and inputs
 
     def read(self, rows: slice, columns: slice) -> torch.Tensor:
-        """Return the values of a part, whose bounds are given, as float32."""
+        """Read a part, given by its bounds, as float32 values."""
         row, column = (
             torch.arange(part.start, part.stop, device="cpu") // size
             for part, size in zip((rows, columns), self.block, strict=True)
@@ -44,7 +44,7 @@ class Float8Matrix:
         return self.values[rows, columns].float() * self.scale[row][:, column]
 
     def stored(self, rows: slice, columns: slice) -> Float8Rows | GroupedRows | None:
-        """Return a part in a format that layers multiply with; None if it has none."""
+        """Return a part in a format that layers can multiply with; None if there is none."""
         values = self.values[rows, columns].contiguous()
         scale = self.scale[torch.arange(rows.start, rows.stop, device="cpu") // self.block[0]]
         if self.scale.shape[1] == 1:
@@ -57,7 +57,7 @@ class Float8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Int4Matrix:
-    """A matrix of 4-bit codes. All tensors but the last are in the file."""
+    """A matrix of 4-bit codes. All tensors except the last are stored in the file."""
 
     codes: Any  # int32 [inputs / 8, outputs], or with ``packs_outputs`` [inputs, outputs / 8]
     zeros: Any  # int32 [groups, outputs / 8]
@@ -99,12 +99,12 @@ class Int4Matrix:
         return _nibbles(words.t(), _IN_ORDER)[:, _within_words(columns)].t()
 
     def _unpacked(self, words: Any, first: slice, outputs: slice) -> torch.Tensor:
-        """Return codes [first, outputs] of words that have eight outputs each."""
+        """Unpack words of eight outputs each into codes [first, outputs]."""
         return _nibbles(words[first, _words(outputs)], self.order)[:, _within_words(outputs)]
 
 
 def _words(part: slice) -> slice:
-    """Return the words that hold a part."""
+    """Return the words that contain a part."""
     return slice(part.start // PER_WORD, -(-part.stop // PER_WORD))
 
 
@@ -125,12 +125,11 @@ QuantizedMatrix = Float8Matrix | Int4Matrix
 def quantized_matrices(
     quantization: Quantization, slices: Mapping[str, Any], read: Callable[[str], torch.Tensor]
 ) -> tuple[dict[str, QuantizedMatrix], set[str]]:
-    """Find the quantized matrices among the tensors of a checkpoint. Returns the matrices by the names of their
-    weights, and the names of all tensors that they consist of. Raises ConfigError if a tensor is missing, or the shapes
-    of several do not fit each other.
+    """Find the quantized matrices among a checkpoint's tensors. Returns the matrices by weight name, and the names of
+    all tensors they consist of. Raises ConfigError if a tensor is missing, or if shapes do not match.
 
     Args:
-        slices: the tensors by name, of which parts can be read.
+        slices: the tensors by name, readable in parts.
     """
     last, make = (".weight", _float8) if quantization.method == "fp8" else (".qweight", _int4)
     found: dict[str, QuantizedMatrix] = {}
@@ -185,7 +184,7 @@ def _int4(quantization: Quantization, parts: _Parts) -> Int4Matrix:
 
 
 class _Parts:
-    """The tensors of one matrix, and the names of those that were asked for."""
+    """The tensors of one matrix, and the names that have been requested."""
 
     def __init__(self, stem: str, slices: Mapping[str, Any], read: Callable[[str], torch.Tensor]):
         self.stem, self._slices, self._read = stem, slices, read
@@ -195,13 +194,13 @@ class _Parts:
         return f"{self.stem}.{name}" in self._slices
 
     def slice(self, name: str) -> Any:
-        """Return a tensor of which parts can be read. Raise ConfigError if there is none."""
+        """Return a tensor that can be read in parts. Raises ConfigError if there is none."""
         if not self.has(name):
             raise ConfigError(f"the checkpoint has no {self.stem}.{name}, without which {self.stem} cannot be read")
         self.used.add(f"{self.stem}.{name}")
         return self._slices[f"{self.stem}.{name}"]
 
     def whole(self, name: str) -> torch.Tensor:
-        """Read a tensor. Raise ConfigError if there is none."""
+        """Read a tensor. Raises ConfigError if there is none."""
         self.slice(name)
         return self._read(f"{self.stem}.{name}")

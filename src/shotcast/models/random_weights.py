@@ -1,4 +1,4 @@
-"""Random weights in the shape of a model, for measurements that do not depend on the text."""
+"""Random weights in a model's shape, for measurements that do not depend on the text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shotcast.models.checkpoint import Checkpoint
 from shotcast.models.config import ModelConfig
 
 _STANDARD_DEVIATION = 0.02
-"""The standard deviation of matrices, with which models of this kind are initialized."""
+"""The standard deviation of matrices, as used to initialize models of this kind."""
 _TABLE_SIZE = 1 << 20
 
 
 class RandomWeights(Checkpoint):
-    """A checkpoint whose tensors depend only on their names and on ``seed``, whichever part of them is read.
+    """A checkpoint whose tensors depend only on their names and ``seed``, in whichever parts they are read.
 
     Every row is a window into one table of normally distributed numbers, at an offset derived from the tensor's name
-    and the row's number. A read is therefore little more than a copy of the requested part.
+    and the row number. A read is therefore little more than a copy.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu"):

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, and weights in one or several safetensors files."""
+"""Hugging Face folders: config.json, and weights in one or more safetensors files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 class SafetensorsFolder(Checkpoint):
     """A checkpoint in a folder. The files are mapped into memory; a read touches only the pages of the part, and
-    dequantizes it. Raises ConfigError if a file is missing, truncated or not in its format. Raises UnsupportedError if
-    the architecture, or the type of a tensor, is not supported.
+    dequantizes it. Raises ConfigError if a file is missing, truncated or malformed. Raises UnsupportedError if the
+    architecture or a tensor type is not supported.
     """
 
     def __init__(self, folder: Path):
@@ -70,7 +70,7 @@ class SafetensorsFolder(Checkpoint):
             self._files = stack.pop_all()
 
     def _slice(self, name: str) -> Any:
-        """Return a tensor in its mapped file, of which parts can be read."""
+        """Return a tensor in its mapped file, readable in parts."""
         path = self._paths[name]
         if path not in self._open:
             self._open[path] = self._files.enter_context(_opened(path, "pt"))
@@ -116,8 +116,8 @@ def _nbytes(part: Any) -> int:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the files of weights, with the tensors that the index lists for each (None: all tensors in the file).
-    Raises ConfigError if one of them is missing, or there are none.
+    """Return the weight files, with the tensors that the index lists for each (None: all tensors in the file). Raises
+    ConfigError if one is missing, or there are none.
     """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")

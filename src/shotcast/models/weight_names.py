@@ -8,15 +8,15 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightNames:
-    """Names of one naming scheme.
+    """The names in one naming scheme.
 
     Attributes:
         layer: the prefix of a layer's weights; ``{}`` stands for its number.
         embeddings, final_norm, head: weights outside the layers. The other attributes are relative to ``layer``.
-        attention_norm, mlp_norm: norms of what attention and MLP are given; empty if there are none.
+        attention_norm, mlp_norm: norms of the inputs of attention and MLP; empty if there are none.
         attention_post_norm, mlp_post_norm: norms of their outputs, before these are added; empty if there are none.
 
-    Matrices of one name are stored as one, their rows in the order of the attributes.
+    Matrices with the same name are stored as one, with rows in the order of the attributes.
     """
 
     layer: str
@@ -42,7 +42,7 @@ class WeightNames:
         return f"{self.layer.format(number)}.{name}"
 
     def translate(self, name: str, target: WeightNames) -> str:
-        """Return a tensor's name in another scheme; the name itself if it is unknown in this one."""
+        """Translate a tensor's name to another scheme; unknown names are unchanged."""
         stem, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
             return name

@@ -1,4 +1,4 @@
-"""Communication and computation at once."""
+"""Overlap of communication and computation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODULES = {
     "chain": "chains",
     "lanes_of": "lanes",
 }
-"""Public names and their modules, most of which import torch. They are imported on first use."""
+"""Public names and their modules, imported on first use because most import torch."""
 __all__ = list(_MODULES)
 
 

@@ -1,4 +1,4 @@
-"""Work that is done again and again, by the way that a measurement found the fastest for its shape."""
+"""Repeated work, run in whichever mode measured fastest for its shape."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from shotcast.overlap.policy import AUTO, SEQUENTIAL, Decision, Way, decide
 
 T = TypeVar("T")
 MOST_KEPT = 1024
-"""The decisions that are remembered at once: shapes may change without end."""
+"""The number of decisions to remember, since there may be any number of shapes."""
 
 
 def bucket(rows: int) -> int:
-    """Return the least power of two from ``rows`` on. One decision serves all numbers of rows up to it."""
+    """Round ``rows`` up to a power of two. One decision serves all numbers of rows in a bucket."""
     return 1 << max(rows - 1, 0).bit_length()
 
 
 class Adaptive:
-    """Does work by one of several ways that give the same results.
+    """Runs work in one of several modes that give the same results.
 
-    With ``auto`` the ways are measured when a shape is first met; else ``way`` is the name of one, which is taken where
-    it exists, and the sequential one where it does not. ``decisions`` has those of the last shapes.
+    With ``auto`` the modes are measured when a shape first occurs; otherwise ``way`` names one, with the sequential one
+    as a fallback. ``decisions`` holds the decisions for recent shapes.
     """
 
     def __init__(self, comm: Communicator, way: str = AUTO):
@@ -37,12 +37,12 @@ class Adaptive:
         ways: Mapping[str, Callable[[], T]],
         predict: Callable[[], Mapping[str, float]] = dict,
     ) -> T:
-        """Do the work, by ways that can be repeated.
+        """Do the work in one of ``ways``, which must be repeatable.
 
-        Inside a graph capture nothing is measured: a shape that is not known is done one after the other.
+        Nothing is measured inside a graph capture: unknown shapes run sequentially.
 
-        The decision is for a ``shape``. The sequential way is the first. ``predict`` returns the times that models
-        predict, in microseconds, where a shape is first met.
+        Decisions are made per ``shape``. The sequential mode comes first. ``predict`` returns predicted times in
+        microseconds when a shape first occurs.
         """
         if self.way != AUTO:
             return ways.get(self.way, ways[SEQUENTIAL])()

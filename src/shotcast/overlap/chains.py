@@ -1,4 +1,4 @@
-"""Chains: communicate each result under the computation of the next."""
+"""Chains: communicate each result while computing the next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRIORITY, LIBRARY = "priority", "library"
 
 
 def way_on(sms: int) -> str:
-    """Return the name of the way whose communication takes so many SMs."""
+    """Return the name of the mode whose communication uses this many SMs."""
     return f"{sms} SMs" if sms else "copy engines"
 
 
@@ -31,13 +31,13 @@ def in_place_sum(comm: Communicator, x: torch.Tensor, sms: int | None = None, al
 
 
 class Chain:
-    """Computations whose results are communicated, each under the computation of the next.
+    """A series of computations, each of whose results is communicated during the next computation.
 
-    :func:`chain` makes one. Every rank calls it as often, in the same order. It can be captured in a CUDA graph once it
-    has been called.
+    Created by :func:`chain`. Every rank must call it equally often and in the same order. It can be captured in a CUDA
+    graph after its first call.
 
     Attributes:
-        decision: how it runs and why; None until the first call, and where ``way`` is named.
+        decision: how it runs and why; None until the first call, and if ``way`` is given.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Chain:
         return self._run(self._way)
 
     def timed(self, way: str | None = None) -> tuple[list[Any], Timeline]:
-        """Do one call, by ``way`` if it is given, and return when each step ran. Waits for its end."""
+        """Run one call, in mode ``way`` if given, and return when each step ran. Waits for its end."""
         chosen = way or self._way
         self._known(chosen)
         self._agree()
@@ -86,16 +86,16 @@ class Chain:
         return [results[f"communicate {number}"] for number in range(len(self._computations))], timeline
 
     def ways(self) -> list[Way]:
-        """Return the ways that are measured, the sequential one first.
+        """Return the modes to measure, the sequential one first.
 
-        The library's is one where it has the same bits: two ranks add up in one order, and round once.
+        The library is included if it gives the same bits: two ranks add in one order, and round once.
         """
         same_bits = self._communicate is in_place_sum and self._comm.world_size == 2
         names = [SEQUENTIAL, *(name for name in self._lanes if name != LIBRARY or same_bits)]
         return [Way(name, lambda name=name: self._run(name)) for name in names]  # type: ignore[misc]
 
     def close(self) -> None:
-        """End the threads of the chain; not the communicators."""
+        """End the threads of the chain, but leave the communicators open."""
         for lanes in self._lanes.values():
             lanes.close()
 
@@ -105,7 +105,7 @@ class Chain:
             raise ConfigError(f"a chain runs by one of {', '.join(names)}, not {way!r}")
 
     def _agree(self) -> None:
-        """Compare the chain with those of the other ranks, once."""
+        """Compare the chain with the other ranks' chains, once."""
         if self._agreed:
             return
         if self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -174,22 +174,23 @@ def chain(
 ) -> Chain:
     """Return a chain: computation i+1 runs while the result of computation i is communicated.
 
-    The first call of the chain decides how it runs: it calls all computations several times, in turn and
-    overlapped, and takes the faster way; ``decision`` says why. Without ``sms``, every way gives the same bits.
+    The first call of the chain decides how it runs: it calls all computations several times, in turn and overlapped,
+    and selects the faster mode; ``decision`` says why. Without ``sms``, every mode gives the same bits.
 
     Args:
-        communicators: of the ranks; on CPU ranks several, if so many messages are to be under way at once
+        communicators: the communicator of the ranks; several on CPU ranks, to have that many messages in flight at once
             (:meth:`Communicator.split`).
-        computations: each returns what is communicated next. None needs what another one's communication returns.
+        computations: each returns the data to communicate next. None may depend on the result of another one's
+            communication.
         communicate: called with a communicator and the result of a computation; an all-reduce in place by default.
-        sms: on GPUs, numbers of SMs that communication may be given, each of which is a way to run (``24 SMs``, or
-            ``copy engines`` for 0): it is called with ``sms=24``, and products of the vendor's library leave so many
-            alone. It may round them otherwise.
+        sms: on GPUs, SM limits for communication, each of which is a mode (``24 SMs``, or ``copy engines`` for 0):
+            communication is called with ``sms=24``, and products of the vendor's library leave that many SMs free, so
+            they may round differently.
         way: ``auto``; or, without measuring, ``sequential``, ``plain``, ``priority`` (a stream of it) or ``library``:
-            ``communicate`` is called with ``algorithm="vendor"``, so that NCCL or Gloo does it. ``auto`` measures that
-            too where two ranks sum in place, which gives the same bits.
+            ``communicate`` is called with ``algorithm="vendor"``, so that NCCL or Gloo runs it. ``auto`` also measures
+            that if two ranks sum in place, which gives the same bits.
 
     Raises:
-        ConfigError: there is no computation, or no such way; at the first call, ranks have chains of other lengths.
+        ConfigError: there is no computation, or no such mode; at the first call, the ranks' chains differ in length.
     """
     return Chain(communicators, computations, communicate, way, sms)

@@ -18,9 +18,9 @@ Communication = Callable[[Communicator], Any]
 class Controller:
     """Runs schedules on lanes.
 
-    Every rank runs the same schedules in the same order. On GPUs a step is what it enqueues. What steps return is kept
-    until the computation has waited for all communication, so no memory of it is used again too early. Other tensors
-    that both lanes use have to live until :meth:`run` returns.
+    Every rank must run the same schedules in the same order. On GPUs a step consists of the work it enqueues. Results
+    of steps are kept until the computation has waited for all communication, so their memory is not reused too early.
+    Other tensors that both lanes use must live until :meth:`run` returns.
 
     Args:
         lanes: where the steps run.
@@ -36,19 +36,21 @@ class Controller:
 
         Args:
             schedule: the same on all ranks.
-            computations: what each :class:`Compute` step does.
-            communications: what each :class:`Communicate` step does with the communicator of its lane.
+            computations: the work of each :class:`Compute` step.
+            communications: the work of each :class:`Communicate` step, called with the communicator of its lane.
 
         Raises:
             ConfigError: a step has no work.
-            Exception: what a step raised. No step begins after that.
+            Exception: the error of a step. No step begins after it.
         """
         return self._run(schedule, computations, communications, None)
 
     def timed(
         self, schedule: Schedule, computations: Mapping[str, Computation], communications: Mapping[str, Communication]
     ) -> tuple[dict[str, Any], Timeline]:
-        """Do :meth:`run`, and return when each step ran. Waits for the end of all; not in a graph capture."""
+        """Run a schedule like :meth:`run`, and return when each step ran. Waits for all steps; not for graph
+        captures.
+        """
         stamps: dict[str, tuple[Any, Any]] = {}
         results = self._run(schedule, computations, communications, stamps)
         lanes, order = self.lanes, schedule.order(self.lanes.count)

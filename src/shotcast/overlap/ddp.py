@@ -1,11 +1,11 @@
-"""A communication hook for DistributedDataParallel: buckets of gradients are averaged under the backward.
+"""A communication hook for DistributedDataParallel that averages gradient buckets during the backward pass.
 
     state = shotcast.overlap.GradientBuckets(comm)
     model = torch.nn.parallel.DistributedDataParallel(model)
     model.register_comm_hook(state, shotcast.overlap.average_gradients)
 
-The order of reduction is that of the communicator: the sum of the ranks' gradients in the order of ranks, in float32,
-divided by the number of ranks and rounded once (``docs/reference/numerics.md``).
+The communicator determines the order of reduction: the ranks' gradients are summed in rank order in float32, divided by
+the number of ranks and rounded once (``docs/reference/numerics.md``).
 """
 
 # no postponed annotations: PyTorch reads those of the hook
@@ -20,22 +20,22 @@ from shotcast.collectives.communicator import Communicator
 from shotcast.overlap.lanes import Lanes, lanes_of
 
 SMS = 16
-"""The SMs that all-reduces of gradients take where the communicator is exclusive: the matmuls of the backward have the
-others. Elsewhere buckets from 16 MiB on go by copy engines, and shorter ones take all SMs for less time."""
+"""The SM limit of gradient all-reduces on exclusive communicators, which leaves the other SMs to the matmuls of the
+backward pass. Otherwise buckets of 16 MiB or more use copy engines, and shorter ones use all SMs for less time."""
 
 
 class GradientBuckets:
     """The state of :func:`average_gradients`.
 
     Args:
-        ranks: a communicator; or, on CPU ranks, several, if so many buckets are to be under way at once.
-        algorithm: of the all-reduces, as for :meth:`Communicator.all_reduce`. On one node ``auto`` takes none that
-            loses precision.
-        sms: the SMs that they may take; None for :data:`SMS` on the GPUs of one node where the communicator is
-            exclusive, and else for what ``algorithm`` takes.
+        ranks: a communicator; on CPU ranks optionally several, to have that many buckets in flight at once.
+        algorithm: the algorithm of the all-reduces, as for :meth:`Communicator.all_reduce`. On one node ``auto``
+            selects only lossless ones.
+        sms: the most SMs that they may take. None means :data:`SMS` on the GPUs of one node if the communicator is
+            exclusive, otherwise the default of ``algorithm``.
 
     Attributes:
-        error: what the first failed all-reduce raised.
+        error: the error of the first failed all-reduce.
     """
 
     def __init__(self, ranks: Communicator | Sequence[Communicator], algorithm: str = "auto", sms: int | None = None):
@@ -49,9 +49,9 @@ class GradientBuckets:
         self.error: Exception | None = None
 
     def average(self, gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average ``gradients`` over the ranks, in place, and return a future of them.
+        """Start averaging ``gradients`` over the ranks, in place, and return a future of them.
 
-        Every rank gives buckets of equal sizes in the same order.
+        Every rank must pass buckets of equal sizes in the same order.
         """
         if self.error is not None:
             raise self.error
@@ -100,7 +100,7 @@ class GradientBuckets:
         return done.value()
 
     def close(self) -> None:
-        """End the threads of the hook; not the communicators."""
+        """End the threads of the hook, but leave the communicators open."""
         self._lanes.close()
 
 

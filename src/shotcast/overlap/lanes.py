@@ -1,4 +1,4 @@
-"""Lanes: where computation and communication run at once, on streams of a GPU or on threads of a CPU rank."""
+"""Lanes: concurrent computation and communication, on GPU streams or on threads of a CPU rank."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Work = Callable[[], Any]
 
 
 class Lanes(abc.ABC):
-    """One lane of computation and one or several of communication, each with a communicator.
+    """One lane of computation and one or more of communication, each with a communicator.
 
-    Work of a lane runs in the order in which it is given. Lanes wait for each other by events: one lane records an
-    event behind its work so far, and another waits for it before what it is given next.
+    A lane runs its work in the order of submission. Lanes wait for each other through events: one lane records an event
+    after its work so far, and another waits for it before its next work.
 
     Attributes:
-        communicators: that of each lane of communication. Nobody else uses it while work is under way.
-        ahead: work of communication is given before the computation that it waits for.
+        communicators: the communicator of each lane of communication, reserved for it while work is in progress.
+        ahead: communication is submitted before the computation that it waits for.
     """
 
     ahead: bool
@@ -49,19 +49,19 @@ class Lanes(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """Begin to give work; lane 0 is what the caller's computation runs on now."""
+        """Begin submitting work; lane 0 is where the caller's computation runs now."""
 
     @abc.abstractmethod
     def event(self, timed: bool = False) -> Any:
-        """Return a new event; ``timed`` for one whose time can be asked for."""
+        """Create an event; ``timed`` events can report their time."""
 
     @abc.abstractmethod
     def record(self, lane: int, event: Any) -> None:
-        """Let ``event`` happen when the work of ``lane`` so far is over."""
+        """Signal ``event`` when the work of ``lane`` so far has finished."""
 
     @abc.abstractmethod
     def wait(self, lane: int, event: Any) -> None:
-        """Let ``lane`` go on only when ``event`` has happened."""
+        """Make ``lane`` wait until ``event`` has been signaled."""
 
     @abc.abstractmethod
     def call(self, lane: int, work: Work) -> None:
@@ -69,36 +69,36 @@ class Lanes(abc.ABC):
 
     @abc.abstractmethod
     def post(self, lane: int, work: Work) -> None:
-        """Run ``work`` on ``lane`` of communication behind the computation so far, and return at once.
+        """Run ``work`` on a communication ``lane`` after the computation so far, and return at once.
 
-        It belongs to no schedule: nothing waits for it by itself, and it may not raise.
+        It belongs to no schedule: nothing waits for it automatically, and it must not raise.
         """
 
     @abc.abstractmethod
     def share(self, result: Any) -> None:
-        """Let the computation use tensors that a communication has returned."""
+        """Make tensors returned by a communication available to the computation."""
 
     @abc.abstractmethod
     def finish(self, error: BaseException | None) -> None:
-        """End what :meth:`begin` began. With the ``error`` of a computation, do no more of the work than has begun.
+        """End the use that :meth:`begin` started. After the ``error`` of a computation, drop work that has not begun.
 
         Raises the error of a communication, if there was one.
         """
 
     @abc.abstractmethod
     def time_us(self, begin: Any, end: Any) -> float:
-        """Return the time between two timed events that have happened."""
+        """Return the time between two timed events that have been signaled."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release what the lanes hold; not the communicators. A second call does nothing."""
+        """Release the lanes' resources, but leave the communicators open. A second call does nothing."""
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 
 
 class CudaStreams:
-    """The functions of CUDA that lanes are made of."""
+    """CUDA functions that lanes are built on."""
 
     def current(self, device: torch.device) -> Any:
         return torch.cuda.current_stream(device)
@@ -118,11 +118,11 @@ class CudaStreams:
 
 _CUDA = CudaStreams()
 HIGH, LOW = -1, 0
-"""Priorities of streams."""
+"""Stream priorities."""
 
 
 def one_hardware_queue() -> str:
-    """Return why streams of this process cannot run at once, as the environment says; empty if they can."""
+    """Return why, according to the environment, streams of this process cannot run concurrently; empty if they can."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, where communication waits for "
@@ -132,10 +132,10 @@ def one_hardware_queue() -> str:
 
 
 class StreamLanes(Lanes):
-    """Lanes on the current stream and one stream of communication. They work inside a graph capture too.
+    """Lanes on the current stream and one communication stream. They also work inside a graph capture.
 
-    Steps are enqueued in the order of the schedule, and nothing waits on the host. The stream of communication has the
-    priority ``HIGH`` or ``LOW``.
+    Steps are enqueued in schedule order, and the host never waits. The communication stream has the priority ``HIGH``
+    or ``LOW``.
     """
 
     ahead = False
@@ -211,7 +211,7 @@ class StreamLanes(Lanes):
 
 
 class _HostEvent:
-    """An event between threads, with the time at which it happened."""
+    """An event between threads, with the time at which it was signaled."""
 
     __slots__ = ("_happened", "ns")
 
@@ -228,7 +228,7 @@ class _HostEvent:
 
 
 class _Run:
-    """The state of one use of the lanes, between begin and finish."""
+    """The state of one use of the lanes, from begin to finish."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -244,7 +244,7 @@ class _Run:
         return event
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first error, and let nobody wait any longer."""
+        """Keep the first error, and release all waiters."""
         with self._lock:
             if self.error is None:
                 self.error = error
@@ -253,13 +253,13 @@ class _Run:
 
 
 class ThreadLanes(Lanes):
-    """Lanes on the caller's thread and one more thread for each communicator.
+    """Lanes on the caller's thread and one more thread per communicator.
 
-    Calls of CPU ranks block, but compiled host code runs without the interpreter lock, as PyTorch's operators do.
+    Calls of CPU ranks block, but compiled host code runs without the interpreter lock, like PyTorch's operators.
 
     Args:
-        communicators: that of each lane of communication, on the CPU. Several carry several messages at once: where a
-            network's delay is longer than a computation, one lane would wait (:meth:`Communicator.split`).
+        communicators: one CPU communicator per lane of communication. Several keep several messages in flight: if a
+            network's delay is longer than a computation, a single lane would wait (:meth:`Communicator.split`).
     """
 
     ahead = True
@@ -352,10 +352,10 @@ class ThreadLanes(Lanes):
 
 
 def lanes_of(communicators: Communicator | Sequence[Communicator], priority: int = HIGH) -> Lanes:
-    """Return lanes for these communicators: streams where they are on GPUs, else threads.
+    """Create lanes for these communicators: streams for GPU communicators, otherwise threads.
 
     Raises:
-        ConfigError: several communicators on GPUs. Two kernels that wait for peers could wait for each other.
+        ConfigError: there are several communicators on GPUs, where two kernels that wait for peers could deadlock.
     """
     chosen = (communicators,) if isinstance(communicators, Communicator) else tuple(communicators)
     if chosen and chosen[0].device.type == "cuda":

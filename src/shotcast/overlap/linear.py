@@ -1,14 +1,14 @@
-"""Linear layers for training, divided between ranks: they communicate under their own products.
+"""Linear layers for training, divided between ranks, that communicate during their products.
 
-A column-parallel layer, whose ranks compute different outputs, sums the gradient of its input over the ranks under the
-product that gives the gradient of its weights. A row-parallel layer, whose ranks compute parts of each output's sum,
-sums some rows under the product of the next rows. The other pass of each needs no communication. As in Megatron-LM
-(arXiv 1909.08053), one layer of each kind makes a block.
+The ranks of a column-parallel layer compute different outputs; it sums the gradient of its input over the ranks during
+the product for the weight gradient. The ranks of a row-parallel layer compute parts of each output's sum; it sums some
+rows during the product of the next rows. The other pass of each layer needs no communication. As in Megatron-LM (arXiv
+1909.08053), one layer of each kind forms a block.
 
-With sequence parallelism (arXiv 2205.05198), what lies between blocks is divided by rows. A column-parallel layer
-gathers rows under their product, and a row-parallel layer leaves each rank the sums of its rows. In the backward, each
-does to gradients what the other does to activations. Rows are gathered again for the gradient of weights, so that only
-a rank's own are kept.
+With sequence parallelism (arXiv 2205.05198), activations between blocks are divided by rows. A column-parallel layer
+gathers rows during their product, and a row-parallel layer leaves each rank the sums of its rows. In the backward pass,
+each does to gradients what the other does to activations. Rows are gathered again for the weight gradient, so each rank
+stores only its rows.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shotcast.overlap.policy import AUTO, PLAIN, SEQUENTIAL, Way, measure, model
 from shotcast.overlap.schedule import makespan_us
 
 CHUNKS = (2, 4, 8)
-"""The numbers of chunks that a row-parallel layer may divide its rows into."""
+"""The numbers of chunks into which a row-parallel layer may divide its rows."""
 _LEAST_ROWS = 16
-"""Chunks of fewer rows make products too small to hide anything."""
+"""The minimum rows per chunk: smaller products are too short to hide anything."""
 _SCATTERED_CHUNKS, _LEAST_SCATTERED_ROWS = 4, 64
-"""The most chunks of a rank's rows of a sum, on CPU ranks, and the fewest rows of one."""
+"""The most chunks of a rank's rows of a sum, on CPU ranks, and the fewest rows in one."""
 
 _WAYS = AUTO, SEQUENTIAL, PLAIN, *(f"{count} chunks" for count in CHUNKS)
 
@@ -45,7 +45,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _Divided(nn.Module):
-    """The common part of the layers: their part of the weights, and how they choose a way."""
+    """The shared part of the layers: their part of the weights, and the choice of a mode."""
 
     bias: torch.Tensor | None
 
@@ -69,10 +69,10 @@ class _Divided(nn.Module):
 
     @abstractmethod
     def _take(self, linear: nn.Linear) -> None:
-        """Keep this rank's part of the whole layer."""
+        """Take this rank's part of the whole layer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Divided:
-        """Return a copy with parameters of its own, on the same lanes."""
+        """Return a copy with separate parameters, on the same lanes."""
         memo |= {id(shared): shared for shared in (self._lanes, self._controller, self._comm)}
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -97,15 +97,15 @@ class _Divided(nn.Module):
         self.bias = None if bias is None else parameter(bias, linear.bias.requires_grad)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` as a matrix of contiguous rows, which consist of its last dimension."""
+        """Reshape ``x`` to a matrix of contiguous rows along its last dimension."""
         if x.dim() < 2:
             raise ConfigError(f"sequence parallelism divides the first of two or more dimensions, not {list(x.shape)}")
         return x.reshape(-1, x.shape[-1]).contiguous()
 
     def _gathered(self, rows: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], Any]]:
-        """Return the ways to multiply the rows of all ranks by a weight; each gives the product and the rows.
+        """Return the modes of multiplying the rows of all ranks by a weight; each yields the product and the rows.
 
-        Each rank's rows are multiplied for themselves, so that the bits do not depend on the way.
+        Each rank's rows are multiplied separately, so that the bits do not depend on the mode.
         """
         ranks, own = self._comm.world_size, self._comm.rank
         gathered = rows.new_empty(ranks, *rows.shape)
@@ -133,7 +133,7 @@ class _Divided(nn.Module):
         return {SEQUENTIAL: sequential, PLAIN: plain} if ranks > 1 else {SEQUENTIAL: sequential}
 
     def _apply_to(self, function: type[torch.autograd.Function], x: torch.Tensor) -> torch.Tensor:
-        """Apply a function to ``x``, weight and bias, in the dtype that autocast asks for."""
+        """Apply a function to ``x``, weight and bias, in autocast's dtype."""
         operands: tuple[torch.Tensor | None, ...] = (x, self.weight, self.bias)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -145,14 +145,14 @@ class _Divided(nn.Module):
 
 
 class ColumnParallelLinear(_Divided):
-    """A linear layer of which every rank computes some outputs: [..., inputs] to [..., outputs / ranks].
+    """A linear layer in which every rank computes some outputs: [..., inputs] to [..., outputs / ranks].
 
     Args:
         ranks: a communicator; or lanes that several layers share, from :func:`shotcast.overlap.lanes_of`.
         linear: the whole layer, the same on all ranks.
-        way: ``auto``, which measures at the first backward of about so many rows; or ``sequential`` or ``plain``. With
-            sequence parallelism, forwards are measured too.
-        sequence_parallel: every rank has some rows of the input, equally many: [rows / ranks, ..., inputs] to
+        way: ``auto``, which measures at the first backward with about that many rows; or ``sequential`` or ``plain``.
+            With sequence parallelism, forwards are measured too.
+        sequence_parallel: the rows of the input are divided equally among the ranks: [rows / ranks, ..., inputs] to
             [rows, ..., outputs / ranks].
         sms: the most SMs that a collective may occupy, as for :meth:`Communicator.all_reduce`.
 
@@ -168,7 +168,9 @@ class ColumnParallelLinear(_Divided):
         self._keep(linear, linear.weight[part], None if linear.bias is None else linear.bias[part])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's outputs of ``x``: the same on all ranks, or with sequence parallelism its rows of it."""
+        """Compute this rank's outputs for ``x``: the same on all ranks or, with sequence parallelism, this rank's
+        rows.
+        """
         return self._apply_to(_Column, x)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -287,18 +289,18 @@ class _Column(torch.autograd.Function):
 
 
 class RowParallelLinear(_Divided):
-    """A linear layer of which every rank has some inputs: [..., inputs / ranks] to the sum, [..., outputs].
+    """A linear layer in which every rank has some inputs: [..., inputs / ranks] to the sum, [..., outputs].
 
-    Rows may be divided into chunks, of which one is summed under the product of the next. A product of fewer rows may
-    be rounded otherwise by the library that computes it; sums over ranks have the same bits in any chunks.
+    Rows may be divided into chunks, each of which is summed during the product of the next. The library may round
+    products of fewer rows differently; sums over ranks have the same bits for any chunks.
 
     Args:
         ranks: as for :class:`ColumnParallelLinear`.
         linear: the whole layer, the same on all ranks.
-        way: ``auto``, which measures at the first forward of about so many rows; or ``sequential``, or ``2 chunks``,
-            ``4 chunks`` or ``8 chunks``. With sequence parallelism, backwards are measured too, and the other way is
-            ``plain``, in the forward of CPU ranks alone.
-        sequence_parallel: every rank gets the sums of some rows, equally many: [rows, ..., inputs / ranks] to
+        way: ``auto``, which measures at the first forward with about that many rows; or ``sequential``, or ``2
+            chunks``, ``4 chunks`` or ``8 chunks``. With sequence parallelism, backwards are measured too, and the other
+            mode is ``plain``, in the forward only on CPU ranks.
+        sequence_parallel: the rows of the sums are divided equally among the ranks: [rows, ..., inputs / ranks] to
             [rows / ranks, ..., outputs].
         sms: as for :class:`ColumnParallelLinear`.
 
@@ -314,7 +316,9 @@ class RowParallelLinear(_Divided):
         self._keep(linear, linear.weight[:, part], linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs from this rank's inputs, on all ranks, or with sequence parallelism those of its rows."""
+        """Compute the outputs from this rank's inputs, on all ranks or, with sequence parallelism, only for its
+        rows.
+        """
         return self._apply_to(_Row, x)
 
     def scattered(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -326,10 +330,10 @@ class RowParallelLinear(_Divided):
         return out.view(x.shape[0] // ranks, *x.shape[1:-1], weight.shape[1])
 
     def _scattered(self, rows: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return the ways to multiply by a weight and sum this rank's rows over the ranks.
+        """Return the modes of multiplying by a weight and summing this rank's rows over the ranks.
 
-        On CPU ranks that is done in chunks, of which one is summed under the product of the next. The products of
-        chunks are those of both ways, so that the bits do not depend on the way.
+        CPU ranks work in chunks, each of which is summed during the product of the next. Both modes multiply the same
+        chunks, so the bits do not depend on the mode.
         """
         ranks = self._comm.world_size
         each = rows.shape[0] // ranks
@@ -371,7 +375,7 @@ class RowParallelLinear(_Divided):
     def backward_by_rows(
         self, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, needs: tuple[bool, ...]
     ) -> Gradients:
-        """Return the gradients of this rank's inputs and weights, and of the bias, from those of its rows."""
+        """Return the gradients of this rank's inputs and weights, and of the bias, given the gradients of its rows."""
         rows = self._rows(dy)
         dx = gathered = None
         if needs[0]:
@@ -407,7 +411,7 @@ class RowParallelLinear(_Divided):
                 ways[f"{count} chunks"] = lambda count=count: in_chunks(count)  # type: ignore[misc]
 
         def predict() -> dict[str, float]:
-            """Predict each number of chunks from the times of the whole product and sum."""
+            """Predict the time of each number of chunks from the times of the whole product and sum."""
             out = x.new_empty(x.shape[0], weight.shape[1])
             alone = (
                 Way("product", lambda: torch.mm(x, weight, out=out)),

@@ -1,7 +1,7 @@
-"""The policy: how to run what could overlap, by models first and then by measurement, and why.
+"""The overlap policy: how to run work that could overlap, from models and then measurements, and why.
 
-Overlap can lose: communication takes cores or multiprocessors from computation. So the sequential way and plain overlap
-are always measured, and nothing is chosen that was more than 2% slower than the better of them.
+Overlap can lose: communication takes cores or multiprocessors from computation. So the sequential mode and plain
+overlap are always measured, and nothing more than 2% slower than the better of them is chosen.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from shotcast.overlap.schedule import Schedule
 logger = logging.getLogger(__name__)
 
 ROUNDS = 5
-"""The rounds of a measurement, in each of which every way runs once; their median counts."""
+"""The number of measurement rounds, each of which runs every mode once; the median counts."""
 WORTH = 1.01
-"""The ratio of times from which overlap is taken: noise is below it."""
+"""The ratio of times from which overlap is used; noise is below it."""
 MOST_MEASURED = 4
-"""The ways that are measured besides the sequential one and plain overlap."""
+"""The number of modes measured in addition to the sequential one and plain overlap."""
 
 AUTO, SEQUENTIAL, PLAIN = "auto", "sequential", "plain"
-"""The names of ways: to measure them; a product, and then a collective; and both at once."""
+"""Mode names: measure all; a product, then a collective; both at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to do the same thing; all give the same results."""
+    """A way to do some work; all ways give the same results."""
 
     name: str  # the same on all ranks
     run: Callable[[], Any]  # does it once. Every rank calls it
@@ -49,14 +49,14 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The way that was chosen, and the grounds. It is the same on all ranks.
+    """The chosen mode and the reason. It is the same on all ranks.
 
     Attributes:
-        way: the name of the chosen way.
+        way: the name of the chosen mode.
         why: the reason, in words.
-        median_us: the median time of each way that was measured, of the slowest rank.
-        predicted_us: what models predicted, for the ways that they know.
-        left_out: why other ways were not measured.
+        median_us: the median time of each measured mode, on the slowest rank.
+        predicted_us: predicted times, for the modes that models cover.
+        left_out: why other modes were not measured.
     """
 
     way: str
@@ -76,7 +76,7 @@ class Decision:
 
 
 def agreed(comm: Communicator, values: Sequence[float]) -> list[float]:
-    """Return the largest of all ranks for each value. Collective."""
+    """Return the maximum over all ranks of each value. Collective."""
     own = torch.tensor(values, dtype=torch.float64, device=comm.device)
     return [float(value) for value in comm.all_gather(own).view(comm.world_size, -1).amax(0)]
 
@@ -84,8 +84,8 @@ def agreed(comm: Communicator, values: Sequence[float]) -> list[float]:
 def agree_on(comm: Communicator, plan: Schedule, *settings: object) -> None:
     """Raise ConfigError on all ranks unless all have this schedule and these settings. Collective.
 
-    Ranks with different ones would make their calls in different orders. ``settings`` are what else decides which calls
-    are made; they are compared as text.
+    Otherwise ranks would make their calls in different orders. ``settings`` are further facts that determine the calls;
+    they are compared as text.
     """
     digest = hashlib.sha256(repr((plan.digest, *settings)).encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:8]) >> 1], dtype=torch.int64, device=comm.device)
@@ -97,7 +97,7 @@ def agree_on(comm: Communicator, plan: Schedule, *settings: object) -> None:
 
 
 def model_us(comm: Communicator, x: torch.Tensor, op: str = "all_reduce") -> float | None:
-    """Return what the cost model says of a call, by the algorithm that would serve it; None where a library does."""
+    """Return the cost model's time for a call with the algorithm that would serve it; None if a library does."""
     explained = comm.explain(x, op)
     if explained.by_library:
         return None
@@ -106,15 +106,15 @@ def model_us(comm: Communicator, x: torch.Tensor, op: str = "all_reduce") -> flo
 
 
 def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS, checked: Collection[str] = ()) -> Decision:
-    """Choose among ``ways``. Collective: every rank gives the same ones, and each is run several times.
+    """Choose among ``ways``. Collective: every rank passes the same ones, and each runs several times.
 
     Args:
-        comm: the ranks. Nothing else uses it meanwhile.
-        ways: the first is the sequential one; a plain overlap is named ``plain``. Where there is none, the way that
-            is predicted to be the fastest takes its place.
+        comm: the communicator, which nothing else may use meanwhile.
+        ways: the first is the sequential one; a plain overlap is named ``plain``. If there is none, the way predicted
+            to be the fastest takes its place.
         rounds: how often each is measured.
-        checked: the names of ways that are compared with the sequential one before they are measured. One whose
-            results (the tensors that ``run`` returns) have other bits, on any rank, is left out.
+        checked: the names of ways to compare with the sequential one before measuring. A way whose results (the tensors
+            that ``run`` returns) have different bits on any rank is dropped.
 
     Raises:
         ConfigError: the first way is not the sequential one.
@@ -150,7 +150,7 @@ def decide(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS, checke
 
 
 def _different(comm: Communicator, ways: Sequence[Way]) -> list[str]:
-    """Return the names of ways whose results have other bits than those of the first one, on any rank. Collective."""
+    """Return the names of ways whose results differ in bits from the first one's on any rank. Collective."""
     if len(ways) < 2:
         return []
     wanted = [tensor.clone() for tensor in _tensors(ways[0].run())]  # a way may write into the tensors of another
@@ -175,15 +175,15 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _predictions(comm: Communicator, ways: Sequence[Way]) -> dict[str, float]:
-    """Return the predictions that all ranks have, as the slowest rank has them."""
+    """Return the predictions available on all ranks, each for the slowest rank."""
     own = [math.inf if way.predicted_us is None else way.predicted_us for way in ways]
     return {way.name: time_us for way, time_us in zip(ways, agreed(comm, own), strict=True) if not math.isinf(time_us)}
 
 
 def measure(comm: Communicator, ways: Sequence[Way], rounds: int = ROUNDS) -> dict[str, float]:
-    """Return the median time of each way, in microseconds, of the slowest rank. Collective.
+    """Return the median time of each way in microseconds, on the slowest rank. Collective.
 
-    Ways take turns, so what changes meanwhile changes all of them; each begins a round in turn.
+    Ways take turns, so disturbances affect all of them; each begins a round in turn.
     """
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in ways:  # kernels compile, memory is allocated
@@ -222,7 +222,7 @@ def _choose(comm: Communicator, median_us: Mapping[str, float]) -> tuple[str, st
 
 
 def _reason_against_overlap(comm: Communicator) -> str:
-    """Return what is known to keep communication from running beside computation here; empty if nothing."""
+    """Return why communication cannot run during computation here; empty if nothing prevents it."""
     if comm.device.type == "cuda":
         return one_hardware_queue()
     layout = comm.topology.layout

@@ -1,8 +1,8 @@
-"""Matrix products that leave room on the GPU for communication, ours and the vendor library's.
+"""Matrix products that leave room on the GPU for communication: our kernel's and the vendor library's.
 
-- :class:`ShapedProduct`: our own, in blocks of a chosen shape, on as many SMs as are chosen.
-- :class:`LibraryProduct`: the vendor library's, which is asked to leave SMs alone. Its kernel for a product may not
-  heed that.
+- :class:`ShapedProduct`: our kernel, with a chosen block shape and number of SMs.
+- :class:`LibraryProduct`: the vendor library, which is asked to leave SMs free. Its kernel for a product may ignore
+  that.
 
 Our results have the same bits on any number of SMs, since no sum is divided between programs.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Product(Protocol):
-    """A way to multiply matrices."""
+    """An implementation of matrix multiplication."""
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``a @ b``, in ``out`` if it is given."""
+        """Return ``a @ b``, in ``out`` if given."""
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def sms_of(device: torch.device) -> int:
 
 @functools.cache
 def own_gemm() -> Any:
-    """Return the module of our own product, which imports Triton."""
+    """Import and return the module of our product, which imports Triton."""
     from shotcast.kernels.triton import gemm
 
     return gemm
@@ -53,7 +53,7 @@ def _bind(form: GemmForm, config: GemmConfig, sms: int) -> Gemm:
 
 @dataclass(frozen=True, slots=True)
 class ShapedProduct:
-    """Products by our own kernel."""
+    """Products by our kernel."""
 
     config: GemmConfig | None = None  # the shape of its blocks; None for one that is fast on all SMs that it has
     sms: int | None = None  # the number of SMs that it uses, one block each; None for all
@@ -65,7 +65,7 @@ class ShapedProduct:
             raise ConfigError("sms is for persistent products; one with a program a tile takes all SMs")
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``a @ b``, in ``out`` if it is given, summed in float32 and rounded once.
+        """Return ``a @ b``, in ``out`` if given, summed in float32 and rounded once.
 
         Args:
             a: [m, k] of bfloat16 or float16, with contiguous rows or columns.
@@ -74,7 +74,7 @@ class ShapedProduct:
 
         Raises:
             UnsupportedError: another dtype, device or layout.
-            ConfigError: shapes that do not fit.
+            ConfigError: shapes that do not match.
         """
         if out is None:
             out = a.new_empty(a.shape[0], b.shape[1])
@@ -82,7 +82,7 @@ class ShapedProduct:
         return out
 
     def bound(self, a: torch.Tensor, b: torch.Tensor) -> Gemm:
-        """Return the launch of ``a @ b``, not yet compiled if it was never called."""
+        """Return the launch of ``a @ b``, which is not compiled until its first call."""
         return self._bound(own_gemm().form_of(a, b, a.new_empty(a.shape[0], b.shape[1])))
 
     def _bound(self, form: GemmForm) -> Gemm:
@@ -91,7 +91,7 @@ class ShapedProduct:
 
 @dataclass(frozen=True, slots=True)
 class LibraryProduct:
-    """Products of the vendor's library (``torch.matmul``) that leave SMs alone."""
+    """Products of the vendor's library (``torch.matmul``) that leave some SMs free."""
 
     left_sms: int = 0  # the number of SMs that the library is asked to leave; 0 for none
 
@@ -105,9 +105,9 @@ class LibraryProduct:
 
     @contextlib.contextmanager
     def scope(self, device: torch.device) -> Iterator[None]:
-        """Let every product of the library leave the SMs alone, until the scope ends.
+        """Make every product of the library leave the SMs free, until the scope ends.
 
-        Raises ConfigError if the GPU does not have so many SMs.
+        Raises ConfigError if the GPU does not have that many SMs.
         """
         if not self.left_sms or device.type != "cuda":
             yield

@@ -1,8 +1,8 @@
-"""Schedules: which communication may run under which computation. Pure data, without torch.
+"""Schedules: which communication may run during which computation. Pure data, without torch.
 
 A schedule is a list of steps in an order in which they could run one after another. Computation has one lane,
-communication has one or several, and the steps of a lane run in the order of the list. So only the waits of one lane
-for another need events, and :meth:`Schedule.order` finds the fewest of them.
+communication has one or more, and the steps of a lane run in list order. So only waits between lanes need events, and
+:meth:`Schedule.order` finds the minimum number of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shotcast.errors import ConfigError
 
 COMPUTE_LANE = 0
-"""The lane of computation; those of communication follow it."""
+"""The lane of computation; communication lanes follow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Compute:
 
     Attributes:
         name: a unique name.
-        after: the names of steps before it whose results it needs.
+        after: the names of earlier steps whose results it needs.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """A step of communication, which every rank makes.
+    """A step of communication, which every rank runs.
 
     Attributes:
         name: a unique name.
-        after: the names of steps before it whose results it needs.
-        sms: the number of multiprocessors that the call may take, on GPUs; 0 for copy engines, None for what the
-            algorithm takes.
+        after: the names of earlier steps whose results it needs.
+        sms: the number of multiprocessors that the call may take, on GPUs; 0 for copy engines, None for the algorithm's
+            default.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Wait(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The lanes of the steps, and where lanes wait for each other."""
+    """The lanes of the steps, and the waits between lanes."""
 
     lanes: Mapping[str, int]  # the lane of each step
     waits: Mapping[str, tuple[str, ...]]  # the steps of other lanes that each step waits for, if any
@@ -76,13 +76,13 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Steps of computation and communication.
+    """A schedule of computation and communication steps.
 
     Args:
-        steps: the steps, each behind those that it needs.
+        steps: the steps, each after the ones that it needs.
 
     Raises:
-        ConfigError: two steps have one name, or one needs a step that is unknown or comes later.
+        ConfigError: two steps have the same name, or one needs an unknown or later step.
     """
 
     steps: tuple[Step, ...]
@@ -112,9 +112,9 @@ class Schedule:
         return hashlib.sha256(json.dumps(steps).encode()).hexdigest()[:16]
 
     def order(self, lanes: int = 1) -> Order:
-        """Return where the steps run and what they wait for, with ``lanes`` lanes of communication.
+        """Return the lane and the waits of each step, with ``lanes`` lanes of communication.
 
-        Communication takes turns with the lanes. A wait is left out where others imply it.
+        Communication steps take turns on the lanes. Waits implied by others are omitted.
         """
         if lanes < 1:
             raise ConfigError(f"a schedule has 1 lane of communication or more, not {lanes}")
@@ -157,7 +157,7 @@ def _order(schedule: Schedule, lanes: int) -> Order:
 
 
 def makespan_us(schedule: Schedule, durations_us: Mapping[str, float], lanes: int = 1) -> float:
-    """Return the time of a schedule whose steps take ``durations_us`` whatever runs beside them."""
+    """Return the time of a schedule whose steps take ``durations_us`` regardless of concurrent work."""
     order = schedule.order(lanes)
     free = [0.0] * (lanes + 1)
     end: dict[str, float] = {}
@@ -172,16 +172,16 @@ def makespan_us(schedule: Schedule, durations_us: Mapping[str, float], lanes: in
 
 
 def chain(count: int, sms: int | None = None) -> Schedule:
-    """Communicate each result under the computation of the next: products in a row, or the chunks of one product."""
+    """Communicate each result during the next computation: consecutive products, or the chunks of one product."""
     pairs = ((_compute(i), _communicate(i, (f"compute {i}",), sms)) for i in _counted(count))
     return Schedule(tuple(step for pair in pairs for step in pair))
 
 
 def split(layers: int, parts: int = 2, sms: int | None = None) -> Schedule:
-    """Communicate the result of one part of a batch under the layer of another part.
+    """Communicate the result of one part of a batch during another part's layer.
 
-    A layer of a part needs what its layer before has communicated. The steps of layer 3, part 1 are ``compute 3.1`` and
-    ``communicate 3.1``.
+    Each layer of a part needs the communicated result of its previous layer. The steps of layer 3, part 1 are ``compute
+    3.1`` and ``communicate 3.1``.
     """
     steps: list[Step] = []
     for layer in _counted(layers, "layers"):
@@ -193,18 +193,18 @@ def split(layers: int, parts: int = 2, sms: int | None = None) -> Schedule:
 
 
 def beside(sms: int | None = None) -> Schedule:
-    """Communicate the result of ``compute 0`` under ``compute 1``, which does not need it."""
+    """Communicate the result of ``compute 0`` during ``compute 1``, which does not need it."""
     return Schedule((_compute(0), _communicate(0, ("compute 0",), sms), _compute(1)))
 
 
 def gather_and_scatter() -> Schedule:
-    """Gather what ``compute 1`` needs under ``compute 0``, and communicate the result of ``compute 0`` under it."""
+    """Gather the input of ``compute 1`` during ``compute 0``, whose result is communicated during ``compute 1``."""
     gather, scatter = _communicate(0, (), None), _communicate(1, ("compute 0",), None)
     return Schedule((gather, _compute(0), scatter, _compute(1, ("communicate 0",))))
 
 
 def sequential(schedule: Schedule) -> Schedule:
-    """Return the same steps, each of which waits for the one before it."""
+    """Return the same steps, each of which waits for the previous one."""
     steps: list[Step] = []
     for step in schedule.steps:
         after = (steps[-1].name,) if steps else ()

@@ -1,4 +1,4 @@
-"""Timelines: when each step of a schedule ran, and how much of the communication computation hid."""
+"""Timelines: when each step of a schedule ran, and how much communication was hidden by computation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shotcast.overlap.schedule import COMPUTE_LANE
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time of one step, in microseconds from the beginning of the schedule; ``lane`` 0 computes."""
+    """The time of one step, in microseconds from the start of the schedule; ``lane`` 0 computes."""
 
     name: str
     lane: int
@@ -36,24 +36,24 @@ class Timeline:
 
     @property
     def compute_us(self) -> float:
-        """The time in which a computation ran."""
+        """The time during which a computation ran."""
         return sum(end - begin for begin, end in _union(span for span in self.spans if span.lane == COMPUTE_LANE))
 
     @property
     def communication_us(self) -> float:
-        """The time in which a communication ran, alone or beside a computation."""
+        """The time during which a communication ran, with or without a computation."""
         return sum(end - begin for begin, end in _union(span for span in self.spans if span.lane != COMPUTE_LANE))
 
     @property
     def hidden_us(self) -> float:
-        """The time in which both ran."""
+        """The time during which both ran."""
         compute = _union(span for span in self.spans if span.lane == COMPUTE_LANE)
         communication = _union(span for span in self.spans if span.lane != COMPUTE_LANE)
         return sum(max(0.0, min(b, d) - max(a, c)) for a, b in compute for c, d in communication)
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Return the time that spans cover, as intervals that do not meet."""
+    """Return the time covered by spans, as disjoint intervals."""
     joined: list[tuple[float, float]] = []
     for begin, end in sorted((span.begin_us, span.end_us) for span in spans):
         if joined and begin <= joined[-1][1]:

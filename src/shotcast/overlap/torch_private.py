@@ -1,4 +1,4 @@
-"""Functions of PyTorch that are not public, or may change: the only file that uses them, for PyTorch 2.11 to 2.13."""
+"""PyTorch functions that are private or may change: the only file that uses them, for PyTorch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextlib.contextmanager
 def sm_carveout(sms: int) -> Iterator[None]:
-    """Let products of the vendor's library leave ``sms`` SMs alone, until the scope ends.
+    """Make products of the vendor's library leave ``sms`` SMs free, until the scope ends.
 
-    PyTorch passes the carve-out on to cuBLASLt and not to cuBLAS, so products go there meanwhile. Both count for the
-    whole process, and for kernels launched or captured meanwhile. Scopes may be nested: the inner one counts.
+    PyTorch passes the carve-out to cuBLASLt but not to cuBLAS, so products use cuBLASLt meanwhile. Both settings apply
+    to the whole process, and to kernels launched or captured meanwhile. In nested scopes, the inner one applies.
     """
     carveout, library = torch._C._get_sm_carveout_experimental(), torch.backends.cuda.preferred_blas_library()
     try:

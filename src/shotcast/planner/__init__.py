@@ -1,1 +1,1 @@
-"""From measured kernels to whole jobs: what a step of a model takes in each layout, and which layout suits a target."""
+"""From measured kernels to whole jobs: the time of a model's step in each layout, and the best layout for a target."""

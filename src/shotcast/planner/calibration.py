@@ -1,8 +1,8 @@
-"""Calibrations: the constants of kernels and collectives on a GPU, fitted to measurements of them, with residuals.
+"""Calibrations: constants of kernels and collectives on a GPU, fitted to measurements, with residuals.
 
-Only kernels, collectives and the host's time that were measured alone are fitted, never a run of an engine with a model
-that is predicted, so that measured runs of engines show how far off a prediction is. The packaged calibrations are in
-``planner/calibrations``, made by ``research/calibrate_gpu.py``; ``shotcast calibrate`` makes that of a CPU.
+Only isolated measurements of kernels, collectives and host time are fitted, never an engine run with a model to be
+predicted, so that measured engine runs show the prediction error. The packaged calibrations are in
+``planner/calibrations``, created by ``research/calibrate_gpu.py``; ``shotcast calibrate`` creates one for a CPU.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from shotcast.hardware.spec import GpuSpec
 from shotcast.wire import DTYPES
 
 FUSED_NORM = "fused_norm"
-"""The kind of an all-reduce with residual and norm in its kernel."""
+"""The kind of an all-reduce with fused residual and norm."""
 FUSED_NORMS = (FUSED_NORM, f"{FUSED_NORM}{FP8}")
-"""These kinds, with results in 16 bits and in FP8."""
+"""These kinds, with 16-bit and FP8 results."""
 LINK = "link"
-"""The name of the residual of collectives."""
+"""The name of the residual for collectives."""
 
 
 Cost = TypeVar("Cost", KernelCost, FusedNormCost)
 
 
 class Fit(NamedTuple, Generic[Cost]):
-    """Constants of a kind of kernel, or of all-reduces with residual and norm."""
+    """The constants of a kind of kernel, or of all-reduces with residual and norm."""
 
     cost: Cost  # the constants
     residual: float  # the root mean square of the relative errors of the measurements: the error bar of a prediction
@@ -45,7 +45,7 @@ class Fit(NamedTuple, Generic[Cost]):
 
 
 class Share(NamedTuple):
-    """The constants of a rank of a machine whose cores and memory several ranks share."""
+    """The constants of one rank when several ranks share a machine's cores and memory."""
 
     kinds: Mapping[str, Fit[KernelCost]]
     host: HostCost
@@ -75,12 +75,12 @@ class Calibration:
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an activation, and of a weight that is not in FP8."""
+        """The bytes of an activation, and of a weight that is not FP8."""
         return DTYPES[self.dtype]
 
     def of_ranks(self, ranks: int) -> Calibration:
-        """Return the constants where this many ranks share the machine: a CPU's depend on that, a GPU's do not. Raises
-        ConfigError if this many were not measured.
+        """Return the constants if this many ranks share the machine: a CPU's depend on that, a GPU's do not. Raises
+        ConfigError if this number was not measured.
         """
         if not self.shares:
             return self
@@ -108,13 +108,13 @@ class Calibration:
         return self.link_residual if kind == LINK else self.kinds[kind].residual
 
     def scaled_to(self, gpu: GpuSpec) -> Calibration:
-        """Return the constants for another GPU, by the ratios of the data sheets: the efficiency of kernels stays.
+        """Scale the constants to another GPU by data-sheet ratios, keeping the efficiency of kernels.
 
-        Fixed costs stay as they are, and so do the rates at which one program reads keys and a rank norms rows that it
-        sums, which were the same on an H100 and an H200. Residuals stay too, and say nothing of how far off that
-        assumption is.
+        Fixed costs do not change, nor do the rates at which one program reads keys and a rank normalizes the rows that
+        it sums, which were the same on an H100 and an H200. Residuals do not change either, and do not cover the error
+        of that assumption.
 
-        Raises ConfigError if a CPU's constants are not those of another part.
+        Raises ConfigError if the constants belong to a CPU and the other part differs.
         """
         if self.device == "cpu":
             if gpu.name != self.part:
@@ -149,7 +149,7 @@ class Calibration:
         return replace(self, part=gpu.name, kinds=kinds, link=link, fused_norms=fused_norms)
 
     def as_json(self) -> str:
-        """Return the calibration as a file; a CPU's has a line for each of its many kinds."""
+        """Format the calibration as a file; a CPU's has a line for each of its many kinds."""
         link = {name: getattr(self.link, name) for name in _LINK_FIELDS} | {"residual": self.link_residual}
         text = json.dumps(
             {
@@ -194,7 +194,7 @@ def _fits_as_json(fits: Mapping[str, Fit[Cost]]) -> Any:
 
 
 def load(part: str, path: Path | None = None) -> Calibration:
-    """Return the calibration in a file, or the packaged one of a GPU; raise ConfigError if there is none."""
+    """Load the calibration in a file, or a GPU's packaged one. Raises ConfigError if there is none."""
     if path is None:
         name = re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_")
         file = resources.files("shotcast.planner") / "calibrations" / f"{name}.json"
@@ -208,7 +208,7 @@ def load(part: str, path: Path | None = None) -> Calibration:
 
 
 STAND_IN = "NVIDIA H200"
-"""The GPU that was measured most: its calibration stands in for what those of others lack, by the data sheets."""
+"""The most thoroughly measured GPU: its calibration fills gaps in the others', scaled by data sheets."""
 
 
 def calibrated_parts() -> tuple[str, ...]:
@@ -217,7 +217,7 @@ def calibrated_parts() -> tuple[str, ...]:
 
 
 def parse(text: str, origin: str) -> Calibration:
-    """Return the calibration that a file says. Raises ConfigError if it says none."""
+    """Parse a calibration. Raises ConfigError if the text is not one."""
     try:
         value = json.loads(text)
         link = LinkCost(*(float(value["link"][name]) for name in _LINK_FIELDS))
@@ -267,7 +267,7 @@ def _host_of(value: Any) -> HostCost:
 
 
 def _require_sense(calibration: Calibration, origin: str) -> None:
-    """Raise ConfigError if a calibration lacks a kind, or has a constant that makes no sense."""
+    """Raise ConfigError if a calibration lacks a kind, or has an invalid constant."""
     for name, value, accepted in (
         ("device", calibration.device, _DEVICES),
         ("dtype", calibration.dtype, _MODEL_DTYPES),
@@ -311,12 +311,12 @@ def _require_sense(calibration: Calibration, origin: str) -> None:
 
 
 def rotation_bytes(tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> float:
-    """Return the bytes that turning queries and keys reads and writes, with the entry of keys and values."""
+    """Return the bytes read and written by rotating queries and keys and storing keys and values."""
     return float(tokens * (2 * heads + 4 * kv_heads) * head_dim * itemsize)
 
 
 def _rounded(value: Any) -> Any:
-    """Return ``value`` with numbers of five digits, so that a file does not depend on the last bits of a machine."""
+    """Round ``value`` to five digits, so that a file does not depend on a machine's last bits."""
     if isinstance(value, Mapping):
         return {name: _rounded(part) for name, part in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""The cost of collectives between the ranks of a stage on a cluster, by the work that their algorithms describe."""
+"""The cost of collectives between the ranks of a stage on a cluster, from the work described by their algorithms."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class CollectiveCosts:
 
     @classmethod
     def on(cls, cluster: Cluster, link: LinkCost) -> CollectiveCosts:
-        """Return the constants of a cluster whose link was calibrated; its own latency of a step goes before.
+        """Return the constants of a cluster with a calibrated link; the cluster's step latency overrides the link's.
 
-        NCCL's measured bandwidth is scaled by the ratio of the links' data sheets.
+        NCCL's measured bandwidth is scaled by the ratio of the links' data-sheet figures.
         """
         wires = cluster.network
         network = NO_NETWORK if wires is None else NetworkCost(wires.latency_us, wires.bw_gbps)
@@ -51,14 +51,14 @@ class CollectiveCosts:
         return cls(link, network, cluster.gpus_per_node, wires=wires, rings=rings, host=host)
 
     def network_over(self, nodes: int) -> NetworkCost:
-        """Return the constants between this many consecutive nodes."""
+        """Return the network constants between this many consecutive nodes."""
         if self.wires is None or self.wires.switch is None or nodes <= self.wires.switch.nodes_per_leaf:
             return self.network
         step_us, bw_gbps = self.wires.over(nodes)
         return NetworkCost(step_us, bw_gbps * self.network.bw_gbps / self.wires.bw_gbps)
 
     def shape(self, ranks: int) -> NodeShape:
-        """Return the nodes of consecutive ranks. Raises ConfigError if they fill no whole number of nodes."""
+        """Return the nodes of consecutive ranks. Raises ConfigError if they do not fill whole nodes."""
         if ranks <= self.gpus_per_node:
             return NodeShape(1, ranks)
         if ranks % self.gpus_per_node:
@@ -66,11 +66,11 @@ class CollectiveCosts:
         return NodeShape(ranks // self.gpus_per_node, self.gpus_per_node)
 
     def all_reduce(self, nbytes: int, ranks: int, itemsize: int, algorithm: str = "auto") -> CollectiveTime:
-        """Return the time of a sum by the fastest algorithm that ``auto`` may take, or by the one that is named.
+        """Return the time of a sum with the fastest algorithm that ``auto`` may select, or with a named one.
 
         ``vendor`` is NCCL, by :mod:`shotcast.cost.nccl`.
 
-        Raises ConfigError if the one that is named does not serve such ranks.
+        Raises ConfigError if the named algorithm does not serve such ranks.
         """
         shape = self.shape(ranks)
         if algorithm == LIBRARY:
@@ -86,13 +86,13 @@ class CollectiveCosts:
         return CollectiveTime(times[best], best)
 
     def send(self, nbytes: int, between_nodes: bool) -> float:
-        """Return the microseconds until a message has arrived at one rank, on the same node or the next one."""
+        """Return the microseconds until a message arrives at a rank on the same node or the next one."""
         if between_nodes:
             return self.link.fixed_us + self.network.step_us + nbytes / (self.network.bw_gbps * 1e3)
         return self.link.fixed_us + self.link.step_us + self.link.transfer_us(nbytes)
 
     def all_gather(self, nbytes: int, ranks: int) -> float:
-        """Return the microseconds of gathering ``nbytes``, of which each rank has a part."""
+        """Return the microseconds of gathering ``nbytes`` bytes, spread over the ranks."""
         shape = self.shape(ranks)
         work = registered()["one_shot"].forms[Op.ALL_GATHER].work(nbytes, shape, 1)
         return time_us(work, self.link, self.network_over(shape.nodes))
@@ -103,7 +103,7 @@ class CollectiveCosts:
 
 
 def modelled_algorithms() -> tuple[str, ...]:
-    """Return the names by which sums can be priced: ``auto``, our algorithms for GPUs, and the library's."""
+    """Return the algorithm names for which sums can be priced: ``auto``, our GPU algorithms, and the library's."""
     own = (one for one in registered().values() if Op.ALL_REDUCE in one.forms and not one.library)
     forms = {one.name: one.forms[Op.ALL_REDUCE] for one in own if not (one.lossy or one.multicast)}
     named = (name for name, form in forms.items() if form.triton and not (form.keeps_to_sms or form.shared_from))
@@ -111,7 +111,7 @@ def modelled_algorithms() -> tuple[str, ...]:
 
 
 def may_be_chosen(algorithm: Algorithm, shape: NodeShape) -> bool:
-    """Return whether ``auto`` may take an algorithm for sums, with neither multicast nor a number of SMs."""
+    """Return whether ``auto`` may select an algorithm for sums, without multicast or an SM limit."""
     form = algorithm.forms.get(Op.ALL_REDUCE)
     if (
         form is None

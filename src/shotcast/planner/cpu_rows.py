@@ -1,13 +1,13 @@
-r"""Constants of a CPU's kernels by their number of rows, and the time of a step by them.
+r"""Constants of a CPU's kernels by number of rows, and step times based on them.
 
-Libraries multiply few rows by other code than many, and numbers of rows that fill their tiles faster than others. So
-each number of rows n has constants of its own, up to 128, and beyond these windows of numbers have their mean. With X
-the bytes or operations of the table in :mod:`shotcast.cost.inference`,
+Libraries use different code for few and for many rows, and are faster for numbers of rows that fill their tiles. So
+each number of rows n up to 128 has separate constants, and windows of larger numbers share their mean. With X the bytes
+or operations of the table in :mod:`shotcast.cost.inference`,
 
 .. math:: T_n = f_n + X / x_n
 
-and between two windows the time is interpolated. What a step adds to that is the host's time, since a CPU rank computes
-in the engine's loop.
+and the time between two windows is interpolated. A step adds the host's time, since a CPU rank computes in the engine's
+loop.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ WINDOWS = (
     *(tuple(range(first, first + 8)) for first in range(129, 161, 8)),
     *((rows - 5, rows + 2) for rows in (192, 256, 320, 448, 640, 1024)),
 )
-"""Numbers of rows that share constants."""
+"""Windows of row counts that share constants."""
 LARGE_BYTES = 8 << 20
-"""The weights from which products of few rows take several threads, as ``kernels/cpu/gemv.py`` has it."""
+"""The weight size from which products of few rows use several threads, as in ``kernels/cpu/gemv.py``."""
 SUM_NORM = "sum_norm"
-"""The kind of a sum over the ranks that share the machine, with residual and norm."""
+"""The kind of a sum over the ranks that share a machine, with residual and norm."""
 _LEAST_US = 0.1
 
 
 def product_kind(nbytes: int) -> str:
-    """Return the kind of a product with weights of this many bytes, which one thread or several read."""
+    """Return the kind of a product with ``nbytes`` bytes of weights, which are read by one thread or several."""
     return "large_product" if nbytes >= LARGE_BYTES else "product"
 
 
 class KernelPoint(NamedTuple):
-    """The work of a kernel, and the microseconds that it took."""
+    """A kernel's work and measured microseconds."""
 
     work: KernelWork
     time_us: float
@@ -70,8 +70,8 @@ class RowsPoint(NamedTuple):
 
 
 def fit_rows(points: Iterable[RowsPoint]) -> dict[str, Fit[KernelCost]]:
-    """Return the constants of each kind and window, by names such as ``product@24``. Raises ConfigError if a
-    measurement is of a number of rows in no window, or takes no time.
+    """Fit the constants of each kind and window, with names such as ``product@24``. Raises ConfigError if a measurement
+    has a number of rows in no window, or takes no time.
     """
     windows = {rows: round(sum(window) / len(window)) for window in WINDOWS for rows in window}
     grouped: dict[str, list[KernelPoint]] = {}
@@ -84,7 +84,7 @@ def fit_rows(points: Iterable[RowsPoint]) -> dict[str, Fit[KernelCost]]:
 
 
 def _line(points: Sequence[KernelPoint]) -> Fit[KernelCost]:
-    """Fit f and x by least squares of the relative errors; neither is below 0."""
+    """Fit non-negative f and x by least squares of the relative errors."""
     firsts, times = (np.array(column) for column in zip(*((p.work.first, p.time_us) for p in points), strict=True))
     scale = firsts.max()
     columns = np.stack([1 / times, firsts / scale / times], axis=1)
@@ -99,7 +99,7 @@ def _line(points: Sequence[KernelPoint]) -> Fit[KernelCost]:
 
 
 def residuals(kinds: Mapping[str, Fit[KernelCost]]) -> dict[str, tuple[int, float]]:
-    """Return for each kind how many numbers of rows it has constants of, and the root mean square of their errors."""
+    """Return, for each kind, the number of row counts with constants, and the root mean square of their errors."""
     squares: dict[str, list[float]] = {}
     for name, known in kinds.items():
         squares.setdefault(name.partition("@")[0], []).append(known.residual**2)
@@ -107,7 +107,7 @@ def residuals(kinds: Mapping[str, Fit[KernelCost]]) -> dict[str, tuple[int, floa
 
 
 class RowsCosts:
-    """The constants of a share of a machine, by kind and rows."""
+    """The constants of a machine share, by kind and rows."""
 
     def __init__(self, kinds: Mapping[str, Fit[KernelCost]]):
         self._curves: dict[str, dict[int, Fit[KernelCost]]] = {}
@@ -142,8 +142,8 @@ class RowsCosts:
 class CpuStepModel(StepModel):
     """Predicts steps on CPU ranks that share a machine: a :class:`StepModel` with constants by rows.
 
-    Attention computes sequences that decode in one call, and one prompt after the other. The constants are those of
-    this many ranks at work at once.
+    Attention computes all decoding sequences in one call, and prompts one after the other. The constants assume that
+    this many ranks work at once.
     """
 
     beyond_kernels = BeyondKernels(0.0, 0.0)  # not measured
@@ -209,6 +209,6 @@ def step_model(
     algorithm: str = "auto",
     kv_item: float | None = None,
 ) -> StepModel:
-    """Return the model of a step on the device of a calibration; the arguments are those of :class:`StepModel`."""
+    """Return the step model for a calibration's device; the arguments are the same as for :class:`StepModel`."""
     kind = CpuStepModel if calibration.device == "cpu" else StepModel
     return kind(model, layout, calibration, collectives, quantization, algorithm, kv_item=kv_item)

@@ -1,4 +1,4 @@
-"""The machine at hand as a cluster, and the calibration by which it is priced."""
+"""The current machine as a cluster, and the calibration that prices it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BY_HAND = "give a layout by hand, such as 4x1 (tensor x pipeline parallel)"
 def calibration_of(gpu: GpuSpec, path: Path | None = None) -> Calibration:
     """Return the calibration that prices a GPU.
 
-    It is the one in a file, else that of ``SHOTCAST_CALIBRATION`` if it is of this GPU, else the packaged one of it,
-    else that of the H200, whose rates a plan scales by the data sheets.
+    It comes from the file if given, else from ``SHOTCAST_CALIBRATION`` if that is for this GPU, else from the package,
+    else from the H200, whose rates a plan scales by data sheets.
 
-    Raises ConfigError if a file is no calibration.
+    Raises ConfigError if a file is not a calibration.
 
     Args:
-        path: a file that ``shotcast calibrate`` wrote; None for the others.
+        path: a file written by ``shotcast calibrate``; None for the other sources.
     """
     if path is not None:
         return load("", path)
@@ -36,22 +36,21 @@ def calibration_of(gpu: GpuSpec, path: Path | None = None) -> Calibration:
 
 
 def own_calibration() -> Calibration | None:
-    """Return the calibration of ``SHOTCAST_CALIBRATION``; None where the variable is not set."""
+    """Return the calibration in ``SHOTCAST_CALIBRATION``; None if the variable is not set."""
     path = env.calibration()
     return load("", Path(path)) if path else None
 
 
 def cluster_of_gpus(names: Sequence[str], ranks_per_host: int, hosts: int = 1) -> Cluster:
-    """Return hosts with such GPUs as a cluster.
+    """Describe hosts with such GPUs as a cluster.
 
-    The network between hosts is as the packaged description of that GPU has it, the one of as many GPUs a node if
-    there is one.
+    The network between hosts comes from a packaged description of that GPU, preferably with as many GPUs per node.
 
     Raises ConfigError if the catalog lacks a GPU, or they are of several kinds.
 
     Args:
         names: the GPUs of a host, as CUDA names them.
-        ranks_per_host: the GPUs that a host gives to the engine.
+        ranks_per_host: the number of GPUs that a host gives to the engine.
     """
     specs: list[GpuSpec] = []
     for name in dict.fromkeys(names):
@@ -75,9 +74,9 @@ def cluster_of_gpus(names: Sequence[str], ranks_per_host: int, hosts: int = 1) -
 
 
 def cluster_of_cpu(calibration: Calibration, ranks: int, memory_bytes: int) -> Cluster:
-    """Return the machine of a CPU calibration as a cluster of one node, whose "GPUs" are the ranks that share it.
+    """Describe the machine of a CPU calibration as a cluster of one node, whose "GPUs" are the ranks that share it.
 
-    They are priced by their measured kernels, so there are no figures of a data sheet beside the rate of a copy.
+    They are priced by measured kernels, so there are no data-sheet figures except the copy rate.
     """
     link = LinkSpec("shared memory", calibration.link.bw_gbps, None, "the calibration")
     gpu = GpuSpec(
@@ -96,7 +95,7 @@ def cluster_of_cpu(calibration: Calibration, ranks: int, memory_bytes: int) -> C
 
 
 def this_machine() -> Cluster:
-    """Return the GPUs that this process sees as a cluster of one node, or raise ConfigError."""
+    """Describe the GPUs visible to this process as a cluster of one node. Raises ConfigError if there are none."""
     gpus = detect.visible_gpus()
     if not gpus:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The configuration of a model that a plan is asked for: by a preset, or by a ``config.json`` without weights."""
+"""The model configuration for a plan: from a preset, or from a ``config.json`` without weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _CONFIG = "config.json"
 
 
 class NamedModel(NamedTuple):
-    """A configuration, and what other commands call the model."""
+    """A configuration, and the model's name in other commands."""
 
     config: ModelConfig
     name: str
 
 
 def named_model(model: str) -> NamedModel:
-    """Return the configuration of a preset, of a folder that has ``config.json``, of such a file, or of a Hub's model.
-    Raises ConfigError if there is no such model, or its configuration makes no sense. Raises UnsupportedError if it is
-    of a kind that the engine does not run.
+    """Return the configuration of a preset, a folder with ``config.json``, such a file, or a Hub model. Raises
+    ConfigError if there is no such model, or its configuration is invalid. Raises UnsupportedError if the engine does
+    not support its kind.
     """
     if not model.strip():
         raise ConfigError("the model is empty; give a preset, or a folder with config.json")

@@ -1,4 +1,4 @@
-"""The Pareto picture of a plan: tokens/s of a GPU over tokens/s of a user, one curve for each layout."""
+"""The Pareto plot of a plan: tokens/s per GPU over tokens/s per user, with one curve per layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_format(path: Path) -> None:
-    """Raise ConfigError unless pictures can be drawn, in the format that the suffix of ``path`` names."""
+    """Raise ConfigError unless plots can be drawn in the format given by the suffix of ``path``."""
     extras.require("plots", "a picture")
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(
@@ -25,7 +25,7 @@ def check_format(path: Path) -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the points of a plan in a file, whose suffix, one of :data:`FORMATS`, says its format."""
+    """Plot the points of a plan to a file; its suffix, one of :data:`FORMATS`, sets the format."""
     check_format(path)
     import matplotlib.figure
 

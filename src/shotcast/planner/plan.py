@@ -1,23 +1,23 @@
-r"""Plans: every layout of a model on a cluster, how fast it serves how many sequences, and which one suits a target.
+r"""Plans: every layout of a model on a cluster, its speed for each number of sequences, and the best one for a target.
 
 With C sequences at once, prompts of I tokens and outputs of O, P stages that take :math:`d_s` for a step of
-:math:`\lceil C / P \rceil` sequences that decode, and a transfer :math:`x_s` from each stage to the next and from the
-last to the first, which decodes its tokens next, each sequence gets a token every
+:math:`\lceil C / P \rceil` decoding sequences, and a transfer :math:`x_s` from each stage to the next and from the last
+to the first, each sequence gets a token every
 
 .. math:: T_d = \max\left(m \max_s d_s,\; \sum_s (d_s + x_s)\right), \quad m = \min(C, P)
 
-The host's time of a step is hidden on GPUs, where it is one more :math:`d_s` that the slowest may be, and part of the
-first stage's on CPUs.
+The host's time of a step is hidden on GPUs, where it counts as one more :math:`d_s` in the maximum. On CPUs it is part
+of the first stage's time.
 
-A prompt takes :math:`t_p`, its part of the steps that are full of prompts, on the slowest stage. In the time in which C
-sequences get O tokens each, C prompts are computed, so
+A prompt takes :math:`t_p`, its part of the steps that are full of prompts, on the slowest stage. While C sequences get
+O tokens each, C prompts are computed, so
 
 .. math:: \text{tokens/s} = \frac{C\,O}{O\,T_d + C\,t_p}, \quad T_{TPOT} = T_d + \frac{(C - 1)\,t_p}{O}
 
-The first token comes when the client's request has reached the host, the host has planned the step, the prompt has
-passed all stages, whose GPUs have rested since it began, and its token is back at the first. The consequence: with few
-sequences :math:`T_d` is reading weights, once for each of the m shares of a pipeline; with many it is arithmetic, and
-what tensor parallel adds is the sums.
+The first token arrives when the client's request has reached the host, the host has planned the step, the prompt has
+passed all stages, whose GPUs start rested, and its token is back at the first. The consequence: with few sequences
+:math:`T_d` is dominated by reading weights, once for each of the m shares of a pipeline; with many it is dominated by
+arithmetic, and tensor parallelism adds the sums.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from shotcast.units import about_size, counted
 from shotcast.wire import MAX_WORLD_SIZE, NodeShape
 
 MAX_RANKS = 1024
-"""The most ranks of an engine."""
+"""The maximum number of ranks of an engine."""
 MOST_SEQUENCES = 4096
-"""The most sequences of an engine that plans consider."""
+"""The largest number of sequences of an engine that plans consider."""
 BATCH_TOKENS = 2048
-"""Tokens of a step at most, an engine's default."""
+"""The maximum number of tokens of a step, an engine's default."""
 _OTHER_BYTES = 2 << 30
-"""An allowance for the CUDA context, captured graphs and the workspace of collectives; the engine measures them."""
+"""An allowance for the CUDA context, captured graphs and the workspace of collectives, which the engine measures."""
 LATENCY, THROUGHPUT = "latency", "throughput"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The aim of a plan: ``latency`` of one sequence, or ``throughput``, within bounds if there are any."""
+    """The goal of a plan: ``latency`` of one sequence, or ``throughput``, optionally within bounds."""
 
     kind: str = THROUGHPUT
     ttft_ms: float = math.inf
@@ -63,8 +63,8 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return the target in a text: ``latency``, ``throughput``, or bounds such as ``ttft=500,tpot=20`` (ms). Raises
-        ConfigError if it is none of these.
+        """Parse a target: ``latency``, ``throughput``, or bounds such as ``ttft=500,tpot=20`` (ms). Raises ConfigError
+        for anything else.
         """
         if text in (LATENCY, THROUGHPUT):
             return cls(text)
@@ -93,7 +93,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The settings that an engine is started with, its defaults if nothing is said."""
+    """The engine's start settings, with its defaults."""
 
     sequences: int = MOST_SEQUENCES  # those that are computed together, at most
     batch_tokens: int = BATCH_TOKENS  # tokens of a step at most
@@ -105,7 +105,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question: which model, on what, for what."""
+    """A question to the planner: which model, on which cluster, for which target."""
 
     model: ModelConfig  # its dimensions
     name: str  # the model as the user named it
@@ -152,7 +152,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of the rank that has most, in bytes."""
+    """The memory of the fullest rank, in bytes."""
 
     usable: int  # the part of the GPU that an engine may use
     weights: int  # its weights
@@ -163,12 +163,12 @@ class Memory:
     batch_tokens: int  # tokens of a step at most
 
     def steps(self, sequences: int) -> int:
-        """Return the estimated bytes of everything but the cache, with steps of this many sequences."""
+        """Estimate the bytes of everything except the cache, with steps of this many sequences."""
         # a step has room for a token of each sequence
         return self.other + self.per_row * max(self.batch_tokens, sequences) + self.per_sequence * sequences
 
     def cache(self, sequences: int) -> int:
-        """Return the bytes that are left for keys and values; below 0 if the rest does not fit."""
+        """Return the bytes left for keys and values; negative if the rest does not fit."""
         return self.usable - self.weights - self.steps(sequences)
 
     def sequences(self, tokens: int) -> int:
@@ -209,11 +209,11 @@ class Point:
 
     @property
     def tokens_per_s_per_user(self) -> float:
-        """Tokens of output a second of one request, after its first."""
+        """Output tokens per second of one request after its first token."""
         return 1e3 / self.tpot_ms
 
     def latency_ms(self, output: int) -> float:
-        """Return the milliseconds of a request of this many tokens of output."""
+        """Return the latency in milliseconds of a request with this many output tokens."""
         return self.ttft_ms + (output - 1) * self.tpot_ms
 
 
@@ -232,13 +232,13 @@ class Plan:
 
     @property
     def precision(self) -> str:
-        """The quantization, or the type of weights without one, as InferenceX has it."""
+        """The quantization or, without one, the dtype of weights, in InferenceX's notation."""
         return self.query.quantization or {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[self.dtype]
 
     def best_of_each_layout(self) -> list[Point]:
-        """Return for each layout the point that suits the target best, the best layout first.
+        """Return each layout's best point for the target, best layout first.
 
-        Where some are within the bounds of the target, layouts that never are have none.
+        If some points meet the target's bounds, layouts that never do are omitted.
         """
         best: dict[tuple[Layout, int], Point] = {}
         for point in [point for point in self.points if _meets(self.query.target, point)] or self.points:
@@ -248,7 +248,7 @@ class Plan:
         return sorted(best.values(), key=lambda point: _rank(self.query, point))
 
     def pareto(self) -> list[Point]:
-        """Return the points that no other beats in both tokens/s a GPU and tokens/s a user, by the latter."""
+        """Return the points not beaten in both tokens/s per GPU and tokens/s per user, ordered by the latter."""
         front: list[Point] = []
         for point in sorted(self.points, key=lambda point: (-point.tokens_per_s_per_user, -point.tokens_per_s_per_gpu)):
             if not front or point.tokens_per_s_per_gpu > front[-1].tokens_per_s_per_gpu:
@@ -262,12 +262,12 @@ def plan(
     candidates: Iterable[tuple[Layout, int]] | None = None,
     collectives: CollectiveCosts | None = None,
 ) -> Plan:
-    """Return the plan of a query.
+    """Compute the plan for a query.
 
     Args:
-        calibration: of any GPU; it is scaled to that of the cluster by the data sheets.
-        candidates: layouts, and how many engines of each; all :func:`layouts` by default.
-        collectives: what sums take, where it is not what our own take on the cluster by the calibration.
+        calibration: the calibration of any GPU; it is scaled to the cluster's GPU by data sheets.
+        candidates: layouts, and the number of engines of each; all :func:`layouts` by default.
+        collectives: the cost of sums, if it differs from our algorithms' cost by the calibration.
     """
     if calibration.device == "cpu" and query.limits.algorithm == LIBRARY:
         raise ConfigError("the model of the library's sums is NCCL's, and CPU ranks have Gloo; leave the algorithm out")
@@ -297,7 +297,7 @@ def plan(
 
 
 def best_of(query: Query, calibration: Calibration, points: Sequence[Point], refused: dict[str, str]) -> Plan:
-    """Return the plan of a query whose points are known."""
+    """Build the plan for a query from known points."""
     fitting = [point for point in points if _meets(query.target, point)]
     best = min(fitting, key=lambda point: _rank(query, point), default=None)
     calibrated, link_calibrated = True, query.cluster.link_latency_us is None
@@ -309,7 +309,7 @@ def best_of(query: Query, calibration: Calibration, points: Sequence[Point], ref
 
 
 def layouts(query: Query) -> Iterator[tuple[Layout, int]]:
-    """Yield every layout of one engine, and how many such engines the GPUs hold."""
+    """Yield every layout of one engine, and how many such engines fit the GPUs."""
     divisors = [number for number in range(1, query.gpus + 1) if query.gpus % number == 0]
     for tensor in divisors:
         for stages in divisors:
@@ -318,7 +318,7 @@ def layouts(query: Query) -> Iterator[tuple[Layout, int]]:
 
 
 def memory_of(query: Query, layout: Layout, itemsize: int = 2) -> Memory:
-    """Return the memory of the rank that has most, on a GPU of the cluster."""
+    """Return the memory of the fullest rank on a GPU of the cluster."""
     limits, usable = query.limits, int(query.cluster.gpu.memory_bytes * query.limits.utilization)
     return fullest_rank(query.model, query.quantization, layout, usable, limits.batch_tokens, itemsize, limits.kv_item)
 
@@ -332,14 +332,14 @@ def fullest_rank(
     itemsize: int = 2,
     kv_item: float | None = None,
 ) -> Memory:
-    """Return the memory of the rank that has most.
+    """Return the memory of the fullest rank.
 
-    What steps take is estimated: activations of the most tokens of a step, and float32 logits of all sequences, each
-    twice, and an allowance for all else. An engine measures it.
+    The memory of steps is an estimate: activations for the largest step and float32 logits of all sequences, each
+    twice, plus an allowance for everything else. An engine measures it.
 
     Args:
-        itemsize: bytes of an activation, of a key or value, and of a weight that is not in FP8.
-        kv_item: bytes of a key or value, if they are not ``itemsize``.
+        itemsize: bytes of an activation, of a key or value, and of a weight that is not FP8.
+        kv_item: bytes of a key or value, if different from ``itemsize``.
     """
     require_division(model, *layout)
     share = largest_share(model, layout.tensor_parallel)
@@ -358,7 +358,7 @@ def fullest_rank(
 
 
 def require_place(query: Query, layout: Layout) -> None:
-    """Raise ConfigError if engines of this layout lie across nodes, or their stages do."""
+    """Raise ConfigError if engines of this layout, or their stages, would straddle nodes."""
     per_node = query.cluster.gpus_per_node
     for what, ranks in (("an engine", layout.ranks), ("a stage", layout.tensor_parallel)):
         whole = ranks % per_node == 0 if ranks > per_node else per_node % ranks == 0
@@ -367,11 +367,13 @@ def require_place(query: Query, layout: Layout) -> None:
 
 
 def require_served(layout: Layout, collectives: CollectiveCosts) -> None:
-    """Raise ConfigError if native kernels do not serve the ranks of a stage."""
+    """Raise ConfigError unless native kernels serve the ranks of a stage."""
     shape = collectives.shape(layout.tensor_parallel)
     most = MAX_WORLD_SIZE if shape.nodes == 1 else MOST_RANKS
     if shape.world_size > most:
-        raise ConfigError(f"sums of {shape.world_size} GPUs: own kernels serve up to {most} of them on {_nodes(shape)}")
+        raise ConfigError(
+            f"sums of {shape.world_size} GPUs: native kernels serve up to {most} of them on {_nodes(shape)}"
+        )
 
 
 def _nodes(shape: NodeShape) -> str:
@@ -381,7 +383,7 @@ def _nodes(shape: NodeShape) -> str:
 def points_of(
     query: Query, model: StepModel, engines: int, memory: Memory, collectives: CollectiveCosts
 ) -> Iterator[Point]:
-    """Yield the points of a layout, by its number of sequences, or raise ConfigError if there is no room for one."""
+    """Yield the points of a layout by number of sequences. Raises ConfigError if there is no room for one."""
     most = min(memory.sequences(query.prompt + query.output), query.limits.sequences)
     if not most:
         tokens = query.prompt + query.output
@@ -397,7 +399,7 @@ def points_of(
 
 
 class _PromptTime(NamedTuple):
-    """The time of one prompt through all stages, its error, and its part of full steps on the slowest stage."""
+    """The time of a prompt through all stages, its error, and its share of full steps on the slowest stage."""
 
     latency_us: float
     error: float
@@ -428,7 +430,7 @@ def _prompt_time(query: Query, model: StepModel) -> _PromptTime:
 
 
 def _stage_times(model: StepModel, work: StepWork) -> list[float]:
-    """Return the microseconds of each stage, with the host's in the first one where rank 0 computes that itself."""
+    """Return the microseconds of each stage, including the host's in the first if rank 0 computes that stage itself."""
     times = [stage.time_us for stage in model.stages(work)]
     if not model.hides_host:
         times[0] += model.host_us(work)
@@ -488,7 +490,7 @@ def _meets(target: Target, point: Point) -> bool:
 
 
 def _rank(query: Query, point: Point) -> tuple[float, ...]:
-    """Return a key that sorts the best point first: within bounds, then fast, then few sequences and ranks a stage."""
+    """Return a sort key that puts the best point first: within bounds, fast, few sequences, few ranks per stage."""
     if query.target.kind == LATENCY:
         # of one request; where sequences do not matter, more of them are better
         return point.latency_ms(query.output), -point.tokens_per_s, point.layout.tensor_parallel

@@ -1,4 +1,4 @@
-"""Plans in words, as JSON, and as a command that starts what was planned."""
+"""Plans in words, as JSON, and as a command that starts the planned engine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ KINDS = {
     "transfers between stages": ("transfer",),
     "the rest": ("norm", "activation", "embedding", "sampling"),
 }
-"""The parts of a step by what they are called in a sentence."""
+"""The parts of a step by their names in sentences."""
 LOADS = (1, 16, 64, 256)
-"""Sequences of an engine for which an answer says what users feel."""
+"""Sequences per engine for which an answer describes the user experience."""
 READING_MS = 200.0
-"""Milliseconds a token from which on text comes slower than people read."""
+"""Milliseconds per token above which text arrives more slowly than people read."""
 
 
 def reason(plan: Plan) -> str:
-    """Return why the best point is the best, in a few sentences; why there is none, if so."""
+    """Explain in a few sentences why the best point is the best, or why there is none."""
     best, query = plan.best, plan.query
     if best is None:
         return _no_best(plan)
@@ -55,7 +55,7 @@ def _speed(point: Point) -> str:
 
 
 def _loads(plan: Plan, best: Point) -> str:
-    """Return what users feel of the best layout with other numbers of sequences; "" if there are none."""
+    """Describe the user experience of the best layout with other numbers of sequences; "" if there are none."""
     same = [point for point in plan.points if (point.layout, point.engines) == (best.layout, best.engines)]
     loads = [point for point in same if point.sequences in LOADS and point.sequences != best.sequences]
     listed = "; ".join(f"{counted(point.sequences, 'sequence')}: {_speed(point)}" for point in loads)
@@ -89,9 +89,9 @@ def _no_best(plan: Plan) -> str:
 
 
 def refusals(plan: Plan, names: int) -> list[str]:
-    """Return a line for each kind of reason why layouts cannot be: at most this many ``names``, and the first's reason.
+    """Return a line per kind of reason that rules out layouts: at most ``names`` names, and the first one's reason.
 
-    Reasons are of one kind that differ in their numbers alone.
+    Reasons that differ only in their numbers are of the same kind.
     """
     kinds: dict[str, list[str]] = {}
     for name, why in plan.refused.items():
@@ -110,7 +110,7 @@ def _layout(point: Point) -> str:
 
 
 def unsupported_reason(plan: Plan) -> str:
-    """Return why the engine does not run what was planned; "" if it does."""
+    """Return why the engine cannot run the planned layout; "" if it can."""
     cluster, best = plan.query.cluster, plan.best
     if best is not None and cluster.gpus_per_host is not None and best.layout.ranks > cluster.gpus_per_host:
         return (
@@ -121,17 +121,17 @@ def unsupported_reason(plan: Plan) -> str:
 
 
 def folder(name: str) -> str:
-    """Return the model as commands that need its weights take it: for a preset, a folder that is called like it."""
+    """Return the model as an argument of commands that need its weights; a preset becomes a folder of the same name."""
     return f"./{name.removeprefix(RANDOM).partition(':')[0]}" if name.startswith(RANDOM) else name
 
 
 def command(plan: Plan, longest: int = 0) -> str | None:
-    """Return the command that starts one engine of the best point; by torchrun on each node if there are several.
+    """Return the command that starts one engine at the best point, with torchrun on each node if there are several.
 
     None if there is no best point, or the engine does not run it.
 
     Args:
-        longest: tokens of the longest request that the engine is to take, if it is longer than those of the query.
+        longest: tokens of the longest request that the engine must accept, if longer than the query's.
     """
     best, query = plan.best, plan.query
     if best is None or unsupported_reason(plan):
@@ -144,8 +144,8 @@ def command(plan: Plan, longest: int = 0) -> str | None:
     serve += ["--quantization", query.quantization] if query.quantization else []
     serve += ["--algorithm", query.limits.algorithm] if query.limits.algorithm != "auto" else []
     serve += ["--max-model-len", str(max(longest, query.prompt + query.output))]
-    serve += ["--max-sequences", str(best.sequences)] if best.sequences > 1 else []  # a server has more than one user
-    serve += ["--max-batch-tokens", str(tokens)] if tokens > BATCH_TOKENS else []
+    serve += ["--max-num-seqs", str(best.sequences)] if best.sequences > 1 else []  # a server has more than one user
+    serve += ["--max-num-batched-tokens", str(tokens)] if tokens > BATCH_TOKENS else []
     per_node = query.cluster.gpus_per_node
     if best.layout.ranks <= per_node:
         return shlex.join(["shotcast", *serve])
@@ -155,9 +155,9 @@ def command(plan: Plan, longest: int = 0) -> str | None:
 
 
 def as_json(plan: Plan, longest: int = 0) -> dict[str, Any]:
-    """Return a plan as JSON: each point with InferenceX's keys (seconds, tokens a second, counts) and our own.
+    """Convert a plan to JSON: each point with InferenceX's keys (seconds, tokens per second, counts) plus ours.
 
-    The arguments are those of :func:`command`.
+    The arguments are the same as for :func:`command`.
     """
     return {
         "target": str(plan.query.target),

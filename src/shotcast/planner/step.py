@@ -1,18 +1,17 @@
-r"""The time of a step of the engine: what each stage of a layout computes and communicates, kernel by kernel.
+r"""The time of an engine step: what each stage of a layout computes and communicates, kernel by kernel.
 
-A step computes :math:`n_d` tokens of sequences that decode, one of each, and chunks of prompts, R tokens together. On
-the rank of a stage that has most of it, with T ranks a stage, a layer takes
+A step computes :math:`n_d` tokens of decoding sequences, one of each, and chunks of prompts, R tokens in total. On the
+fullest rank of a stage with T ranks, a layer takes
 
 .. math:: T_l = T_{qkv} + T_{att} + T_o + T_{sum} + T_{gate,up} + T_{down} + T_{sum}
 
-where :math:`T_{sum}` is an all-reduce of R rows with residual and norm, by the fastest algorithm for the message. The
-first stage adds the embeddings and their sum, the last one the head for the rows that are sampled. A stage sends R rows
+where :math:`T_{sum}` is an all-reduce of R rows with residual and norm, using the fastest algorithm for the message.
+The first stage adds the embeddings and their sum, and the last one the head for the sampled rows. A stage sends R rows
 to the next, within a node or to the next node, and the last one the sampled tokens to the first. Kernels are priced by
-:mod:`shotcast.cost.inference`, sums by what algorithms describe.
+:mod:`shotcast.cost.inference`, sums by the algorithms' descriptions.
 
-The consequence: a step with few rows takes the time of reading weights, keys and values; T ranks divide that and add
-two latencies a layer, P stages divide the layers and add none, and a token passes through all stages one after the
-other.
+The consequence: a step with few rows takes the time of reading weights, keys and values; T ranks divide that time and
+add two latencies per layer. P stages divide the layers and add none, but a token passes through all stages in sequence.
 """
 
 from __future__ import annotations
@@ -44,24 +43,24 @@ _TOKEN_BYTES = 8
 
 
 class BeyondKernels(NamedTuple):
-    """The parts of error bars that no residual of a kernel explains, of a first token and of each later one."""
+    """The parts of error bars that kernel residuals do not explain, for a first token and for each later one."""
 
     first: float
     later: float
 
 
 MEASURED_BEYOND_KERNELS = BeyondKernels(0.035, 0.0)
-"""Those of runs of the engine on 1 to 4 H200, by the equation of ``research/engine_runs.py``: from
-``benchmarks/data/h200/engine*.json``, which no prediction is fitted to."""
+"""The measured values from engine runs on 1 to 4 H200, by the equation in ``research/engine_runs.py``: from
+``benchmarks/data/h200/engine*.json``, to which no prediction is fitted."""
 
 
 HOST_RESIDUAL = 0.3
-"""The error bar of the host's part of a first token on a GPU, as a part of it: the standard deviation of two hosts of
-the same kind, of which one took half as long again. A calibration has only one of them."""
+"""The relative error bar of the host's part of a first token on a GPU: the standard deviation of two hosts of the same
+kind, one of which took half as long again. A calibration covers only one of them."""
 
 
 class Layout(NamedTuple):
-    """Ranks of a stage, and stages."""
+    """Ranks per stage, and stages."""
 
     tensor_parallel: int
     pipeline_parallel: int
@@ -97,7 +96,7 @@ class StepWork(NamedTuple):
 
 @dataclass(slots=True)
 class Estimate:
-    """A predicted time, of what it consists, and how far off it may be."""
+    """A predicted time, its parts, and its error."""
 
     parts: dict[str, float] = field(default_factory=dict)  # microseconds by name
     # the sum of the squares of each part's time times its residual. The same kernel is off alike in all layers, and
@@ -107,12 +106,12 @@ class Estimate:
 
     @property
     def time_us(self) -> float:
-        """The predicted microseconds, among steps in a row."""
+        """The predicted microseconds within a series of steps."""
         return sum(self.parts.values())
 
     @property
     def error_us(self) -> float:
-        """One standard deviation, by the residuals of the calibration."""
+        """One standard deviation, from the calibration's residuals."""
         return math.sqrt(self.variance)
 
     def add(self, name: str, time_us: float, residual: float, saved_us: float = 0.0) -> None:
@@ -122,12 +121,12 @@ class Estimate:
 
 
 def kernel_error(stages: Sequence[Estimate]) -> float:
-    """Return how far off a step may be by the residuals of its kernels, as a part of its time."""
+    """Return the relative error of a step from the residuals of its kernels."""
     return sum(stage.error_us for stage in stages) / sum(stage.time_us for stage in stages)
 
 
 class RankShare(NamedTuple):
-    """The part of a layer that the rank with most of it has."""
+    """The fullest rank's part of a layer."""
 
     heads: int
     kv_heads: int
@@ -136,7 +135,7 @@ class RankShare(NamedTuple):
 
 
 def largest_share(model: ModelConfig, ranks: int) -> RankShare:
-    """Return the heads, columns and words of the rank that has most, where ``ranks`` share each layer."""
+    """Return the heads, columns and words of the fullest rank, if ``ranks`` ranks share each layer."""
     parts = [partition_heads(model.heads, model.kv_heads, rank, ranks) for rank in range(ranks)]
     return RankShare(
         max(len(part.queries) for part in parts),
@@ -147,7 +146,7 @@ def largest_share(model: ModelConfig, ranks: int) -> RankShare:
 
 
 def layer_products(model: ModelConfig, share: RankShare) -> dict[str, tuple[int, int]]:
-    """Return the outputs and inputs of each product of a layer, on a rank with this share of it."""
+    """Return the outputs and inputs of each product in a layer, on a rank with this share."""
     queries, keys = share.heads * model.head_dim, share.kv_heads * model.head_dim
     return {
         "qkv": (queries + 2 * keys, model.hidden),
@@ -158,14 +157,14 @@ def layer_products(model: ModelConfig, share: RankShare) -> dict[str, tuple[int,
 
 
 def crossings(layout: Layout, gpus_per_node: int) -> list[bool]:
-    """Return for each stage whether one of its ranks and that of the next stage, or of the first, are on two nodes."""
+    """Return whether each stage crosses nodes to the next one (or the last to the first) at any rank."""
     tensor, stages = layout.tensor_parallel, layout.pipeline_parallel
     nodes = [[(stage * tensor + rank) // gpus_per_node for rank in range(tensor)] for stage in range(stages)]
     return [here != nodes[(stage + 1) % stages] for stage, here in enumerate(nodes)]
 
 
 class Priced(NamedTuple):
-    """The time of a kernel, or of several that are off alike."""
+    """The time of a kernel, or of several with the same error."""
 
     time_us: float  # by the constants of its kind, where such kernels run without a pause
     residual: float  # of the kind, as a part of the time
@@ -173,15 +172,15 @@ class Priced(NamedTuple):
 
 
 def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bool) -> Priced:
-    r"""Return the price of a product of many rows among others like it.
+    r"""Price a product of many rows that runs among others like it.
 
-    Arithmetic takes more power than a GPU may take for long, so the clock goes down, and the time is at least that of
-    the arithmetic of products that were measured in a row, by constants of their own:
+    Arithmetic draws more power than a GPU can sustain, so the clock drops, and the time is at least the arithmetic time
+    of products measured back to back, with separate constants:
 
     .. math:: T = \max(T_{rested}, f + Y / y), \quad saved = T - T_{rested}
 
-    Products that read more than they compute are not slower in a row, as memory has a separate clock. Without such
-    measurements both are the same.
+    Products that read more than they compute are not slower back to back, since memory has a separate clock. Without
+    such measurements both times are the same.
     """
     sustained = calibration.kinds.get(sustained_kind(fp8))
     if sustained is None:
@@ -193,13 +192,13 @@ def in_a_row(rested: Priced, calibration: Calibration, work: KernelWork, fp8: bo
 
 
 class StepModel:
-    """Predicts steps of a model in a layout. Raises ConfigError if the model cannot be divided so, or nothing is known
-    of FP8 on this GPU.
+    """Predicts the steps of a model in a layout. Raises ConfigError if the model cannot be divided that way, or there
+    are no FP8 constants for this GPU.
 
     Args:
         quantization: ``fp8`` for products of layers in FP8; "" for bfloat16.
-        algorithm: of sums; ``auto`` for the fastest of our own, ``vendor`` for NCCL.
-        kv_item: bytes of a key or value, if they are not those of an activation.
+        algorithm: the algorithm of sums; ``auto`` for our fastest, ``vendor`` for NCCL.
+        kv_item: bytes of a key or value, if different from an activation's.
     """
 
     def __init__(
@@ -226,19 +225,19 @@ class StepModel:
         self._layers = [len(part) for part in partition(model.layers, layout.pipeline_parallel)]
 
     beyond_kernels = MEASURED_BEYOND_KERNELS
-    """Parts of error bars beyond those of kernels."""
+    """The parts of error bars not explained by kernels."""
 
     def stages(self, work: StepWork) -> list[Estimate]:
-        """Return the time of each stage of a step, without what passes between stages."""
+        """Return the time of each stage of a step, without transfers between stages."""
         known = self._known.get(work)
         if known is None:
             known = self._known[work] = self._stages(work)
         return known
 
     def transfers_us(self, work: StepWork) -> list[float]:
-        """Return for each stage the microseconds in which what it has made arrives at the next.
+        """Return the microseconds in which each stage's output reaches the next.
 
-        These are the rows of the step, and from the last stage to the first the tokens that are sampled; a single stage
+        The output is the rows of the step or, from the last stage to the first, the sampled tokens; a single stage
         sends nothing.
         """
         if len(self._crossings) == 1:
@@ -249,20 +248,20 @@ class StepModel:
         return [*between, self._collectives.send(token_bytes, self._crossings[-1])]
 
     def host_us(self, work: StepWork) -> float:
-        """Return the microseconds that rank 0 itself takes for a step, besides its stage; graphs replay its layers."""
+        """Return the microseconds that rank 0's host takes for a step, besides its stage; graphs replay its layers."""
         begin = sum(before == 0 for _, before in work.prompts)
         return self._calibration.host.time_us(work.sequences, work.rows, begin)
 
     @property
     def client_us(self) -> float:
-        """The microseconds of a request from the client to rank 0, and of its first token on the way back."""
+        """The microseconds of a request from the client to rank 0, plus its first token on the way back."""
         return self._calibration.host.client_us
 
     def first_token_error(self, works: Sequence[StepWork]) -> float:
-        """Return how far off a first token may be by the residuals of kernels and host, as a part of its time.
+        """Return the relative error of a first token, from the residuals of kernels and host.
 
         Args:
-            works: the steps that make it, of which the first one waits for the host.
+            works: the steps that produce it, the first of which waits for the host.
         """
         stages = [stage for work in works for stage in self.stages(work)]
         host_us = self.client_us + self.host_us(works[0]) if self.hides_host else 0.0
@@ -271,7 +270,7 @@ class StepModel:
 
     @property
     def hides_host(self) -> bool:
-        """Return whether rank 0 enqueues steps ahead, on a GPU, or computes its stage itself, on a CPU."""
+        """Return whether rank 0 enqueues steps ahead (on a GPU), rather than computing its stage itself (on a CPU)."""
         return self._calibration.host.hidden
 
     def _stages(self, work: StepWork) -> list[Estimate]:
@@ -294,8 +293,8 @@ class StepModel:
     def _product(self, rows: int, outputs: int, inputs: int, fp8: bool) -> Priced:
         """Return the time and the residual of a product.
 
-        Its kinds were fitted one by one, each from its first number of rows on. More rows never take less: where
-        another kind begins below the last one's end, the time stays at that end until it is passed.
+        Its kinds were fitted one by one, each from its first number of rows. More rows never take less time: if a kind
+        begins below the previous one's end, the time stays at that end until it is exceeded.
         """
         few_rows = self._calibration.few_rows
         ends = [end for end in (1, few_rows) if end < rows]
@@ -309,14 +308,14 @@ class StepModel:
         return in_a_row(rested, self._calibration, product(rows, outputs, inputs, item), fp8)
 
     def _mixer(self, work: StepWork) -> Mapping[str, Priced]:
-        """Return the time and the residual of each part of a layer but its network: attention, sums and norms."""
+        """Return the time and the residual of each part of a layer except its network: attention, sums and norms."""
         parts = dict(self._heads(work))
         for name, price in self._sum_and_norm(work.rows).items():
             parts[name] = price._replace(time_us=2 * price.time_us)
         return parts
 
     def _heads(self, work: StepWork) -> Mapping[str, Priced]:
-        """Return the time and the residual of each part of attention with keys and values of heads."""
+        """Return the time and the residual of each part of multi-head attention."""
         rows, share = work.rows, self.share
         parts = {
             "qkv": self._product(rows, *self._sides["qkv"], self._fp8),
@@ -364,9 +363,9 @@ class StepModel:
         return self._fused(nbytes, summed, fp8)
 
     def _fused(self, nbytes: int, summed: Priced, fp8: str) -> dict[str, Priced]:
-        """Return the prices of a sum and of residual and norm in its kernel.
+        """Return the prices of a sum and of its fused residual and norm.
 
-        The error of the sum counts where the sum bounds the call, and that of the fused call always.
+        The sum's error counts if the sum bounds the call, and the fused call's error always counts.
         """
         known = self._calibration.fused_norms[f"{FUSED_NORM}{fp8}"]
         call_us = known.cost.time_us(nbytes, summed.time_us)
@@ -379,7 +378,7 @@ class StepModel:
         return {"all_reduce": summed._replace(residual=both), "norm": Priced(0.0, 0.0)}
 
     def _norm(self, rows: int, fp8: str) -> Priced:
-        """Return the price of adding the residual and of the norm, on one rank."""
+        """Return the price of the residual add and the norm on one rank."""
         elements = rows * self.model.hidden
         return self._kernel(f"norm{fp8}", rows_pass(elements * (3 * self.itemsize + (1 if fp8 else self.itemsize))))
 

@@ -1,6 +1,6 @@
-"""The backend "shotcast" of torch.distributed: process groups whose collectives are those of communicators.
+"""The "shotcast" backend of torch.distributed: process groups whose collectives run on communicators.
 
-This module imports little at first, as PyTorch reads it at ``import torch``.
+This module imports little at first because PyTorch loads it at ``import torch``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["BACKEND", "counts", "monitored_barrier"]
 def counts(group: dist.ProcessGroup | None = None) -> dict[str, dict[str, int]]:
     """Return how many calls of a process group each route has served, by operation.
 
-    It returns ``{"all_reduce": {"own": 3}}``, for example. The routes are ``own``, for a communicator, and ``inner``,
+    For example, it returns ``{"all_reduce": {"own": 3}}``. The routes are ``own``, for a communicator, and ``inner``,
     for the group of Gloo or NCCL inside (``docs/reference/compatibility.md``).
 
     Args:
-        group: a process group of this backend; None for that of all ranks.
+        group: a process group of this backend; None for the group of all ranks.
 
     Raises:
-        ConfigError: it is none of this backend.
+        ConfigError: the group does not belong to this backend.
     """
     from shotcast.process_group.group import own_group
 
@@ -36,19 +36,19 @@ def counts(group: dist.ProcessGroup | None = None) -> dict[str, dict[str, int]]:
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait for all ranks, and name those that do not come, as ``torch.distributed.monitored_barrier`` does.
+    """Wait for all ranks, and name the ones that do not arrive, like ``torch.distributed.monitored_barrier``.
 
-    PyTorch's function refuses every backend but Gloo by its name, so a process group of this one needs this function.
-    It waits on the host, and for no call on a GPU.
+    PyTorch's function rejects every backend except Gloo by name, so process groups of this backend need this function.
+    It waits on the host, and not for calls on a GPU.
 
     Args:
-        group: a process group of this backend; None for that of all ranks. Nothing happens on a rank outside it.
+        group: a process group of this backend; None for the group of all ranks. Does nothing on ranks outside it.
         timeout: how long a rank waits, in seconds if it is a number; None for the timeout of the group.
-        wait_all_ranks: name all ranks that have not come, and not only the first.
+        wait_all_ranks: name all ranks that have not arrived, not only the first.
 
     Raises:
-        ConfigError: the group is none of this backend.
-        ShotcastError: ranks did not come, which are named by their ranks in the job.
+        ConfigError: the group does not belong to this backend.
+        ShotcastError: ranks did not arrive; they are named by their job ranks.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The calls of torch.distributed in terms of those of a communicator."""
+"""torch.distributed's calls in terms of a communicator's."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ REDUCED = {
     for op in ("all_reduce", "reduce_scatter")
     for kind, name in OF_TORCH.items()
 }
-"""Keys by which methods of a communicator find calls that they prepared, without arguments beside the tensors."""
+"""Keys under which a communicator's methods find prepared calls that have only tensor arguments."""
 BARRIER = key_of(Communicator.barrier)
 BROADCAST = functools.cache(functools.partial(key_of, Communicator.broadcast, None))
 _SINGLE = {"reduce_scatter": "_reduce_scatter_base", "all_gather": "_allgather_base"}
-"""Methods of an inner group whose tensors have the parts of all ranks."""
+"""Methods of an inner group on single tensors with the parts of all ranks."""
 Begin = Callable[[Any], Any]
-"""Begins a call of an inner group."""
+"""Starts a call of an inner group."""
 OnOperands = Callable[[Communicator, Operands], None]
-"""Makes a call on a communicator, with the operands that stand for its own."""
+"""Runs a call on a communicator, with operands that stand in for the original ones."""
 
 
 class Calls:
-    """The calls of a process group, under all names that PyTorch 2.11 to 2.14 has for them."""
+    """The calls of a process group, under all their names in PyTorch 2.11 to 2.14."""
 
     _rank: int
     _world_size: int
 
     _own: Callable[..., DoneWork]
-    """Makes a call on the communicator of a device."""
+    """Runs a call on a device's communicator."""
     _again: Callable[..., DoneWork | None]
-    """Makes a call like one before; returns None, with nothing done, if there was none."""
+    """Repeats an earlier call; returns None and does nothing if there was none."""
     _inner: Callable[..., DoneWork]
-    """Makes a call on the inner group of a device."""
+    """Runs a call on a device's inner group."""
     _message: Callable[..., DoneWork]
-    """Makes a message to or from another rank on an inner group."""
+    """Sends or receives a message on an inner group."""
     _ends_on_gpus: Callable[[], list[Callable[[], None]]]
-    """Returns, for each GPU with calls, what makes the host wait for those so far."""
+    """Returns, for each GPU with calls, a function that makes the host wait for the calls so far."""
     _check_gpus: Callable[[], None]
-    """Raises the fault of a call on a GPU, if one is known."""
+    """Raises the error of a failed call on a GPU, if one is known."""
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Calls:
 
     @visible()
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> DoneWork:
-        """Reduce tensors of all ranks, in place."""
+        """Reduce tensors over all ranks, in place."""
         opts = opts if opts is not None else dist.AllreduceCoalescedOptions()
         xs, op = [torch_private.plain(x) for x in tensors], "all_reduce_coalesced"
         if not xs or torch_private.has_no_data(xs[0]):
@@ -93,7 +93,7 @@ class Calls:
 
     @visible()
     def reduce(self, tensors: Any, opts: Any = None, root: int = 0, op: Any = None) -> DoneWork:
-        """Reduce a tensor of all ranks to one of them, in place there."""
+        """Reduce a tensor over all ranks to one rank, in place."""
         opts = _rooted(dist.ReduceOptions, opts, root, op)
         given = _only(tensors, "reduce")
         self._check_root("reduce", opts.rootRank)
@@ -136,7 +136,7 @@ class Calls:
         return self._call("reduce_scatter", make, [given], xs, [out], opts, inner, name, factor)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
-        """Reduce the i-th part of a tensor of all ranks to rank i."""
+        """Reduce the i-th part of every rank's tensor to rank i."""
         key = None if opts is None else REDUCED.get(("reduce_scatter", opts.reduceOp.op.value))
         return self._again("reduce_scatter", opts, key, x, output) or self._reduce_scatter_single(output, x, opts)
 
@@ -147,13 +147,13 @@ class Calls:
 
     @visible("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        """Reduce the i-th parts of tensors of all ranks to rank i."""
+        """Reduce the i-th parts of every rank's tensors to rank i."""
         return self._single_coalesced("reduce_scatter", outputs, inputs, opts or dist.ReduceScatterOptions())
 
     def _single(
         self, op: str, output: torch.Tensor, x: torch.Tensor, opts: Any, reduction: tuple[str, Any] | None = None
     ) -> DoneWork:
-        """Make a reduce_scatter or an all_gather: the larger of two tensors has the parts of all ranks."""
+        """Run a reduce_scatter or an all_gather: the larger of two tensors has the parts of all ranks."""
         if torch_private.has_no_data(output):
             return DoneWork([output])
         out, own = torch_private.plain(output), torch_private.plain(x)
@@ -208,7 +208,7 @@ class Calls:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int = 0, timeout: timedelta | None = None) -> DoneWork:
-        """Copy a tensor of one rank to all."""
+        """Copy one rank's tensor to all ranks."""
         if type(opts) is not dist.BroadcastOptions:
             opts = _rooted(dist.BroadcastOptions, opts, root, None, timeout)
         if isinstance(tensors, torch.Tensor):
@@ -232,7 +232,7 @@ class Calls:
 
     @visible()
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> DoneWork:
-        """Give every rank the tensors of all, in a list."""
+        """Give every rank the tensors of all ranks, in a list."""
         opts = _options(torch_private.AllgatherOptions, opts, None, timeout)
         nested = isinstance(outputs[0], list | tuple)
         given = list(outputs[0]) if nested else list(outputs)
@@ -255,7 +255,7 @@ class Calls:
         return self._call("all_gather", make, result, [x], outs, opts, inner)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> DoneWork:
-        """Give every rank the tensors of all, in one."""
+        """Give every rank the tensors of all ranks, in one tensor."""
         work = self._again("all_gather", opts, MOVED["all_gather"], x, output)
         return work or self._all_gather_single(output, x, opts)
 
@@ -265,12 +265,12 @@ class Calls:
 
     @visible("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        """Give every rank tensors of all, each in one."""
+        """Give every rank several tensors of all ranks, each gathered into one tensor."""
         return self._single_coalesced("all_gather", outputs, inputs, opts or torch_private.AllgatherOptions())
 
     @visible()
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> DoneWork:
-        """Give every rank tensors of all; ``outputs[r][i]`` gets the i-th of rank r."""
+        """Give every rank several tensors of all ranks; ``outputs[r][i]`` gets the i-th of rank r."""
         opts = opts if opts is not None else torch_private.AllgatherOptions()
         xs = [torch_private.plain(x) for x in inputs]
         outs = [[torch_private.plain(out) for out in of_rank] for of_rank in outputs]
@@ -295,7 +295,7 @@ class Calls:
 
     @visible()
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: int = 0) -> DoneWork:
-        """Give one rank the tensors of all."""
+        """Give one rank the tensors of all ranks."""
         opts = _rooted(dist.GatherOptions, opts, root)
         x = torch_private.plain(_only(inputs, "gather"))
         given = _list(outputs)
@@ -367,7 +367,7 @@ class Calls:
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> DoneWork:
-        """Send the i-th part of a tensor to rank i; parts have equal or the given numbers of rows."""
+        """Send the i-th part of a tensor to rank i; parts have equal or given numbers of rows."""
         key = None if output_split_sizes or input_split_sizes else MOVED["all_to_all"]
         work = self._again("all_to_all", opts, key, x, output)
         return work or self._all_to_all_single(output, x, output_split_sizes, input_split_sizes, opts)
@@ -424,10 +424,11 @@ class Calls:
         factor: Any = None,
         keeps: bool = False,
     ) -> DoneWork:
-        """Make a call that has been checked; one of tensors without data is over.
+        """Run a checked call; calls without data complete at once.
 
-        ``make`` makes it on the communicator, by :class:`Operands` of ``inputs``, ``outputs``, ``factor`` and
-        ``keeps``. What that does not serve goes to the method of an inner group whose name and arguments are ``inner``.
+        ``make`` runs it on the communicator, with :class:`Operands` from ``inputs``, ``outputs``, ``factor`` and
+        ``keeps``. Calls that the communicator does not serve go to the inner group's method whose name and arguments
+        are ``inner``.
         """
         if torch_private.has_no_data((outputs or inputs)[0]):
             return DoneWork(result)
@@ -447,7 +448,7 @@ class Calls:
             raise ValueError(f"{op}: the root is one of the {self._world_size} ranks of the group, not {root}")
 
     def _elements(self, x: torch.Tensor, rows: Sequence[int], name: str) -> list[int]:
-        """Return the elements of the part of each rank."""
+        """Return the number of elements of each rank's part."""
         if not rows:
             if x.dim() == 0 or x.shape[0] % self._world_size:
                 raise ValueError(
@@ -464,7 +465,7 @@ class Calls:
         return [int(size) * width for size in rows]
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> DoneWork:
-        """Wait until all ranks have come here. On GPUs the host waits too."""
+        """Wait until all ranks have arrived. On GPUs the host waits too."""
         on_cpu = type(opts) is dist.BarrierOptions and opts.device in (None, _CPU)
         work = self._again("barrier", opts, BARRIER, None, None) if on_cpu else None
         return work or self._barrier(opts, timeout)
@@ -515,7 +516,7 @@ def _host_barrier(comm: Communicator) -> None:
 
 
 def _only(tensors: Any, op: str) -> torch.Tensor:
-    """Return the tensor of a call, alone or in a list of one."""
+    """Return the tensor of a call, bare or in a list of one."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -525,7 +526,7 @@ def _only(tensors: Any, op: str) -> torch.Tensor:
 
 
 def _options(kind: Any, opts: Any, op: Any, timeout: timedelta | None) -> Any:
-    """Return the options of a call that may be given as they are, or as the arguments that stand for them."""
+    """Return the options of a call, passed as an object or as separate arguments."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -538,7 +539,7 @@ def _options(kind: Any, opts: Any, op: Any, timeout: timedelta | None) -> Any:
 
 
 def _rooted(kind: Any, opts: Any, root: int, op: Any = None, timeout: timedelta | None = None) -> Any:
-    """Return the options of a call with a root, which may be given in place of them."""
+    """Return the options of a call with a root, passed as an object or as the root."""
     if isinstance(opts, int):
         root, opts = opts, None
     if opts is None:
@@ -548,7 +549,7 @@ def _rooted(kind: Any, opts: Any, root: int, op: Any = None, timeout: timedelta 
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors of a list, alone or in a list of one."""
+    """Return the tensors in a list, bare or in a list of one."""
     return list(tensors[0]) if tensors and isinstance(tensors[0], list | tuple) else list(tensors)
 
 
@@ -564,7 +565,7 @@ def _is_own(op: str, tensors: Sequence[torch.Tensor], reduction: str) -> bool:
 
 
 def _reduction(opts: Any, *dtypes: torch.dtype) -> tuple[str, Any]:
-    """Return the name of a reduction, and the factor of tensors before it; None for no factor."""
+    """Return the name of a reduction, and the factor applied to tensors first; None for no factor."""
     op = opts.reduceOp
     if op == dist.ReduceOp.SUM:
         return "sum", None
@@ -587,7 +588,7 @@ def _sized(op: str, found: int, wanted: int, what: str = "elements") -> None:
 
 
 def _alike(op: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless tensors have one dtype and lie on one device."""
+    """Raise ValueError unless tensors share one dtype and one device."""
     for x in tensors[1:]:
         if x.dtype != tensors[0].dtype:
             raise ValueError(f"{op}: a tensor has another dtype ({x.dtype}) than the others ({tensors[0].dtype})")

@@ -18,14 +18,14 @@ from shotcast.process_group.works import DONE, DoneWork, StreamWork, ThreadWork
 
 _DESTROYED = "this process group was destroyed"
 Make = Callable[[Communicator], None]
-"""Makes a call on a communicator."""
+"""Runs a call on a communicator."""
 
 
 class DeviceCalls:
-    """Makes calls on one device in the order in which threads issue them, some while their caller goes on.
+    """Runs calls on one device in the order in which threads issue them, some asynchronously.
 
-    The communicator is built by the first call, on all ranks at once. ``rendezvous`` returns the ranks, once the group
-    has its name, and ``dead`` those whose processes have ended. The ``lock`` is held while a call is issued.
+    The first call builds the communicator, on all ranks at once. ``rendezvous`` returns the ranks, once the group has
+    its name, and ``dead`` the ranks whose processes have ended. The ``lock`` is held while a call is issued.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class DeviceCalls:
         return self.comm
 
     def again(self, op: str, key: tuple[Any, ...], operands: Operands, asynchronous: bool) -> DoneWork | None:
-        """Make or start a call that the communicator has prepared; return None, with nothing done, if it has not.
+        """Run or start a call that the communicator has prepared; otherwise return None and do nothing.
 
-        ``key`` are the arguments of the communicator's method that are not tensors, and ``operands`` those that are,
-        the last of which it writes. With ``asynchronous`` the caller goes on meanwhile.
+        ``key`` holds the non-tensor arguments of the communicator's method, and ``operands`` the tensors, the last of
+        which it writes. With ``asynchronous`` the caller does not wait.
         """
         comm, starter = self.comm, self._starter
         if comm is None or (starter is not None and starter.thread_id == threading.get_ident()):
@@ -89,10 +89,10 @@ class DeviceCalls:
     def make(
         self, op: str, make: Make, result: Any, operands: Any, asynchronous: bool, timeout_s: float | None
     ) -> DoneWork:
-        """Make a call, or start it.
+        """Run a call, or start it.
 
-        ``result`` are the tensors that it writes, ``operands`` all of its tensors. Without ``timeout_s`` the deadline
-        is that of the group.
+        ``result`` holds the tensors that it writes, ``operands`` all of its tensors. ``timeout_s`` defaults to the
+        group's deadline.
         """
         if timeout_s is not None and timeout_s != self.timeout_s:
             make = functools.partial(_within, timeout_s, self, make)
@@ -118,11 +118,11 @@ class DeviceCalls:
         return DONE
 
     def _is_called_back(self) -> bool:
-        """Return whether this is a callback at the end of a call that the thread has made.
+        """Return whether this is a callback at the end of a call that the thread has run.
 
-        Its calls are made at once: they have the place of the future's end among the calls, which is behind all that
-        were issued before the future was asked for. A callback that finds the call over when it is added issues them
-        behind those, too. Nobody who makes calls holds the lock then, but maybe one who waits for the thread.
+        Its calls run at once, in the position of the future's completion, which is after all calls issued before the
+        future was requested. A callback added after the call has finished also issues its calls after those. No caller
+        holds the lock at that point, except possibly one that waits for the thread.
         """
         return self._starter is not None and self._starter.is_current()
 
@@ -147,7 +147,7 @@ class DeviceCalls:
         return StreamWork(handle, starter.stream, result, comm.check, functools.partial(self.pending, op))
 
     def behind(self, task: Callable[[], None]) -> None:
-        """Do something after the calls that were issued, on their thread; at once if all are over."""
+        """Run a task after the issued calls, on their thread; at once if all have finished."""
         if not self._is_called_back():
             with self.lock:
                 if isinstance(self._starter, ThreadStarter) and not self._closed:
@@ -156,7 +156,7 @@ class DeviceCalls:
         task()
 
     def serve_until(self, over: threading.Event) -> None:
-        """Make the calls that were issued until one is over, if this is their thread; else return at once."""
+        """Run the issued calls until one has finished, if this is their thread; otherwise return at once."""
         if self._is_called_back():
             assert isinstance(self._starter, ThreadStarter)
             self._starter.serve_until(over)
@@ -171,7 +171,7 @@ class DeviceCalls:
             self.comm.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Wait for this rank's calls, and give back what they hold. A second call does nothing."""
+        """Wait for this rank's calls, and release their resources. A second call does nothing."""
         with self.lock:
             if self._closed:
                 return

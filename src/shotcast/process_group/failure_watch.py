@@ -1,4 +1,4 @@
-"""The ranks of a group that come no more, by which an error of the inner library is explained."""
+"""The departed ranks of a group, which explain errors of the inner library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SETTLE_S = 0.5
 
 
 class FailureWatch:
-    """Knows which processes of a group have ended, and which ranks have left it. The store is for this alone."""
+    """Tracks which processes of a group have ended, and which ranks have left it, using a dedicated store."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
         self._store = store
@@ -27,32 +27,32 @@ class FailureWatch:
         self._store.set(str(rank), json.dumps(dataclasses.asdict(ProcessId.own())))
 
     def ended(self) -> list[int]:
-        """Return the ranks of this machine whose processes have ended, as far as they had begun."""
+        """Return the ranks of this machine whose processes have ended, among those that had begun."""
         for rank in range(self._world_size):
             if rank not in self._processes and rank != self._rank and self._store.check([str(rank)]):
                 self._processes[rank] = ProcessId(**json.loads(self._store.get(str(rank))))
         return [rank for rank, process in sorted(self._processes.items()) if process.has_ended()]
 
     def leave(self) -> None:
-        """Tell the others that this rank has made its last call, as far as the store answers."""
+        """Notify the others that this rank has made its last call, if the store answers."""
         with contextlib.suppress(RuntimeError, dist.DistError):
             self._store.set(f"left/{self._rank}", "")
 
     def left(self) -> set[int]:
-        """Return the ranks that have left, as far as the store answers."""
+        """Return the ranks that have left, if the store answers."""
         with contextlib.suppress(RuntimeError, dist.DistError):
             others = (rank for rank in range(self._world_size) if rank != self._rank and rank not in self._left)
             self._left.update(rank for rank in others if self._store.check([f"left/{rank}"]))
         return self._left
 
     def gone(self) -> list[int]:
-        """Return the ranks that come no more: their processes have ended, or they have left."""
+        """Return the ranks that have departed: their processes have ended, or they have left."""
         return sorted(self.left().union(self.known()))
 
     def meaning(self, op: str, error: Exception, timeout_s: float, members: Members) -> Exception:
-        """Return the error to raise for one of the inner library.
+        """Translate an error of the inner library to the error to raise.
 
-        That is a CollectiveTimeout where ranks did not answer, and ``error`` itself otherwise.
+        This is a CollectiveTimeout if ranks did not answer, and otherwise ``error``.
         """
         cause = cause_of(error)
         if not cause:
@@ -66,7 +66,7 @@ class FailureWatch:
         return members.timeout(guilty, op, 0, timeout_s, reason)
 
     def known(self) -> list[int]:
-        """Return what :meth:`ended` does, or nothing if the store has ended with its process."""
+        """Return the result of :meth:`ended`, or nothing if the store has ended with its process."""
         try:
             return self.ended()
         except (RuntimeError, dist.DistError):

@@ -1,4 +1,4 @@
-"""The process group: every call of torch.distributed, made by a communicator or by the group inside."""
+"""The process group: every call of torch.distributed, run by a communicator or by the inner group."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from shotcast.process_group.torch_private import dispatch_modes, is_profiled
 from shotcast.process_group.works import DoneWork, SeveralWorks, inner_work, seconds
 
 _NO_TIMEOUT = timedelta(0)
-"""Calls without a deadline of their own have one below this."""
+"""The threshold below which a timeout means that a call has no deadline of its own."""
 _ADVICE = "The process group is stopped: destroy it on every rank (dist.destroy_process_group) and make a new one"
 _AllreduceOptions: Any = dist.AllreduceOptions
 
 
 class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
-    """The ranks of a group of torch.distributed.
+    """The ranks of a torch.distributed group.
 
-    Calls go to a communicator for each device, built by the first of them, or to a group of Gloo or NCCL inside
-    (:meth:`explain`). Threads may issue calls; the order in which they do is that of the calls.
+    Calls go to a communicator per device, built by the first call, or to an inner Gloo or NCCL group (:meth:`explain`).
+    Several threads may issue calls, which run in the order of issue.
 
-    ``name`` is one that no other group of the job has, and ``ranks`` are the ranks in the job; empty for all of them.
+    ``name`` is unique in the job, and ``ranks`` are the ranks in the job; empty for all of them.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return dist.PrefixStore(f"shotcast {name}", self._store)
 
     def _members(self) -> Members:
-        """Return the ranks as errors name them. PyTorch describes a group once it is made."""
+        """Return the ranks as named in errors. PyTorch describes a group only after creating it."""
         return Members(self._rank, self._ranks, title_of(self) if self._ranks else "", _ADVICE)
 
     def _nccl(self, name: str, rank: int, world_size: int) -> Any:
@@ -128,10 +128,10 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     getRank, getSize, getBackendName = rank, size, name  # noqa: N815 - as C++ calls them
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the inner group of a device.
+        """Return a device's inner group.
 
-        ``init_process_group(device_id=...)`` asks for that of its device while there is no group of all ranks yet, and
-        tells a group of Python of the device by nothing else.
+        ``init_process_group(device_id=...)`` requests its device's group before there is a group of all ranks, and this
+        is the only way a Python group learns the device.
         """
         if device.index is not None and not dist.is_initialized():
             self.bound_device_id = device
@@ -148,10 +148,10 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return counts
 
     def explain(self, x: torch.Tensor, op: str = "all_reduce", reduction: Reduction = "sum") -> Route:
-        """Return which route a call would take, and why. Communicates nothing.
+        """Return which route a call would take, and why. Does not communicate.
 
         Args:
-            x: the tensor that defines the size of the call: the input, or for an all_gather the output.
+            x: the tensor that defines the size of the call: the input or, for an all_gather, the output.
             op: the name of the operation, such as ``"all_reduce"``, ``"all_to_all"`` or ``"send"``.
             reduction: as in the call.
         """
@@ -165,7 +165,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> DoneWork:
-        """Reduce a tensor of all ranks, in place."""
+        """Reduce a tensor over all ranks, in place."""
         if type(opts) is _AllreduceOptions and len(tensors) == 1:
             key, x = REDUCED.get(("all_reduce", opts.reduceOp.op.value)), tensors[0]
             if work := self._again("all_reduce", opts, key, x, x):
@@ -175,7 +175,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def _again(
         self, op: str, opts: Any, key: tuple[Any, ...] | None, x: torch.Tensor | None, out: torch.Tensor | None
     ) -> DoneWork | None:
-        """Make a call like one before, which the communicator finds by ``key`` and tensors; None if there was none."""
+        """Repeat an earlier call, which the communicator finds by ``key`` and tensors; None if there was none."""
         if opts is None or key is None or is_profiled() or dispatch_modes():
             return None
         if self._thread.works is not None or opts.timeout > _NO_TIMEOUT:
@@ -199,13 +199,13 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return calls
 
     def _rendezvous(self, device: torch.device) -> Rendezvous:
-        """Return where the ranks meet that make calls on a device."""
+        """Return the rendezvous of the ranks that make calls on a device."""
         name, known = f"group {self._name} on {device.type}", self._members()
         size, ends = self._world_size, (self._gone, self._failures.left)
         return Rendezvous(self._shared_store, self._rank, size, name, *ends, known.ranks, known.group, known.advice)
 
     def _gone(self) -> list[int]:
-        """Return the ranks that come no more, while a communicator is built. Raises ClosedError on abort."""
+        """Return the departed ranks, while a communicator is being built. Raises ClosedError on abort."""
         if self._aborted:
             raise ClosedError("the process group was aborted")
         return self._failures.gone()
@@ -271,9 +271,9 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return self._of_batch(*found)
 
     def _of_batch(self, caller: Any, messages: Sequence[tuple[str, torch.Tensor, int, int]]) -> DoneWork:
-        """Return the work of all messages of a batch, each of which asks for it; the first begins them.
+        """Return the work of all messages of a batch. Each message requests it, and the first request starts them all.
 
-        So they begin with no code of PyTorch in between, which might leave NCCL waiting for the rest.
+        So no PyTorch code runs in between, which might leave NCCL waiting for the rest.
         """
         batch = self._thread.batch
         if batch is None or batch.caller is not caller:
@@ -284,10 +284,10 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return batch.work
 
     def _together(self, messages: Sequence[Message]) -> DoneWork:
-        """Begin messages, none of which waits for another; return the work of all.
+        """Start messages, none of which waits for another; return the work of all.
 
-        NCCL makes a batch by a communicator of all ranks of its group, which the first batch connects. Ranks without a
-        message need not come here, so each pair of ranks has a group of NCCL of its own.
+        NCCL runs a batch on a communicator of all ranks of its group, which the first batch connects. Ranks without a
+        message do not take part, so each pair of ranks has a separate NCCL group.
         """
         self._counts.update((message.op, INNER) for message in messages)
         meaning = functools.partial(self._meaning, "batch_isend_irecv")
@@ -305,7 +305,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return works[0] if len(works) == 1 else SeveralWorks(works)
 
     def _nccl_of(self, ranks: tuple[int, ...]) -> Any:
-        """Return a group of NCCL of this rank and another, or of this rank alone."""
+        """Return an NCCL group of this rank and another, or of this rank only."""
         if len(ranks) == self._world_size:
             return self._inners["cuda"]
         name = "nccl " + "-".join(map(str, ranks))
@@ -314,7 +314,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return self._inners[name]
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks on the host, and name those that do not come; Gloo does it."""
+        """Wait for all ranks on the host, and name the ones that do not arrive; Gloo does the work."""
         try:
             self._inners["cpu"].monitored_barrier(self._timeout if timeout is None else timeout, wait_all_ranks)
         except RuntimeError as error:
@@ -327,7 +327,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     monitoredBarrier = monitored_barrier  # noqa: N815 - as C++ calls it
 
     def _meaning(self, op: str, error: Exception, limit_s: float | None) -> Exception:
-        """Return the error to raise for one of the inner library."""
+        """Translate an error of the inner library to the error to raise."""
         limit_s = self._timeout.total_seconds() if limit_s is None else limit_s
         return self._failures.meaning(op, error, limit_s, self._members())
 
@@ -361,7 +361,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> ShotcastProcessGroup | None:
-        """Make a group of some of these ranks, in this order; None on the others. Collective among all."""
+        """Create a group of some of these ranks, in this order; returns None on the others. Collective among all."""
         self._splits += 1
         members = list(ranks)
         if self._rank not in members:
@@ -387,9 +387,9 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             calls.set_timeout(timeout.total_seconds())
 
     def _allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Make a tensor in memory that the ranks map, once the first call on the device has made the communicator.
+        """Allocate a tensor in memory that the ranks map, after the first call on the device.
 
-        Needs no call of another rank.
+        Not collective.
         """
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
@@ -399,9 +399,9 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         return calls.comm.empty(size, dtype=dtype)
 
     def shutdown(self) -> None:
-        """Wait for this rank's calls, which end at their deadline at the latest, and give back what they hold.
+        """Wait for this rank's calls, which end by their deadline, and release their resources.
 
-        Needs no other rank.
+        Not collective.
         """
         for calls in list(self._calls.values()):
             calls.close()
@@ -410,9 +410,9 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
             inner.shutdown()
 
     def abort(self) -> None:
-        """Do what :meth:`shutdown` does, but end calls at once.
+        """Shut down like :meth:`shutdown`, but abort calls at once.
 
-        Calls that wait raise a CollectiveTimeout that names this rank, also on the other ranks of this machine.
+        Waiting calls, including those of other ranks on this machine, raise a CollectiveTimeout that names this rank.
         """
         self._aborted = True
         for calls in list(self._calls.values()):
@@ -429,12 +429,12 @@ def _copy(host: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _as_known(members: Members, found: re.Match[str]) -> str:
-    """Return ranks in a text of Gloo, which has those in the group, as they are known."""
+    """Replace group ranks in a Gloo error text with the ranks shown to users."""
     return re.sub(r"\d+", lambda number: str(members.known(int(number[0]))), found[0])
 
 
 def _profiled(name: str, make: Make, operands: Sequence[torch.Tensor]) -> Make:
-    """Begin a range of the profile, which ends with the call, on whatever thread makes it."""
+    """Begin a profiler range that ends with the call, on whichever thread runs it."""
     profiled = torch_private.profiled_range(name, {id(x): x for x in operands}.values())
     profiled.__enter__()
 
@@ -448,7 +448,7 @@ def _profiled(name: str, make: Make, operands: Sequence[torch.Tensor]) -> Make:
 
 
 def own_group(group: dist.ProcessGroup | None) -> ShotcastProcessGroup:
-    """Return a process group of this backend, for None that of all ranks. Raises ConfigError if it is another's."""
+    """Return a process group of this backend; None for the group of all ranks. Raises ConfigError for others."""
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, ShotcastProcessGroup):
         raise ConfigError(f"the process group is not one of the backend {BACKEND}: {found!r}")

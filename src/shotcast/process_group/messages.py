@@ -1,4 +1,4 @@
-"""Messages between two ranks, alone and in batches, on an inner group."""
+"""Messages between two ranks, singly and in batches, on an inner group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shotcast.process_group.works import DoneWork
 
 
 class Message(NamedTuple):
-    """A message of this rank."""
+    """A message sent or received by this rank."""
 
     op: str  # `send`, `recv` or `recv_anysource`
     x: torch.Tensor
@@ -23,14 +23,14 @@ class Message(NamedTuple):
     tag: int
 
     def begin(self, inner: Any) -> Any:
-        """Begin the message on an inner group; return the group's work."""
+        """Start the message on an inner group; return the group's work."""
         if self.op == "recv_anysource":
             return inner.recv_anysource([self.x], self.tag)
         return getattr(inner, self.op)([self.x], self.peer, self.tag)
 
 
 def begin_together(inner: Any, messages: Sequence[Message]) -> Any:
-    """Begin messages on an inner group of NCCL, none of which waits for another; return the work of all."""
+    """Start messages on an inner NCCL group, none of which waits for another; return the work of all."""
     inner._start_coalescing()
     try:
         for message in messages:
@@ -43,7 +43,7 @@ def begin_together(inner: Any, messages: Sequence[Message]) -> Any:
 
 
 class HeldWork(DoneWork):
-    """A message in a block of calls that PyTorch coalesces, which begins where the block ends."""
+    """A message in a block of calls that PyTorch coalesces; it starts when the block ends."""
 
     def __init__(self, message: Message):
         super().__init__([message.x])
@@ -74,7 +74,7 @@ class HeldWork(DoneWork):
 
 
 class Batch(NamedTuple):
-    """A call of ``batch_isend_irecv`` that has begun all its messages."""
+    """A call of ``batch_isend_irecv`` that has started all its messages."""
 
     caller: Any  # its frame
     work: DoneWork  # of all the messages
@@ -82,7 +82,7 @@ class Batch(NamedTuple):
 
 
 class OfThread(threading.local):
-    """The calls that a thread has in hand."""
+    """The calls that a thread is currently making."""
 
     works: list[DoneWork] | None = None  # of a block of calls that PyTorch coalesces; None outside
     batch: Batch | None = None  # the messages that one call of `batch_isend_irecv` issues

@@ -1,8 +1,8 @@
-"""Calls under dispatch modes of PyTorch, such as CommDebugMode, which see those of a process group of C++.
+"""Calls under PyTorch dispatch modes such as CommDebugMode, which see the calls of C++ process groups.
 
-There, a method of the group is an operator of ``torch.ops.c10d``, whose kernel calls the library. The methods of a
-group of Python are called without any operator. Under a mode, they go through the operator, too: modes see it, and
-where its kernel would be, the method makes the call.
+A method of a C++ group is an operator of ``torch.ops.c10d``, whose kernel calls the library. Methods of a Python group
+are called without an operator. Under a mode, they also go through the operator: modes see it, and the method runs the
+call in place of the kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def visible(*others: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let modes see the calls of a method; ``others`` are names that PyTorch has for it beside its own."""
+    """Make a method's calls visible to modes; ``others`` are PyTorch's alternative names for it."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         name = next(name for name in (method.__name__, *others) if hasattr(torch_private.ProcessGroup, name))
@@ -48,7 +48,7 @@ def _dispatched(name: str, method: Callable[..., Any], group: Any, /, *args: Any
 
 
 class _Begin(torch_private.DispatchMode):
-    """The mode before all others, which gives the operator the group of Python."""
+    """The first mode, which passes the Python group to the operator."""
 
     def __init__(self, end: _End):
         super().__init__()
@@ -62,7 +62,7 @@ class _Begin(torch_private.DispatchMode):
 
 
 class _End(torch_private.DispatchMode):
-    """The mode behind all others, which makes the call. PyTorch's kernel does where a mode has replaced operands."""
+    """The last mode, which runs the call. PyTorch's kernel runs it if a mode has replaced operands."""
 
     def __init__(self, group: Any, make: Callable[[], Any]):
         super().__init__()

@@ -1,8 +1,8 @@
-"""The names that PyTorch is given."""
+"""Names registered with PyTorch."""
 
 from __future__ import annotations
 
 BACKEND = "shotcast"
 """The name of the backend."""
 DEVICES = ("cpu", "cuda")
-"""Kinds of tensors that the backend takes."""
+"""Device types that the backend accepts."""

@@ -1,4 +1,4 @@
-"""The tensors of a call, in the memory layout that a communicator takes."""
+"""The tensors of a call, in the memory layout that a communicator requires."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shotcast.collectives.torch_private import Unseen
 
 
 class Operands:
-    """Contiguous tensors that stand for those of a call, which may have other strides.
+    """Contiguous tensors that stand in for a call's tensors, which may have other strides.
 
-    The call reads ``inputs``, times ``factor`` if there is one, and writes ``outputs``; with ``keeps`` it reads these,
-    too.
+    The call reads ``inputs``, times ``factor`` if there is one, and writes ``outputs``; with ``keeps`` it also reads
+    the outputs.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Operands:
             self._copies.append((out, room))
 
     def all(self) -> list[torch.Tensor]:
-        """Return every tensor that the call uses, with the factor of its inputs if that is one of a GPU."""
+        """Return every tensor that the call uses, including the factor of its inputs if that is a GPU tensor."""
         factors = [self._factor] if isinstance(self._factor, torch.Tensor) and self._factor.is_cuda else []
         return [*self.inputs, *self.outputs, *(out for out, _ in self._copies), *factors]
 
     def scaled(self) -> list[torch.Tensor]:
-        """Return the inputs times the factor, in their own dtypes."""
+        """Return the inputs times the factor, in their original dtypes."""
         factor = self._factor
         if factor is None:
             return self.inputs
@@ -47,13 +47,13 @@ class Operands:
         return [x * factor for x in self.inputs]
 
     def finish(self) -> None:
-        """Copy results to where the call has them."""
+        """Copy results to the call's original tensors."""
         with Unseen():
             for out, room in self._copies:
                 out.copy_(room)
 
     def receive(self, whole: torch.Tensor | list[torch.Tensor]) -> None:
-        """Copy the parts of a result, which is flat and may be in bytes, to all outputs."""
+        """Copy the parts of a result, which is flat and may be bytes, to all outputs."""
         if isinstance(whole, torch.Tensor):
             whole = list(whole.split([movable(out).numel() for out in self.outputs]))
         with Unseen():
@@ -62,20 +62,20 @@ class Operands:
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor with one dimension."""
+    """Flatten a tensor to a contiguous one with one dimension."""
     return x if x.dim() == 1 else x.view(-1)
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor with one dimension, as bytes if own kernels do not know its dtype."""
+    """Flatten a tensor to a contiguous one with one dimension, as bytes if native kernels do not support its dtype."""
     known = str(x.dtype).removeprefix("torch.") in wire.DTYPES
     return flat(x) if known else flat(x).view(torch.uint8)
 
 
 def joined(part: torch.Tensor, whole: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two contiguous tensors, of which the second has the parts of all ranks along its first dimension.
+    """Return two contiguous tensors; the second has the parts of all ranks along its first dimension.
 
-    Where their shapes do not say so, they get one dimension, and unknown dtypes become bytes.
+    If their shapes do not match that, they are flattened, and unknown dtypes become bytes.
     """
     known = str(part.dtype).removeprefix("torch.") in wire.DTYPES
     if known and part.dim() and whole.shape == (part.shape[0] * ranks, *part.shape[1:]):
@@ -84,7 +84,7 @@ def joined(part: torch.Tensor, whole: torch.Tensor, ranks: int) -> tuple[torch.T
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Return whether the memory of a tensor is as a communicator takes it."""
+    """Return whether a tensor's memory layout suits a communicator."""
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 

@@ -1,4 +1,4 @@
-"""The entry point by which PyTorch learns of the backend."""
+"""The entry point that registers the backend with PyTorch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shotcast.process_group.names import BACKEND, DEVICES
 
 
 def register() -> None:
-    """Register the backend, whose parts are imported when its first group is made. A second call does nothing.
+    """Register the backend, whose parts are imported when its first group is created. A second call does nothing.
 
-    It never raises: PyTorch calls it at ``import torch``, also where it has no torch.distributed.
+    It never raises: PyTorch calls it at ``import torch``, even in builds without torch.distributed.
     """
     try:
         import torch.distributed as dist
@@ -24,9 +24,9 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """Make a process group, as torch.distributed asks for it, also before the group of all ranks exists.
+    """Create a process group for torch.distributed, possibly before the group of all ranks exists.
 
-    Raises TypeError if ``pg_options`` are not those of NCCL.
+    Raises TypeError if ``pg_options`` are not NCCL options.
     """
     from shotcast.process_group import torch_private
     from shotcast.process_group.group import ShotcastProcessGroup

@@ -1,4 +1,4 @@
-"""The route of every call of a process group: its communicator, or the group of Gloo or NCCL inside."""
+"""The route of each process group call: its communicator, or the inner Gloo or NCCL group."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from shotcast.collectives.reductions import check_reduction, is_divided
 from shotcast.errors import ConfigError, UnsupportedError
 
 OWN, LIBRARY, INNER = "own", "library", "inner"
-"""The routes: own kernels of the communicator, the vendor library under the communicator, or the inner group."""
+"""The routes: the communicator's native kernels, the vendor library under the communicator, or the inner group."""
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 """Operations that have a reduction."""
 MOVING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "barrier")
 """Operations that move bytes."""
 MESSAGES = ("send", "recv", "recv_anysource")
-"""Operations of two ranks."""
+"""Operations between two ranks."""
 
 
 def is_scaled(dtype: torch.dtype) -> bool:
-    """Return whether PREMUL_SUM is defined for a dtype: a factor is seldom a whole number."""
+    """Return whether PREMUL_SUM is defined for a dtype: factors are seldom integers."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -43,7 +43,7 @@ _KNOWN = dict.fromkeys((*REDUCING, *MOVING, *MESSAGES))
 
 
 def route_of(op: str, dtype: torch.dtype, reduction: str = "sum", layout: torch.layout = torch.strided) -> Route:
-    """Return the route of a call by its operation, the dtype and layout of its tensors, and its reduction.
+    """Return the route of a call, given its operation, the dtype and layout of its tensors, and its reduction.
 
     Raises ConfigError if there is no such operation.
     """
@@ -60,11 +60,11 @@ def route_of(op: str, dtype: torch.dtype, reduction: str = "sum", layout: torch.
         return _OWN
     name = str(dtype).removeprefix("torch.")
     if name not in wire.REDUCED:
-        return Route(INNER, f"no own kernel adds up {name}")
+        return Route(INNER, f"no native kernel adds up {name}")
     try:
         check_reduction(name, reduction)
     except UnsupportedError as error:
         return Route(INNER, str(error))
     if reduction not in wire.REDUCED[name] and not is_divided(name, reduction):
-        return Route(INNER, f"no own kernel has {reduction} of {name}")
+        return Route(INNER, f"no native kernel has {reduction} of {name}")
     return _OWN

@@ -1,4 +1,4 @@
-"""Names of PyTorch that are not public, for this package alone."""
+"""Private PyTorch names, used only within this package."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from torch.utils import _python_dispatch, _pytree
 from shotcast.collectives.vendor.nccl_library import keep_graphs_from_registering
 
 Told = weakref.WeakMethod[Callable[[timedelta], None]]
-"""A method that is told of a timeout, of an object that may be gone."""
+"""A weak reference to a method that is notified of a timeout."""
 Allocate = weakref.WeakMethod[Callable[[int, torch.dtype, torch.device], torch.Tensor]]
-"""A method that makes a tensor of a number of elements, of an object that may be gone."""
+"""A weak reference to a method that allocates a tensor of a number of elements."""
 ProcessGroup: Any = c10d.ProcessGroup
-"""The base of process groups, which PyTorch gives a stricter type than it demands."""
+"""The base of process groups, which PyTorch types more strictly than it requires."""
 Work: Any = c10d.Work
 """The base of the results of calls."""
 AllgatherOptions: Any = c10d.AllgatherOptions
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return how many dispatch modes the thread is in."""
+"""Return the number of dispatch modes active on the thread."""
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):
-    """The base of dispatch modes, which needs nothing of torch.compile."""
+    """The base of dispatch modes that does not involve torch.compile."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -47,13 +47,13 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
 
 
 def users_modes() -> list[Any]:
-    """Return the dispatch modes of the thread, the top one last, without those of PyTorch's own tracing below them."""
+    """Return the thread's dispatch modes, the top one last, without PyTorch's tracing modes below them."""
     return [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
 
 
 @contextlib.contextmanager
 def replaced_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Put others in the place of :func:`users_modes`."""
+    """Replace :func:`users_modes` within the block."""
     before = users_modes()
     _replace(before, modes)
     try:
@@ -70,13 +70,13 @@ def _replace(modes: Sequence[Any], others: Sequence[Any]) -> None:
 
 
 def group_of_operators(group: Any) -> Any:
-    """Return a group of C++ of these ranks, whose methods are operators of ``torch.ops.c10d``."""
+    """Return a C++ group of these ranks, whose methods are operators of ``torch.ops.c10d``."""
     return ProcessGroup(group.rank(), group.size())
 
 
 @functools.cache
 def place_of_group(operator: Any) -> int | None:
-    """Return which argument of an operator of ``torch.ops.c10d`` is its group; None for other operators."""
+    """Return the position of the group among the arguments of a ``torch.ops.c10d`` operator; None for others."""
     if getattr(operator, "namespace", None) != "c10d":
         return None
     names = [argument.name for argument in operator._schema.arguments]
@@ -88,7 +88,7 @@ def unboxed_group(boxed: Any) -> Any:
 
 
 def tensors_of(arguments: Any) -> list[torch.Tensor]:
-    """Return all tensors of the arguments of an operator."""
+    """Return all tensors among an operator's arguments."""
     return [x for x in _pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
 
 
@@ -98,9 +98,9 @@ def premul_factor(op: Any) -> float | torch.Tensor:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself for a parameter, or for a result of PyTorch's functional collectives, which it awaits.
+    """Return the tensor behind a parameter, or behind a result of PyTorch's functional collectives, which it awaits.
 
-    A tensor without data, as of a trace, is returned as it is.
+    A tensor without data, such as in a trace, is returned unchanged.
     """
     if type(x) is torch.Tensor:
         return x.detach() if x.requires_grad else x
@@ -112,7 +112,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def has_no_data(x: torch.Tensor) -> bool:
-    """Return whether a tensor only stands for one, as in a trace."""
+    """Return whether a tensor is only a stand-in, such as in a trace."""
     if type(x) is torch.Tensor:
         return x.is_meta
     from torch._subclasses.fake_tensor import FakeTensor
@@ -122,14 +122,14 @@ def has_no_data(x: torch.Tensor) -> bool:
 
 _BATCH = inspect.unwrap(distributed_c10d.batch_isend_irecv).__code__
 _FRAMES_TO_BATCH = 24
-"""The most frames from a method of a group to the batch that called it; five without wrappers and dispatch modes."""
+"""The maximum number of frames from a group's method to the batch that called it; five without wrappers and modes."""
 
 
 def batch_of_caller() -> tuple[Any, list[tuple[str, torch.Tensor, int, int]]] | None:
-    """Return the frame of the ``batch_isend_irecv`` that issues this message, and all its messages; None for none.
+    """Return the frame of the ``batch_isend_irecv`` that issues this message, and its messages; None if there is none.
 
-    PyTorch tells backends of C++ alone that messages are a batch. A message is its operation, tensor, peer in the group
-    and tag, as :func:`torch.distributed.isend` would give them to the group.
+    PyTorch marks batches only for C++ backends. A message is its operation, tensor, peer in the group and tag, as
+    :func:`torch.distributed.isend` would pass them to the group.
     """
     frame = sys._getframe(1)
     for _ in range(_FRAMES_TO_BATCH):
@@ -149,10 +149,10 @@ def _message_of(op: Any) -> tuple[str, torch.Tensor, int, int]:
 def inner_gloo(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta, told: Told, allocate: Allocate
 ) -> Any:
-    """Make a group of Gloo. Collective.
+    """Create a Gloo group. Collective.
 
-    ``told`` is told of the timeouts that PyTorch sets for the group; ``allocate`` makes the tensors that PyTorch asks
-    it for, as FSDP2 does.
+    ``told`` is called with the timeouts that PyTorch sets for the group; ``allocate`` creates tensors that PyTorch
+    requests, for example in FSDP2.
     """
     made = _InnerGloo(store, rank, world_size, timeout)
     made.told, made.allocate = told, allocate
@@ -196,9 +196,9 @@ def inner_nccl(
     allocate: Allocate,
     options: Any = None,
 ) -> Any:
-    """Make a group of NCCL, whose ranks connect at their first call; arguments as of :func:`inner_gloo`.
+    """Create an NCCL group, whose ranks connect on their first call; arguments as for :func:`inner_gloo`.
 
-    ``options`` are those of NCCL, whose timeout becomes ``timeout``; None for the usual ones.
+    ``options`` are NCCL options, whose timeout becomes ``timeout``; None for the defaults.
     """
     keep_graphs_from_registering()
     options = c10d.ProcessGroupNCCL.Options() if options is None else options
@@ -210,11 +210,11 @@ def inner_nccl(
 
 @functools.cache
 def _nccl_class() -> Any:
-    """Return the class of inner groups of NCCL, which is not there in builds for the CPU."""
+    """Return the class of inner NCCL groups, which CPU builds lack."""
     base: Any = c10d.ProcessGroupNCCL
 
     class InnerNccl(base):
-        """A group of NCCL that PyTorch takes for one that can be split: the process group around it splits itself."""
+        """An NCCL group that tells PyTorch it can be split: the process group around it does the splitting."""
 
         told: Told
         allocate: Allocate
@@ -233,21 +233,21 @@ def _nccl_class() -> Any:
             """Do nothing: ranks connect when a call needs it."""
 
         def perform_nocolor_split(self, device: torch.device) -> None:
-            """Do nothing: to split needs those ranks alone that are in the new group."""
+            """Do nothing: splitting involves only the ranks in the new group."""
 
     return InnerNccl
 
 
 def are_nccl_options(options: Any) -> bool:
-    """Return whether options of a group are those of NCCL, which builds for the CPU do not have."""
+    """Return whether group options are NCCL options, which CPU builds lack."""
     nccl = getattr(c10d, "ProcessGroupNCCL", None)
     return nccl is not None and isinstance(options, nccl.Options)
 
 
 def other_backends(name: str) -> dict[str, str]:
-    """Return by device the backends other than ``name`` of the group that PyTorch is making.
+    """Return, by device, the backends other than ``name`` of the group that PyTorch is creating.
 
-    PyTorch tells the maker of a group of Python of none, so they are those of the function that has called it.
+    PyTorch does not pass them to Python groups, so they are read from the calling function.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
@@ -259,7 +259,7 @@ def other_backends(name: str) -> dict[str, str]:
 
 
 def bound_device() -> torch.device | None:
-    """Return the device of ``init_process_group(device_id=...)``, None if none was given or there is no group yet."""
+    """Return the device of ``init_process_group(device_id=...)``; None if not given, or if there is no group yet."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD
@@ -268,24 +268,24 @@ def bound_device() -> torch.device | None:
 
 
 def has_nccl() -> bool:
-    """Return whether this build has NCCL, and this process a GPU."""
+    """Return whether this build has NCCL and this process has a GPU."""
     return bool(dist.is_nccl_available() and torch.cuda.is_available())
 
 
 is_profiled: Callable[[], bool] = functools.partial(getattr, profiler, "_is_profiler_enabled")
-"""Return whether a profiler records this process."""
+"""Return whether a profiler is recording this process."""
 
 
 def profiled_range(name: str, tensors: Iterable[torch.Tensor]) -> Any:
-    """Return a range of a profile, with the shapes of its tensors. The thread that ends it may be another."""
+    """Create a profiler range with tensor shapes, which any thread may end."""
     return _profiler._RecordFunctionFast(name, list(tensors))
 
 
 class OwnConnection:
-    """A connection to a job's store that nobody waits in, for all groups of this process on that store.
+    """A nonblocking connection to a job's store, shared by all groups of this process on that store.
 
-    A store serves one call at a time, and PyTorch's own calls wait in the one that it gives for ranks that are late.
-    To connect takes a reverse look-up of the host's name on both sides, 5 s where no name server answers.
+    A store connection serves one call at a time, and PyTorch's calls block its connection while waiting for late ranks.
+    Connecting takes a reverse lookup of the host's name on both sides, which takes 5 s if no name server answers.
     """
 
     def __init__(self, base: dist.Store):
@@ -297,9 +297,9 @@ _connections: weakref.WeakValueDictionary[int, OwnConnection] = weakref.WeakValu
 
 
 def own_connection(store: dist.Store) -> OwnConnection:
-    """Return the connection of this process to the store in which the keys of ``store`` are. It lasts while it is used.
+    """Return this process's connection to the store that holds the keys of ``store``. It lasts while it is used.
 
-    It has other keys: those of the store itself.
+    Its keys are the underlying store's, without the prefix of ``store``.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -314,10 +314,10 @@ _DYNAMO_GROUPS = "torch._dynamo.variables.distributed"
 
 @functools.cache
 def trace_as_group(kind: type) -> None:
-    """Have Dynamo trace objects of a class derived from ProcessGroup as groups.
+    """Make Dynamo trace objects of a class derived from ProcessGroup as groups.
 
-    Dynamo of PyTorch 2.11 takes no derived class for a group; that of 2.13 does. It is told once it is imported, which
-    this does not do, as that takes more than a second.
+    PyTorch 2.11's Dynamo does not recognize derived classes as groups; 2.13's does. The class is added once Dynamo is
+    imported. This function does not import it, which takes more than a second.
     """
     if _DYNAMO_GROUPS in sys.modules:
         _add_to_groups(sys.modules[_DYNAMO_GROUPS], kind)
@@ -326,7 +326,7 @@ def trace_as_group(kind: type) -> None:
 
 
 class _DynamoFinder(importlib.abc.MetaPathFinder):
-    """Finds the module of Dynamo that knows groups, and adds a class to these when it is executed."""
+    """Finds the Dynamo module that knows groups, and adds a class to them when it is executed."""
 
     def __init__(self, kind: type):
         self._kind = kind
@@ -350,14 +350,14 @@ class _DynamoFinder(importlib.abc.MetaPathFinder):
 
 
 _of_join: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The work that DDP's ``join()`` has given each reducer of C++."""
+"""The work that DDP's ``join()`` has given each C++ reducer."""
 
 
 @functools.cache
 def keep_works_of_join() -> None:
-    """Let works of Python live as long as the reducers that DDP's ``join()`` gives them to.
+    """Keep Python works alive as long as the reducers that DDP's ``join()`` gives them to.
 
-    A reducer keeps the part of C++ alone, whose ``wait()`` never ends once that of Python is gone.
+    A reducer keeps only the C++ part, whose ``wait()`` never returns once the Python part is gone.
     """
     reducers: Any = c10d.Reducer
     give = reducers._set_forward_pass_work_handle
@@ -371,10 +371,10 @@ def keep_works_of_join() -> None:
 
 @functools.cache
 def run_untraced(*kinds: type) -> None:
-    """Let Dynamo compile no method of classes, and nothing that one calls.
+    """Keep Dynamo from compiling the methods of classes, and anything that they call.
 
-    It would: where code that it compiles calls what it cannot trace, it tries every function that is called from there
-    which is not PyTorch's own. A group of C++ has none.
+    If compiled code calls something that Dynamo cannot trace, it tries every function called from there that is not
+    part of PyTorch. A C++ group has none.
     """
     untraced = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
     for base in {base for kind in kinds for base in kind.__mro__ if base.__module__.startswith(__package__)}:

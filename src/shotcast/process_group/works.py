@@ -1,4 +1,4 @@
-"""The results of calls: torch.distributed's ``Work``, with its future."""
+"""The results of calls: torch.distributed's ``Work`` and its future."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ Result = list[torch.Tensor] | list[list[torch.Tensor]]
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """Return a limit in seconds; None for what PyTorch gives where there is none."""
+    """Return a time limit in seconds; None for PyTorch's value that means no limit."""
     if timeout is None or timeout <= timedelta(0):
         return None
     return timeout.total_seconds()
 
 
 class DoneWork(torch_private.Work):
-    """A call that is over, with a result. The base of others. ``result`` are the tensors that the call has written."""
+    """A finished call with a result, and the base class of others. ``result`` holds the tensors that the call wrote."""
 
     def __init__(self, result: Any = ()):
         super().__init__()
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the call is over, on GPUs when the current stream waits for it. Raises what the call raised."""
+        """Return when the call has finished or, on GPUs, when the current stream waits for it. Raises the call's
+        error.
+        """
         return True
 
     def synchronize(self) -> None:
@@ -66,24 +68,24 @@ class DoneWork(torch_private.Work):
 
 
 DONE = DoneWork()
-"""The work of a call whose caller asks for no more than its end."""
+"""The work of a call whose caller only needs to know that it has finished."""
 
 
 class CallQueue(Protocol):
-    """The asynchronous calls of a device, which are made one after the other."""
+    """The asynchronous calls of a device, which run one after the other."""
 
     def behind(self, task: Callable[[], None]) -> None:
-        """Do something after the calls that were issued."""
+        """Run a task after the issued calls."""
 
     def serve_until(self, over: threading.Event) -> None:
-        """Make the calls that were issued until one is over, if this is their thread; else return at once."""
+        """Run the issued calls until one has finished, if this is their thread; otherwise return at once."""
 
     def pending(self, op: str, limit_s: float) -> CollectiveTimeout:
         """Return the error of a wait that ended before its call."""
 
 
 class ThreadWork(DoneWork):
-    """A call that a thread makes."""
+    """A call that runs on a thread."""
 
     def __init__(self, op: str, outcome: Outcome, result: Any, queue: CallQueue):
         torch_private.Work.__init__(self)  # without a frame in between
@@ -117,14 +119,14 @@ class ThreadWork(DoneWork):
         return self._outcome.seen() if self._outcome.over.is_set() else None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensors that the call writes, which waits in C++ raise the call's error from too.
+        """Return a future of the tensors that the call writes; waiting for it in C++ also raises the call's error.
 
-        Callbacks that are added to it at once run before the calls that are issued next: where the call is over, they
-        run as they are added; where it is not, the future's end has a place among the calls, and that is here. Ranks
-        differ in that, but not in the order of calls.
+        Callbacks added immediately run before the calls issued next. If the call has finished, they run when added; if
+        not, the future's completion takes this position among the calls. Ranks may differ in that, but not in the order
+        of calls.
 
-        C++ takes an exception that is set in Python for a result, and ends the process; it knows one that a callback
-        raises.
+        C++ mistakes an exception set in Python for a result, and terminates the process; it recognizes one raised by a
+        callback.
         """
         end: torch.futures.Future[None] | None = None
         with self._lock:
@@ -148,10 +150,10 @@ def _end_of(outcome: Outcome, result: Any, _: torch.futures.Future[None]) -> Any
 
 
 class StreamWork(DoneWork):
-    """A call on a stream of a GPU.
+    """A call on a GPU stream.
 
-    ``check`` raises the fault that has stopped the communicator, as far as it is known; ``pending`` returns the error
-    of a wait that ended before the call, by its limit in seconds.
+    ``check`` raises the error that stopped the communicator, if known; ``pending`` returns the error of a wait that
+    ended before the call, given its limit in seconds.
     """
 
     def __init__(
@@ -200,9 +202,9 @@ class StreamWork(DoneWork):
 
 
 class InnerWork(DoneWork):
-    """A call that the inner group makes.
+    """A call that the inner group runs.
 
-    ``meaning`` returns the error to raise for one of the library; ``finish`` does the rest with what has arrived.
+    ``meaning`` translates an error of the library to the error to raise; ``finish`` processes the received data.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class InnerWork(DoneWork):
         return done
 
     def _arrived(self) -> None:
-        """Make what is left to do with what has arrived, once; others wait for it."""
+        """Process the received data, once; others wait for it."""
         if self._finish is not None:
             with self._lock:
                 finish, self._finish = self._finish, None
@@ -254,7 +256,7 @@ class InnerWork(DoneWork):
         return self._error is None
 
     def _learn(self) -> None:
-        """Learn how a call has ended, by a wait that takes no time: NCCL does not serve is_success()."""
+        """Find out how a call has ended, with a zero-time wait, since NCCL does not support is_success()."""
         with contextlib.suppress(Exception):  # wait() keeps it
             self.wait()
 
@@ -280,9 +282,9 @@ def inner_work(
     meaning: Callable[[Exception, float | None], Exception],
     finish: Callable[[], Any] | None = None,
 ) -> DoneWork:
-    """Return the work of a call of the inner group; arguments as of :class:`InnerWork`.
+    """Return the work of a call of the inner group; arguments as for :class:`InnerWork`.
 
-    NCCL returns no work of a synchronous call, which is on the current stream by then, as our own are.
+    NCCL returns no work for a synchronous call, which is already on the current stream, like ours.
     """
     if work is not None:
         return InnerWork(work, result, meaning, finish)
@@ -292,7 +294,7 @@ def inner_work(
 
 
 class SeveralWorks(DoneWork):
-    """Calls that are waited for together."""
+    """Several calls that are waited for together."""
 
     def __init__(self, works: Sequence[DoneWork]):
         super().__init__([tensor for work in works for tensor in work.result()])

@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's API for the engine."""
+"""An HTTP server for the engine, with OpenAI's API."""
 
 from shotcast import extras
 

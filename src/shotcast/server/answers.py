@@ -1,4 +1,4 @@
-"""The parts of a chat's answer: what the model thinks first, content, and calls of tools."""
+"""The parts of a chat answer: thoughts, content and tool calls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from shotcast.engine.detokenizer import partial
 from shotcast.server.tool_calls import ToolCall, ToolParser
 
 BEGIN, END = "<think>", "</think>"
-"""The marks around a model's thoughts, which begin its output. Some chat templates write the first one themselves."""
+"""The markers around a model's thoughts, which start its output. Some chat templates write the first one themselves."""
 
 
 @dataclass(slots=True)
 class Thoughts:
-    """Divides the text of an output, which arrives in pieces, into thoughts and the answer behind them.
+    """Splits the text of an output, which arrives in pieces, into thoughts and the answer that follows.
 
-    Spaces around thoughts are dropped. The result does not depend on how the text is divided.
+    Spaces around thoughts are dropped. The result does not depend on how the text is split into pieces.
     """
 
     begun: bool  # the prompt ends with the first mark
@@ -25,7 +25,7 @@ class Thoughts:
     _answered: bool = False
 
     def push(self, text: str, last: bool = False) -> str:
-        """Add the next piece of the output, and return what it adds to the answer. ``last``: nothing follows."""
+        """Add the next piece of the output, and return what it adds to the answer. ``last`` marks the final piece."""
         self._held += text
         if not self.begun:
             start = self._held.lstrip()
@@ -53,11 +53,11 @@ class Thoughts:
 
 
 class Answer:
-    """Divides one output into its parts while its text arrives.
+    """Splits one output into its parts as its text arrives.
 
     Args:
         thoughts: None for a model that does not think.
-        tools: None where no tool may be called.
+        tools: None if no tool may be called.
     """
 
     def __init__(self, thoughts: Thoughts | None, tools: ToolParser | None):
@@ -65,7 +65,7 @@ class Answer:
         self._content = ""
 
     def push(self, text: str, last: bool = False) -> None:
-        """Add the next piece of the output. ``last``: nothing follows."""
+        """Add the next piece of the output. ``last`` marks the final piece."""
         if self._thoughts is not None:
             text = self._thoughts.push(text, last)
         if self._tools is not None:

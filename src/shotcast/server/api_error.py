@@ -9,7 +9,7 @@ from typing import Any
 class ApiError(Exception):
     """An error response to a request.
 
-    ``param`` is the parameter that caused it, and ``code`` the cause in one word, for programs.
+    ``param`` is the parameter that caused it, and ``code`` a one-word, machine-readable cause.
     """
 
     def __init__(

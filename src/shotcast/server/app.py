@@ -129,7 +129,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the description of the API. FastAPI does not know the bodies, which the routes read by themselves."""
+    """Return the API description with request bodies, which FastAPI does not know because routes read them directly."""
     if app.openapi_schema is None:
         kinds = {
             "/v1/completions": CompletionBody,
@@ -150,7 +150,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 async def _read_body(http: Request, limit: int) -> bytes:
-    """Read the body of a request. Reject it as soon as it is known to be too large."""
+    """Read a request body. Rejects it as soon as it is known to be too large."""
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     if int(http.headers.get("content-length", 0)) > limit:
         raise too_large
@@ -218,7 +218,7 @@ async def _api_error(http: Request, error: Exception) -> Response:
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
-    """Respond to an unknown path, or to a method that the path does not have."""
+    """Respond to an unknown path, or to a method that the path does not support."""
     assert isinstance(error, HTTPException)
     api_error = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}", headers=error.headers)
     return await _api_error(http, api_error)

@@ -18,17 +18,17 @@ class ServerConfig:
     Args:
         host: address or host name to listen on.
         port: port to listen on; 0 means any free one, which :func:`shotcast.server.main.run` reports once it listens.
-        api_key: the key that clients send as ``Authorization: Bearer``; None admits everybody.
+        api_key: the key that clients send as ``Authorization: Bearer``; None admits everyone.
         public_metrics: serve ``/metrics`` without a key.
         served_model_name: the model name of the API; None means the engine's.
         max_queue: sequences (prompts times ``n``) that may wait and run; further requests are told to retry.
-        max_prompt_tokens: tokens of the longest prompt; None means the model's limit.
-        max_output_tokens: the largest number of output tokens, which is also the default of a request; None means the
-            model's limit.
-        max_body_bytes: bytes of the largest request body.
-        ping_s: a stream that has sent nothing for this many seconds sends a comment; ``math.inf`` means never.
-        allowed_origins: origins of web pages that browsers let use the server, such as ``https://example.org``; ``*``
-            for all.
+        max_prompt_tokens: maximum number of prompt tokens; None means the model's limit.
+        max_output_tokens: maximum number of output tokens, which is also a request's default; None means the model's
+            limit.
+        max_body_bytes: maximum size of a request body in bytes.
+        ping_s: seconds of silence after which a stream sends a comment; ``math.inf`` means never.
+        allowed_origins: origins of web pages that browsers allow to use the server, such as ``https://example.org``;
+            ``*`` for all.
         drain_s: seconds that running requests have to finish after the server is told to stop.
     """
 

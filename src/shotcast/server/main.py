@@ -1,4 +1,4 @@
-"""The server as a process: it listens, watches its engine, starts another one if asked, and shuts down in order."""
+"""The server process: it listens, watches its engine, restarts it if asked, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 5
 """Seconds to send the last responses to slow clients, after all requests have ended."""
 MAX_FAILURES = 8
-"""The server gives up after this many deaths and failed starts in a row."""
+"""The number of consecutive engine deaths and failed starts after which the server gives up."""
 STABLE_S = 60.0
-"""An engine that has served for this many seconds ends a row of failures."""
+"""Seconds of service after which an engine resets the count of failures."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 _HEADERS = {"Retry-After": "1", "Connection": "close"}
-"""The next request of a client needs a new connection, which the server may take over."""
+"""Headers that make a client's next request use a new connection, which the server may take over."""
 
 
 def run(
@@ -48,14 +48,14 @@ def run(
 ) -> int:
     """Serve until SIGINT or SIGTERM, or until the engine dies, and then close the engine.
 
-    After the first signal, running requests may finish within ``config.drain_s``, and new ones are rejected. The second
+    After the first signal, running requests may finish within ``config.drain_s``, and new ones are rejected. A second
     signal ends them at once.
 
     Args:
         llm: the engine.
         config: the configuration of the server.
         on_listening: called with the port as soon as clients may connect.
-        address: the socket of :func:`bind`, which finds out before the model is loaded whether the port is free.
+        address: the socket from :func:`bind`, which finds out before model loading whether the port is free.
 
     Returns:
         The exit code of the process: 0 after a signal, 1 if the engine died without one.
@@ -73,7 +73,7 @@ async def serve(
     stop: asyncio.Event | None = None,
     address: socket.socket | None = None,
 ) -> int:
-    """Serve as :func:`run` does, in the running event loop; ``stop`` has the effect of a signal, which reaches only the
+    """Serve like :func:`run`, in the running event loop; ``stop`` has the effect of a signal, which only reaches the
     main thread.
     """
     try:
@@ -97,7 +97,7 @@ async def serve(
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return a socket that is bound to the address, to which clients cannot connect yet."""
+    """Return a socket bound to the address, to which clients cannot connect yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -147,12 +147,12 @@ def run_with_restarts(
     pause: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Serve as :func:`run` does, but when an engine dies, start another one that serves at the same port.
+    """Serve like :func:`run`, but when an engine dies, start another one that serves at the same port.
 
     Clients can connect from the start; until an engine is ready, they get 503.
 
-    If that one cannot be started, for example because the memory of the dead one is not free yet, or dies soon, the
-    pause before the next one is twice as long. The first engine has to start: its problem is unlikely to pass.
+    If the new engine dies soon or cannot be started, for example because the memory of the dead one is not free yet,
+    the pause before the next one doubles. The first engine must start, since its problem is unlikely to be temporary.
 
     Returns the exit code: 0 after a signal, 1 after MAX_FAILURES failures in a row, the last one a death. Raises
     ConfigError or EngineDead if the first engine, or the last of MAX_FAILURES in a row, could not start or listen.
@@ -193,7 +193,7 @@ def run_with_restarts(
 def refuse_requests(address: socket.socket, config: ServerConfig) -> Iterator[None]:
     """Answer 503 to every request at a bound socket, on a thread, until the end of the block.
 
-    The socket keeps listening afterwards, and connections that are not accepted by then wait for the server.
+    The socket keeps listening afterwards, and connections not yet accepted wait for the server.
     """
     listen(address, config)
     server = uvicorn.Server(_settings(_respond, 1))
@@ -240,7 +240,7 @@ class _Server(uvicorn.Server):
         self._stop_event.set()
 
     async def supervise(self) -> int:
-        """Wait for a signal or for the engine's death, let requests end, stop the server, and return the exit code."""
+        """Wait for a signal or the engine's death, let requests finish, stop the server, and return the exit code."""
         engine = self._service.engine
         dead = asyncio.create_task(engine.wait_dead())
         stopped = asyncio.create_task(self._stop_event.wait())

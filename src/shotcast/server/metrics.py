@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: counters of the engine, read at each scrape, and measurements of the server."""
+"""Prometheus metrics: engine counters, read at each scrape, and measurements of the server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Metrics:
             self._tpot.observe(output.tpot_s)
 
     def ended(self, finish_reason: str) -> None:
-        """Count a request that ended, also one that ended without an output ("abort", "error")."""
+        """Count a request that ended, with or without an output ("abort", "error")."""
         self._requests.labels(finish_reason).inc()
 
     def responded(self, status: int) -> None:
@@ -92,7 +92,7 @@ class _EngineCollector:
 
 
 class CountResponses:
-    """Middleware that counts responses. It wraps everything else, so it also sees responses to requests that failed."""
+    """Middleware that counts responses. It wraps everything else, so it also sees responses to failed requests."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app = app

@@ -1,4 +1,4 @@
-"""The bodies of requests: their parameters, which are validated and converted to the engine's."""
+"""Request bodies: their parameters, validated and converted to the engine's."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MAX_STOP = 4
 """The largest number of stop strings of a request."""
 
 MAX_STOP_CHARACTERS = 256
-"""The longest stop string: each token is compared with the beginnings of all stop strings."""
+"""The longest stop string: each token is compared with the prefixes of all stop strings."""
 
 MAX_PARTS = 65_536
-"""The largest number of lists, objects and their keys in a body: parsing holds the interpreter, and these take the
-most time."""
+"""The maximum number of lists, objects and keys in a body: parsing holds the interpreter lock, and these take the most
+time."""
 
 _MAX_SHOWN = 64
-"""Characters of a value or a name that an error message shows."""
+"""The number of characters of a value or name that an error message shows."""
 
 MAX_TOOLS = 128
 """The largest number of tools of a request."""
@@ -42,7 +42,7 @@ MAX_ALLOWED_TOKENS = 65_536
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
-"""The keys of ``structured_outputs``, of which a request gives one."""
+"""The keys of ``structured_outputs``; a request may use one."""
 
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -61,7 +61,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Parameters of OpenAI's API that are not supported, or only for chats, with the values (besides null) that are
-accepted since they request nothing."""
+accepted because they request nothing."""
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -70,7 +70,7 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
 
 
 def shown(value: object) -> str:
-    """Return a JSON value for an error message, whatever its size."""
+    """Format a JSON value of any size for an error message."""
     if isinstance(value, str):
         return repr(value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}...")
     if isinstance(value, dict):
@@ -79,7 +79,7 @@ def shown(value: object) -> str:
 
 
 def _wrong(body: type[BaseModel], param: str, path: str, value: object) -> ApiError:
-    """Return an error for the first value that is not what ``param`` accepts."""
+    """Return an error for the first value that ``param`` does not accept."""
     return bad_request(param, f"{param} must be {body.model_fields[param].description} (at {path}: {shown(value)})")
 
 
@@ -108,9 +108,9 @@ class RequestBody(_Strict):
 
 
 class Body(RequestBody):
-    """The parameters that both kinds of request for an output share.
+    """The parameters shared by both kinds of requests for an output.
 
-    The ranges of sampling parameters are those of :class:`SamplingParams`.
+    Sampling parameters have the ranges of :class:`SamplingParams`.
     """
 
     PROMPT: ClassVar[str]
@@ -269,14 +269,14 @@ class Body(RequestBody):
 
     @property
     def response_schema(self) -> dict[str, Any] | None:
-        """The schema of ``response_format``, with the style of JSON."""
+        """The schema of ``response_format``, with the JSON style applied."""
         if self.response_format is None or self.response_format["type"] == "text":
             return None
         given = self.response_format.get("json_schema", {"schema": {"type": "object"}})
         return styled(given["schema"], given.get("strict") is True)
 
     def grammar(self, tokenizer: Tokenizer) -> Grammar | None:
-        """Return the grammar of the output, which takes a while, or raise ConfigError if it cannot be read."""
+        """Compile the grammar of the output, which takes a while. Raises ConfigError if it cannot be read."""
         if (schema := self.response_schema) is not None:
             return Grammar.json_schema(schema, strict=not schema["x-guidance"]["lenient"])
         if self.structured_outputs is None:
@@ -321,7 +321,7 @@ class Body(RequestBody):
         """The parameter with the number of log-probabilities for each token, and its value."""
 
     def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the sampling parameters of the request, with ``defaults`` for those that it does not give.
+        """Return the request's sampling parameters, with ``defaults`` for missing ones.
 
         The caller fills in the largest number of tokens and the seed of each choice.
 
@@ -430,7 +430,7 @@ class CompletionBody(Body):
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in self._prompts]
 
     def prompt_text(self, number: int, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-        """Return the text of a prompt: as it was sent, or decoded from ``tokens``, those that are left of it."""
+        """Return the text of a prompt: as it was sent or, if truncated, decoded from the remaining ``tokens``."""
         prompt = self._prompts[number]
         return prompt if isinstance(prompt, str) and self.truncate_prompt_tokens is None else tokenizer.decode(tokens)
 
@@ -529,8 +529,8 @@ class ChatBody(Body):
         return super().grammar_source
 
     def tool_format(self, tokenizer: Tokenizer) -> ToolFormat | None:
-        """Return the format in which the model calls tools; None where it may call none. Raises ApiError: status 400,
-        if the model's chat template tells it no format that is known.
+        """Return the format in which the model calls tools; None if it may not call any. Raises ApiError (status 400)
+        if the model's chat template has no known format.
         """
         if not self.uses_tools:
             return None
@@ -606,7 +606,7 @@ class DetokenizeBody(RequestBody):
 
 
 def _json_object(text: str) -> object:
-    """Return the JSON of a text; the text if it is none, or as long to read as no body may be."""
+    """Parse JSON text; return the text if it is not JSON, or would take longer to read than any body may."""
     try:
         return from_json(text) if _marks(text.encode(errors="replace")) <= MAX_PARTS else text
     except ValueError:
@@ -614,7 +614,7 @@ def _json_object(text: str) -> object:
 
 
 def _checked_tool(name: str, tool: object) -> str:
-    """Return the name of a function after checking its description."""
+    """Check a function's description, and return its name."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         given = tool.get("type") if isinstance(tool, dict) else tool
         raise bad_request("tools", f'{name} must be an object with the type "function", not {shown(given)}')
@@ -664,13 +664,13 @@ def _conversation_tokens(
 
 
 def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates read it: the parts of the content joined, and arguments of calls as objects.
+    """Convert a message to the form that chat templates read: joined content parts, and call arguments as objects.
 
-    A developer is a system, the role that chat templates know. Clients send back the responses they got, with empty
-    fields: null and empty lists are ignored.
+    The developer role becomes system, which chat templates know. Clients send back received responses with empty
+    fields, so null and empty lists are ignored.
 
     Args:
-        name: the message, as error messages call it.
+        name: the name of the message in error messages.
     """
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
@@ -731,7 +731,7 @@ AnyBody = TypeVar("AnyBody", bound=RequestBody)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """Parse the body of a request. Raises ApiError: status 400, with the problem and the parameter."""
+    """Parse a request body. Raises ApiError (status 400) with the problem and the parameter."""
     if _parts(raw) > MAX_PARTS:
         raise bad_request(None, f"the body has more than {MAX_PARTS} lists, objects and keys")
     try:
@@ -752,7 +752,7 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
 
 
 def _parts(raw: bytes) -> int:
-    """Return how many lists, objects and keys a body may have."""
+    """Return the maximum number of lists, objects and keys in a body."""
     count = _marks(raw)
     return count if count <= MAX_PARTS else _marks(_STRING.sub(b"", raw))  # texts may contain any number of marks
 
@@ -765,7 +765,7 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 def _require_known(values: dict[str, Any], known: Collection[str], prefix: str = "") -> None:
-    """Raise ApiError for the first key that is not known, with the one that is nearest to it."""
+    """Raise ApiError for the first unknown key, suggesting the closest known one."""
     for name in values:
         if name not in known:
             path = prefix + (name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from shotcast.engine.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""OpenAI's log-probability of an impossible token: JSON has no minus infinity."""
+"""OpenAI's log-probability of an impossible token, since JSON has no minus infinity."""
 
 _PROMPT_END = 8
-"""Tokens at the end of a prompt among which the mark that begins thoughts may be."""
+"""The number of tokens at the end of a prompt that may include the marker that begins thoughts."""
 
 _PIECE = 512
-"""Items of a list that are encoded at a time."""
+"""List items encoded at a time."""
 
 B = TypeVar("B", bound=Body)
 
 
 @dataclass(slots=True)
 class _Sent:
-    """The part of a choice that was sent: characters of its text, its tokens, and the characters of those tokens."""
+    """The part of a choice already sent: characters of its text, its tokens, and the characters of those tokens."""
 
     text: int = 0
     tokens: int = 0
@@ -55,7 +55,7 @@ class ApiResponse(ABC, Generic[B]):
         self._sent: dict[int, _Sent] = {}
 
     def prepare(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Do what takes long before the first update, on the tokenizer's thread, given the tokens of the prompts."""
+        """Do slow preparations for the first update, on the tokenizer's thread, given the tokens of the prompts."""
 
     def complete(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         choices = [self._complete_choice(number, output) for number, output in sorted(outputs.items())]
@@ -85,16 +85,16 @@ class ApiResponse(ABC, Generic[B]):
         return _json(whole)[:-1] + b',"choices":[' + choices + b"]}"
 
     def usage_chunk(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-        """Return the last chunk of a stream, which holds the usage."""
+        """Return the last chunk of a stream, which contains the usage."""
         return self._object(self.CHUNK, []) | {"usage": self._usage(outputs)}
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def _usage(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
-        """Return the numbers of tokens.
+        """Return the token counts.
 
-        A prompt counts once for all of its choices, and so do its cached tokens, which are those of the first choice.
+        A prompt counts once for all of its choices, and so do its cached tokens, as counted for the first choice.
         """
         first = [outputs[number] for number in range(0, len(outputs), self._body.choices)]
         prompt = sum(len(output.prompt_tokens) for output in first)
@@ -108,11 +108,11 @@ class ApiResponse(ABC, Generic[B]):
 
     @abstractmethod
     def _opening(self, number: int) -> list[dict[str, Any]]:
-        """Return the choices of chunks before the first text."""
+        """Return the choices of the chunks that precede the first text."""
 
     @abstractmethod
     def _complete_choice(self, number: int, output: RequestOutput) -> dict[str, Any]:
-        """Return a choice of a response in one piece."""
+        """Return a choice of a complete response."""
 
     @abstractmethod
     def _chunk_choice(
@@ -164,7 +164,7 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         return self._prompt_texts[number // self._body.choices]
 
     def _echoed_logprobs(self, output: RequestOutput, prompt: str, later: dict[str, Any]) -> dict[str, Any]:
-        """Return the log-probabilities of the prompt's tokens, followed by ``later``, those of the output."""
+        """Return the log-probabilities of the prompt's tokens, followed by ``later``, the output's."""
         entries = [entry for entry in output.prompt_logprobs or () if entry is not None]
         first = output.prompt_tokens[0]
         sent = _Sent(offset=len(self._decode_token(first)))
@@ -178,7 +178,7 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         }
 
     def _prompt_logprobs(self, output: RequestOutput) -> list[dict[str, Any] | None]:
-        """Return vLLM's list: for each token of the prompt but the first, its entry and those of the likeliest ones."""
+        """Return vLLM's list: the entry of each prompt token except the first, with the likeliest alternatives."""
         return [None if entry is None else self._prompt_entry(entry) for entry in output.prompt_logprobs or ()]
 
     def _prompt_entry(self, entry: TokenLogprob) -> dict[str, Any]:
@@ -197,9 +197,9 @@ class CompletionResponse(ApiResponse[CompletionBody]):
         return self._tokenizer.decode_token(token, self._body.skip_special_tokens is not False)
 
     def _logprobs(self, entries: Sequence[TokenLogprob], sent: _Sent) -> dict[str, Any]:
-        """Return OpenAI's four parallel lists. Offsets count the characters of the tokens before, each decoded alone.
+        """Return OpenAI's four parallel lists. Offsets count the characters of earlier tokens, each decoded separately.
 
-        Special tokens are shown by name, and have no characters where the text leaves them out.
+        Special tokens are shown by name, and have no characters if the text omits them.
         """
         tokens, offsets, alternatives = [], [], []
         for entry in entries:
@@ -221,8 +221,8 @@ class CompletionResponse(ApiResponse[CompletionBody]):
 
 
 class ChatCompletionResponse(ApiResponse[ChatBody]):
-    """The response of ``/v1/chat/completions``. Raises ApiError: status 400, if the model cannot call the tools of the
-    request.
+    """The response of ``/v1/chat/completions``. Raises ApiError (status 400) if the model cannot call the request's
+    tools.
     """
 
     PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -272,7 +272,7 @@ class ChatCompletionResponse(ApiResponse[ChatBody]):
         return {"index": number, "delta": delta, "logprobs": self._logprobs(logprobs)} | finish
 
     def _new_answer(self) -> Answer | None:
-        """Return what divides an output into its parts; None where all of it is content."""
+        """Return an object that splits an output into its parts; None if all of it is content."""
         if self._tool_format is None and not self._thinks:
             return None
         thoughts = Thoughts(self._begun) if self._thinks else None
@@ -325,12 +325,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _called(output: RequestOutput) -> dict[str, Any]:
-    """Return the finish reason of an output with calls, unless it has another than its end."""
+    """Return the finish reason of an output with calls, unless the output ended for another reason."""
     return {"finish_reason": "tool_calls"} if output.finish_reason == "stop" else {}
 
 
 def tokenized(body: TokenizeBody, tokenizer: Tokenizer, max_model_len: int) -> bytes:
-    """Return the JSON of the response of ``/tokenize``, or raise ConfigError if the template refuses."""
+    """Return the JSON response of ``/tokenize``. Raises ConfigError if the template rejects the messages."""
     tokens = body.tokenize(tokenizer)
     texts = [tokenizer.decode_token(token, skip_special=False) for token in tokens] if body.return_token_strs else None
     whole = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": texts}
@@ -356,7 +356,7 @@ def _json(data: object) -> bytes:
 
 
 def _text_logprobs(output: RequestOutput) -> Sequence[TokenLogprob]:
-    """Return the log-probabilities of the tokens of the text, without the token that ended it."""
+    """Return the log-probabilities of the tokens in the text, without the token that ended it."""
     entries = output.logprobs or []
     ended_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
     return entries[:-1] if ended_by_token else entries

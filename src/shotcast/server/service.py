@@ -1,4 +1,4 @@
-"""The service between HTTP and the engine: it admits requests, runs them in the engine, and ends them."""
+"""The service between HTTP and the engine: it admits, runs and ends requests."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Update = tuple[int, RequestOutput]
 """The number of a choice, and its output so far."""
 
 Choice = tuple[CheckedPrompt, SamplingParams]
-"""One choice for the engine: the tokens of a prompt, and the sampling parameters."""
+"""One choice for the engine: a prompt's tokens, and the sampling parameters."""
 
 Prepare = Callable[[list[list[int]]], None] | None
 
 SMALL_BODY_BYTES = 8192
-"""Bodies of at most this size are parsed in the event loop, which takes less than a millisecond."""
+"""The largest body parsed in the event loop, which takes less than a millisecond."""
 
 RETRY_AFTER_S = 1
 """The retry time of rejected requests."""
@@ -71,8 +71,8 @@ class Service:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     async def parse(self, kind: type[AnyBody], raw: bytes) -> AnyBody:
-        """Parse the body of a request; a large one on a thread. Raises ApiError: status 400, with the problem and the
-        parameter; 429 if too many bodies wait for the thread.
+        """Parse a request body; large ones on a thread. Raises ApiError: status 400 with the problem and the parameter;
+        429 if too many bodies are waiting for the thread.
         """
         if len(raw) <= SMALL_BODY_BYTES:
             return parse(kind, raw)
@@ -85,20 +85,20 @@ class Service:
             self._bodies -= 1
 
     async def with_tokenizer(self, function: Callable[[], T]) -> T:
-        """Call a function that takes long on the thread that uses the tokenizer."""
+        """Run a slow function on the thread that uses the tokenizer."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function)
 
     async def generate(self, body: Body, request_id: str, prepare: Prepare = None) -> AsyncGenerator[Update, None]:
         """Complete all prompts of a request, ``n`` times each, and yield updates of choices ``prompt * n + i``.
 
-        An update contains everything that happened to its choice since the one before, so slow readers get fewer.
-        Closing the generator aborts the choices that still run.
+        An update covers everything that happened to its choice since the previous one, so slow readers get fewer.
+        Closing the generator aborts the choices that are still running.
 
-        Raises ApiError if the request cannot be served, or failed.
+        Raises ApiError if the request cannot be served, or fails.
 
         Args:
-            prepare: what the response needs of the tokenizer, called on its thread with the tokens of the prompts once
-                these are checked.
+            prepare: the response's preparations, called on the tokenizer's thread with the checked tokens of the
+                prompts.
         """
         params = body.sampling(self.engine.sampling_defaults)
         _check_tokens(params, self.engine.vocab)
@@ -116,7 +116,7 @@ class Service:
                 raise bad_request(body.PROMPT, str(error)) from error
 
     async def _grammar(self, body: Body) -> Grammar | None:
-        """Return the grammar of the output, once it is known that it can be compiled."""
+        """Return the grammar of the output after checking that it compiles."""
 
         def compiled() -> Grammar | None:
             grammar = body.grammar(self.engine.tokenizer)
@@ -142,7 +142,7 @@ class Service:
         ]
 
     def _truncate(self, body: Body, prompt: list[int]) -> list[int]:
-        """Return the last tokens of a prompt: as many as the request says, or as leave room for its output."""
+        """Return the last tokens of a prompt: as many as requested, or as leave room for the output."""
         kept = body.truncate_prompt_tokens
         if kept is None:
             return prompt
@@ -173,7 +173,7 @@ class Service:
         return length
 
     async def tokenize(self, body: TokenizeBody) -> bytes:
-        """Return the JSON of the response of ``/tokenize``, or raise ApiError."""
+        """Return the JSON response of ``/tokenize``. Raises ApiError on failure."""
         with self._reserve(1):
             try:
                 return await self.with_tokenizer(
@@ -183,7 +183,7 @@ class Service:
                 raise bad_request(body.source, str(error)) from error
 
     async def detokenize(self, body: DetokenizeBody) -> bytes:
-        """Return the JSON of the response of ``/detokenize``. Raises ApiError if the queue is full."""
+        """Return the JSON response of ``/detokenize``. Raises ApiError if the queue is full."""
         with self._reserve(1):
             return await self.with_tokenizer(lambda: detokenized(body, self.engine.tokenizer))
 
@@ -219,7 +219,7 @@ class Service:
                     self._idle.set()
 
     async def drain(self, seconds: float) -> None:
-        """Reject new requests and wait until all others are done; after ``seconds``, end those that still run."""
+        """Reject new requests and wait for all others; after ``seconds``, end those still running."""
         self._draining = True
         try:
             async with asyncio.timeout(seconds):
@@ -258,7 +258,7 @@ class _Sequences:
         self._changed.set()
 
     async def run(self, choices: Sequence[Choice], request_id: str) -> AsyncGenerator[Update, None]:
-        """Run the choices, and yield their updates. Abort those that still run at the end."""
+        """Run the choices, and yield their updates. Aborts unfinished choices at the end."""
         unfinished = set(range(len(choices)))
         try:
             for number, (prompt, params) in enumerate(choices):
@@ -306,12 +306,12 @@ class _Sequences:
 
 
 def _choice_seed(seed: int | None, number: int) -> int | None:
-    """Return the seed of a choice. Choices differ from each other, but repeat when the request is repeated."""
+    """Return the seed of a choice. Choices differ from each other, but repeat if the request is repeated."""
     return None if seed is None else (seed + number + 2**63) % 2**64 - 2**63  # the sum stays within 64 bits
 
 
 def _check_tokens(params: SamplingParams, vocab: int) -> None:
-    """Raise ApiError if a parameter names a token to sample that the model does not have."""
+    """Raise ApiError if a parameter names a token outside the model's vocabulary."""
     for name, token in params.named_tokens:
         if token >= vocab:
             raise bad_request(name, f"{name} holds {token}; its token ids must be from 0 to {vocab - 1}")

@@ -21,8 +21,9 @@ PING = b": ping\n\n"
 """A comment, which clients ignore."""
 
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
-"""Escapes of the characters that JSON leaves as they are, but at which ``str.splitlines``, and so some clients, end a
-line."""
+"""Escapes of characters that JSON leaves unescaped, but at which ``str.splitlines``, and so some clients, break
+lines.
+"""
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -32,7 +33,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Do the work, or cancel it and return None when the client disconnects. The request's body was read before."""
+    """Do the work, or cancel it and return None if the client disconnects. The request body must have been read."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -49,13 +50,13 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream(Response):
-    """A response of server-sent events, which ends as soon as the client disconnects.
+    """A response of server-sent events that ends as soon as the client disconnects.
 
-    The status is sent with the first event or ping, so an error before that has a response of its own. A later one is
-    sent as an event, and ends the stream.
+    The status is sent with the first event or ping, so an earlier error gets a separate response. A later one is sent
+    as an event, and ends the stream.
 
     Args:
-        ping_s: a comment is sent whenever nothing else was for this many seconds, since proxies end quiet connections.
+        ping_s: seconds of silence after which a comment is sent, since proxies close idle connections.
     """
 
     media_type = "text/event-stream"

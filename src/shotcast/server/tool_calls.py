@@ -1,4 +1,4 @@
-"""Calls of tools in a model's output: the formats of model families, their grammars, and a parser of streams.
+"""Tool calls in a model's output: the formats of model families, their grammars, and a stream parser.
 
 The format follows from the model's chat template, which tells the model how to call tools.
 """
@@ -17,13 +17,13 @@ from shotcast.engine.detokenizer import partial
 from shotcast.engine.grammar import Grammar, lark_text, styled
 
 MAX_CALLS = 16
-"""Calls that a grammar allows in one output."""
+"""The number of calls that a grammar allows in one output."""
 
 _HEADER = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?\s*\[ARGS\]\s*(?=\S)")
 _MAYBE_NAMED = re.compile(r"\s*[\w.-]*(?:\[[A-Z_]*\]?\w*)?\s*(?:\[[ARGS]*)?\]?\s*")
 _OTHER_CALLS = "<function=", "<arg_key>"
-"""Marks of calls within ``<tool_call>`` that are no JSON, as of Qwen3-Coder and GLM."""
+"""Markers of non-JSON calls within ``<tool_call>``, as in Qwen3-Coder and GLM."""
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
@@ -56,7 +56,7 @@ MISTRAL_ARGUMENTS = ToolFormat("mistral", "[TOOL_CALLS]", arguments="[ARGS]", sh
 
 
 def find_format(template: str) -> ToolFormat | None:
-    """Return the format in which a chat template tells the model to call tools; None if it tells none of these."""
+    """Return the tool call format that a chat template describes; None if it is not a known one."""
     if "tools" not in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -85,8 +85,8 @@ def calls_grammar(
     """Return the grammar of outputs that call functions.
 
     Args:
-        special_tokens: the tokenizer's special tokens, which no text spells.
-        answer: the schema of an output without calls; None where one has to be called.
+        special_tokens: the tokenizer's special tokens, which are not spelled by any text.
+        answer: the schema of an output without calls; None if a call is required.
     """
 
     def marker(text: str) -> str:
@@ -125,7 +125,7 @@ def calls_grammar(
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call as far as it is known: an id, the name of the function, and the JSON of its arguments."""
+    """A call as far as known: an id, the function's name, and its arguments as JSON."""
 
     id: str
     name: str
@@ -140,7 +140,9 @@ class _JsonEnd:
         self._in_string = self._escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Return where in ``text``, which continues the text so far, the object, list or string ends; None before."""
+        """Return where the object, list or string ends in ``text``, which continues the text so far; None if it does
+        not.
+        """
         place = 0
         while place < len(text):
             if self._escaped:
@@ -167,11 +169,10 @@ class _JsonEnd:
 
 @dataclass(slots=True)
 class ToolParser:
-    """Divides the text of an output, which arrives in pieces, into content and calls.
+    """Splits the text of an output, which arrives in pieces, into content and calls.
 
-    What begins like a call but is none is content. The result does not depend on how the text is divided into pieces.
-    Spaces next to calls are dropped.
-
+    Text that begins like a call but is not one becomes content. The result does not depend on how the text is split
+    into pieces. Spaces next to calls are dropped.
     """
 
     tool_format: ToolFormat
@@ -190,7 +191,7 @@ class ToolParser:
     _outer: _JsonEnd | None = None
 
     def push(self, text: str, last: bool = False) -> None:
-        """Add the next piece of the output. ``last``: nothing follows."""
+        """Add the next piece of the output. ``last`` marks the final piece."""
         self._buffer += text
         while getattr(self, f"_in_{self._state}")(last):
             pass
@@ -202,7 +203,7 @@ class ToolParser:
             self._buffer = self._opening = self._spaces = ""
 
     def _add_content(self, text: str) -> None:
-        """Add to the content, but for spaces at its end, which may turn out to be next to a call."""
+        """Add content, except trailing spaces, which may turn out to precede a call."""
         text = self._spaces + text
         kept = text.rstrip()
         self._spaces = text[len(kept) :]
@@ -213,7 +214,7 @@ class ToolParser:
     # Each of these looks at the buffer in one state, and returns whether there is more to do with what is there.
 
     def _in_start(self, last: bool) -> bool:
-        """Nothing but spaces has been seen."""
+        """Initial state: only spaces so far."""
         text = self._buffer.lstrip()
         tag = self.tool_format.tag
         if self.tool_format.begin or (text and text[0] != "{" and not tag.startswith(text[: len(tag)])):
@@ -225,7 +226,7 @@ class ToolParser:
         return False
 
     def _in_text(self, last: bool) -> bool:
-        """Content, in which a marker may begin."""
+        """Content, which may include the start of a marker."""
         marker = self.tool_format.begin or self.tool_format.tag
         place = self._buffer.find(marker)
         if place < 0:
@@ -276,7 +277,7 @@ class ToolParser:
         return self._no_call(self._opening + self._buffer if self._opening else text)
 
     def _in_object(self, last: bool) -> bool:
-        """A JSON object whose name and arguments are not known to follow each other."""
+        """A JSON object in which name and arguments may not be adjacent."""
         if (header := _HEADER.match(self._buffer)) and (name := _loads(header[1])) is not None:
             if not self._is_call(name):
                 return self._no_call(self._opening + self._buffer)
@@ -305,7 +306,7 @@ class ToolParser:
         return name in self.names if not self.tool_format.begin else isinstance(name, str)
 
     def _start_call(self, name: str, outer: _JsonEnd | None) -> None:
-        """Begin the arguments of a call, within the object that ``outer`` follows."""
+        """Begin the arguments of a call within the object followed by ``outer``."""
         self._call = ToolCall(self.tool_format.new_id(), name)
         if self.several or not self.calls:
             self.calls.append(self._call)
@@ -335,7 +336,7 @@ class ToolParser:
         return True
 
     def _in_tail(self, last: bool) -> bool:
-        """The rest of a call's object, behind the arguments."""
+        """The rest of a call's object, after the arguments."""
         assert self._outer is not None
         end = self._outer.feed(self._buffer)
         if end is None:
@@ -346,7 +347,7 @@ class ToolParser:
         return True
 
     def _no_call(self, text: str) -> bool:
-        """Make content of what began like a call."""
+        """Turn the beginning of an apparent call into content."""
         self._opening = self._buffer = ""
         marker = self.tool_format.begin or self.tool_format.tag
         skipped = len(marker) if text.startswith(marker) else 0

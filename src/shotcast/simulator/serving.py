@@ -1,11 +1,11 @@
-"""An engine that serves requests in simulated time: the engine's own loop and scheduler, and steps of predicted times.
+"""An engine serving requests in simulated time: the real loop and scheduler, with predicted step times.
 
 :class:`shotcast.engine.engine_core.EngineCore` runs as it does on rank 0; its clock, its client and its ranks are
-simulated. Requests arrive while it waits, and are noticed when the loop looks for them: between steps. A step first
-takes the host's time. Then stages work on plans in order, each as soon as it is free and the rows of the previous stage
-have arrived. Tokens are available once they are back at the first stage; a plan with a token that is still being
-sampled waits for it. A GPU that has rested computes at its full clock for a while (:mod:`shotcast.cost.inference`).
-GPUs compute while the loop continues; a CPU rank computes in the loop itself.
+simulated. Requests arrive while it waits, and are noticed when the loop checks for them between steps. A step first
+takes the host's time. Then stages work on plans in order, each as soon as it is free and the previous stage's rows have
+arrived. Tokens are available once they are back at the first stage; a plan with a token that is still being sampled
+waits for it. A rested GPU computes at its full clock for a while (:mod:`shotcast.cost.inference`). GPUs compute while
+the loop continues; a CPU rank computes in the loop itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shotcast.errors import ConfigError
 
 
 class Arrival(NamedTuple):
-    """A request: when it arrives, and its tokens."""
+    """A request's arrival time and tokens."""
 
     time_s: float
     prompt: int
@@ -48,12 +48,12 @@ class StepTimes(NamedTuple):
 
 
 Predict = Callable[[StepPlan], StepTimes]
-"""Predicts the times of a plan."""
+"""Predicts the step times of a plan."""
 
 
 @dataclass(slots=True)
 class Served:
-    """A request that was served: when it arrived, and when each of its tokens was there."""
+    """A served request: its arrival time, and the time of each of its tokens."""
 
     arrival_s: float
     times_s: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Served:
 
     @property
     def tpot_s(self) -> float:
-        """The mean time of each later token; 0 where there is none."""
+        """The mean time per later token; 0 if there are none."""
         later = len(self.times_s) - 1
         return (self.times_s[-1] - self.times_s[0]) / later if later else 0.0
 
@@ -80,7 +80,7 @@ class Service:
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last token."""
+        """Seconds from the first arrival to the last token."""
         last = max(request.times_s[-1] for request in self.requests)
         return last - min(request.arrival_s for request in self.requests)
 
@@ -90,17 +90,17 @@ class Service:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least value that this many percent of the values do not exceed."""
+    """Return the smallest value that ``percent`` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: Predict, client_s: float = 0.0) -> Service:
-    """Serve requests in simulated time. Raises ConfigError if there is no request, or one that the scheduler refuses.
+    """Serve requests in simulated time. Raises ConfigError if there are none, or the scheduler rejects one.
 
     Args:
-        config: of the scheduler; ``pipeline`` is the number of stages that ``times_of`` gives times of.
-        client_s: the seconds of a request on its way from the client to the loop, and of its tokens on the way back.
+        config: the scheduler's configuration; ``pipeline`` is the number of stages in the results of ``times_of``.
+        client_s: the seconds from the client to the loop for a request, plus the way back for its tokens.
     """
     if not arrivals:
         raise ConfigError("there is no request to serve")
@@ -115,7 +115,7 @@ def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: Predic
 
 @dataclass(slots=True)
 class _Clock:
-    """The time of rank 0's loop."""
+    """The clock of rank 0's loop."""
 
     now: float
 
@@ -124,9 +124,9 @@ class _Clock:
 
 
 class _Client:
-    """The client, which sends each request at its time, and notes when its tokens are there.
+    """The client, which sends each request at its time, and records when its tokens arrive.
 
-    All of its way is taken before a request is noticed.
+    The whole round-trip time passes before a request is noticed.
     """
 
     def __init__(self, arrivals: Sequence[Arrival], clock: _Clock, client_s: float):
@@ -146,7 +146,7 @@ class _Client:
         return found
 
     def recv(self) -> Request | None:
-        """Wait for the next request; None, after which the loop ends, when there is none."""
+        """Wait for the next request; None, which ends the loop, if there are no more."""
         if not self._waiting:
             return None
         time_s, number = heapq.heappop(self._waiting)
@@ -166,7 +166,7 @@ class _Client:
 
 
 class _Pending(NamedTuple):
-    """The output of a plan, which is there at a time."""
+    """The output of a plan, available at a set time."""
 
     output: ModelRunnerOutput
     time_s: float
@@ -178,7 +178,7 @@ class _Pending(NamedTuple):
 
 
 class _Ranks:
-    """All stages, each of which computes one plan after the other; rank 0's way to the others takes no time."""
+    """All stages, each of which computes one plan after the other; messages from rank 0 to the others take no time."""
 
     step_s = communication_s = 0.0
 
@@ -190,13 +190,13 @@ class _Ranks:
         self.busy_s = [0.0] * stages
 
     def send_plan(self, plan: StepPlan | None) -> None:
-        """Take no time."""
+        """Do nothing, in no time."""
 
     def recv_output(self, timeout_s: float) -> ModelRunnerOutput:
         raise AssertionError("execute returns the output of all stages")
 
     def execute(self, plan: StepPlan) -> _Pending:
-        """Return the plan's output, which is there when it has passed all stages and its tokens are back."""
+        """Return the plan's output, available once it has passed all stages and its tokens are back."""
         times = self._times_of(plan)
         self._clock.now += times.host_s
         ready = self._clock.now

@@ -23,15 +23,15 @@ from shotcast.simulator.serving import Arrival, Service, StepTimes, percentile, 
 _BLOCK = 16
 MOST_REQUESTS = 100_000
 MOST_SECONDS = 1e9
-"""The latest arrival: beyond it, times of microseconds are lost in the rounding."""
+"""The latest arrival time: beyond it, rounding loses microseconds."""
 
 
 _CONTEXT_UNIT = 32
-"""Contexts of sequences that decode are averaged and rounded to this many tokens, so that steps are priced once."""
+"""Contexts of decoding sequences are averaged and rounded to this many tokens, so that equal steps are priced once."""
 
 
 def work_of(plan: StepPlan) -> StepWork:
-    """Return the tokens of a plan."""
+    """Return the tokens computed by a plan."""
     decoding = [part.num_computed for part in plan.sequences if len(part.tokens) == 1]
     context = sum(decoding) / len(decoding) if decoding else 0.0
     return StepWork(
@@ -43,7 +43,7 @@ def work_of(plan: StepPlan) -> StepWork:
 
 
 class PricedSteps:
-    """Predicts the times of a plan by a model of the step."""
+    """Predicts the times of a plan with a step model."""
 
     def __init__(self, model: StepModel):
         self._model = model
@@ -62,7 +62,7 @@ class PricedSteps:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The latencies and throughput that requests met, in milliseconds and tokens a second."""
+    """The latencies and throughput of requests, in milliseconds and tokens per second."""
 
     services: tuple[Service, ...]  # of each engine
 
@@ -71,24 +71,24 @@ class Traffic:
         return percentile([request.ttft_s * 1e3 for one in self.services for request in one.requests], percent)
 
     def tpot_ms(self, percent: float) -> float | None:
-        """Return a percentile of the time of a later token; None where requests have none."""
+        """Return a percentile of the time per later token; None if there are none."""
         times = [request.tpot_s * 1e3 for one in self.services for request in one.requests if len(request.times_s) > 1]
         return percentile(times, percent) if times else None
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of output a second of all engines, from the first arrival to the last token."""
+        """Output tokens per second of all engines, from the first arrival to the last token."""
         requests = [request for one in self.services for request in one.requests]
         seconds = max(one.times_s[-1] for one in requests) - min(one.arrival_s for one in requests)
         return sum(len(one.times_s) for one in requests) / seconds
 
     @property
     def preemptions(self) -> int:
-        """Sequences that lost their blocks of the cache."""
+        """The number of times that a sequence lost its cache blocks."""
         return sum(one.preemptions for one in self.services)
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the figures in seconds and tokens a second, by InferenceX's names where it has them."""
+        """Return the figures in seconds and tokens per second, under InferenceX's names where they exist."""
         median_ms, most_ms = self.tpot_ms(50), self.tpot_ms(99)
         return {
             "requests": sum(len(one.requests) for one in self.services),
@@ -102,7 +102,7 @@ class Traffic:
 
 
 def poisson(rate: float, requests: int, prompt: int, output: int, seed: int = 0) -> list[Arrival]:
-    """Return requests of equal lengths that arrive at a mean rate a second, independently of each other."""
+    """Generate requests of equal lengths that arrive independently at a mean rate per second."""
     if not 0 < rate < math.inf:
         raise ConfigError(f"rate must be above 0 requests a second, not {rate}")
     if not 1 <= requests <= MOST_REQUESTS:
@@ -117,7 +117,7 @@ def poisson(rate: float, requests: int, prompt: int, output: int, seed: int = 0)
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Return the requests of a file of JSON lines with ``time_s``, ``prompt`` and ``output``, or raise ConfigError."""
+    """Read requests from JSON lines with ``time_s``, ``prompt`` and ``output``. Raises ConfigError on failure."""
     lines = [(number, line) for number, line in enumerate(read_text(path, "the trace").split("\n"), 1) if line.strip()]
     if not 1 <= len(lines) <= MOST_REQUESTS:
         raise ConfigError(f"a trace has 1 to {MOST_REQUESTS} requests, and {path} has {len(lines)}")
@@ -125,7 +125,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def _arrival(line: str, origin: str) -> Arrival:
-    """Return the request in a line. Raises ConfigError, which names ``origin``, if it is none."""
+    """Parse the request in a line. Raises ConfigError naming ``origin`` if it is not one."""
     try:
         fields = json.loads(line, object_pairs_hook=tuple)
         if not isinstance(fields, tuple) or sorted(name for name, _ in fields) != ["output", "prompt", "time_s"]:
@@ -154,7 +154,7 @@ def longest(query: Query, arrivals: Sequence[Arrival]) -> int:
 
 
 def simulate(query: Query, point: Point, calibration: Calibration, arrivals: Sequence[Arrival]) -> Traffic:
-    """Return what requests meet at a point of a plan; they take the engines in turn."""
+    """Simulate requests at a point of a plan, where they take the engines in turn."""
     constants = calibration.scaled_to(query.cluster.gpu).of_ranks(query.gpus)
     collectives = CollectiveCosts.on(query.cluster, constants.link)
     limits = query.limits
@@ -162,8 +162,8 @@ def simulate(query: Query, point: Point, calibration: Calibration, arrivals: Seq
         query.model, point.layout, constants, collectives, query.quantization, limits.algorithm, kv_item=limits.kv_item
     )
     config = SchedulerConfig(
-        max_sequences=point.sequences,
-        max_batch_tokens=max(limits.batch_tokens, point.sequences),
+        max_num_seqs=point.sequences,
+        max_num_batched_tokens=max(limits.batch_tokens, point.sequences),
         block_size=_BLOCK,
         num_blocks=point.memory.cache(point.sequences) // (point.memory.per_token * _BLOCK),
         max_model_len=max(longest(query, arrivals), 2),

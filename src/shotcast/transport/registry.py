@@ -1,4 +1,4 @@
-"""The transports: which of them serves which ranks, and its executor."""
+"""The transports: which one serves which ranks, and its executor."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from shotcast.transport.triton import GPUS, INTERPRETER
 logger = logging.getLogger(__name__)
 
 TRANSPORTS = (HOSTS, COMPILED, INTERPRETER, GPUS)
-"""The first that may serve some ranks is the usual one."""
+"""Transports in order of preference: the first that can serve the ranks is the default."""
 _added: list[Transport] = []
 _said: set[str] = set()
 
 
 def register(transport: Transport) -> None:
-    """Let a transport serve all ranks of its device that make a communicator from now on; all of them register it."""
+    """Let a transport serve all ranks of its device in new communicators; all ranks must register it."""
     _added.insert(0, transport)
 
 
 def fields() -> tuple[str, ...]:
-    """Return the fields of forms that have kernels."""
+    """Return the fields of forms that hold kernels."""
     return tuple(dict.fromkeys(one.field for one in (*TRANSPORTS, *_added)))
 
 
 def usual(device: str, nodes: int = 1) -> Transport:
-    """Return the transport of ranks on so many nodes, whatever this process asks for."""
+    """Return the default transport for ranks on this many nodes, regardless of this process's settings."""
     return _first(TRANSPORTS, device, nodes)
 
 
 def find(device: str, nodes: int = 1) -> Transport:
-    """Return the transport of ranks on so many nodes: one that was registered, or for CPUs SHOTCAST_CPU_KERNELS."""
+    """Return the transport for ranks on this many nodes: a registered one or, for CPUs, SHOTCAST_CPU_KERNELS."""
     asked = env.cpu_kernels()
     return _first((*_added, *(one for one in TRANSPORTS if device != "cpu" or one.name == asked)), device, nodes)
 
@@ -48,8 +48,8 @@ def _first(transports: tuple[Transport, ...], device: str, nodes: int) -> Transp
 def build_executor(transport: Transport, ranks: Ranks) -> tuple[Transport, Built]:
     """Lease the workspace and build the executor of a communicator. Collective; all ranks get the same kind.
 
-    Where native kernels cannot run, the transport is the vendor library, and rank 0 logs why, once for each reason.
-    Raises ConfigError on all ranks if one of them has too little memory, or cannot be reached by a peer.
+    If native kernels cannot run, the transport is the vendor library, and rank 0 logs each reason once. Raises
+    ConfigError on all ranks if one of them has too little memory, or cannot be reached by a peer.
     """
     why = _too_many_or_uneven(ranks.layout)
     built = Built(None, why) if why else pkgutil.resolve_name(transport.build)(ranks)
@@ -62,16 +62,16 @@ def build_executor(transport: Transport, ranks: Ranks) -> tuple[Transport, Built
 
 
 def _too_many_or_uneven(layout: NodeLayout) -> str:
-    """Return why native kernels serve no ranks with these nodes; empty if they may."""
+    """Return why native kernels cannot serve ranks on these nodes; empty if they can."""
     if not layout.even:
         sizes = ", ".join(
             f"{len(members)} on {name}" for name, members in zip(layout.names, layout.members, strict=True)
         )
-        return f"own kernels serve nodes of equally many ranks, and there are {sizes}"
+        return f"native kernels serve nodes of equally many ranks, and there are {sizes}"
     if layout.nodes > 1 and layout.ranks_per_node > wire.MAX_WORLD_SIZE:
-        return f"own kernels serve up to {wire.MAX_WORLD_SIZE} ranks of a node, not {layout.ranks_per_node}"
+        return f"native kernels serve up to {wire.MAX_WORLD_SIZE} ranks of a node, not {layout.ranks_per_node}"
     if layout.nodes > wire.MAX_NODES:
-        return f"own kernels serve up to {wire.MAX_NODES} nodes, not {layout.nodes}"
+        return f"native kernels serve up to {wire.MAX_NODES} nodes, not {layout.nodes}"
     if layout.world_size > wire.MAX_NAMED_RANKS:
-        return f"own kernels serve up to {wire.MAX_NAMED_RANKS} ranks, not {layout.world_size}"
+        return f"native kernels serve up to {wire.MAX_NAMED_RANKS} ranks, not {layout.world_size}"
     return ""

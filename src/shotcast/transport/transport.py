@@ -1,7 +1,7 @@
-"""A transport as an object: the way in which calls are carried, and what it can do. Plain values, without torch.
+"""Transports as objects: how calls are carried, and with which capabilities. Plain values, without torch.
 
-A transport is a folder beside this file, with its object in the folder's ``__init__``. All else asks the object what it
-can do: nobody compares the names of transports, or of networks.
+A transport is a folder next to this file, with its object in the folder's ``__init__``. Other code queries the object's
+capabilities instead of comparing the names of transports or networks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_NETWORK = Network()
 
 
 class Ranks(NamedTuple):
-    """The ranks of a communicator that is being constructed."""
+    """The ranks of a communicator under construction."""
 
     host: StoreGroup
     layout: NodeLayout
@@ -51,14 +51,14 @@ class Ranks(NamedTuple):
     peers: Peers | None = None  # brings files from rank to rank; None where ranks make no tensors that all of them map
 
     def beyond(self, most: int) -> str:
-        """Return why a transport for up to ``most`` ranks does not serve; empty if it does."""
-        return f"own kernels serve up to {most} ranks, not {self.host.world_size}" * (self.host.world_size > most)
+        """Return why a transport for up to ``most`` ranks cannot serve; empty if it can."""
+        return f"native kernels serve up to {most} ranks, not {self.host.world_size}" * (self.host.world_size > most)
 
 
 class Built(NamedTuple):
-    """An executor (:class:`shotcast.collectives.interface.Executor`), or None and why there is none.
+    """An executor (:class:`shotcast.collectives.interface.Executor`), or None with the reason.
 
-    ``multicast``: kernels use multicast addresses, on all ranks.
+    ``multicast`` means that kernels use multicast addresses, on all ranks.
     """
 
     executor: Any
@@ -69,7 +69,7 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """One way to carry calls."""
+    """A mechanism that carries calls."""
 
     name: str  # as people read and write it
     device: str  # `"cuda"` or `"cpu"`: the device of its ranks

@@ -1,1 +1,1 @@
-"""The built-in algorithms: one module each, with a description called ``ALGORITHM``. They are found by themselves."""
+"""The built-in algorithms, discovered automatically: one module each, with a description called ``ALGORITHM``."""

@@ -1,9 +1,9 @@
-r"""Copy engines: large messages are moved by the engines that copy memory, which leaves the SMs to other work.
+r"""Copy engines: the GPU's copy engines move large messages, which leaves the SMs to other work.
 
 .. math:: T = f + s\,a + S / b + M / m
 
-where S are the bytes sent of two-shot (an all-reduce) or of one-shot (the others), and s their steps and the meetings
-of the ranks, before the first step and after each. The other terms are those of two-shot.
+where S is the number of bytes sent by two-shot (for an all-reduce) or one-shot (for the others), and s counts their
+steps and the rendezvous of the ranks before the first step and after each. The other terms are as for two-shot.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from shotcast.wire import LaunchShape, NodeShape, Op
 
 COPY_ENGINES = "copy_engines"
 _SHARED_FROM = 16 << 20
-"""The bytes from which calls of communicators that are not exclusive go by copy engines.
+"""The message size from which calls of non-exclusive communicators use copy engines.
 
-By all SMs a shorter message takes less than 50 us on two H200, and by copy engines twice that (docs/design/overlap.md).
+A shorter message takes less than 50 us with all SMs of two H200, and twice that with copy engines
+(docs/design/overlap.md).
 """
 _OF_A_CHUNK, _MOST_ENQUEUED = 8, 512
-"""Kernels, events and waits of a chunk; and the most of a call. Where a stream takes no more (some 1,024, which was not
-measured), its host waits until other ranks have come."""
+"""Kernels, events and waits per chunk, and their limit per call. If a stream takes no more (some 1,024, not measured),
+its host waits until other ranks arrive."""
 _BLOCK_WORDS, _WARPS, _MOST_PROGRAMS = 2048, 8, 528
-"""The launch of the sums, which wait for nobody: four programs on each SM of an H100."""
+"""The launch of the sums, which wait for nothing: four programs on each SM of an H100."""
 
 
 def _reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
@@ -45,9 +46,9 @@ def _with_meetings(work: Work, count: int) -> Work:
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch of the sums, with the bytes of each part that pass at once: all, or equal chunks.
+    """Return the launch of the sums, with the bytes of each part sent at once: all of it, or equal chunks.
 
-    Few chunks are faster: each has a meeting, and its sum waits for the end of a product that has all SMs.
+    Few chunks are faster: each adds a rendezvous, and its sum waits for the end of a product that occupies all SMs.
     """
     part = max(1, slice_of_message(problem))
     room = bytes_of_copies(problem.topology.exclusive) // problem.topology.world_size

@@ -1,10 +1,10 @@
-r"""Few SMs: as many programs as the call may occupy SMs, which pass a large message through a window.
+r"""SM-limited calls: one program for each SM that the call may occupy; they send a large message through a window.
 
 .. math:: T = f + s\,a + \max(S / b + M / m,\; S / (K\,c))
 
-for K SMs, each of which moves c bytes in a unit of time; s and S are the steps and the bytes sent of two-shot (an
-all-reduce) or of one-shot (the others), and the other terms those of two-shot. The other SMs are left to a product that
-runs meanwhile. The equation is not calibrated: c is what one block of NCCL's moved on 2 H200.
+for K SMs, each of which moves c bytes per unit of time; s and S are the steps and the bytes sent by two-shot (for an
+all-reduce) or one-shot (for the others). The other terms are as for two-shot. The remaining SMs are left to a
+concurrent product. The equation is not calibrated: c is the throughput of one NCCL block on 2 H200.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shotcast.units import align_up
 from shotcast.wire import LaunchShape, Op
 
 _CHUNKS = 2
-"""The chunks of a program that a message should at least have, so that sending and taking overlap."""
+"""The minimum number of chunks of a program that a message should have, so that sending and receiving overlap."""
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 10, 128 << 10
 _WORDS = 16384
-"""Words of the tiles that a program has on their way at once."""
+"""Words in the tiles that a program keeps in flight."""
 _MANY_SMS = 24
-"""From so many SMs on, a program of an all_gather has half as many words on their way: so it has room on an SM beside
-the product of the rows (``BESIDE_WORDS`` of the kernel), and the programs still fill the link."""
+"""The number of SMs from which a program of an all_gather halves its words in flight. It then fits on an SM next to the
+product of the rows (``BESIDE_WORDS`` of the kernel), and the programs still fill the link."""
 _MOST_WORDS_OF_WARP = 3072
-"""The most words of all ranks' tiles that a warp holds at once in a launch that is worth trying."""
+"""The most words of all ranks' tiles that a warp holds at once in a launch worth trying."""
 
 
 def launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return a program for each SM, with chunks that together fill the window unless the message is smaller."""
+    """Launch one program per SM, with chunks that together fill the window unless the message is smaller."""
     world_size, interpreted = problem.topology.world_size, problem.topology.transport.serial
     part = _part(problem)
     room = window_bytes(problem.topology.max_bytes) // (places_in_window(problem.op) * world_size)
@@ -53,14 +53,14 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
 
 
 def _tiles(problem: CollectiveProblem) -> int:
-    """Return how many tiles a program loads at once: what it sends, adds up and takes."""
+    """Return how many tiles a program loads at once: for sending, adding and receiving."""
     peers = problem.topology.world_size - 1
     of_op = {Op.ALL_REDUCE: 3 * peers + 1, Op.ALL_GATHER: peers + 1, Op.BROADCAST: peers + 1}
     return of_op.get(problem.op, 2 * peers + 1)
 
 
 def launches(problem: CollectiveProblem) -> list[LaunchShape]:
-    """Return launches of as many programs as the default with other warps, tiles and chunks, that have room."""
+    """Return launches with the default number of programs and other warps, tiles and chunks that fit."""
     default, found = launch(problem), []
     for warps, block, tiles in itertools.product((8, 16, 32), (2048, 4096, 8192), (1, 2, 4)):
         shape = dataclasses.replace(default, num_warps=warps, block_words=block, chunk_bytes=tiles * 4 * block)
@@ -71,9 +71,9 @@ def launches(problem: CollectiveProblem) -> list[LaunchShape]:
 
 
 def launch_obstacle(problem: CollectiveProblem, shape: LaunchShape) -> str:
-    """Return why a launch, as of a tuned table, has no room in the window or takes too many steps; empty if it serves.
+    """Return why a launch, such as a tuned one, does not fit the window or takes too many steps; empty if it works.
 
-    It is stated again, for the workspace there is, where the kernel is bound.
+    Binding the kernel checks this again for the actual workspace.
     """
     room = window_bytes(problem.topology.max_bytes)
     needed = shape.programs * places_in_window(problem.op) * problem.topology.world_size * shape.chunk_bytes
@@ -86,12 +86,12 @@ def launch_obstacle(problem: CollectiveProblem, shape: LaunchShape) -> str:
 
 
 def _own_obstacle(problem: CollectiveProblem) -> str:
-    """Return why no launch serves: the window is too small for a message of that size."""
+    """Return why no launch works: the window is too small for the message."""
     return launch_obstacle(problem, launch(problem))
 
 
 def _part(problem: CollectiveProblem) -> int:
-    """Return the bytes of the longest part, which a rank sends to each other."""
+    """Return the bytes of the longest part, which a rank sends to each other rank."""
     if problem.sizes:
         return max(problem.sizes) * wire.DTYPES.get(problem.dtype, 1)
     return problem.nbytes if problem.op is Op.BROADCAST else slice_of_message(problem)

@@ -1,23 +1,23 @@
-r"""All-reduces between nodes: sums of nodes pass between ranks of equal local rank, and are added in one tree.
+r"""All-reduces between nodes: ranks of equal local rank exchange the sums of their nodes and add them in one tree.
 
 For H nodes of L ranks and a message of M bytes, all of them take
 
 .. math:: T = f + 2a + 2 \frac{L-1}{L} M / b + M / m + X
 
 where f is the fixed cost of a call, a and b the latency and the bandwidth inside a node, and m the rate at which a rank
-takes in what has arrived. X is the exchange of :math:`S = 4 E / L` bytes of float32 sums of the slice of a rank, E the
+consumes arriving data. X is the exchange of :math:`S = 4 E / L` bytes of float32 sums of the slice of a rank, E the
 elements of the message, or of :math:`R = M / L` bytes of the slice in the dtype of the call. :math:`a_n` and
-:math:`b_n` are latency and bandwidth of the network between pairs of nodes, :math:`a_w` and :math:`b_w` those where a
-rank sends to all peers at once. Let k be floor(log2 H). Where H is no power of two, folding adds :math:`2 a_n + (S + R)
-/ b_n` to the first two.
+:math:`b_n` are latency and bandwidth of the network between pairs of nodes, :math:`a_w` and :math:`b_w` are the same
+for a rank that sends to all peers at once. Let k be floor(log2 H). If H is not a power of two, folding adds :math:`2
+a_n + (S + R) / b_n` to the first two.
 
 ``nvrar``: recursive doubling, in few network steps and, for few nodes, few bytes. In step s, the node of leaf v
-exchanges its sum with that of leaf v xor 2^s. The algorithm is that of "LLM Inference Beyond a Single Node" (arXiv
+exchanges sums with the node of leaf v xor 2^s. The algorithm comes from "LLM Inference Beyond a Single Node" (arXiv
 2511.09557).
 
 .. math:: X = k (a_n + S / b_n)
 
-``nvrar_halving``: halving and doubling, in 2 k steps, and less than twice the slice whatever H. For large messages. In
+``nvrar_halving``: halving and doubling, in 2 k steps, and less than twice the slice for any H. For large messages. In
 step s, the nodes of leaves v and v xor 2^s halve what both still have, and each adds up its half; then the sums,
 rounded, go back the same way.
 
@@ -33,12 +33,12 @@ network steps.
 
 .. math:: X = 2 a_w + \frac{H-1}{H} (S + R) / b_w
 
-``nvrar_16bit``: the sums of nodes pass rounded to float16 or bfloat16, in half the bytes of float32, at the price of
-precision. Each node sends its sum to all others where the slice is short or there are two nodes
+``nvrar_16bit``: the sums of nodes are sent rounded to float16 or bfloat16, in half the bytes of float32, at the price
+of precision. Each node sends its sum to all others if the slice is short or there are two nodes
 (:func:`shotcast.wire.in_one_step`). Otherwise each sends a part to each other, which adds up, and then the rounded
-parts to all: the second step is that of two-shot, whose result is rounded anyway. The exchange is neither doubling nor
-halving, whose later steps would round sums of sums again: here the sum of a node is rounded once, whatever the number
-of nodes. With one rank a node nothing is lost, since its numbers have 16 bits.
+parts to all: the second step is as in two-shot, whose result is rounded anyway. Later steps of doubling or halving
+would round sums of sums again; here the sum of a node is rounded once for any number of nodes. With one rank per node
+nothing is lost, since its numbers have 16 bits.
 
 .. math:: X = \min\left(a_w + (H - 1) R / b_w,\; 2 a_w + 2 \frac{H-1}{H} R / b_w\right)
 """
@@ -58,7 +58,7 @@ def doubling_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 
 
 def halving_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of exchanging half of the slice, a quarter and so on, and the way back."""
+    """Return the work of exchanging half of the slice, a quarter and so on, then sending the sums back."""
     steps = doublings(shape.nodes)
     sent = (1 - 2.0**-steps) * sum(slice_of(nbytes, shape, itemsize))
     return in_pairs(nbytes, shape, itemsize, 2 * steps, sent)
@@ -71,14 +71,14 @@ def pairs_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 
 
 def two_shot_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending a part of the slice to each peer, and the sum of the local part to all."""
+    """Return the work of sending a part of the slice to each peer, then the sum of the local part to all."""
     others = shape.nodes - 1
     sent = others / shape.nodes * sum(slice_of(nbytes, shape, itemsize))
     return to_all(nbytes, shape, 2 * min(others, 1), sent)
 
 
 def rounded_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending the rounded slice to each peer, or parts of it and of the result."""
+    """Return the work of sending the rounded slice, or parts of it and of the result, to each peer."""
     others, rounded = shape.nodes - 1, slice_of(nbytes, shape, itemsize).result
     if in_one_step(shape.nodes, int(rounded)):
         return to_all(nbytes, shape, min(others, 1), others * rounded)

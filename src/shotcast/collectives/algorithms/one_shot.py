@@ -1,9 +1,9 @@
-r"""One-shot: every rank sends its message to all others, and each computes its result alone.
+r"""One-shot: every rank sends its message to all others, and each computes the result locally.
 
 .. math:: T = f + a + (N-1) M / b + N M / m
 
 for N ranks, a message of M bytes, a fixed cost f of the call, a step latency a, a bandwidth b each way and a rate m at
-which a rank takes in what has arrived. One step: the fastest for small messages. Copies are made in one step, too.
+which a rank consumes arriving data. One step, so the fastest for small messages. Copies take one step, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shotcast.wire import LaunchShape, NodeShape, Op
 
 
 def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending M to N - 1 peers and adding up N M, or of a root, which takes in M of each rank."""
+    """Return the work of sending M to N - 1 peers and adding N M, or of a root, which receives M from each rank."""
     return Work(1, (shape.world_size - 1) * nbytes, shape.world_size * nbytes).over(shape)
 
 
@@ -58,7 +58,7 @@ def _gather_workspace(problem: CollectiveProblem) -> Workspace:
 
 
 def _copy(cpu: str, triton: str = "shotcast.transport.triton.copies:bind", **fields: Any) -> Form:
-    """Return the form of a copy of a part to each peer, or to or from a root."""
+    """Return the form that copies a part to each peer, or to or from a root."""
     return Form(work=part_work, triton=triton, cpu=cpu, share=slice_of_message, large_warps=_four_warps, **fields)
 
 
@@ -71,9 +71,9 @@ def _four_warps(world_size: int) -> int:
 
 
 def _uneven_launch(problem: CollectiveProblem) -> LaunchShape:
-    """Return the launch for parts of any sizes: no rank knows those of all others, so it depends on none of them.
+    """Return the launch for parts of any sizes. It depends on no part's size, since no rank knows them all.
 
-    The programs fill the link with half of the SMs of a GPU; their chunks fill the window.
+    The programs fill the link with half of a GPU's SMs; their chunks fill the window.
     """
     world_size, interpreted = problem.topology.world_size, problem.topology.transport.serial
     programs, block, warps = (64, 4096, 16) if world_size == 2 else (64, 2048, 16) if world_size <= 4 else (64, 1024, 8)

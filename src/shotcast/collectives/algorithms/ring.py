@@ -1,10 +1,10 @@
-r"""Ring: each rank sends only to the next, one slice a step. What MultiShot is measured against.
+r"""Ring: each rank sends only to the next, one slice per step. The baseline that MultiShot is measured against.
 
 .. math:: T = f + (2N-2) (a + M / (N b)) + \tfrac{3}{2} M / m
 
 for N ranks, a message of M bytes, a fixed cost f of the call, a step latency a, a bandwidth b each way and a rate m at
-which a rank takes in what has arrived; reduce_scatter and all_gather take half of the steps and of the bytes sent, and
-take in M. (Half of one pass hides under the transfers of the other: steps wait for each other.)
+which a rank consumes arriving data; reduce_scatter and all_gather take half the steps, send half the bytes, and consume
+M. (Half of one pass hides under the transfers of the other, since steps wait for each other.)
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from shotcast.wire import NodeShape, Op
 
 
 def all_reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of 2N - 2 steps of a slice each."""
+    """Return the work of 2N - 2 steps of one slice each."""
     return _hops(2 * (shape.world_size - 1), nbytes, shape, 1.5 * nbytes)
 
 
 def half_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of N - 1 steps of a slice each."""
+    """Return the work of N - 1 steps of one slice each."""
     return _hops(shape.world_size - 1, nbytes, shape, nbytes)
 
 
 def _hops(hops: int, nbytes: int, shape: NodeShape, taken: float) -> Work:
-    """Return the work of the slowest rank: on several nodes the last of its node, all of whose hops leave it."""
+    """Return the work of the slowest rank: on several nodes, the last of its node, whose hops all leave the node."""
     sent = hops * nbytes / shape.world_size
     if shape.nodes == 1:
         return Work(hops, sent, taken)

@@ -1,10 +1,10 @@
-r"""Two-shot, MultiShot by another name: a slice to each owner, which adds up, then a slice to everyone.
+r"""Two-shot, also called MultiShot: each owner receives its slice and adds it up, then sends the sum to everyone.
 
 .. math:: T = f + 2a + 2 \frac{N-1}{N} M / b + M / m
 
 for N ranks, a message of M bytes, a fixed cost f of the call, a step latency a, a bandwidth b each way and a rate m at
-which a rank takes in what has arrived. Two steps for any N, where a ring takes 2N - 2. A rank takes in M twice; as
-measured, one pass hides under the transfers of the other.
+which a rank consumes arriving data. Two steps for any N; a ring takes 2N - 2. A rank consumes M twice; measurements
+show that one pass hides under the transfers of the other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _gathered_workspace(problem: CollectiveProblem) -> Workspace:
 
 
 def reduce_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of sending a slice to each peer, and of the root, which takes in those that they add up."""
+    """Return the work of sending a slice to each peer, or the work of the root, which receives the sums."""
     return Work(2, (shape.world_size - 1) * nbytes / shape.world_size, 2 * nbytes).over(shape)
 
 

@@ -2,8 +2,8 @@ r"""Two-shot in FP8: half the bytes of 16-bit floats, a quarter of float32, at t
 
 .. math:: T = f + 2a + 2 \frac{N-1}{N} R M / b + M / m + (3 + \frac{1}{N}) E / c
 
-with R = 33/32 bytes an element in place of the item's own; E elements are encoded, decoded by the owners of their
-slices, encoded again once summed, and decoded by all, at a rate c. The other terms are those of two-shot.
+with R = 33/32 bytes per element in place of the item size; E elements are encoded, decoded by the owners of their
+slices, encoded again once summed, and decoded by all, at a rate c. The other terms are as for two-shot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shotcast.wire import NodeShape, Op
 
 
 def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return the work of two-shot with 33/32 bytes sent for each element, which is converted three times and more."""
+    """Return the work of two-shot with 33/32 bytes sent per element; each is converted a little over three times."""
     world_size = shape.world_size
     sent = 2 * (world_size - 1) * nbytes / world_size * (33 / 32 / itemsize)
     return Work(2, sent, nbytes, (3 + 1 / world_size) * nbytes / itemsize).over(shape)
@@ -29,7 +29,7 @@ def _workspace(problem: CollectiveProblem) -> Workspace:
 
 
 def _share(problem: CollectiveProblem) -> int:
-    """Return the bytes of a rank's slice as it is sent: one an element."""
+    """Return the bytes of a rank's slice as sent: one per element."""
     if problem.dtype not in wire.REDUCIBLE:
         return slice_of_message(problem)
     return -(-problem.nbytes // (problem.topology.world_size * wire.DTYPES[problem.dtype]))

@@ -1,4 +1,4 @@
-"""The vendor's library: NCCL or Gloo. Ranks compare headers before each call of it."""
+"""The vendor's library: NCCL or Gloo. Ranks compare headers before each call to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shotcast.wire import LaunchShape, NodeShape, Op
 
 
 def _unknown(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return no work: how a library does it is its own affair, and the cost model does not predict it."""
+    """Return no work: the cost model does not predict libraries."""
     return Work(0, 0, 0)
 
 

@@ -1,1 +1,1 @@
-"""The calls of a communicator, by kind; :class:`~shotcast.collectives.communicator.Communicator` has them all."""
+"""A communicator's calls by kind; :class:`~shotcast.collectives.communicator.Communicator` combines them all."""

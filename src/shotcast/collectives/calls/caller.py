@@ -23,13 +23,13 @@ from shotcast.errors import ConfigError
 
 
 class Caller(Collectives):
-    """A part of a communicator: some of its calls, made by what the others have."""
+    """A part of a communicator: a group of calls that rely on the other parts."""
 
     _executor: Executor | None
     _closed: bool
     _prepared: PreparedCalls
     _run: Callable[..., Call]
-    """Makes a call on tensors that have been checked: :meth:`Communicator._run`."""
+    """Runs a call on checked tensors: :meth:`Communicator._run`."""
     explain: Callable[..., Explanation]
 
     def __init_subclass__(cls) -> None:
@@ -40,7 +40,7 @@ class Caller(Collectives):
     @property
     @abstractmethod
     def topology(self) -> Topology:
-        """The facts about ranks and machine that the choice of algorithms depends on."""
+        """The facts about ranks and machine that determine the choice of algorithms."""
 
     def _make(
         self,
@@ -52,10 +52,10 @@ class Caller(Collectives):
         elements: tuple[int, ...] = (),
         count: int | None = None,
     ) -> torch.Tensor:
-        """Make an operation on ``x``, which has been checked, and return ``out`` or a new tensor.
+        """Run an operation on ``x``, which has been checked, and return ``out`` or a new tensor.
 
-        It is traced, recorded by autograd, or run. ``operands`` are those of its specification; ``elements`` are the
-        ``sizes`` of :meth:`_run`, which has ``count`` and ``given`` too.
+        It is traced, recorded by autograd, or run. ``operands`` follow its specification; ``elements`` are the
+        ``sizes`` of :meth:`_run`, which also takes ``count`` and ``given``.
         """
         operands = operands | {"x": x, "world_size": self.world_size, "rank": self.rank}
         shape = spec.shape(**operands)
@@ -77,7 +77,7 @@ class Caller(Collectives):
 
 
 def key_of(method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Return the key by which a method of communicators looks for a prepared call when it is given these arguments."""
+    """Return the key under which a communicator looks up a prepared call with these arguments."""
     keys: list[tuple[Any, ...]] = []
 
     def find(key: tuple[Any, ...], operands: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Many small tensors in one call: they travel as one message for each dtype."""
+"""Many small tensors in one call, sent as one message per dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shotcast.errors import ConfigError
 
 
 class CoalescedCalls(SumCalls, CopyCalls):
-    """The calls that join tensors, make one call for each dtype, and divide the result."""
+    """Calls that join tensors, run once per dtype, and split the result."""
 
     def all_reduce_coalesced(
         self,
@@ -26,14 +26,14 @@ class CoalescedCalls(SumCalls, CopyCalls):
         reduction: Reduction = "sum",
         sms: int | None = None,
     ) -> list[torch.Tensor]:
-        """Do :meth:`all_reduce` for each tensor of a list, in one call for each dtype.
+        """Run :meth:`all_reduce` on each tensor of a list, in one call per dtype.
 
         Args:
             xs: tensors of any shapes and dtypes, the same on all ranks.
-            outs: like ``xs``; ``xs`` itself for in place; None for new tensors, which are parts of one.
-            algorithm, reduction, sms: as in :meth:`all_reduce`. The message is that of all tensors, so a ``ring`` adds
-                up in another order than for each of them, and ``two_shot_fp8`` rounds by other blocks; the others have
-                the same bits. ``auto`` means ``lossless`` here.
+            outs: like ``xs``; ``xs`` for in place; None for new tensors, which are parts of one.
+            algorithm, reduction, sms: as in :meth:`all_reduce`. All tensors form one message, so ``ring`` adds in
+                another order than for single tensors, and ``two_shot_fp8`` rounds other blocks; the others give the
+                same bits. ``auto`` means ``lossless`` here.
 
         Returns:
             ``outs``. Differentiable.
@@ -56,7 +56,7 @@ class CoalescedCalls(SumCalls, CopyCalls):
         reduction: Reduction = "sum",
         sms: int | None = None,
     ) -> list[torch.Tensor]:
-        """Do :meth:`reduce_scatter` for each tensor of a list, in one call for each dtype.
+        """Run :meth:`reduce_scatter` on each tensor of a list, in one call per dtype.
 
         Args:
             xs: [N * k, ...] each.
@@ -81,7 +81,7 @@ class CoalescedCalls(SumCalls, CopyCalls):
         algorithm: str = "auto",
         sms: int | None = None,
     ) -> list[torch.Tensor]:
-        """Do :meth:`all_gather` for each tensor of a list, in one call for each dtype.
+        """Run :meth:`all_gather` on each tensor of a list, in one call per dtype.
 
         Args:
             xs: [k, ...] each.
@@ -108,8 +108,7 @@ class CoalescedCalls(SumCalls, CopyCalls):
         """Send ``xs[i]`` to rank i, and receive ``outs[i]`` from it, in one call.
 
         Args:
-            xs, outs: N tensors each, of one dtype and any shapes; what one rank sends, the other expects with as many
-                elements.
+            xs, outs: N tensors each, of one dtype and any shapes; the sizes of sender and receiver must match.
             algorithm: as in :meth:`all_to_all`.
 
         Returns:
@@ -137,7 +136,7 @@ class CoalescedCalls(SumCalls, CopyCalls):
         name: str,
         shape_of: Callable[[torch.Tensor], tuple[int, ...]] = lambda x: tuple(x.shape),
     ) -> list[torch.Tensor]:
-        """Return ``xs``, contiguous, after all tensors have been checked: nothing is sent if one is wrong."""
+        """Return ``xs`` as contiguous tensors after checking them all, so that nothing is sent if one is wrong."""
         if not isinstance(xs, list | tuple) or (outs is not None and len(outs) != len(xs)):
             raise ConfigError(f"{name} takes a list of tensors, and as many outs or none")
         checked = [dense(x, f"x {number}", self.device, name) for number, x in enumerate(xs)]
@@ -149,14 +148,14 @@ class CoalescedCalls(SumCalls, CopyCalls):
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor with one dimension; itself if it has one, as a view takes microseconds."""
+    """Flatten a contiguous tensor, without a view if it already has one dimension: a view takes microseconds."""
     return x if x.dim() == 1 else x.view(-1)
 
 
 def _parts(whole: torch.Tensor, sizes: list[int], dim: int, returned: bool) -> Sequence[torch.Tensor]:
-    """Return the parts of the result of a call; those that are returned are apart for autograd.
+    """Split the result of a call; the parts that are returned are separate tensors for autograd.
 
-    Autograd lets nobody write to one of several views, and counts the writes to all of them as one.
+    Autograd forbids writing to one of several views, and counts the writes to all of them as one.
     """
     if not returned or not torch.is_grad_enabled():
         return whole.split(sizes, dim)

@@ -18,7 +18,7 @@ from shotcast.wire import Op
 
 
 class CopyCalls(Caller):
-    """The calls that give every rank parts of what others have."""
+    """Calls that give every rank data of the others."""
 
     def all_gather(
         self,
@@ -82,7 +82,7 @@ class CopyCalls(Caller):
                 ``copy_engines``.
             sms: as in :meth:`all_reduce`; parts of different sizes take none.
             input_sizes, output_sizes: how many rows this rank sends to each rank, and receives from each. All ranks
-                give both, or none does and parts are equal. Sizes that do not fit those of another rank are a
+                give both, or none does and parts are equal. Sizes that do not match another rank's raise
                 :class:`~shotcast.CollectiveMismatch`.
 
         Returns:
@@ -139,8 +139,7 @@ class CopyCalls(Caller):
     def broadcast(self, x: torch.Tensor, root: int, algorithm: str = "auto", sms: int | None = None) -> torch.Tensor:
         """Copy ``x`` of rank ``root`` to ``x`` of every rank, in place, on ``sms`` SMs as in :meth:`all_reduce`.
 
-        Returns ``x``. Differentiable where ``x`` requires grad, on all ranks alike: its gradients are summed for the
-        root.
+        Returns ``x``. Differentiable if ``x`` requires grad on all ranks: the gradients are summed for the root.
         """
         key, operands = ("broadcast", root, type(root), algorithm, sms, type(sms)), (x, x)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:

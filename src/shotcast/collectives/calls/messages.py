@@ -18,17 +18,17 @@ from shotcast.wire import Op
 
 
 class MessageCalls(Caller):
-    """The calls of two ranks, of which the others know nothing."""
+    """Calls between two ranks, which do not involve the others."""
 
     _batches: BatchExecutor | None
 
     def send(self, x: torch.Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must receive as many elements of the same dtype.
 
-        The send is complete (on CUDA: on the current stream) when the last of the message lies in a mailbox, which
-        holds as many messages as :meth:`waiting_messages` says. So a sender may learn only with a later call that
-        nobody received, or that the receiver expected something else. Gradients do not come back by themselves: the
-        receiver sends them.
+        The send completes (on CUDA: on the current stream) when the end of the message is in a mailbox, which holds as
+        many messages as :meth:`waiting_messages` says. So a sender may learn only in a later call that nobody received,
+        or that the receiver expected something else. Gradients are not sent back automatically: the receiver sends
+        them.
         """
         given = ("send", dst, type(dst)), (x, None)
         if (prepared := self._prepared.find(*given)) and prepared.run(given[1]):
@@ -42,16 +42,16 @@ class MessageCalls(Caller):
         self._run(Op.SEND, x, None, root=dst, given=given)
 
     def waiting_messages(self, x: torch.Tensor) -> int:
-        """Return how many messages like ``x`` a sender may be ahead of its receiver.
+        """Return the number of messages like ``x`` that a sender may be ahead of its receiver.
 
-        It is 0 where the vendor library carries them, which promises nothing. This call communicates nothing.
+        It is 0 if the vendor library carries them, which makes no guarantee. This call does not communicate.
         """
         if self._executor is None or self.explain(x, "send").by_library:
             return 0
         return self._executor.waiting(x.numel() * x.element_size())
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """Receive into ``x`` what rank ``src`` sends, a constant for autograd. Returns ``x``."""
+        """Receive into ``x`` the tensor that rank ``src`` sends; autograd treats it as a constant. Returns ``x``."""
         key, operands = ("recv", src, type(src)), (x, x)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
             return done
@@ -69,19 +69,19 @@ class MessageCalls(Caller):
     def batch_send_recv(
         self, sends: Sequence[tuple[torch.Tensor, int]] = (), recvs: Sequence[tuple[torch.Tensor, int]] = ()
     ) -> list[torch.Tensor]:
-        """Send and receive several messages at once, so that no order of them makes ranks wait for each other.
+        """Send and receive several messages at once, so that no order of them can deadlock.
 
-        Between two ranks, messages in one direction keep their order. On CPU ranks of one node each message continues
+        Between two ranks, messages in one direction keep their order. On CPU ranks of one node each message proceeds
         whenever it can, and other ranks may make their calls one by one. On GPUs and over several nodes the messages
-        are calls of their own, in an order that is the same on all ranks, and those that exchange messages both ways
-        give all of them in batches.
+        are separate calls in an order that all ranks share; ranks that exchange messages both ways must batch all of
+        them.
 
         Args:
-            sends: (tensor, the rank that it goes to).
-            recvs: (tensor, the rank that it comes from); constants for autograd.
+            sends: (tensor, destination rank).
+            recvs: (tensor, source rank); constants for autograd.
 
         Returns:
-            The tensors of ``recvs``, which have been written.
+            The tensors of ``recvs``, filled.
         """
         size, device, name = self.world_size, self.device, "batch_send_recv"
         for each in (*sends, *recvs):
@@ -108,7 +108,7 @@ class MessageCalls(Caller):
         return [x for x, _ in recvs]
 
     def _traced(self, op: Op, x: torch.Tensor, peer: int) -> torch.Tensor:
-        """Make a message as an operator of a graph."""
+        """Trace a message as an operator of a graph."""
         if op is Op.SEND:
             autograd.in_graph(ops.SEND, self.name, {"x": x.detach(), "dst": peer})
             return x
@@ -116,10 +116,10 @@ class MessageCalls(Caller):
         return x.copy_(autograd.in_graph(ops.RECV, self.name, {"x": x.detach(), "src": peer}))
 
     def _in_common_order(self, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> list[tuple[Op, torch.Tensor, int]]:
-        """Return messages in an order that both ends of all of them have: no rank waits for one that waits for it.
+        """Sort messages into an order that both ends of each message share, which makes it deadlock-free.
 
-        All that are the first of their sender to their receiver come first, then all second ones, and so on; and of
-        these, those of lower ranks.
+        First come the first messages between each sender and receiver, then the second ones, and so on, each in
+        ascending order of ranks.
         """
         counts: dict[tuple[int, int], int] = {}
         keys = []
@@ -131,7 +131,7 @@ class MessageCalls(Caller):
         return [messages[key[-1]] for key in sorted(keys)]
 
     def _run_batch(self, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> None:
-        """Make messages that have been checked."""
+        """Run messages that have been checked."""
         if self._batches is not None and self._run_at_once(self._batches, messages):
             return
         for op, x, peer in self._in_common_order(messages):
@@ -139,4 +139,4 @@ class MessageCalls(Caller):
 
     @abstractmethod
     def _run_at_once(self, executor: BatchExecutor, messages: Sequence[tuple[Op, torch.Tensor, int]]) -> bool:
-        """Make messages by an executor that makes all of them at once; return False if the library has to make one."""
+        """Run messages on an executor that handles all of them at once; return False if the library must run one."""

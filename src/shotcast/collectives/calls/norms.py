@@ -1,4 +1,4 @@
-"""Sums whose rows are normed: the fused operations, or the sum and the norm as calls of their own."""
+"""Reductions with normalized rows: fused operations, or separate calls for the sum and the norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shotcast.wire import LAYER, RMS, Norm, Op
 
 
 class _Form(NamedTuple):
-    """A fused operation: the kind of its norm, whether rows are scattered and normed rows gathered, and its forms."""
+    """A fused operation: the kind of norm, whether rows are scattered and normalized rows gathered, and its forms."""
 
     kind: str
     scatter: bool
@@ -40,7 +40,7 @@ _FORMS = {op.value: _Form.of(op) for op in (*wire.ALL_REDUCE_NORMS, *wire.REDUCE
 
 
 class NormCalls(SumCalls, CopyCalls):
-    """The calls that add the residual to a sum and norm its rows."""
+    """Calls that reduce, add the residual and normalize the rows."""
 
     def all_reduce_rms_norm(
         self,
@@ -54,15 +54,15 @@ class NormCalls(SumCalls, CopyCalls):
         """All-reduce ``x``, add the residual and apply RMSNorm in one kernel, as between the blocks of a transformer.
 
         ``new_residual = all_reduce(x) + residual``; ``normed = new_residual / rms(new_residual) * weight``, in float32
-        with ``new_residual`` as rounded. Where no fused kernel serves (:meth:`explain` says why), the sum is a call of
-        its own and the norm follows it, with the same bits.
+        from the rounded ``new_residual``. If no fused kernel serves the call (:meth:`explain` says why), the sum is a
+        separate call followed by the norm, with the same bits.
 
         Args:
             x, residual: contiguous [..., hidden], float32, float16 or bfloat16.
-            weight: [hidden], of any of these dtypes, whatever that of ``x``.
+            weight: [hidden], of any of these dtypes, which may differ from the dtype of ``x``.
             eps: added to the mean square.
-            algorithm: ``auto``, ``one_shot`` or ``two_shot``, or over several nodes those of :meth:`all_reduce`;
-                ``vendor`` for the vendor library's sum, not fused.
+            algorithm: ``auto``, ``one_shot`` or ``two_shot``, or, over several nodes, the ones listed for
+                :meth:`all_reduce`; ``vendor`` for the vendor library's unfused sum.
             out: (normed, new_residual), like ``x``, so that nothing is allocated; new_residual may be all of
                 ``residual``, and normed all of ``x``. Other overlaps are refused. None for new tensors.
 
@@ -82,16 +82,16 @@ class NormCalls(SumCalls, CopyCalls):
         algorithm: str = "auto",
         out: Fp8Normed | None = None,
     ) -> Fp8Normed:
-        """Do :meth:`all_reduce_rms_norm`, and give the norm in FP8 for the matrix product that follows.
+        """Run :meth:`all_reduce_rms_norm`, and return the norm in FP8 for the matrix product that follows.
 
-        ``quantized = e4m3(clamp(normed * (1 / scale), -448, 448))`` of ``normed`` as rounded to the dtype; so
-        ``normed`` is about ``quantized * scale``. NaN stays NaN.
+        ``quantized = e4m3(clamp(normed * (1 / scale), -448, 448))`` from ``normed`` rounded to the dtype, so ``normed``
+        is about ``quantized * scale``. NaN stays NaN.
 
         Args:
             x, residual, weight, eps, algorithm: as in :meth:`all_reduce_rms_norm`.
             scale: one float32 on the device; None for one scale a row: max(abs(normed)) / 448, at least 2^-126 (a row
                 of zeros).
-            with_normed: also give ``normed``.
+            with_normed: also return ``normed``.
             out: tensors for the results; its scale is written only if ``scale`` is None. None for new tensors.
 
         Returns:
@@ -119,7 +119,7 @@ class NormCalls(SumCalls, CopyCalls):
             x: contiguous [N * k, ..., hidden], float32, float16 or bfloat16.
             residual: [k, ..., hidden], this rank's rows.
             weight, eps: as in :meth:`all_reduce_rms_norm`.
-            gather: give every rank the normed rows of all ranks, in the same kernel.
+            gather: give every rank the normalized rows of all ranks, in the same kernel.
             algorithm: ``auto``; ``one_shot``, with ``gather`` ``two_shot``; or ``vendor``.
             out: (normed, new_residual), of which new_residual may be all of ``residual``, and with ``gather``
                 normed all of ``x``; None for new tensors.
@@ -142,9 +142,9 @@ class NormCalls(SumCalls, CopyCalls):
         algorithm: str = "auto",
         out: Fp8Normed | None = None,
     ) -> Fp8Normed:
-        """Do :meth:`reduce_scatter_rms_norm`, and give the norm in FP8, as :meth:`all_reduce_rms_norm_fp8` does.
+        """Run :meth:`reduce_scatter_rms_norm`, and return the norm in FP8 as :meth:`all_reduce_rms_norm_fp8` does.
 
-        With ``gather``, the second step sends FP8 and scales alone, unless ``with_normed``.
+        With ``gather``, the second step sends only FP8 and scales, unless ``with_normed``.
         """
         op = Op.REDUCE_SCATTER_RMS_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_RMS_NORM
         return self._norm(op, x, residual, weight, None, eps, algorithm, out, True, scale, with_normed)
@@ -159,7 +159,7 @@ class NormCalls(SumCalls, CopyCalls):
         algorithm: str = "auto",
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do :meth:`all_reduce_rms_norm` with a LayerNorm.
+        """Run :meth:`all_reduce_rms_norm` with a LayerNorm.
 
         ``new_residual = all_reduce(x) + residual``; ``normed = (new_residual - mean) / sqrt(variance + eps) * weight +
         bias``, with mean and variance of the row.
@@ -186,7 +186,7 @@ class NormCalls(SumCalls, CopyCalls):
         algorithm: str = "auto",
         out: Fp8Normed | None = None,
     ) -> Fp8Normed:
-        """Do :meth:`all_reduce_layer_norm`, and give the norm in FP8, as :meth:`all_reduce_rms_norm_fp8` does."""
+        """Run :meth:`all_reduce_layer_norm`, and return the norm in FP8 as :meth:`all_reduce_rms_norm_fp8` does."""
         operands = x, residual, weight, bias, eps, algorithm, out, True, scale, with_normed
         return self._norm(Op.ALL_REDUCE_LAYER_NORM, *operands)
 
@@ -201,7 +201,7 @@ class NormCalls(SumCalls, CopyCalls):
         algorithm: str = "auto",
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do :meth:`reduce_scatter_rms_norm` with a LayerNorm, that of :meth:`all_reduce_layer_norm`."""
+        """Run :meth:`reduce_scatter_rms_norm` with the LayerNorm of :meth:`all_reduce_layer_norm`."""
         op = Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_LAYER_NORM
         return self._norm(op, x, residual, weight, bias, eps, algorithm, out)
 
@@ -218,7 +218,7 @@ class NormCalls(SumCalls, CopyCalls):
         algorithm: str = "auto",
         out: Fp8Normed | None = None,
     ) -> Fp8Normed:
-        """Do :meth:`reduce_scatter_layer_norm`, and give the norm in FP8; see :meth:`reduce_scatter_rms_norm_fp8`."""
+        """Run :meth:`reduce_scatter_layer_norm` with the norm in FP8; see :meth:`reduce_scatter_rms_norm_fp8`."""
         op = Op.REDUCE_SCATTER_LAYER_NORM_ALL_GATHER if gather else Op.REDUCE_SCATTER_LAYER_NORM
         return self._norm(op, x, residual, weight, bias, eps, algorithm, out, True, scale, with_normed)
 
@@ -236,7 +236,7 @@ class NormCalls(SumCalls, CopyCalls):
         scale: torch.Tensor | None = None,
         with_normed: bool = True,
     ) -> Any:
-        """Make a fused call, whose norm may be given in FP8; return what ``out`` would have."""
+        """Run a fused call, optionally with the norm in FP8; return what ``out`` would hold."""
         normed = new_residual = quantized = rows = None
         if isinstance(out, tuple):
             if fp8 and len(out) == 4:
@@ -274,7 +274,7 @@ class NormCalls(SumCalls, CopyCalls):
     def _run_norm(
         self, op: Op, x: torch.Tensor, norm: Norm, tensors: NormTensors, algorithm: str, given: Given | None = None
     ) -> None:
-        """Run a fused call, or the sum and the norm as calls of their own."""
+        """Run a fused call, or separate calls for the sum and the norm."""
         by_kernel = self.topology.runs_grids
         if self.world_size == 1 and not by_kernel and not self._closed:
             with torch.no_grad():

@@ -16,7 +16,7 @@ from shotcast.wire import Op
 
 
 class RootedCalls(Caller):
-    """The calls whose data goes to one rank, or comes from it."""
+    """Calls that send data to one rank or from it."""
 
     def reduce(
         self,
@@ -29,18 +29,18 @@ class RootedCalls(Caller):
         """Compute ``out = x_0 + x_1 + ... + x_{N-1}`` on rank ``root``.
 
         On one node and between CPU hosts, native kernels give the bits of :meth:`all_reduce`. Between GPU hosts the
-        vendor library sets the order; where those bits are needed, :meth:`all_reduce` gives them.
+        vendor library sets the order; call :meth:`all_reduce` if you need its bits.
 
         Args:
             x: any shape, the same on all ranks.
             root: the rank that gets the result.
-            out: on the root, like ``x``; ``x`` itself for in place; None for a new tensor. Not used elsewhere.
+            out: on the root, like ``x``; ``x`` for in place; None for a new tensor. Not used elsewhere.
             algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``vendor``; between CPU hosts ``nvrar_pairs``.
             reduction: as in :meth:`all_reduce`.
 
         Returns:
-            ``out`` on the root, an empty tensor elsewhere. Differentiable: every rank calls ``backward()``, on others
-            through the empty tensor (its sum is 0).
+            ``out`` on the root, an empty tensor elsewhere. Differentiable: every rank calls ``backward()``; ranks other
+                than the root do so through the empty tensor (its sum is 0).
         """
         if not isinstance(reduction, str):
             reduction = reduction_name(reduction, "reduce")
@@ -57,8 +57,7 @@ class RootedCalls(Caller):
         Args:
             x: [k, ...], the same shape on all ranks.
             root: the rank that gets the result.
-            out: on the root, [N * k, ...], of which its own part may be ``x``; None for a new tensor. Not used
-                elsewhere.
+            out: on the root, [N * k, ...], whose local part may be ``x``; None for a new tensor. Not used elsewhere.
             algorithm: ``auto``, ``one_shot`` or ``vendor``.
 
         Returns:
@@ -79,7 +78,7 @@ class RootedCalls(Caller):
         algorithm: str,
         reduction: str = "sum",
     ) -> torch.Tensor:
-        """Make an operation that only the root has a result of."""
+        """Run an operation whose result only the root gets."""
         x = dense(x, "x", self.device, spec.name)
         at_root = rank_in(root, self.world_size, "root", spec.name) == self.rank
         count = None
@@ -105,12 +104,12 @@ class RootedCalls(Caller):
         Args:
             x: on the root, [N * k, ...]. Elsewhere its values are not read: a tensor like it, or None if there is an
                 ``out``.
-            root: the rank that has the parts.
+            root: the rank that holds the parts.
             out: [k, ...]; on the root it may be its part of ``x``; None for a new tensor.
             algorithm: ``auto``, ``one_shot`` or ``vendor``.
 
         Returns:
-            ``out``. Differentiable where ``x`` of all ranks requires grad; the gradient is that of the root.
+            ``out``. Differentiable if ``x`` requires grad on all ranks; the gradient goes to the root.
         """
         key, operands = ("scatter", root, type(root), algorithm, x is None), (out if x is None else x, out)
         if (prepared := self._prepared.find(key, operands)) and (done := prepared.run(operands)) is not None:
@@ -135,5 +134,5 @@ class RootedCalls(Caller):
 
 
 def nothing_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the result of a rank that gets none: no rows like those of ``x``."""
+    """Return the result of a rank that gets none: no rows, shaped like those of ``x``."""
     return x.new_empty((0, *x.shape[1:]))

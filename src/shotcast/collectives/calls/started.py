@@ -1,4 +1,4 @@
-"""Calls that are started, and waited for later."""
+"""Asynchronous calls: started now, waited for later."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ STARTABLE = sorted(
 """Names of the calls that can be started."""
 
 _MESSAGES = ("send", "recv")
-"""Calls of two ranks: started one by one, they would wait for each other in many orders, as where both ranks receive
-first."""
+"""Calls between two ranks. Started one by one, they could deadlock, for example if both ranks receive first."""
 
 
 class StartedCalls(Caller):
-    """The call that starts others."""
+    """The call that starts others asynchronously."""
 
     _starter: StreamStarter | ThreadStarter | None
 
     def start(self, call: str, *args: Any, **kwargs: Any) -> Handle:
         """Start a call, and return before it has completed.
 
-        On GPUs it is enqueued on a stream of the communicator, behind what the current stream had to do; on CPU ranks a
-        thread makes it. Calls keep the order in which they are started and made, so every rank starts the same ones in
-        the same order, and a call that is made waits for those before it. Its tensors are not to be written, nor its
-        results read, until :meth:`Handle.wait` has returned.
+        On GPUs it is enqueued on a stream of the communicator, behind the pending work of the current stream; on CPU
+        ranks a thread runs it. All calls keep their order, so every rank must start the same ones in the same order,
+        and a synchronous call waits for the ones before it. Do not write its tensors or read its results until
+        :meth:`Handle.wait` has returned.
 
         Args:
-            call: the name of a call that communicates, such as ``"all_reduce"``; of messages, ``"batch_send_recv"``.
-            args, kwargs: of that call. Lists of tensors may be changed afterwards, but the tensors not.
+            call: the name of a communicating call, such as ``"all_reduce"``; for messages, ``"batch_send_recv"``.
+            args, kwargs: its arguments. Lists of tensors may be changed afterwards, but not the tensors.
 
         Returns:
             A handle: ``wait()`` returns what the call returns, or raises what it raises (on GPUs the current stream
-            waits, so it works in graph captures too, and has to come before their end); ``is_completed()`` tells
-            whether it is over. In code of torch.compile the call is over when this returns.
+                waits, so it also works in graph captures, and must precede their end); ``is_completed()`` tells whether
+                it has finished. Under torch.compile the call has finished when this returns.
 
         Raises:
-            ConfigError: no such call can be started.
+            ConfigError: the call does not exist or cannot be started.
             ClosedError: after :meth:`close`.
         """
         if call in _MESSAGES:
@@ -73,7 +72,7 @@ class StartedCalls(Caller):
 
 
 def _copied(arguments: Any) -> Any:
-    """Return arguments whose lists, tuples and dicts are others, with the same tensors."""
+    """Copy the lists, tuples and dicts of arguments, with the same tensors."""
     if isinstance(arguments, dict):
         return {name: _copied(value) for name, value in arguments.items()}
     if isinstance(arguments, list):

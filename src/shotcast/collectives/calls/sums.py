@@ -11,7 +11,7 @@ from shotcast.collectives.reductions import Reduction, reduction_name
 
 
 class SumCalls(Caller):
-    """The calls that reduce, with a result on every rank."""
+    """Calls that reduce, with a result on every rank."""
 
     def all_reduce(
         self,
@@ -25,22 +25,22 @@ class SumCalls(Caller):
 
         Args:
             x: contiguous, any shape, the same on all ranks.
-            out: like ``x``; ``x`` itself for in place; None for a new tensor.
-            algorithm: ``auto``, ``lossless`` (as ``auto``, but none that loses precision, even with ``allow_fp8``),
+            out: like ``x``; ``x`` for in place; None for a new tensor.
+            algorithm: ``auto``, ``lossless`` (like ``auto``, but never loses precision, even with ``allow_fp8``),
                 ``one_shot``, ``two_shot``, ``two_shot_fp8`` (loses precision: ``docs/reference/numerics.md``),
                 ``ring``, ``multimem`` (by name only), ``vendor``, or the name of a registered algorithm; over several
                 nodes ``nvrar``, ``nvrar_pairs``, ``nvrar_two_shot``, ``nvrar_halving`` and ``nvrar_16bit`` (by name
-                only, loses precision), of which ``docs/reference/algorithms.md`` tells.
-            reduction: ``sum``, ``avg``, ``prod``, ``max`` or ``min``, of integers and bool also ``band``, ``bor`` or
-                ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines
-                them for each dtype.
+                only, loses precision); see ``docs/reference/algorithms.md``.
+            reduction: ``sum``, ``avg``, ``prod``, ``max`` or ``min``, for integers and bool also ``band``, ``bor`` or
+                ``bxor``; or one of ``torch.distributed.ReduceOp``. ``docs/reference/numerics.md`` defines them for each
+                dtype.
             sms: the most SMs that native kernels may occupy on a GPU, so that other work continues; 0 for copy engines,
-                None for as many as are fastest. The same on all ranks. CPU ranks and the vendor library (see
+                None for the fastest number. The same on all ranks. CPU ranks and the vendor library (see
                 :meth:`explain`) ignore it.
 
         Returns:
-            ``out``. Differentiable; the gradient of ``max`` and ``min`` is divided equally among the ranks that reach
-            it, as by ``torch.amax``. That of ``max``, ``min`` and ``prod`` gathers ``x`` of all ranks.
+            ``out``. Differentiable; the gradient of ``max`` and ``min`` is divided equally among the ranks that attain
+                it, as in ``torch.amax``. The gradient of ``max``, ``min`` and ``prod`` gathers ``x`` of all ranks.
         """
         if not isinstance(reduction, str):
             reduction = reduction_name(reduction, "all_reduce")

@@ -1,1 +1,1 @@
-"""From a call to the algorithm and launch that serve it, alike on all ranks."""
+"""From a call to the algorithm and launch that serve it, identical on all ranks."""

@@ -1,4 +1,4 @@
-"""Find the tables of a communicator, and make sure that all its ranks choose alike."""
+"""Find the tables of a communicator, and ensure that all its ranks make the same choices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 
 def find_tables(part: str, shape: NodeShape, device: str, algorithms: Algorithms) -> Found:
-    """Return the user's tables (SHOTCAST_TABLE) and the packaged one that are for this part and these ranks.
+    """Return the user's tables (SHOTCAST_TABLE) and the packaged one that match this part and these ranks.
 
     ``part`` is the name of the GPU, or ``cpu`` for CPU ranks; ``device`` is ``cuda`` or ``cpu``.
     """
@@ -65,7 +65,7 @@ def find_tables(part: str, shape: NodeShape, device: str, algorithms: Algorithms
 
 
 def outside_contract(algorithms: Algorithms, environment: str, allow_fp8: bool, shape: NodeShape) -> str:
-    """Return which setting asks for sums that batch-invariant mode does not make; empty if none does."""
+    """Return the setting that asks for sums that batch-invariant mode does not make; empty if none does."""
     if allow_fp8:
         return "batch_invariant and allow_fp8 exclude each other: sums by FP8 depend on the message around an element"
     if environment == "auto" or algorithms[environment].keeps_bits(Op.ALL_REDUCE, shape):
@@ -80,7 +80,7 @@ def outside_contract(algorithms: Algorithms, environment: str, allow_fp8: bool, 
 def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
     """Return if all ranks have the same settings and no rank reports trouble. Collective.
 
-    Else it raises ConfigError on every rank, with the setting and its value on each rank, or on each node.
+    Otherwise raises ConfigError on every rank, with the setting and its value on each rank or node.
     """
     reports = host.all_gather((trouble, settings), what="construction")
     if message := "; ".join(f"rank {host.members.known(r)}: {text}" for r, (text, _) in enumerate(reports) if text):
@@ -92,7 +92,7 @@ def agree(host: StoreGroup, settings: Mapping[str, Any], trouble: str) -> None:
 
 
 def _by_rank(host: StoreGroup, values: Sequence[Any]) -> str:
-    """Return the value of each rank in words; on several nodes, the ranks of each value."""
+    """List the value of each rank in words; on several nodes, the ranks of each value."""
     if host.layout.nodes == 1:
         return ", ".join(f"rank {host.members.known(rank)}: {value}" for rank, value in enumerate(values))
     ranks: dict[str, list[int]] = {}
@@ -102,9 +102,9 @@ def _by_rank(host: StoreGroup, values: Sequence[Any]) -> str:
 
 
 def versions(nodes: Nodes) -> dict[str, str]:
-    """Return what must be the same wherever ranks run: the versions, and for several hosts the sources themselves.
+    """Return what must match on all ranks: the versions and, for several hosts, the sources.
 
-    One host has one installation, whose sources need no second look.
+    One host has one installation, so its sources need no check.
     """
     torch_version = ".".join(torch.__version__.split(".")[:2])
     found = {"the version of shotcast": __version__, "the version of PyTorch": torch_version}

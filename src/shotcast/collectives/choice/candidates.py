@@ -1,4 +1,4 @@
-"""Candidates for a problem: which algorithms may serve it, and with which launches. Legality is stated here alone."""
+"""Candidates for a problem: which algorithms may serve it, and with which launches. Legality is defined only here."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
 
 
 def _is_to_name(problem: CollectiveProblem, form: Form) -> bool:
-    """Return whether an error tells of an algorithm of this form: those for shared GPUs are for large calls alone."""
+    """Return whether errors mention an algorithm of this form: forms for shared GPUs serve only large calls."""
     return form.keeps_to_sms == bool(problem.sms) and not form.shared_from
 
 
 _MOST_WARPS = 1024
-"""The most warps of a call of a communicator that is not exclusive: a quarter to a third of the registers of a GPU.
+"""The most warps of a call of a non-exclusive communicator: a quarter to a third of a GPU's registers.
 
-A call that has passed its gate keeps them until its peers have launched the same kernel. Calls of three communicators
-and more are therefore in progress side by side, in whatever order their GPUs came to them.
+A call that has passed its gate holds them until its peers have launched the same kernel. So calls of three or more
+communicators can be in progress at once, in any order on their GPUs.
 """
 _BESIDE_OTHERS = ((2, LaunchShape(128, 2048, 8)), (MAX_WORLD_SIZE, LaunchShape(128, 512, 4)))
-"""Launches of this many warps for up to a number of ranks, whose tiles decide the registers of a thread."""
+"""Launches with this many warps, by maximum number of ranks; their tiles determine the registers per thread."""
 
 
 def _beyond_others(problem: CollectiveProblem, form: Form, shape: LaunchShape) -> str:
-    """Return why a grid that waits leaves too little of the GPU to other communicators; empty if it does not."""
+    """Return why a waiting grid leaves too little of the GPU to other communicators; empty if it leaves enough."""
     warps = shape.programs * shape.num_warps
     if problem.topology.exclusive or problem.topology.device != "cuda" or warps <= _MOST_WARPS or form.shared_from:
         return ""
@@ -86,7 +86,7 @@ def _beyond_others(problem: CollectiveProblem, form: Form, shape: LaunchShape) -
 
 
 def _beside_others(problem: CollectiveProblem, form: Form, shape: LaunchShape) -> LaunchShape:
-    """Return the launch, or one that leaves room for calls of other communicators where it would not."""
+    """Return the launch, or one that leaves room for calls of other communicators if this one would not."""
     if not _beyond_others(problem, form, shape):
         return shape
     return next(launch for ranks, launch in _BESIDE_OTHERS if problem.topology.shape.ranks_per_node <= ranks)
@@ -97,9 +97,9 @@ _OTHER_BITS = "in batch-invariant mode sums have the bits of the numerics contra
 
 
 def _not_reduced(problem: CollectiveProblem, form: Form) -> str:
-    """Return why a form does not reduce as the problem says; empty if it does."""
+    """Return why a form does not support the problem's reduction; empty if it does."""
     if problem.reduction not in wire.REDUCED.get(problem.dtype, ()):
-        return f"own kernels have no {problem.reduction} of {problem.dtype}"
+        return f"native kernels have no {problem.reduction} of {problem.dtype}"
     if form.any_reduction:
         return ""
     if problem.reduction == "sum" and problem.dtype in wire.REDUCIBLE:
@@ -121,7 +121,7 @@ def _no_kernel(problem: CollectiveProblem, algorithm: Algorithm) -> str:
     topology, op = problem.topology, problem.op
     forms = [one.forms[op] for one in topology.algorithms.serving(op) if not one.library]
     if topology.shape.nodes > 1 and not any(form.kernel(topology.transport.field) for form in forms):
-        return f"no own kernel carries {op.label} between hosts"
+        return f"no native kernel carries {op.label} between hosts"
     return topology.transport.missing.format(name=algorithm.name)
 
 
@@ -149,10 +149,10 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Fo
 
 
 def room(problem: CollectiveProblem, name: str) -> int:
-    """Return the longest message, in bytes, that a workspace must be laid out for to hold a legal candidate's call.
+    """Return the longest message, in bytes, that the workspace must be laid out for to hold a legal candidate's call.
 
-    It is 0 where any workspace will do: the smallest always exists. Pieces of a divided message are as long as the
-    largest workspace takes.
+    It is 0 if any workspace will do: the smallest always exists. Pieces of a divided message are as long as the largest
+    workspace allows.
     """
     topology = problem.topology
     algorithm = topology.algorithms[name]
@@ -173,7 +173,7 @@ def room(problem: CollectiveProblem, name: str) -> int:
 def keeps_bits(problem: CollectiveProblem, name: str) -> bool:
     """Return whether ``name`` gives the bits of the numerics contract (docs/reference/numerics.md).
 
-    The order over nodes is that of sums in float32; all other reductions are in the order of ranks on any nodes.
+    Only float32 sums have an order over nodes; all other reductions run in rank order on any nodes.
     """
     if problem.op in REDUCING and not (problem.reduction == "sum" and problem.dtype in wire.REDUCIBLE):
         return not problem.topology.algorithms[name].lossy
@@ -181,20 +181,20 @@ def keeps_bits(problem: CollectiveProblem, name: str) -> bool:
 
 
 def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:
-    """Return all legal candidates, own ones first, then the vendor library."""
+    """Return all legal candidates: native ones first, then the vendor library."""
     serving = problem.topology.algorithms.serving(problem.op)
     names = [one.name for one in serving if not unsupported_reason(problem, one.name)]
     return tuple(Candidate(name, launch_shape(problem, name)) for name in names)
 
 
 def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:
-    """Return the default launch of an algorithm: one tile a program.
+    """Return the default launch of an algorithm: one tile per program.
 
-    Small messages have programs of one warp with 128 words each, whose polls need no shared memory. From 512 KiB a
-    rank's share on, tiles are larger. A grid may be larger than the GPU holds at once: programs start in the order of
-    their numbers and wait for the programs of their own number at the peers. So the grid passes over the message like a
-    window, and the words that cross the slots stay in the cache (figures: docs/design/all_reduce.md). Where the
-    communicator is not exclusive, fewer programs pass over it repeatedly.
+    Small messages use programs of one warp with 128 words each, whose polls need no shared memory. Tiles grow once a
+    rank's share reaches 512 KiB. A grid may be larger than the GPU holds at once: programs start in numerical order and
+    wait for the same-numbered programs of the peers. So the grid passes over the message like a window, and the words
+    that cross the slots stay in the cache (figures: docs/design/all_reduce.md). On non-exclusive communicators, fewer
+    programs pass over the message repeatedly.
     """
     topology, form = problem.topology, problem.topology.algorithms[name].forms[problem.op]
     if not topology.transport.grids:
@@ -220,23 +220,23 @@ def _whole_gpu(problem: CollectiveProblem, form: Form) -> LaunchShape:
 
 
 _TILES = ((128, 1), (256, 1), (256, 2), (512, 4), (1024, 4), (1024, 8))
-"""Tiles (words, warps of the program) that are worth trying: each lane moves 16 or 32 bytes of a slot."""
+"""Tiles (words, warps of the program) worth trying: each lane moves 16 or 32 bytes of a slot."""
 _PROGRAMS = (1024,)
-"""The most programs of a grid that passes over its tiles repeatedly; the alternative is one program a tile."""
+"""The most programs of a grid that passes over its tiles repeatedly; the alternative is one program per tile."""
 _WARPS = 4096
-"""The most warps of such a grid that is worth trying."""
+"""The most warps of such a grid worth trying."""
 _CHUNKS = tuple(1 << bits for bits in range(15, 21))
 
 _MAX_PROGRAMS, _MAX_WARPS = (1 << 31) - 2, 16  # CUDA's grid, and the program of headers
 _MAX_SENT_WORDS, _MAX_SENT_WARPS = 16384, 32
-"""The same for kernels that keep to a number of SMs, which poll no words of a tile and have no program for headers."""
+"""The same for SM-limited kernels, which do not poll words of a tile and have no header program."""
 
 
 def launch_obstacle(transport: Transport, algorithm: Algorithm, shape: LaunchShape) -> str:
-    """Return why kernels of a transport cannot launch ``algorithm`` as ``shape``; empty if they can.
+    """Return why kernels of a transport cannot launch ``algorithm`` with ``shape``; empty if they can.
 
-    On a GPU every thread has words of its own. Where a tile has fewer words than threads, several threads poll one
-    word and may see it arrive at different times: one of them continues with the old one.
+    On a GPU every thread needs separate words. If a tile has fewer words than threads, several threads poll one word
+    and may see it arrive at different times, so one of them continues with the old value.
     """
     for name, value in dataclasses.asdict(shape).items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -264,7 +264,7 @@ def launch_obstacle(transport: Transport, algorithm: Algorithm, shape: LaunchSha
 def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, ...]:
     """Return the launches worth trying for a legal candidate, the default first.
 
-    Forms with a separate launch, such as fused kernels, keep the default, unless they say what else to try.
+    Forms with a separate launch, such as fused kernels, keep the default, unless they list alternatives.
     """
     default, transport = launch_shape(problem, name), problem.topology.transport
     algorithm = problem.topology.algorithms[name]
@@ -289,9 +289,9 @@ def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, .
 
 
 def fitted(problem: CollectiveProblem, name: str, shape: LaunchShape) -> LaunchShape:
-    """Return ``shape``, which was tuned for a larger message, without the programs that have no tile of this one.
+    """Return ``shape``, which was tuned for a larger message, without the programs that have no tile in this one.
 
-    (Idle programs are not free: at 2 ranks, 32768 programs instead of 8192 took twice as long for 64 MiB.)
+    (Idle programs are not free: 64 MiB on 2 ranks took twice as long with 32768 programs as with 8192.)
     """
     if not problem.topology.transport.grids:
         return shape

@@ -21,7 +21,7 @@ class Choice:
     """The chosen candidate, the source of the decision, and the reason in words.
 
     Attributes:
-        entry: the number of the table that decided, and the key of its rows; None where none did.
+        entry: the number of the table that decided, and the key of its rows; None if no table did.
     """
 
     candidate: Candidate
@@ -32,21 +32,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The explanation of a choice, as :meth:`Communicator.explain` gives it.
+    """The explanation of a choice, as returned by :meth:`Communicator.explain`.
 
     Attributes:
         source: who decided: ``argument``, ``environment``, ``user table``, ``packaged table``, ``cost model``,
-            ``sharing`` for an algorithm that leaves the GPU's SMs to others, or ``legality`` where only the vendor
-            library can serve the call.
-        reason: why, in words; for a table its name and the sizes that its row serves.
+            ``sharing`` for an algorithm that leaves the GPU's SMs to others, or ``legality`` if only the vendor library
+            can serve the call.
+        reason: why, in words; for a table, its name and the sizes that its row serves.
         candidates: names of all algorithms that may serve the call.
         mode: how the call is made, ``graph`` (captured in a CUDA graph) or ``eager``.
-        by_library: the vendor library makes the call, without a launch of ours.
-        held_bytes: memory for communication that the communicator holds now on each rank.
+        by_library: the vendor library runs the call, without launching a native kernel.
+        held_bytes: communication memory that the communicator now holds on each rank.
         more_bytes: memory that the first such call adds, on each rank.
-        sms: the most SMs that native kernels may occupy; 0 for any number.
+        sms: the most SMs that native kernels may occupy; 0 for no limit.
         batch_invariant: the communicator is in batch-invariant mode.
-        gated: one warp waits for the other ranks before the programs begin, as the communicator is not exclusive.
+        gated: one warp waits for the other ranks before the programs begin, because the communicator is not exclusive.
     """
 
     op: str

@@ -26,19 +26,19 @@ from shotcast.units import format_size
 from shotcast.wire import UNEVEN, CallPlan, LaunchShape, Norm, Op
 
 Tables = tuple[tuple[str, Table], ...]
-"""Tables with their sources, in the order in which they are looked up."""
+"""Tables with their sources, in lookup order."""
 
 _MAKESHIFT_SMS = 16
-"""The SMs of a call that is made within a workspace which it would have made larger."""
+"""The SMs of a call that runs in its current workspace instead of enlarging it."""
 _DTYPE_NAMES = {getattr(torch, name): name for name in wire.DTYPES if hasattr(torch, name)}
 
 
 class Handshake:
     """Header messages in both directions: the sender's, and the receiver's answer. A BoundCall.
 
-    Neither end enters the library before the other is there with the same call. No other rank takes part. An answer
-    tells itself from a message, so two ranks that both send first are told, and do not wait in the library.
-    ``own`` sends or receives the header of the message, as this rank does with its data; ``answer`` does the other.
+    Neither end enters the library before the other has arrived with the same call. No other rank takes part. Answers
+    are distinguishable from messages, so two ranks that both send first get an error instead of waiting in the library.
+    ``own`` moves the header in the direction of this rank's data; ``answer`` moves it the other way.
     """
 
     def __init__(self, own: BoundCall, answer: BoundCall):
@@ -51,7 +51,7 @@ class Handshake:
         norm: NormTensors | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
-        """Exchange the headers; the tensors are left alone."""
+        """Exchange the headers; the tensors are untouched."""
         for bound in self._in_turn:
             bound.run(None, None)
 
@@ -62,7 +62,7 @@ class Handshake:
 
 
 class Needed(NamedTuple):
-    """A variant that must have been compiled on all ranks before a call, and a bound call that takes it."""
+    """A variant that must be compiled on all ranks before a call, and a bound call that uses it."""
 
     variant: CompiledVariant
     bound: BoundCall
@@ -70,7 +70,7 @@ class Needed(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """A resolved call with its kernels. The communicator keeps it, so that the same call again costs one look-up."""
+    """A resolved call with its kernels. The communicator caches it, so that repeating the call costs one lookup."""
 
     plan: CallPlan
     by_library: bool  # the vendor library makes the call
@@ -87,12 +87,12 @@ class Call:
 
 @dataclasses.dataclass(slots=True)
 class Resolver:
-    """The decisions of one communicator. They are the same on all its ranks.
+    """The decisions of one communicator, identical on all its ranks.
 
     Args:
         environment: the algorithm that SHOTCAST_ALGORITHM names.
         passed: why tables that exist are not among ``tables``.
-        executor: binds plans to kernels; None where there are no native kernels, or only one rank.
+        executor: binds plans to kernels; None if there are no native kernels, or only one rank.
         graphs: whether calls can be captured.
     """
 
@@ -104,14 +104,14 @@ class Resolver:
     graphs: bool
 
     def within(self, max_bytes: int) -> Resolver:
-        """Return the resolver of calls in a workspace for messages of ``max_bytes``, which stays as it is."""
+        """Return the resolver for calls in a fixed workspace for messages of ``max_bytes``."""
         topology = dataclasses.replace(self.topology, max_bytes=max_bytes)
         return dataclasses.replace(self, topology=topology)
 
     def makeshift(self, problem: CollectiveProblem) -> tuple[CollectiveProblem, str]:
-        """Return a problem in such a workspace, and its algorithm: few SMs where else the library would serve it.
+        """Return a problem in such a workspace, and its algorithm: few SMs if the library would serve it otherwise.
 
-        The library might have to connect ranks first, whose hosts would wait for each other.
+        The library might have to connect ranks first, which makes their hosts wait for each other.
         """
         few = dataclasses.replace(problem, sms=_MAKESHIFT_SMS)
         taken = choose(problem, "auto", self.environment, self.tables).candidate
@@ -130,7 +130,7 @@ class Resolver:
         norm: Norm | None,
         sms: int | None = None,
     ) -> CollectiveProblem:
-        """Return the problem of a call on ``count`` elements; ``dtype`` is None for a call without data."""
+        """Describe a call on ``count`` elements as a problem; ``dtype`` is None for a call without data."""
         budget = sm_budget(sms, op.label)
         if dtype is None:
             return CollectiveProblem(op, 0, "uint8", self.topology)
@@ -154,7 +154,7 @@ class Resolver:
         )
 
     def named(self, problem: CollectiveProblem, algorithm: str, sms: int | None) -> str:
-        """Return the name of the algorithm of a call: copy engines for one that is to take no SM, where they serve."""
+        """Return the name of a call's algorithm: copy engines for a call limited to no SM, if they can serve it."""
         free = algorithm in ("auto", LOSSLESS) and self.environment == "auto"
         without = sms == 0 and free and self.topology.runs_grids
         return COPY_ENGINES if without and not unsupported_reason(problem, COPY_ENGINES) else algorithm
@@ -162,10 +162,10 @@ class Resolver:
     def resolve(
         self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
     ) -> Call:
-        """Return a call for ``problem``; ``launch`` replaces the launch that was chosen.
+        """Return a call for ``problem``; ``launch`` replaces the chosen launch.
 
-        Raises ConfigError if the kernels cannot be launched so, wherever the launch comes from: an argument, a table,
-        or the description of an algorithm.
+        Raises ConfigError if the kernels do not support the launch, whether it comes from an argument, a table, or the
+        description of an algorithm.
         """
         op, sizes, norm = problem.op, problem.sizes, problem.norm
         choice = choose(problem, algorithm, self.environment, self.tables, "graph" if capturing else "eager")
@@ -207,7 +207,7 @@ class Resolver:
         return Call(plan, by_library, bound, tuple(needs.values()), needed, label)
 
     def plans_of_sizes(self, like: CallPlan) -> dict[CompiledVariant, CallPlan]:
-        """Return the plans that calls like one take, eager and captured, whatever their size: one of each variant."""
+        """Return the plans, eager and captured, that calls like this one use at any size: one per variant."""
         executor, found = self.executor, dict[CompiledVariant, CallPlan]()
         assert executor is not None
         most, quads = self.topology.max_bytes, 16 * self.topology.world_size  # so that parts are multiples of 16 bytes

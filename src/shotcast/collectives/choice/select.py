@@ -15,18 +15,18 @@ from shotcast.units import format_size
 from shotcast.wire import Op
 
 LOSSLESS = "lossless"
-"""The name for ``auto`` without algorithms that lose precision, whatever the communicator allows."""
+"""The name for ``auto`` without lossy algorithms, even if the communicator allows them."""
 _NOT_ALLOWED = "allow_fp8 is not set"
 _LOSES = "it loses precision, and the call is to be lossless"
 _BY_NAME = "it serves only calls that name it"
 _MOST_IN_CELLS = 4 << 20
-"""The longest message, in bytes, of which ``auto`` lets GPUs reduce what travels as flag cells, twice its bytes.
+"""The longest message, in bytes, that ``auto`` reduces on GPUs as flag cells, which double its bytes.
 
-By the figures of benchmarks/data/h200, two-shot with twice the bytes takes 0.88 of NCCL's time at 4 MiB and 1.12 at 8
-MiB on 2 H200, and 1.04 and 1.33 on 4.
+According to benchmarks/data/h200, two-shot with twice the bytes takes 0.88 of NCCL's time at 4 MiB and 1.12 at 8 MiB on
+2 H200, and 1.04 and 1.33 on 4.
 """
 _CELLS = (
-    f"own kernels would send {{dtype}} as flag cells, twice the bytes, and the vendor library is faster beyond "
+    f"native kernels would send {{dtype}} as flag cells, twice the bytes, and the vendor library is faster beyond "
     f"{format_size(_MOST_IN_CELLS)}"
 )
 _OTHER_ORDER = "{name} adds up in another order than the contract has over several nodes"
@@ -39,14 +39,14 @@ def choose(
     tables: Sequence[tuple[str, Table]],
     mode: str = "eager",
 ) -> Choice:
-    """Choose for ``problem``. All inputs are the same on all ranks, and so is the choice.
+    """Choose an algorithm for ``problem``. All inputs are the same on all ranks, and so is the choice.
 
     Args:
         argument: the algorithm named in the call, ``"auto"`` or ``"lossless"``.
-        environment: the algorithm that SHOTCAST_ALGORITHM names, or ``"auto"``; skipped where it is not legal. An
-            algorithm that loses precision serves where ``argument`` or this names it; tables and the cost model take
-            one only where the topology allows it, and one that is by name never.
-        tables: (source, table), in the order in which they are looked up.
+        environment: the algorithm that SHOTCAST_ALGORITHM names, or ``"auto"``; skipped if it is not legal. A lossy
+            algorithm serves if ``argument`` or this names it; tables and the cost model select one only if the topology
+            allows it, and never one marked ``by_name``.
+        tables: (source, table), in lookup order.
         mode: ``"graph"`` for a call captured in a CUDA graph, else ``"eager"``.
 
     Raises:
@@ -108,7 +108,7 @@ def choose(
 
 
 def _shares(problem: CollectiveProblem, name: str) -> bool:
-    """Return whether ``auto`` takes an algorithm because the GPU also has other work."""
+    """Return whether ``auto`` selects an algorithm because the GPU also has other work."""
     topology, algorithm = problem.topology, problem.topology.algorithms[name]
     form = algorithm.forms.get(problem.op)
     least = form.shared_from if form is not None else 0
@@ -117,7 +117,7 @@ def _shares(problem: CollectiveProblem, name: str) -> bool:
 
 
 def _not_taken(topology: Topology, name: str, argument: str) -> str:
-    """Return why ``auto`` may not take an algorithm, whatever tables and the cost model say; empty if it may."""
+    """Return why ``auto`` may not select an algorithm, regardless of tables and cost model; empty if it may."""
     algorithm = topology.algorithms[name]
     if algorithm.by_name:
         return _BY_NAME
@@ -127,9 +127,9 @@ def _not_taken(topology: Topology, name: str, argument: str) -> str:
 
 
 def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
-    """Return the choice where no own algorithm may serve, with the reasons of all of them.
+    """Return the choice if no native algorithm may serve, with all their reasons.
 
-    Raises UnsupportedError where the library may not serve either.
+    Raises UnsupportedError if the library may not serve either.
     """
     algorithms = problem.topology.algorithms
     one_node = problem.topology.shape.nodes == 1
@@ -157,7 +157,7 @@ def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Cho
 
 
 def predicted_us(topology: Topology, op: Op, dtype: str, nbytes: int, name: str, sms: int = 0) -> float:
-    """Return the time of an algorithm by the cost model, in microseconds; ``sms`` SMs may be occupied, 0 for any."""
+    """Predict an algorithm's time in microseconds with the cost model; ``sms`` limits the SMs, 0 for no limit."""
     link = NVLINK4 if topology.device == "cuda" else SHARED_MEMORY
     form = topology.algorithms[name].forms[op]
     sent = 2 * nbytes if by_cells(topology, dtype, form) else nbytes

@@ -1,4 +1,4 @@
-"""Tuned tables: thresholds as data, with where they come from. ``shotcast tune`` writes them (docs/guides/tuning.md).
+"""Tuned tables: thresholds as data with provenance. ``shotcast tune`` writes them (docs/guides/tuning.md).
 
 A table is JSON::
 
@@ -8,18 +8,18 @@ A table is JSON::
                                                        [null, "vendor", null]]}},
                  "eager": {...}}}
 
-Each row serves messages up to its first number of bytes (null: any size); rows ascend. A row without a launch takes
-the algorithm's default. Calls captured in a CUDA graph look up ``graph``, all others ``eager``; where one of them has
-no rows for an operation and dtype, the other's serve. Provenance and measurements are for people.
+Each row serves messages up to its first number of bytes (null: any size); rows ascend. A row without a launch takes the
+algorithm's default. Calls captured in a CUDA graph look up ``graph``, all others ``eager``; if one of them has no rows
+for an operation and dtype, the other's rows apply. Provenance and measurements are for people.
 
-An operation of calls that may occupy up to 16 SMs (``sms``) is written ``all_reduce@16``. A call takes the rows of the
-smallest such number that is not below its own; rows without one are for calls that may occupy all.
+An operation of calls that may occupy up to 16 SMs (``sms``) is written ``all_reduce@16``. A call uses the rows of the
+smallest such number that is not below its limit; rows without one are for calls without a limit.
 
-A table for ranks on several nodes also has ``"nodes"``, their number, which divides the ranks equally.
+A table for ranks on several nodes also has ``"nodes"``, the number of nodes; all have equally many ranks.
 
 ``kernels`` has the fingerprints (:mod:`shotcast.device.fingerprint`) of the kernels that were measured for each entry.
-A table continues serving when kernels change, and whoever asks for an explanation is told. A table that comes with the
-package must say so itself, in ``earlier_kernels``.
+A table stays valid when kernels change, and explanations mention the change. A packaged table must declare it in
+``earlier_kernels``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ANY_CPU = "cpu"
 """The part of a table that serves CPU ranks on any processor."""
 
 Key = tuple[str, str, str]
-"""Mode, operation, dtype."""
+"""Mode, operation and dtype."""
 
 _AGAIN = "run `shotcast tune` again"
 _OPTIONAL_KEYS = {"nodes", "provenance", "measurements", "kernels", "earlier_kernels"}
@@ -61,9 +61,9 @@ _LAUNCH_FIELDS = tuple(field.name for field in dataclasses.fields(LaunchShape))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: messages up to ``nbytes`` (infinity for any) take ``algorithm``, launched as ``launch`` or by default.
+    """A row: messages up to ``nbytes`` (infinity for any) use ``algorithm`` with ``launch`` or its default.
 
-    ``mode`` is that of its entry; ``sms`` is the number of SMs of the calls that it is for, 0 for all.
+    ``mode`` is the mode of its entry; ``sms`` is the SM limit of the calls it serves, 0 for none.
     """
 
     nbytes: float
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as read."""
+    """A parsed table."""
 
     name: str  # of its file
     part: str  # the GPU or processor that it is for
@@ -91,7 +91,7 @@ class Table:
         return ranks_of(self.part, self.shape)
 
     def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager", sms: int = 0) -> Row | None:
-        """Return the row that serves a call, which may occupy ``sms`` SMs (0 for all); None if the table has none."""
+        """Return the row that serves a call limited to ``sms`` SMs (0 for no limit); None if the table has none."""
         rows: tuple[Row, ...] = ()
         for asked in (mode, *MODES):
             listed = [key[1] for key in self.rows if key[::2] == (asked, dtype)]
@@ -104,25 +104,25 @@ class Table:
 
 
 def with_sms(op: str, sms: int) -> str:
-    """Return how a table writes an operation of calls that may occupy ``sms`` SMs, 0 for all."""
+    """Return a table's notation for an operation limited to ``sms`` SMs, 0 for no limit."""
     return f"{op}@{sms}" if sms else op
 
 
 def operation_and_sms(written: str) -> tuple[str, int]:
-    """Invert :func:`with_sms`; what does not follow it is an operation of that name."""
+    """Invert :func:`with_sms`; any other text is taken as the name of an operation."""
     op, _, sms = written.partition("@")
     return (op, int(sms)) if re.fullmatch("[1-9][0-9]{0,2}", sms) else (written, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A user's table that is for other ranks, and why in words."""
+    """A user's table for other ranks, and why it was passed over."""
 
     reason: str
 
 
 def parse(text: str, name: str, algorithms: Algorithms) -> Table:
-    """Read a table. Raises ConfigError saying what is wrong with it, and where, or that it is out of date."""
+    """Parse a table. Raises ConfigError saying what is wrong and where, or that the table is out of date."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -217,7 +217,7 @@ def _whole(value: Any) -> bool:
 
 
 def fit_for(table: Table, transport: Transport, algorithms: Algorithms) -> Table:
-    """Return ``table`` if kernels of a transport take its launches. Raises ConfigError otherwise."""
+    """Return ``table`` if a transport's kernels support its launches. Raises ConfigError otherwise."""
     for (mode, op, dtype), rows in table.rows.items():
         for row in rows:
             if row.launch is not None and (
@@ -228,19 +228,19 @@ def fit_for(table: Table, transport: Transport, algorithms: Algorithms) -> Table
 
 
 def ranks_of(part: str, shape: NodeShape) -> str:
-    """Return ranks in words, as of a table that is for them."""
+    """Describe the ranks that a table is for, in words."""
     nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
     return f"{shape.world_size} x {part}{nodes}"
 
 
 def file_name(part: str, shape: NodeShape) -> str:
-    """Return the name of a packaged table's file, such as ``nvidia_h200_x4.json``; on two nodes, ``..._2x2.json``."""
+    """Return the file name of a packaged table, such as ``nvidia_h200_x4.json``; on two nodes, ``..._2x2.json``."""
     ranks = f"x{shape.world_size}" if shape.nodes == 1 else str(shape)
     return f"{re.sub('[^a-z0-9]+', '_', part.lower()).strip('_')}_{ranks}.json"
 
 
 def packaged(part: str, shape: NodeShape, algorithms: Algorithms) -> Table | None:
-    """Return the table that comes with the package for this part and these ranks, or None."""
+    """Return the packaged table for this part and these ranks, or None."""
     name = file_name(part, shape)
     file = resources.files("shotcast.collectives.choice") / "tables" / name
     return parse(file.read_text(), name, algorithms) if file.is_file() else None
@@ -253,9 +253,9 @@ def all_packaged(algorithms: Algorithms) -> list[Table]:
 
 
 def load(path: str, part: str, shape: NodeShape, algorithms: Algorithms, device: str = "cuda") -> Table | PassedOver:
-    """Return a table of the user's, unless it was made for other hardware or for other numbers of ranks and nodes.
+    """Load a user's table, unless it was made for other hardware or other numbers of ranks and nodes.
 
-    Raises ConfigError if it cannot be read, is malformed or is out of date, whoever it was made for.
+    Raises ConfigError if it cannot be read, is malformed or is out of date, even if it was made for other hardware.
     """
     try:
         text = Path(path).read_text()
@@ -279,7 +279,7 @@ def render(
     kernels: Mapping[Key, Mapping[str, str]] | None = None,
     earlier_kernels: str = "",
 ) -> str:
-    """Return the text of a table, a row a line; :func:`parse` reads it back."""
+    """Format a table as text, one row per line; :func:`parse` reads it back."""
     entries: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for (mode, op, dtype), listed in rows.items():
         entries.setdefault(mode, {}).setdefault(op, {})[dtype] = [
@@ -305,7 +305,7 @@ def render(
 
 
 def _pretty(value: Any, indent: str) -> str:
-    """Return JSON with one line for each object without inner objects, and for each element of a list."""
+    """Format JSON with one line for each object without inner objects, and for each element of a list."""
     deeper = indent + " "
     if isinstance(value, Mapping) and value:
         inside = (f"{deeper}{json.dumps(str(key))}: {_pretty(item, deeper)}" for key, item in value.items())

@@ -1,9 +1,8 @@
-"""The derivatives of :mod:`shotcast.collectives.ops` as PyTorch calls them.
+"""Derivatives of :mod:`shotcast.collectives.ops` in the form that PyTorch calls.
 
-A call is differentiated if a tensor that it reads or writes requires grad. Then the call makes a new tensor, which is
-copied to the one to be written, so PyTorch's own rules hold for that. A derivative makes its calls on a communicator
-or, in a graph, as operators, where a communicator is a name. The latter could serve eager calls too, at three times the
-host cost.
+A call is differentiated if a tensor that it reads or writes requires grad. Then the call creates a new tensor, which is
+copied to the output, so PyTorch's rules for copies apply. A derivative runs its calls on a communicator or, in a graph,
+as operators that name the communicator. Operators could serve eager calls too, at three times the host cost.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class _Recorded(torch.autograd.Function):
 
 
 def record(spec: OpSpec, comm: Collectives, operands: dict[str, Any]) -> Any:
-    """Make an operation whose derivative autograd finds; return its results, which are new tensors."""
+    """Run an operation and record it for autograd; return its results, which are new tensors."""
     return _Recorded.apply(spec, comm, operands, *(operands[name] for name in spec.tensors))
 
 
 def written(spec: OpSpec, comm: Collectives, out: torch.Tensor, operands: dict[str, Any]) -> torch.Tensor:
-    """Record an operation, copy its result to ``out``, which has been checked, and return that."""
+    """Record an operation, copy its result to ``out``, which has been checked, and return ``out``."""
     x = operands["x"]
     if out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
         operands["x"] = x.clone()  # the derivative may need what the copy overwrites
@@ -50,13 +49,13 @@ def written(spec: OpSpec, comm: Collectives, out: torch.Tensor, operands: dict[s
 
 
 def in_graph(spec: OpSpec, comm: str, operands: dict[str, Any]) -> Any:
-    """Make an operation as an operator."""
+    """Run an operation as an operator."""
     given = spec.defaults | operands | {"comm": comm}
     return getattr(torch.ops.shotcast, spec.name)(*[given[name] for name in spec.operands])
 
 
 def of_operator(spec: OpSpec) -> tuple[Callable[..., None], Callable[..., Gradients]]:
-    """Return the function that saves the context of an operator's backward, and the backward."""
+    """Return two functions for an operator: one that saves the context of its backward, and the backward."""
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         operands = dict(zip(spec.operands, inputs, strict=True))
@@ -71,7 +70,7 @@ def of_operator(spec: OpSpec) -> tuple[Callable[..., None], Callable[..., Gradie
 
 
 def _keep(ctx: Any, spec: OpSpec, operands: dict[str, Any], result: Any) -> None:
-    """Save what a derivative needs: operands that are no tensors, and what the operation saves."""
+    """Save what a derivative needs: non-tensor operands, and the tensors that the operation saves."""
     ctx.operands = {name: value for name, value in operands.items() if name not in spec.tensors}
     saved = spec.saves(result, **operands)
     ctx.saved = [name for name, value in saved.items() if isinstance(value, torch.Tensor)]

@@ -1,13 +1,13 @@
 """The collectives as PyTorch operators, ``torch.ops.shotcast.*``, which torch.compile puts in its graphs.
 
-:class:`~shotcast.collectives.communicator.Communicator` calls these while it is traced. Eager calls bypass them, as an
-operator costs the host as much again as the call. An operator takes only numbers, strings and tensors, so a
+:class:`~shotcast.collectives.communicator.Communicator` calls these while it is traced. Eager calls bypass them,
+because an operator doubles the host cost of a call. An operator takes only numbers, strings and tensors, so a
 communicator is given by its name, together with the numbers that shapes depend on: ``world_size`` and, for uneven
 parts, ``rank``. Compiled code is cached by the contents of a graph, and ranks share the cache.
 
-Operators write to new tensors. They take any strides, as a compiler may choose the layout of a tensor. They are
-ordered: a compiler runs all calls of a graph, used or not, in the order of the program. Otherwise it would drop unused
-calls and reorder others depending on sizes, which may differ between ranks.
+Operators write to new tensors. They accept any strides, since a compiler may choose the layout of a tensor. They are
+ordered: a compiler runs all calls of a graph, used or not, in program order. Otherwise it would drop unused calls and
+reorder others depending on sizes, which may differ between ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _communicators: weakref.WeakValueDictionary[str, Collectives] = weakref.WeakValu
 
 
 def register(comm: Collectives) -> None:
-    """Register ``comm`` by its name for as long as it lives."""
+    """Register ``comm`` under its name for as long as it lives."""
     _communicators[comm.name] = comm
 
 
@@ -52,7 +52,7 @@ OPERATORS: list[str] = []
 
 
 def operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``shotcast::schema``, run by the decorated function; ``shaped`` returns results of the right shapes."""
+    """Define ``shotcast::schema``, run by the decorated function; ``shaped`` returns results with the right shapes."""
     name = schema[: schema.index("(")]
     _library.define(schema)
     try:
@@ -113,7 +113,7 @@ def written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def traced(spec: OpSpec, comm: Collectives, out: torch.Tensor | None, operands: dict[str, Any]) -> torch.Tensor:
-    """Run an operation as an operator; its result is copied to ``out``, if that is given."""
+    """Run an operation as an operator; its result is copied to ``out`` if given."""
     if out is not None:
         x = operands["x"]
         output(x, out, spec.shape(**operands), spec.method)
@@ -124,7 +124,7 @@ def traced(spec: OpSpec, comm: Collectives, out: torch.Tensor | None, operands: 
 
 
 def traced_norm(spec: OpSpec, comm: Collectives, shards: int, out: Any, operands: dict[str, Any]) -> Any:
-    """Run a fused operation as an operator, with its results copied to ``out``; those it does not make are None."""
+    """Run a fused operation as an operator, with results copied to ``out``; results it does not produce are None."""
     fp8, scale, bias = spec.derivative is None, operands["scale"], operands["bias"]
     checked = operands["x"], operands["residual"], operands["weight"], operands["eps"], shards, bias
     norm_rows(spec.name, comm.device, *checked)

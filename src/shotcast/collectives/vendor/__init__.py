@@ -1,1 +1,1 @@
-"""The vendor library, which serves what no own kernel serves: NCCL for GPUs, Gloo for CPUs."""
+"""The vendor library, for calls without a native kernel: NCCL for GPUs, Gloo for CPUs."""

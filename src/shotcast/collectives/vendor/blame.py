@@ -1,12 +1,12 @@
 """Agreement on the ranks at fault, after a call of the vendor library has failed.
 
-The library says that a call failed, and not whose fault it is. So each rank whose call fails reports that to the job's
+The library says that a call failed, but not which rank caused it. So each rank whose call fails reports to the job's
 store. A rank that has not reported a moment later is not in the call: it is late, stopped or dead. So is one whose call
-began after the first report. The first rank to decide writes its verdict for all others, also for a late rank that
-comes afterwards, so all raise the same error.
+began after the first report. The first rank to decide writes its verdict for all others, including late arrivals, so
+all raise the same error.
 
-The store may belong to the very process that is stopped, and PyTorch waits for its answer without end. So threads ask
-it, and nobody waits for one of its answers longer than a moment.
+The store may belong to the stopped process, and PyTorch waits for its answer forever. So threads query it, and nothing
+waits for an answer longer than a moment.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from shotcast.collectives.started import Outcome
 from shotcast.wire import HeaderWords
 
 _PATIENCE_S = 0.5
-"""Time from a rank's report to its decision; calls of ranks that wait for the same rank fail within that."""
+"""Time from a rank's report to its decision; calls of ranks that wait for the same rank all fail within it."""
 
 _KERNEL_S = 0.2
-"""Time for kernels of this rank to see a fault of which it has heard from another, which may have left since."""
+"""Time for this rank's kernels to notice a fault reported by another rank, which may have left since."""
 
 _LOOK_S = 0.3
-"""The time that a look for the reports of others waits for the store."""
+"""The time limit of a store query for other ranks' reports."""
 
 _ANSWER_S = 0.8
-"""The time without an answer after which the store counts as silent. A store on busy cores takes a while for each of
-many answers, which together may take longer."""
+"""The time without an answer after which the store counts as silent. A busy store takes a while for each answer, and
+several answers together may take longer."""
 
 _ALL_ANSWERS_S = 10.0
-"""The limit for all answers of a question together."""
+"""The time limit for all answers to one query."""
 
 
 class SilentStoreError(Exception):
-    """The job's store has not answered."""
+    """The job's store did not answer."""
 
 
 class Verdict(NamedTuple):
-    """The ranks' common knowledge of a failed call."""
+    """The ranks' shared verdict on a failed call."""
 
     # `late`, `dead` or `interrupted`; `mismatch` if the calls differ; `library` if all ranks are in the same call, so
     # that nobody is at fault
@@ -54,9 +54,9 @@ class Verdict(NamedTuple):
 
 
 class Blame:
-    """The agreement on one fault at most.
+    """The ranks' agreement on at most one fault.
 
-    The ``store`` is a part of the job's for this alone; ``gone`` are ranks whose processes have ended, or that have
+    The ``store`` is a dedicated part of the job's store; ``gone`` are ranks whose processes have ended, or that have
     left.
     """
 
@@ -66,7 +66,7 @@ class Blame:
         self._heard = 0.0
 
     def raised(self) -> bool:
-        """Return whether some rank has reported a fault, as far as the store answers."""
+        """Return whether any rank has reported a fault, as far as the store answers."""
         if self._unanswered():
             return False
         try:
@@ -78,11 +78,10 @@ class Blame:
         return self._asking is not None and self._asking.is_alive()
 
     def _asked(self, questions: Callable[[], Any], limit_s: float) -> Any:
-        """Return what ``questions()`` returns, on a thread.
+        """Run ``questions()`` on a thread and return its result.
 
-        An earlier question that is still open counts as asked by then, so that a silent store is known sooner; but this
-        process may have been stopped meanwhile, so each question has some time of its own. Raises SilentStoreError if
-        no answer came for ``limit_s``.
+        The wait for an unanswered earlier query counts, so a silent store is detected sooner; but this process may have
+        been stopped meanwhile, so each query gets some time. Raises SilentStoreError if no answer came for ``limit_s``.
         """
         answer, asked = Outcome(), time.monotonic()
         if not self._unanswered():
@@ -122,9 +121,9 @@ class Blame:
     ) -> Verdict:
         """Report that this rank's call failed, and return the verdict.
 
-        ``cause`` is that of the :class:`CallError` which ended the call, after ``waited_s``. ``settled`` returns
-        whether it has become known otherwise, so that no verdict is needed. Raises SilentStoreError if the store does
-        not answer.
+        ``cause`` comes from the :class:`CallError` that ended the call, after ``waited_s``. ``settled`` returns whether
+        the fault has become known in another way, so that no verdict is needed. Raises SilentStoreError if the store
+        does not answer.
         """
         arguments = members, header, waited_s, cause, interrupted, settled
         found: Verdict = self._asked(lambda: self._agree(*arguments), _ANSWER_S)

@@ -1,4 +1,4 @@
-"""Calls that a rank has begun in the vendor library, and the connections that it made them on."""
+"""Calls in progress in the vendor library, and the connections they run on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shotcast.memory.wait_log import WaitLog
 from shotcast.wire import HeaderWords
 
 _REMEMBERED = 1024
-"""Calls on a device whose headers are kept, to compare them should one fail."""
+"""The number of device calls whose headers are kept, to compare them if one fails."""
 
 
 class Begun(NamedTuple):
-    """A call that this rank has made, and its deadline."""
+    """A call that this rank has begun, and its deadline."""
 
     op: str
     number: int
@@ -25,7 +25,7 @@ class Begun(NamedTuple):
 
 @dataclasses.dataclass
 class Connected:
-    """Connected ranks, and what is known of their calls."""
+    """Connected ranks, and the known facts about their calls."""
 
     group: VendorGroup
     members: tuple[int, ...]
@@ -39,6 +39,6 @@ class Connected:
     log: WaitLog = dataclasses.field(default_factory=WaitLog)  # what the log says of that
 
     def begun(self, number: int, timeout_s: float) -> Begun:
-        """Return the call that the device has begun as its ``number``-th; ``timeout_s`` is the deadline of others."""
+        """Return the call that the device began as its ``number``-th; ``timeout_s`` is the default deadline."""
         known = [] if self.captured else [one for one in self.recent if one.number == number]
         return known[0] if known else Begun("a captured call" if self.captured else "a call", number, None, timeout_s)

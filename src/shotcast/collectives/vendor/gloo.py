@@ -1,4 +1,4 @@
-"""Calls on CPU tensors by Gloo, on connections of the communicator's own."""
+"""Gloo calls on CPU tensors, on separate connections per communicator."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _REDUCTIONS = {
     "bxor": dist.ReduceOp.BXOR,
 }
 _SLICE = timedelta(milliseconds=20)
-"""Time between two looks for Ctrl-C, and for faults elsewhere, while a call waits."""
+"""Interval between checks for Ctrl-C and for faults elsewhere while a call waits."""
 _SLICE_ENDED = "Operation timed out!"
-"""The text of a wait that ended before the call."""
+"""The error text of a wait that ended before the call."""
 _OVERTIME_S = 0.3
-"""Time from the deadline, which Gloo keeps by itself, until the call is given up."""
+"""Time from the deadline, which Gloo enforces itself, until the call is given up."""
 
 
 class _PatientStore(dist.Store):
-    """A store that waits by looking again and again.
+    """A store that waits by polling.
 
-    A wait of PyTorch's own keeps the connection of the process to itself. Where two threads connect two groups, each
-    rank would wait for the other's keys of one group, while nobody could set or look for those of the other.
+    PyTorch's wait blocks the process's connection. If two threads connect two groups, each rank could wait for the
+    other's keys of one group, while neither can set or read the keys of the other group.
     """
 
     def __init__(self, store: dist.Store, interrupted: Callable[[], None]):
@@ -68,9 +68,8 @@ class _PatientStore(dist.Store):
 class GlooGroup:
     """Ranks connected by Gloo. Construction is collective. Satisfies ``VendorGroup``.
 
-    Tensors of GPUs pass through the host's memory: ranks that share one GPU cannot use NCCL. The store is for this
-    group alone. The construction may take ``connect_s``; ``interrupted`` raises CallError if a call must not wait any
-    longer.
+    Tensors of GPUs pass through the host's memory: ranks that share one GPU cannot use NCCL. The store serves only this
+    group. Construction may take ``connect_s``; ``interrupted`` raises CallError if a call must stop waiting.
     """
 
     library = "gloo"
@@ -228,7 +227,7 @@ class GlooGroup:
             raise _meaning(ended) from ended
 
     def check(self) -> None:
-        """Do nothing: calls that fail raise."""
+        """Do nothing: failed calls raise."""
 
     def stop(self) -> None:
         group, work, self._group, self._work = self._group, self._work, None, None
@@ -244,7 +243,7 @@ def _bytes_of_bool(plan: CallPlan, x: torch.Tensor) -> torch.Tensor:
 
 
 def _end_of(work: Any) -> Exception | bool | None:
-    """Wait a moment for a call. Return True if it is done, the error if it failed, None if it continues."""
+    """Wait briefly for a call. Return True if it is done, the error if it failed, None if it continues."""
     completed = work.is_completed()  # which is never true of some operations
     try:
         work.wait(_SLICE)

@@ -1,4 +1,4 @@
-"""Interfaces between the parts that serve calls by the vendor library."""
+"""Interfaces between the parts that run calls in the vendor library."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shotcast.wire import CallPlan, HeaderWords
 
 
 class CallError(Exception):
-    """A call by the library ended without a result: the deadline passed, a connection broke, or another rank failed.
+    """A library call ended without a result: the deadline passed, a connection broke, or another rank failed.
 
-    Its ``cause`` is ``deadline``; ``connection`` if one broke, as it does when the process at its other end ends;
-    ``elsewhere`` if another rank has told of a fault; or ``other``.
+    Its ``cause`` is ``deadline``; ``connection`` if one broke, for example because its peer process ended;
+    ``elsewhere`` if another rank reported a fault; or ``other``.
     """
 
     def __init__(self, text: str, cause: str = "other"):
@@ -22,31 +22,31 @@ class CallError(Exception):
 
 
 class RefusedError(Exception):
-    """The library does not serve such a call; nothing was sent."""
+    """The library does not support such a call; nothing was sent."""
 
 
 class VendorGroup(Protocol):
-    """Ranks that are connected by the vendor library: all ranks of a communicator, or the two ends of its messages."""
+    """Ranks connected by the vendor library: all ranks of a communicator, or the two ends of its messages."""
 
     library: str
 
     def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
-        """Make a call. The root of a plan is a rank of this group. Raises CallError or RefusedError."""
+        """Run a call. The root of a plan is a rank of this group. Raises CallError or RefusedError."""
 
     def headers(self, own: HeaderWords) -> list[HeaderWords]:
-        """Return the header of every rank, if the library can exchange them before a call; else the own one alone."""
+        """Return every rank's header if the library can exchange them before a call, otherwise only this rank's."""
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls."""
 
     def progress(self) -> tuple[int, int]:
-        """Return how many calls the device has begun and ended; equal where calls block the host."""
+        """Return how many calls the device has begun and finished; equal if calls block the host."""
 
     def check(self) -> None:
-        """Raise CallError if the library knows of calls under way that they cannot complete."""
+        """Raise CallError if the library knows that calls in progress cannot complete."""
 
     def stop(self) -> None:
-        """End the calls under way, and let go of the connections. Needs no other rank, and does not block."""
+        """Abort the calls in progress and drop the connections. Not collective; never blocks."""
 
     def close(self) -> None:
-        """Let go of the connections when no call is under way. Needs no other rank."""
+        """Drop the connections once no call is in progress. Not collective."""

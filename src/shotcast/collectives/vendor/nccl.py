@@ -1,4 +1,4 @@
-"""Calls on GPUs by NCCL, on a separate communicator that can be aborted."""
+"""NCCL calls on GPUs, on a separate communicator that can be aborted."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from shotcast.wire import CallPlan, HeaderWords, Op
 
 _BYTES = DTYPES["uint8"]
 _WARM_BYTES = (1 << 10, 16 << 20)
-"""Sizes of the first calls: NCCL connects ranks at the first use of each of its algorithms, small and large."""
+"""Sizes of the first calls: NCCL connects ranks on the first use of each algorithm, for small and large messages."""
 _LOCK_S = 0.3
-"""The limit for a thread that is inside the library, before its communicator is aborted under it."""
+"""The time to wait for a thread inside the library before aborting its communicator anyway."""
 _DESTROY_S = 5.0
-"""The limit for the end of a communicator; NCCL keeps those that captured graphs use until the graphs are gone."""
+"""The time limit for destroying a communicator; NCCL keeps communicators in captured graphs until these are gone."""
 
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.ExternalStream:
     """Return the stream of first calls, which no other work uses.
 
-    There is one, as PyTorch keeps the memory of freed tensors for the stream that they were made on.
+    It is shared, since PyTorch reserves the memory of freed tensors for the stream that allocated them.
     """
     return driver.new_stream(torch.device("cuda", device_index))
 
@@ -45,10 +45,10 @@ def _side_stream(device_index: int) -> torch.cuda.ExternalStream:
 class NcclGroup:
     """Ranks connected by NCCL. Construction is collective. Satisfies ``VendorGroup``.
 
-    Calls are enqueued on the current stream. Before and after each the device writes a count into the host's memory, so
-    :meth:`progress` shows what waits, in eager calls and in replays of graphs. The store is for this group alone. The
-    construction may take ``connect_s``, and raises CallError if the ranks were not connected; ``interrupted`` raises it
-    if it must not wait any longer.
+    Calls are enqueued on the current stream. Before and after each call the device writes a count to host memory, so
+    :meth:`progress` shows what is waiting, in eager calls and in graph replays. The store serves only this group.
+    Construction may take ``connect_s``, and raises CallError if the ranks were not connected; ``interrupted`` raises it
+    if construction must stop waiting.
     """
 
     library = "nccl"
@@ -94,7 +94,7 @@ class NcclGroup:
             raise
 
     def _connect(self, store: dist.Store) -> None:
-        """Make the communicator, and the first call of each operation, so that later ones do not wait on the host."""
+        """Create the communicator and run each operation once, so that later calls do not wait on the host."""
         name = UniqueId()
         if self._rank == 0:
             self._check(library().ncclGetUniqueId(ctypes.byref(name)))
@@ -117,7 +117,7 @@ class NcclGroup:
         stream.synchronize()
 
     def _warm_up(self, data: torch.Tensor) -> None:
-        """Make a call of each operation in place; what the results are does not matter."""
+        """Run each operation once in place, ignoring the results."""
         nbytes = data.numel()
         part = data.chunk(self._world_size)[self._rank]
         for op, x, out in (
@@ -137,7 +137,7 @@ class NcclGroup:
         return [own]
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Do nothing: the watch has the deadline."""
+        """Do nothing: the watch enforces the deadline."""
 
     def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
         asked, reduces = plan, plan.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.REDUCE)
@@ -154,7 +154,7 @@ class NcclGroup:
                 self._mark(1)
 
     def _mark(self, place: int) -> None:
-        """Let the device copy its count into the host's memory."""
+        """Make the device copy its count into host memory."""
         target = ctypes.c_void_p(self._marks.data_ptr() + 8 * place)
         stream = ctypes.c_void_p(raw_stream(self._device.index))
         source = ctypes.c_uint64(self._count.data_ptr())
@@ -227,7 +227,7 @@ class NcclGroup:
                 self._check(nccl.ncclReduceScatter(source, target, part, dtype, code, comm, stream))
 
     def _check(self, result: int) -> None:
-        """Raise what a result of NCCL means: RefusedError for calls that it does not serve, CallError for others."""
+        """Raise the error for an NCCL result code: RefusedError for unsupported calls, otherwise CallError."""
         if result == nccl_library.SUCCESS:
             return
         if result in (nccl_library.INVALID_ARGUMENT, nccl_library.INVALID_USAGE) and not self._stopped:
@@ -235,7 +235,7 @@ class NcclGroup:
         raise CallError(error_text(result))
 
     def check(self) -> None:
-        """Ask the library, whose threads notice when the connection to another host breaks."""
+        """Ask the library, whose threads notice a broken connection to another host."""
         if self._inside.acquire(blocking=False):  # what a thread is inside of reports by itself
             try:
                 result = ctypes.c_int()
@@ -248,7 +248,7 @@ class NcclGroup:
                 self._inside.release()
 
     def stop(self) -> None:
-        """Abort the calls under way: their kernels end. Does not block, and needs no other rank."""
+        """Abort the calls in progress, which ends their kernels. Not collective; never blocks."""
         if self._stopped:
             return
         self._stopped = True
@@ -285,7 +285,7 @@ class NcclGroup:
 
 
 class _Grouped:
-    """A context in which calls of NCCL are parts of one operation."""
+    """A context that groups NCCL calls into one operation."""
 
     def __init__(self, check: Callable[[int], None]):
         self._check = check
@@ -300,7 +300,7 @@ class _Grouped:
 
 
 def _reducible(plan: CallPlan) -> CallPlan:
-    """Return a plan of a dtype and a reduction that NCCL has, for the same bytes. Raises RefusedError if none."""
+    """Return a plan for the same bytes with a dtype and reduction that NCCL supports. Raises RefusedError if none."""
     dtype, reduction = plan.dtype, plan.reduction
     if dtype == "bool":
         # of bytes, of which any but 0 is true; True + True is True, and the result may be any such byte
@@ -317,9 +317,9 @@ def _reducible(plan: CallPlan) -> CallPlan:
 
 
 def _make_true_one(plan: CallPlan, out: torch.Tensor) -> None:
-    """Make the bytes of a reduced bool 0 or 1: the library gives the largest or the least of bytes that may be others.
+    """Normalize the bytes of a reduced bool to 0 or 1, since NCCL takes the maximum or minimum of arbitrary bytes.
 
-    In place, on the current stream, and captured with the call.
+    Runs in place on the current stream, and is captured with the call.
     """
     if plan.dtype == "bool":
         out.detach().view(torch.uint8).clamp_(max=1)

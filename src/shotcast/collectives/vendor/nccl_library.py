@@ -1,4 +1,4 @@
-"""NCCL's functions, called directly: PyTorch's process groups end the whole job where a call times out."""
+"""NCCL's functions, called directly: PyTorch's process groups abort the whole job when a call times out."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DTYPES = {
     "float8_e4m3fn": 10,
     "float8_e5m2": 11,
 }
-"""ncclDataType_t by dtype: what NCCL reduces (FP8 since 2.24, from compute capability 9.0 on)."""
+"""ncclDataType_t by dtype: the dtypes that NCCL reduces (FP8 since 2.24, from compute capability 9.0 on)."""
 REDUCTIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 """ncclRedOp_t by reduction."""
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId: names the group that ranks are to make."""
+    """ncclUniqueId: identifies the group that ranks create."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
@@ -57,18 +57,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def keep_graphs_from_registering() -> None:
-    """Let NCCL copy what captured calls send and receive through its own buffers, unless the user says otherwise.
+    """Make NCCL stage the tensors of captured calls in its own buffers, unless the user overrides this.
 
-    By default it lets peers map the tensors of a captured call, by their addresses, until the graph is destroyed, and a
-    moment longer. First replays then gave what had been sent before, in 3 of 21 runs of a test (NCCL 2.28.9;
-    docs/reference/hardware.md). To be called before the first capture.
+    By default NCCL lets peers map the tensors of a captured call by address until shortly after the graph is destroyed.
+    In 3 of 21 runs of a test, first replays then returned previously sent data (NCCL 2.28.9;
+    docs/reference/hardware.md). Call this before the first capture.
     """
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 @functools.cache
 def library() -> Any:
-    """Return the library that PyTorch was installed with. Raises OSError if there is none."""
+    """Load the NCCL that PyTorch was installed with. Raises OSError if there is none."""
     keep_graphs_from_registering()
     found = ctypes.CDLL("libnccl.so.2")
     for name, arguments in _SIGNATURES.items():
@@ -80,6 +80,6 @@ def library() -> Any:
 
 
 def error_text(result: int) -> str:
-    """Return what a result other than SUCCESS means."""
+    """Return the message for a result other than SUCCESS."""
     last = (library().ncclGetLastError(None) or b"").decode().strip()
     return f"{library().ncclGetErrorString(result).decode()}{f' ({last})' if last else ''}"

@@ -1,4 +1,4 @@
-"""The calls of a communicator that the vendor library serves, with the communicator's deadline."""
+"""A communicator's vendor-library calls, subject to the communicator's deadline."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from shotcast.memory.wait_log import WaitLog, wait_text
 from shotcast.wire import CallPlan, Op
 
 _CONNECT_LIMIT_S = 120.0
-"""The limit for connecting ranks that have met: the library sets up its memory and its threads meanwhile."""
+"""The time limit for connecting ranks that have met, which includes library setup."""
 _ALARM_AFTER_S = 0.25
-"""Time between two looks for faults of other ranks, which ask the job's store."""
+"""Interval between queries of the job's store for faults of other ranks."""
 _SETTLE_S = 0.3
-"""Time from the end of a process to the end of calls with it, which may have all that they need from it."""
+"""Time from the end of a process to the end of calls with it, which may have received all they need."""
 _ELSEWHERE = "a call of another rank failed", "elsewhere"
-"""The text and the cause of an error."""
+"""The text and cause of an error."""
 _OPS = {op.label: op for op in Op}
 _KINDS = {"late": wire.TIMEOUT, "dead": wire.DEAD}
-"""Kinds of faults by the reasons of verdicts; a rank interrupts its kernels for others."""
+"""Fault kinds by verdict reason; for other reasons, the rank's kernels are interrupted."""
 
 
 class Vendor:
-    """Serves calls by NCCL or Gloo, on connections of its own that end with the communicator.
+    """Runs calls in NCCL or Gloo, on dedicated connections that end with the communicator.
 
-    Ranks connect at the first call that needs it: all ranks for collectives, two for messages. A call that fails stops
-    the communicator: :meth:`check` raises on every rank that waits, and no call is made until :meth:`reset`. The
-    communicator holds its lock during all methods but :meth:`check` and :meth:`look`.
+    Ranks connect on the first call that needs it: all ranks for collectives, two for messages. A failed call stops the
+    communicator: :meth:`check` raises on every waiting rank, and no call runs until :meth:`reset`. The communicator
+    holds its lock during all methods except :meth:`check` and :meth:`look`.
 
     Args:
-        compares: no kernel compares the headers of calls before they come here, so the library does it if it can.
+        compares: no kernel has compared the call headers, so the library does it if it can.
         stopped: returns whether native kernels have stopped the communicator.
-        peers: hears of calls of other ranks that failed, and tells them of those of this rank.
-        stop: ends native kernels that wait behind a call that failed, given the fault as an abort word; None where
-            no kernels wait while the host goes on.
+        peers: reports failed calls of other ranks, and notifies them of this rank's.
+        stop: ends native kernels that wait behind a failed call, given the fault as an abort word; None if kernels
+            never outlive the host's call.
 
     Attributes:
         failed: a call has failed since the last reset.
-        failed_first: it failed by itself, not for a fault of native kernels, which may have ended after it.
+        failed_first: it failed by itself, not because of a fault in native kernels, which may have ended after it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Vendor:
             LIBRARY_CALLS.add(self)
 
     def _begin(self, generation: int) -> None:
-        """Begin without connections; ``generation`` tells them from those before a reset."""
+        """Start without connections; ``generation`` distinguishes them from connections before a reset."""
         self.generation = generation
         self._store = self._host.store(f"vendor/{generation}")
         self._blame = Blame(self._store, self._host.rank, self._host.gone)
@@ -107,10 +107,10 @@ class Vendor:
         return self._all
 
     def run(self, plan: CallPlan, x: torch.Tensor | None, out: torch.Tensor | None) -> None:
-        """Make the call; ``x`` and ``out`` are contiguous, None where the operation has none.
+        """Run the call; ``x`` and ``out`` are contiguous, or None if the operation has none.
 
-        Where the ranks are not connected yet, it connects them. Raises UnsupportedError if the library cannot serve the
-        call, CollectiveTimeout or CollectiveMismatch if other ranks are not in it, and ShotcastError if it failed.
+        Connects the ranks if needed. Raises UnsupportedError if the library cannot serve the call, CollectiveTimeout or
+        CollectiveMismatch if other ranks are not in it, and ShotcastError if it failed.
         """
         self._check_own()
         members = self._members(plan)
@@ -137,7 +137,7 @@ class Vendor:
             self.served += 1
         except RefusedError as error:
             what = f"{plan.op.label}({plan.reduction}) of {plan.dtype}"
-            raise UnsupportedError(f"neither own kernels nor {self._library} served {what}: {error}") from error
+            raise UnsupportedError(f"neither native kernels nor {self._library} served {what}: {error}") from error
         except CallError as error:
             self._fail(members, call, begun, error)
             self.check()
@@ -151,7 +151,7 @@ class Vendor:
             self._wait = None
 
     def _compare(self, known: Connected, call: Begun) -> None:
-        """Compare the headers of a call between its ranks. Raises CallError if they differ."""
+        """Compare a call's headers across its ranks. Raises CallError if they differ."""
         assert call.header is not None
         headers = dict(zip(known.members, known.group.headers(call.header), strict=False))
         if len(set(headers.values())) > 1:
@@ -161,7 +161,7 @@ class Vendor:
             raise CallError("the calls differ")
 
     def connect(self, limit_s: float) -> None:
-        """Connect all ranks, which call this together. Raises what :meth:`run` raises."""
+        """Connect all ranks, which must call this together. Raises the same errors as :meth:`run`."""
         call, begun = Begun("connecting", 0, None, limit_s), time.monotonic()
         try:
             self._connect(self._all, limit_s)
@@ -170,7 +170,7 @@ class Vendor:
             self.check()
 
     def _connect(self, members: tuple[int, ...], patience_s: float) -> Connected:
-        """Connect ``members``. Raises CallError if one of them does not come within ``patience_s``, or ends."""
+        """Connect ``members``. Raises CallError if one does not arrive within ``patience_s``, or ends."""
         name = "-".join(map(str, members)) if members != self._all else "all"
         store = dist.PrefixStore(name, self._store)
         self._meet(store, "come", members, patience_s)
@@ -196,7 +196,7 @@ class Vendor:
         return known
 
     def _meet(self, store: dist.Store, what: str, members: tuple[int, ...], limit_s: float) -> None:
-        """Wait until all ``members`` have come to this point. Raises CallError."""
+        """Wait until all ``members`` have reached this point. Raises CallError."""
         store.set(f"{what}/{self._host.rank}", "")
         until, pause = time.monotonic() + limit_s, 0.0005
         while True:
@@ -215,7 +215,7 @@ class Vendor:
     # -- faults -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the error that stopped the calls of this rank or of another of this machine, if there is one."""
+        """Raise the error that stopped the calls of this rank or of another rank on this machine, if any."""
         if not self.failed and self._alarmed() and not self._waits():
             self._fail(self._all, self._last, time.monotonic(), CallError(*_ELSEWHERE))
         self._check_own()
@@ -236,13 +236,13 @@ class Vendor:
         return self.failed or self._alarmed() or self._replayed()
 
     def _alarmed(self) -> bool:
-        """Return whether another rank of this machine has said that a call of it failed."""
+        """Return whether another rank of this machine has reported a failed call."""
         if self._connected:
             self._peers.listen()
         return self._peers.alarmed >= self.generation
 
     def _waits(self) -> bool:
-        """Return whether this rank is in a call, which hears of failures by itself."""
+        """Return whether this rank is in a call, which detects failures itself."""
         if self._wait is not None:
             return True
         counts = [known.group.progress() for known in self._connected.values()]
@@ -253,7 +253,7 @@ class Vendor:
         return self._retired_at != [group.progress()[0] for group in self._retired]
 
     def _interrupted(self, members: tuple[int, ...]) -> None:
-        """Raise CallError if a call with ``members`` must not wait any longer, whatever its deadline."""
+        """Raise CallError if a call with ``members`` must stop waiting, regardless of its deadline."""
         if self._stopped():
             raise CallError("a fault or an abort stopped the communicator")
         now = time.monotonic()
@@ -281,9 +281,10 @@ class Vendor:
         interrupted: bool = False,
         generation: int | None = None,
     ) -> None:
-        """Stop, as a call failed that began at the time ``begun``, and set the error that all ranks agree on.
+        """Stop after a failed call that began at the time ``begun``, and set the error that all ranks agree on.
 
-        ``generation`` is that of the connections, which a reset may have replaced since; without it, the present one.
+        ``generation`` identifies the connections, which a reset may have replaced since; it defaults to the current
+        one.
         """
         generation = self.generation if generation is None else generation
         if not self._halt(generation):
@@ -306,7 +307,7 @@ class Vendor:
     def _settle(
         self, members: tuple[int, ...], call: Begun, waited_s: float, failure: CallError, interrupted: bool
     ) -> tuple[int, Sequence[int]]:
-        """Set the error of a call that failed by itself. Return the kind of the fault and the ranks it names."""
+        """Set the error of a call that failed by itself. Return the kind of fault and the ranks it names."""
         kind, ranks = wire.INTERRUPTED, (self._host.rank,)  # what ends native kernels, where no other rank is at fault
         settled = self._stopped if failure.cause == "elsewhere" and self._stop is not None else None
         try:
@@ -338,14 +339,14 @@ class Vendor:
         return ShotcastError(f"rank {members.own}: {self._library} failed in {what}: {detail}. {after}")
 
     def _text(self, call: Begun, waited_s: float) -> str:
-        """Return that a call waits in the library, which does not tell for whom."""
+        """Say that a call is waiting in the library, which does not report for which ranks."""
         return wait_text(self._host.members, (), call.op, call.number, waited_s, call.timeout_s, self._library)
 
     def _halt(self, generation: int, tells: bool = True) -> bool:
-        """End all calls under way. Returns whether this is the first fault, so that the caller sets the error.
+        """Abort all calls in progress. Returns whether this is the first fault, so that the caller sets the error.
 
-        A fault of connections that a reset has replaced is ignored. Other ranks are told first: an aborted kernel of
-        NCCL stops waiting and may send what it has not received, so that calls of other ranks end with it.
+        A fault of connections that a reset has replaced is ignored. Other ranks are notified first: an aborted NCCL
+        kernel stops waiting and may send data that it has not received, so that calls of other ranks return it.
         """
         with self._halting:
             if self.failed or generation != self.generation:
@@ -358,7 +359,7 @@ class Vendor:
         return True
 
     def look(self, now: float) -> None:
-        """Find calls on the device that must not continue, and end them. On the thread of the watch."""
+        """Find and abort calls on the device that must not continue. Runs on the thread of the watch."""
         if self.failed:
             return
         for known in list(self._connected.values()):
@@ -390,7 +391,7 @@ class Vendor:
                 known.group.set_timeout(timeout_s)
 
     def reset(self, generation: int) -> None:
-        """Forget all connections and the fault, with no call under way; later calls connect anew.
+        """Forget all connections and the fault, with no call in progress; later calls reconnect.
 
         The ``generation`` is the same on all ranks, and higher than before.
         """
@@ -406,7 +407,7 @@ class Vendor:
         self._begin(generation)
 
     def close(self) -> None:
-        """Let go of all connections, with no call under way. Needs no other rank."""
+        """Drop all connections, with no call in progress. Not collective."""
         LIBRARY_CALLS.remove(self)
         for known in self._connected.values():
             known.group.close()
