@@ -28,7 +28,7 @@ from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.plan import BATCH_TOKENS, fullest_rank
 from shotcast.planner.step import Layout, StepModel, StepWork, kernel_error
-from shotcast.simulator.serving import Arrival, Service, serve
+from shotcast.simulator.serving import Arrival, SimulatedService, serve
 from shotcast.simulator.traffic import PricedSteps
 
 METRICS = ("ttft_ms", "tpot_ms", "itl_ms", "tokens_per_s")
@@ -219,7 +219,7 @@ def _kernel_errors(run: EngineRun, calibration: Calibration, collectives: Collec
     return {"ttft_ms": model.first_token_error([prefill]), "tpot_ms": kernel_error(model.stages(decode))}
 
 
-def metrics(service: Service) -> dict[str, float]:
+def metrics(service: SimulatedService) -> dict[str, float]:
     """Return what ``shotcast bench engine`` reports, of a simulation."""
     gaps = [after - before for request in service.requests for before, after in itertools.pairwise(request.times_s)]
     return {

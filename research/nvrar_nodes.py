@@ -40,7 +40,7 @@ from rich.table import Table
 import shotcast
 from shotcast.bench import kernels
 from shotcast.errors import ShotcastError
-from shotcast.memory.symmetric import Target
+from shotcast.memory.symmetric import ShareTarget
 from shotcast.units import format_size, parse_size
 
 CALLS = 40
@@ -122,7 +122,7 @@ class Published:
         else:
             self._node.all_gather(mine, out=out)
 
-    def _send(self, partner: Target, staging: int, arrival: int, signal: int, nbytes: int) -> None:
+    def _send(self, partner: ShareTarget, staging: int, arrival: int, signal: int, nbytes: int) -> None:
         """Put the staged bytes to a partner and tell it so, then wait for those of the partner."""
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         run, pointer, pe = self._library, ctypes.c_void_p, partner.pe

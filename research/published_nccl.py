@@ -24,7 +24,7 @@ class Published(NamedTuple):
     system: dict[str, Any]
     nbytes: int
     time_us: float
-    model: nccl.Choice
+    model: nccl.NcclChoice
 
 
 def published() -> list[Published]:

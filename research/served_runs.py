@@ -17,7 +17,7 @@ from shotcast.planner.calibration import Calibration
 from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.cpu_rows import step_model
 from shotcast.planner.step import Layout
-from shotcast.simulator.serving import Arrival, Service, percentile, serve
+from shotcast.simulator.serving import Arrival, SimulatedService, percentile, serve
 from shotcast.simulator.traffic import PricedSteps
 
 PERCENTS = (50, 90, 99)
@@ -118,7 +118,7 @@ def _run(value: Mapping[str, Any], run: Mapping[str, Any]) -> ServedRun:
     )
 
 
-def answers_of(service: Service) -> list[Answered]:
+def answers_of(service: SimulatedService) -> list[Answered]:
     """Return the requests of a simulation."""
     return [
         Answered(request.arrival_s, request.times_s[0], request.times_s[-1], len(request.times_s))
@@ -138,7 +138,7 @@ def metrics(answers: Sequence[Answered]) -> dict[str, float]:
     return found
 
 
-def predict(run: ServedRun, calibration: Calibration) -> Service:
+def predict(run: ServedRun, calibration: Calibration) -> SimulatedService:
     """Return what the simulated engine makes of the requests of a run, with steps by a calibration of the machine.
 
     Raises:
@@ -163,7 +163,7 @@ def predict(run: ServedRun, calibration: Calibration) -> Service:
     return serve(run.arrivals, config, PricedSteps(model))
 
 
-def errors(run: ServedRun, service: Service) -> dict[str, float]:
+def errors(run: ServedRun, service: SimulatedService) -> dict[str, float]:
     """Return by how much each figure is predicted too high, as a part of the measured one."""
     predicted = metrics(answers_of(service))
     return {name: predicted[name] / measured - 1 for name, measured in run.metrics.items()}

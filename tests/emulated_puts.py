@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shotcast.memory.shm import ShmBuffer
-from shotcast.memory.symmetric import Target
+from shotcast.memory.symmetric import ShareTarget
 
 
 class Adapter:
@@ -108,7 +108,7 @@ class EmulatedLease:
         self._region = (own, self._shared.nbytes, every)
         _REGIONS.append(self._region)
         self.addresses = tuple(address if rank in mates else 0 for rank, address in enumerate(every))
-        self.targets = [Target(rank, own, 0) for rank in range(group.world_size)]
+        self.targets = [ShareTarget(rank, own, 0) for rank in range(group.world_size)]
 
     @property
     def nbytes(self) -> int:

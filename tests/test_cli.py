@@ -23,7 +23,7 @@ from shotcast.cli import app
 from shotcast.cli.engine_options import importing
 from shotcast.cli.options import command_line
 from shotcast.launcher import rank_server
-from shotcast.memory.holdings import Held, Notice
+from shotcast.memory.holdings import HeldMemory, Notice
 from shotcast.wire import LaunchShape, NodeShape
 
 pytestmark = pytest.mark.long
@@ -83,7 +83,7 @@ def test_no_command_shows_help(args: list[str]) -> None:
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     notice = Notice()
-    notice.say("cuda:0", Held(1 << 20, 1 << 20, 2, 1))
+    notice.say("cuda:0", HeldMemory(1 << 20, 1 << 20, 2, 1))
     result = invoked("doctor")
     notice.forget()
     assert "1 MiB of cuda:0 (2 shared and 1 exclusive communicators)" in result.stdout
@@ -93,7 +93,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_for_programs() -> None:
     notice = Notice()
-    notice.say("cpu", Held(0, 1 << 20))
+    notice.say("cpu", HeldMemory(0, 1 << 20))
     result = invoked("doctor", "--json")
     notice.forget()
     found = json.loads(result.stdout)
@@ -364,8 +364,8 @@ class TestTune:
         from shotcast.collectives.choice.choice import Candidate
 
         best = tune.Timed("one_shot", LaunchShape(), True, 1.0)
-        point = tune.Point(
-            "eager", "all_reduce", "float32", 64, tune.Choice(best, (), (Candidate("ring", LaunchShape()),))
+        point = tune.TunePoint(
+            "eager", "all_reduce", "float32", 64, tune.TunedChoice(best, (), (Candidate("ring", LaunchShape()),))
         )
         monkeypatch.setattr(tune, "run", lambda config, world_size: ("Some CPU", NodeShape(1, 2), [point]))
         result = CliRunner().invoke(app, ["tune", *self.QUICK, "-o", str(tmp_path / "t.json")])

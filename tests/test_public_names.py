@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -160,3 +161,13 @@ def test_doctor_asks_for_triton_where_there_are_gpus(monkeypatch: pytest.MonkeyP
     assert [part[0] for part in with_gpus] == list(extras.EXTRAS)
     assert with_gpus[-1][2] == "pip install 'shotcast[triton]'"
     assert without == with_gpus[:-1]
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path(shotcast.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path))
+    assert len(found) > 500
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

@@ -7,9 +7,9 @@ import torch
 from shotcast.bench import gemm
 
 
-def small_gemm(**change: int) -> gemm.Gemm:
+def small_gemm(**change: int) -> gemm.MeasuredGemm:
     sizes = {"tokens": 3, "inner": 8, "hidden": 16, **change}
-    return gemm.Gemm(**sizes, dtype=torch.float32, device=torch.device("cpu"))
+    return gemm.MeasuredGemm(**sizes, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_fills_the_tensor_that_the_call_reads() -> None:

@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 
 import shotcast
 from shotcast.bench import tune, tune_table
-from shotcast.bench.tune import GAIN, NEAR, Choice, Point, Timed, TuneConfig, eligible_candidates, search, settled
+from shotcast.bench.tune import (
+    GAIN,
+    NEAR,
+    Timed,
+    TuneConfig,
+    TunedChoice,
+    TunePoint,
+    eligible_candidates,
+    search,
+    settled,
+)
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, unsupported_reason
@@ -199,10 +209,10 @@ class TestSearch:
         assert [one.time_us for one in found.others] == sorted(one.time_us for one in found.others)
 
 
-def point(nbytes: int, *times: tuple[str, float], mode: str = "graph", shape: LaunchShape | None = None) -> Point:
+def point(nbytes: int, *times: tuple[str, float], mode: str = "graph", shape: LaunchShape | None = None) -> TunePoint:
     """Return a point whose choice is the first of ``times``."""
     timed = [Timed(name, shape or LaunchShape(), shape is None, time_us) for name, time_us in times]
-    return Point(mode, "all_reduce", "bfloat16", nbytes, Choice(timed[0], tuple(timed[1:]), ()))
+    return TunePoint(mode, "all_reduce", "bfloat16", nbytes, TunedChoice(timed[0], tuple(timed[1:]), ()))
 
 
 class TestSms:
@@ -284,7 +294,7 @@ class TestSms:
 class TestRows:
     KEY = ("graph", "all_reduce", "bfloat16")
 
-    def algorithms(self, *points: Point) -> list[tuple[float, str]]:
+    def algorithms(self, *points: TunePoint) -> list[tuple[float, str]]:
         return [(row.nbytes, row.algorithm) for row in tune_table.rows(points)[self.KEY]]
 
     def test_sizes_that_chose_alike_are_one_row_up_to_the_largest(self) -> None:
@@ -329,7 +339,7 @@ class TestRows:
 class TestDocument:
     POINTS = (point(64, ("one_shot", 1.25), ("two_shot", 2.0)), point(64, ("ring", 1.0), mode="eager"))
 
-    def text(self, *points: Point, part: str = "H") -> str:
+    def text(self, *points: TunePoint, part: str = "H") -> str:
         environment = {"cpu_model": "c", "versions": {"torch": "2"}, "driver": "580"}
         return tune_table.document(
             part, NodeShape(1, 4), points, device="cuda", environment=environment, command="shotcast tune", seconds=0.5
@@ -486,7 +496,7 @@ class TestRanks:
         assert first[0].choice.best.algorithm == "ring", "the only one that is slow to nobody"
 
     @staticmethod
-    def table(points: list[Point]) -> str:
+    def table(points: list[TunePoint]) -> str:
         return tune_table.document(
             "cpu", NodeShape(1, 2), points, device="cpu", environment={}, command="", seconds=0.0
         )
@@ -550,7 +560,7 @@ class TestRanks:
 
         order: list[object] = []
 
-        def chosen(op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
+        def chosen(op: str, dtype: str, mode: str, nbytes: int, known: TunedChoice | None) -> TunedChoice:
             order.append(nbytes)
             return point(nbytes, ("one_shot" if nbytes < 20_000 else "two_shot", 1.0)).choice
 

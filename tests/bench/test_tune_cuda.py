@@ -10,7 +10,7 @@ import tune_targets as targets
 
 import shotcast
 from shotcast.bench import tune, tune_table
-from shotcast.collectives.choice.table import Row, parse, render
+from shotcast.collectives.choice.table import TableRow, parse, render
 from shotcast.collectives.registry import registered
 from shotcast.wire import LaunchShape
 
@@ -45,8 +45,8 @@ def test_both_modes() -> None:
 def test_captured_and_eager_calls_take_their_own_rows(tmp_path: Path) -> None:
     part, path = torch.cuda.get_device_name(0), tmp_path / "t.json"
     rows = {
-        ("graph", "all_reduce", "float32"): [Row(float("inf"), "two_shot", LaunchShape(16, 256, 2), "graph")],
-        ("eager", "all_reduce", "float32"): [Row(float("inf"), "one_shot", None, "eager")],
+        ("graph", "all_reduce", "float32"): [TableRow(float("inf"), "two_shot", LaunchShape(16, 256, 2), "graph")],
+        ("eager", "all_reduce", "float32"): [TableRow(float("inf"), "one_shot", None, "eager")],
     }
     path.write_text(render(part, 2, rows, {}, []))
     for eager, captured, total in shotcast.spawn(

@@ -17,7 +17,7 @@ from shotcast.collectives.choice.choice import Candidate
 
 def _with(
     change: Callable[[Candidate, baselines.BenchCall], Callable[[], Any]], config: tune.TuneConfig
-) -> list[tune.Point]:
+) -> list[tune.TunePoint]:
     """Tune with each candidate's call replaced by ``change(candidate, call)``."""
     made = tune.TuneCase.call
 
@@ -34,7 +34,7 @@ def _slow(candidate: Candidate) -> bool:
     return candidate.algorithm != "two_shot"
 
 
-def one_is_wrong(config: tune.TuneConfig, rank: int) -> list[tune.Point]:
+def one_is_wrong(config: tune.TuneConfig, rank: int) -> list[tune.TunePoint]:
     """Tune with a two-shot that is by far the fastest, but wrong in one element on one rank."""
 
     def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
@@ -50,7 +50,7 @@ def one_is_wrong(config: tune.TuneConfig, rank: int) -> list[tune.Point]:
     return _with(change, config)
 
 
-def one_launch_is_wrong(config: tune.TuneConfig) -> list[tune.Point]:
+def one_launch_is_wrong(config: tune.TuneConfig) -> list[tune.TunePoint]:
     """Tune with a two-shot that is right by default, and wrong but fastest with any other chunk."""
 
     def change(candidate: Candidate, call: baselines.BenchCall) -> Callable[[], Any]:
@@ -79,7 +79,7 @@ def nothing_is_right(config: tune.TuneConfig) -> str:
     return ""
 
 
-def ranks_differ(config: tune.TuneConfig) -> list[tune.Point]:
+def ranks_differ(config: tune.TuneConfig) -> list[tune.TunePoint]:
     """Tune with one-shot and the vendor slow on rank 0, and two-shot slow on rank 1. The ring is slow on no rank."""
     slow = {0: ("one_shot", "vendor"), 1: ("two_shot",)}
 

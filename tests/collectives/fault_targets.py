@@ -18,7 +18,7 @@ import shotcast
 from shotcast import CollectiveMismatch, CollectiveTimeout, ShotcastError, wire
 from shotcast.collectives import first_use
 from shotcast.memory.host_group import StoreGroup
-from shotcast.transport.cpu.executor import BoundCall
+from shotcast.transport.cpu.executor import CpuBoundCall
 
 
 def killed_in_each_call(victim: int, timeout_s: float, op: str) -> dict[str, Any]:
@@ -140,9 +140,9 @@ def compile_in_vain(compile_s: float) -> tuple[str, float, float, float]:
     Return the error, its delay, that of the sum after the reset, and the sum.
     """
     comm = shotcast.Communicator(device="cpu", timeout_s=0.8)
-    load, attempts = BoundCall.load, 0
+    load, attempts = CpuBoundCall.load, 0
 
-    def failing_load(self: BoundCall) -> None:
+    def failing_load(self: CpuBoundCall) -> None:
         nonlocal attempts
         attempts += 1
         if attempts == 1:
@@ -151,7 +151,7 @@ def compile_in_vain(compile_s: float) -> tuple[str, float, float, float]:
         load(self)
 
     if comm.rank == 1:
-        BoundCall.load = failing_load  # type: ignore[method-assign]  # in this process alone
+        CpuBoundCall.load = failing_load  # type: ignore[method-assign]  # in this process alone
     x, error = torch.full([777], comm.rank + 1.0), ""
     comm._host.barrier()
     began = time.monotonic()

@@ -20,7 +20,7 @@ import shotcast
 from shotcast import wire
 from shotcast.launcher.process_watch import WATCH
 from shotcast.memory import arena
-from shotcast.memory.holdings import Held
+from shotcast.memory.holdings import HeldMemory
 from shotcast.transport.triton import layout
 from shotcast.wire import Op
 
@@ -263,7 +263,7 @@ def without_memory(short: int) -> list[str]:
         assert sizes(comm) == [FIRST]
         one_call(comm, "two_shot", FIRST, 3)
         comm.check()
-    assert arena.held()["cpu"] == Held(0, 0)
+    assert arena.held()["cpu"] == HeldMemory(0, 0)
     return errors
 
 
@@ -294,7 +294,7 @@ def failing_on_one_rank(failing: int) -> list[str]:
         finally:
             setattr(module, name, real)
         gc.collect()
-        assert arena.held().get("cpu", Held(0, 0)) == Held(0, 0)
+        assert arena.held().get("cpu", HeldMemory(0, 0)) == HeldMemory(0, 0)
         errors.append(str(caught.value))
     return errors
 

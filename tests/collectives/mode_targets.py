@@ -13,7 +13,7 @@ from workers import check, inputs
 
 import shotcast
 from shotcast.collectives.choice import agreement
-from shotcast.collectives.choice.table import Row, parse, render
+from shotcast.collectives.choice.table import TableRow, parse, render
 from shotcast.collectives.registry import registered
 from shotcast.collectives.stream_order import StreamChain
 from shotcast.errors import ConfigError
@@ -70,8 +70,8 @@ class Recorded:
         self.call.load()
 
 
-def rows(algorithm: str, mode: str) -> dict[tuple[str, str, str], list[Row]]:
-    return {(mode, "all_reduce", "float32"): [Row(float("inf"), algorithm, LaunchShape(0, 0, 0, 4096), mode)]}
+def rows(algorithm: str, mode: str) -> dict[tuple[str, str, str], list[TableRow]]:
+    return {(mode, "all_reduce", "float32"): [TableRow(float("inf"), algorithm, LaunchShape(0, 0, 0, 4096), mode)]}
 
 
 def with_modes(comm: shotcast.Communicator) -> tuple[Modes, list[CallPlan]]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shotcast
 from shotcast.memory import arena
-from shotcast.memory.holdings import Held
+from shotcast.memory.holdings import HeldMemory
 
 
 class Resources(NamedTuple):
@@ -31,7 +31,7 @@ class Resources(NamedTuple):
     threads: int
     groups: int
     memory_kib: int
-    symmetric: dict[str, Held]
+    symmetric: dict[str, HeldMemory]
     gpu_mib: int
     names: tuple[str, ...]
 
@@ -118,7 +118,7 @@ def replays_across_growth(nbytes: list[int]) -> list[int]:
                 eager = comm.all_reduce(torch.ones(100, device=comm.device))
                 assert bool((eager == comm.world_size).all())
             held.append(comm.explain(x).held_bytes)
-    assert arena.held()[str(comm.device)] == Held(0, 0)
+    assert arena.held()[str(comm.device)] == HeldMemory(0, 0)
     return held
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import shotcast
 from shotcast import ConfigError
-from shotcast.collectives.choice.table import Row, render
+from shotcast.collectives.choice.table import TableRow, render
 from shotcast.collectives.registry import registered
 from shotcast.wire import LaunchShape, NodeShape
 
@@ -148,7 +148,7 @@ class TestDisagreement:
 
     def test_table_with_a_launch_that_the_kernels_cannot_take(self, tmp_path: Path) -> None:
         path = tmp_path / "table.json"
-        row = Row(64, "one_shot", LaunchShape(block_words=0), "eager")
+        row = TableRow(64, "one_shot", LaunchShape(block_words=0), "eager")
         path.write_text(render("cpu", NodeShape(1, 3), {("eager", "all_reduce", "int8"): [row]}, {}, []))
         settings = {"SHOTCAST_TABLE": str(path), "SHOTCAST_CPU_KERNELS": "interpreter"}
         message = self.error_of(dict.fromkeys(range(3), settings))

@@ -28,7 +28,7 @@ from shotcast.collectives.choice.candidates import launch_shape, launch_shapes, 
 from shotcast.collectives.choice.resolver import Resolver
 from shotcast.collectives.choice.select import choose
 from shotcast.transport.triton import copy_engines
-from shotcast.transport.triton.copy_engines import OUT, REGION, Parts
+from shotcast.transport.triton.copy_engines import OUT, REGION, CopiedParts
 from shotcast.transport.triton.layout import bytes_of_copies, places_of_copies
 from shotcast.wire import Op, slice_bytes
 
@@ -171,7 +171,7 @@ def test_places_are_written_again_only_when_all_have_taken_what_was_there(
     part = 16 * quads
     room = 16 * chunk * world_size * places_of_copies(op, -(-quads // chunk))
     regions = tuple(10**9 * rank for rank in range(world_size))
-    parts = [Parts(op, part * world_size, part, 16 * chunk, rank, regions) for rank in range(world_size)]
+    parts = [CopiedParts(op, part * world_size, part, 16 * chunk, rank, regions) for rank in range(world_size)]
     phases = [list(one.phases()) for one in parts]
     assert len({len(one) for one in phases}) == 1
     written: dict[int, int] = {}
@@ -197,7 +197,7 @@ def test_every_byte_of_the_result_is_written_once(op: Op, world_size: int, eleme
     nbytes = 2 * elements * (1 if op is Op.ALL_REDUCE else world_size)
     part = slice_bytes(nbytes, world_size) if op is Op.ALL_REDUCE else nbytes // world_size
     for rank in range(world_size):
-        parts = Parts(op, nbytes, part, 16 * chunk, rank, (0,) * world_size)
+        parts = CopiedParts(op, nbytes, part, 16 * chunk, rank, (0,) * world_size)
         spans = []
         for phase in parts.phases():
             spans += [(copy.target, copy.nbytes) for copy in phase.taken if copy.target_base == OUT]
@@ -255,7 +255,7 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, op: Op, ch
             seen.does(stream, f"{kind} {len(seen.before)}")
 
     monkeypatch.setattr(copy_engines, "_copy", copy)
-    phases = tuple(Parts(op, 128, 64, chunk, 0, (1000, 2000)).phases())
+    phases = tuple(CopiedParts(op, 128, 64, chunk, 0, (1000, 2000)).phases())
     launches: Any = [seen.kernel(name) for name in ("meets", "sums", "last")]
     lane: Any = seen
     made = copy_engines.CopyEngineCall(phases, launches[:1], launches[1], launches[2], 128, (128, 128), lane)

@@ -14,7 +14,7 @@ from workers import FLOATS, across_epochs, changing_sizes, matrix, numerics, wai
 
 import shotcast
 from shotcast import wire
-from shotcast.collectives.choice.table import Row, render
+from shotcast.collectives.choice.table import TableRow, render
 from shotcast.wire import LaunchShape, NodeShape
 
 ODD_COUNTS = [0, 1, 5, 63, 4099]
@@ -116,7 +116,7 @@ class TestBits:
         for algorithm in ("one_shot", "two_shot"):
             for chunk_bytes in (64, 4096):
                 path = tmp_path / f"{algorithm}{chunk_bytes}.json"
-                row = Row(float("inf"), algorithm, LaunchShape(0, 0, 0, chunk_bytes), "eager")
+                row = TableRow(float("inf"), algorithm, LaunchShape(0, 0, 0, chunk_bytes), "eager")
                 path.write_text(render("cpu", NodeShape(1, 3), {("eager", "all_reduce", "bfloat16"): [row]}, {}, []))
                 env = {"SHOTCAST_TABLE": str(path)}
                 for found, explanation in shotcast.spawn(

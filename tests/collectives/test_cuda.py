@@ -31,7 +31,7 @@ from workers import (
 import shotcast
 from shotcast.collectives import reference
 from shotcast.collectives.rank_device import enough_gpus
-from shotcast.transport.triton.layout import Layout, bytes_of_copies
+from shotcast.transport.triton.layout import WorkspaceLayout, bytes_of_copies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 WORLD_SIZES = [n for n in (2, 3, 4, 8) if enough_gpus(n)]
@@ -68,7 +68,7 @@ def test_graphs_go_on_in_the_workspace_that_they_were_captured_with(world_size: 
     sizes = [8192, 16 * mib, 64 * mib]
     sizes_of = [(room * mib, room == 8) for room in (8, 32, 64)]
     engine_bytes = bytes_of_copies(exclusive=False)
-    regions = [Layout.for_messages(room, first, engine_bytes=engine_bytes).nbytes for room, first in sizes_of]
+    regions = [WorkspaceLayout.for_messages(room, first, engine_bytes=engine_bytes).nbytes for room, first in sizes_of]
     wanted = list(itertools.accumulate(regions))
     assert shotcast.spawn(replays_across_growth, world_size, sizes, timeout_s=200) == [wanted] * world_size
 

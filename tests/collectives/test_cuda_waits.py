@@ -7,15 +7,15 @@ import waits_targets as targets
 
 import shotcast
 from shotcast.collectives.rank_device import enough_gpus
-from shotcast.memory.holdings import Held
-from shotcast.transport.triton.layout import Layout
+from shotcast.memory.holdings import HeldMemory
+from shotcast.transport.triton.layout import WorkspaceLayout
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(200),
     pytest.mark.skipif(not enough_gpus(2), reason="two GPUs"),
 ]
-GROWN = Layout.for_messages(32 * targets.MIB, mailboxes=False).nbytes
+GROWN = WorkspaceLayout.for_messages(32 * targets.MIB, mailboxes=False).nbytes
 
 
 def test_growth_waits_for_no_other_stream() -> None:
@@ -25,7 +25,7 @@ def test_growth_waits_for_no_other_stream() -> None:
         assert grown.grown.blocks - grown.grown.leased >= GROWN
         assert grown.reset.blocks <= grown.grown.blocks - GROWN
         assert grown.reset.leased == grown.grown.leased
-        assert grown.closed == Held(0, 0)
+        assert grown.closed == HeldMemory(0, 0)
 
 
 def test_nothing_is_released_in_a_capture() -> None:

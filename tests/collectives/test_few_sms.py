@@ -247,7 +247,7 @@ def test_launches_fit_into_the_window(
     shape = launch_shape(case, "few_sms")
     assert 1 <= shape.programs <= sms
     assert not launch_obstacle(topology.transport, topology.algorithms["few_sms"], shape)
-    where = layout.Layout.for_messages(room(case, "few_sms"))
+    where = layout.WorkspaceLayout.for_messages(room(case, "few_sms"))
     assert shape.chunk_bytes >= 16
     assert shape.chunk_bytes % 16 == 0
     form = topology.algorithms["few_sms"].forms[op]

@@ -19,7 +19,7 @@ from shotcast.collectives.choice.candidates import room, unsupported_reason
 from shotcast.collectives.growth import grow
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
-from shotcast.transport.triton.layout import FIRST_ROOM, Layout, rooms
+from shotcast.transport.triton.layout import FIRST_ROOM, WorkspaceLayout, rooms
 from shotcast.wire import Op
 
 FIRST, LARGEST = targets.FIRST, targets.LARGEST
@@ -34,7 +34,7 @@ def test_rooms_from_small_to_the_largest() -> None:
     assert rooms(10 * mib) == (8 * mib, 10 * mib)
     assert rooms(8 * mib) == (8 * mib,)
     assert rooms(100) == (100,)
-    assert Layout.for_messages(FIRST_ROOM).nbytes < 83 * mib
+    assert WorkspaceLayout.for_messages(FIRST_ROOM).nbytes < 83 * mib
 
 
 @given(st.integers(1, 512 << 20))
@@ -47,7 +47,7 @@ def test_all_rooms_take_at_most_twice_the_largest(max_bytes: int) -> None:
 
 
 def test_only_the_first_region_has_mailboxes() -> None:
-    first, later = Layout.for_messages(1 << 20), Layout.for_messages(1 << 20, mailboxes=False)
+    first, later = WorkspaceLayout.for_messages(1 << 20), WorkspaceLayout.for_messages(1 << 20, mailboxes=False)
     assert first.nbytes - later.nbytes == 2 << 20
     assert dataclasses.replace(later, nbytes=0).slots_quads == first.slots_quads
 

@@ -14,7 +14,7 @@ from node_kernel_targets import KINDS, ROUNDED, changing_sizes, failures, in_pie
 
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
-from shotcast.transport.triton.layout import Layout, network_slots
+from shotcast.transport.triton.layout import WorkspaceLayout, network_slots
 from shotcast.wire import MAX_WORLD_SIZE, Op
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -93,15 +93,15 @@ def test_slots_hold_a_piece_of_any_exchange(max_bytes: int) -> None:
     for nodes, local in itertools.product(range(2, 9), range(1, 9)):
         if nodes * local > MAX_WORLD_SIZE:
             continue
-        where = Layout.for_messages(max_bytes, nodes=nodes, ranks_per_node=local)
-        alone = Layout.for_messages(max_bytes)
+        where = WorkspaceLayout.for_messages(max_bytes, nodes=nodes, ranks_per_node=local)
+        alone = WorkspaceLayout.for_messages(max_bytes)
         assert 16 <= where.piece_bytes <= max_bytes
         slice_words = -(-where.piece_bytes // (16 * local)) * 4
         between = where.slots_quads - alone.slots_quads
         assert network_slots(nodes) * 2 * slice_words <= between * 4
         assert where.nbytes - alone.nbytes == 3 * between * 16
         assert (where.staging_quads, where.window_quads) == (0, alone.window_quads)
-        staged = Layout.for_messages(max_bytes, nodes=nodes, ranks_per_node=local, staged=True)
+        staged = WorkspaceLayout.for_messages(max_bytes, nodes=nodes, ranks_per_node=local, staged=True)
         assert (staged.staging_quads, staged.window_quads) == (between, 0)
         assert staged.staging_at == staged.slots_at + 3 * staged.slots_quads
         assert staged.nbytes == (staged.staging_at + 2 * between) * 16

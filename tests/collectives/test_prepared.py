@@ -18,7 +18,7 @@ import shotcast
 from frames import Frames
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives import prepared
-from shotcast.collectives.choice.resolver import Call
+from shotcast.collectives.choice.resolver import ResolvedCall
 from shotcast.collectives.norm_operands import Fp8Normed
 from shotcast.collectives.prepared import PreparedCalls
 from shotcast.collectives.stream_order import StreamChain
@@ -64,10 +64,10 @@ class Parts:
         self.calls = PreparedCalls(executor, self.vendor, chain, self.lock, lambda: raise_fault, kind == "gpu")
         self.keep(self.x, self.out)
 
-    def call(self, **changes: Any) -> Call:
+    def call(self, **changes: Any) -> ResolvedCall:
         plan: Any = None
         bound: Any = self.executor
-        return Call(plan, changes.pop("by_library", False), bound, (), 0, "", **changes)
+        return ResolvedCall(plan, changes.pop("by_library", False), bound, (), 0, "", **changes)
 
     def keep(self, x: torch.Tensor, out: torch.Tensor | None, given: tuple[Any, ...] | None = None) -> None:
         """Prepare a call that was made on ``x`` and ``out``."""

@@ -10,7 +10,7 @@ import split_targets as targets
 from resource_targets import many_splits
 
 import shotcast
-from shotcast.collectives.choice.table import Row, render
+from shotcast.collectives.choice.table import TableRow, render
 from shotcast.wire import NodeShape
 
 
@@ -46,7 +46,7 @@ def test_each_size_takes_the_tables_made_for_it(tmp_path: Path) -> None:
     paths = {}
     for world_size, algorithm in ((3, "ring"), (2, "two_shot"), (8, "vendor")):
         paths[world_size] = path = tmp_path / f"x{world_size}.json"
-        row = Row(64, algorithm, None, "eager")
+        row = TableRow(64, algorithm, None, "eager")
         path.write_text(render("cpu", NodeShape(1, world_size), {("eager", "all_reduce", "float32"): [row]}, {}, []))
     env = {"SHOTCAST_TABLE": os.pathsep.join(map(str, paths.values()))}
     first, _, last = shotcast.spawn(targets.reasons_of_each_size, 3, env=env, timeout_s=300)

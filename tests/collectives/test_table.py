@@ -19,8 +19,8 @@ from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, 
 from shotcast.collectives.choice.table import (
     MODES,
     PassedOver,
-    Row,
     Table,
+    TableRow,
     all_packaged,
     file_name,
     fit_for,
@@ -262,7 +262,7 @@ class TestRender:
                 limits.append(float("inf"))
             shapes = st.none() if Op[key[1].upper()] in FUSED else self.SHAPES
             rows[key] = tuple(
-                Row(limit, data.draw(st.sampled_from(ALGORITHMS)), data.draw(shapes), key[0]) for limit in limits
+                TableRow(limit, data.draw(st.sampled_from(ALGORITHMS)), data.draw(shapes), key[0]) for limit in limits
             )
         text = render(part, shape, rows, {"today": {"a": [1, {"b": 2}], "c": {}}}, [{"x": 1}, {"y": [2]}])
         table = parse(text, "t", registered())
@@ -274,7 +274,7 @@ class TestRender:
 
     def test_each_row_is_one_line(self) -> None:
         text = render(
-            "p", NodeShape(1, 2), {("graph", "barrier", "int8"): [Row(8, "ring", LaunchShape(), "graph")]}, {}, []
+            "p", NodeShape(1, 2), {("graph", "barrier", "int8"): [TableRow(8, "ring", LaunchShape(), "graph")]}, {}, []
         )
         shape = json.dumps(dataclasses.asdict(LaunchShape()))
         assert f'     [8, "ring", {shape}]\n' in text

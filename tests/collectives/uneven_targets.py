@@ -12,7 +12,7 @@ from operation_targets import matrix_of
 from workers import settle, shifted
 
 import shotcast
-from shotcast.transport.cpu.executor import BoundCall
+from shotcast.transport.cpu.executor import CpuBoundCall
 from shotcast.transport.cpu.waiting import DONE
 from shotcast.wire import Op
 
@@ -96,7 +96,7 @@ def many_sizes(algorithm: str, count: int) -> tuple[int, list[float]]:
             assert torch.equal(got, torch.cat(wanted)), (number, got)
 
         made = next(call.bound for call in comm._calls.values() if call.plan.op is Op.ALL_TO_ALL_UNEVEN)
-        if not (isinstance(made, BoundCall) and algorithm == "one_shot"):
+        if not (isinstance(made, CpuBoundCall) and algorithm == "one_shot"):
             return len(comm._calls), []
         made._function = lambda *_: DONE
 

@@ -11,7 +11,7 @@ import torch
 
 import shotcast
 from shotcast.memory import arena
-from shotcast.memory.holdings import Held
+from shotcast.memory.holdings import HeldMemory
 
 MIB = 1 << 20
 
@@ -20,9 +20,9 @@ class Grown(NamedTuple):
     """The time of two growths beside a waiting receive, and the memory held behind them, a reset and the end."""
 
     took_s: float
-    grown: Held
-    reset: Held
-    closed: Held
+    grown: HeldMemory
+    reset: HeldMemory
+    closed: HeldMemory
 
 
 def growth_beside_a_receive(timeout_s: float) -> Grown:
@@ -66,7 +66,7 @@ def _pass_on(comm: shotcast.Communicator, message: torch.Tensor) -> None:
         comm.recv(message, 1)
 
 
-def dropped_in_a_capture() -> list[Held]:
+def dropped_in_a_capture() -> list[HeldMemory]:
     """Collect the memory of a communicator while a graph is captured; replay that. Return what is held then, and after
     a reset."""
     with shotcast.Communicator(device="cuda", timeout_s=60) as comm:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shotcast.device.cpu import compilation
-from shotcast.device.cpu.compilation import Schedule, compile_function
+from shotcast.device.cpu.compilation import CompiledSchedule, compile_function
 from shotcast.transport.cpu import layout, norm_rows, one_shot
 from shotcast.transport.cpu.waiting import ABORTED
 
@@ -125,7 +125,7 @@ def test_kept_code_belongs_to_its_sources_versions_and_machine(
     name: str, value: object, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compile_or_load() -> None:
-        assert Schedule(done).get()(0, 0, 0, 0) == 0
+        assert CompiledSchedule(done).get()(0, 0, 0, 0) == 0
 
     compile_or_load()
     compile_or_load()
@@ -145,7 +145,7 @@ def test_kinds_and_values_in_a_closure_are_kept_apart(compiled: list[str]) -> No
 
         return function
 
-    assert [Schedule(returning(number)).get()(0, 0, 0, 0) for number in (3, 4, 3)] == [3, 4, 3]
+    assert [CompiledSchedule(returning(number)).get()(0, 0, 0, 0) for number in (3, 4, 3)] == [3, 4, 3]
     assert compiled == ["function", "function"]
     files = {compilation._file_of(returning(3), kind) for kind in ("schedule", "arithmetic")}
     assert len(files) == 2
@@ -160,7 +160,7 @@ def test_a_file_of_a_user_is_compiled_again_when_it_changes(compiled: list[str],
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return Schedule(module.function).get()(0, 0, 0, 0)
+        return CompiledSchedule(module.function).get()(0, 0, 0, 0)
 
     text = "NUMBER = {}\n\ndef function(context, plan, x, out):\n    return NUMBER\n"
     file.write_text(text.format(11))
@@ -172,18 +172,18 @@ def test_a_file_of_a_user_is_compiled_again_when_it_changes(compiled: list[str],
 
 
 def test_a_damaged_file_is_replaced(compiled: list[str], tmp_path: Path) -> None:
-    Schedule(done).get()
+    CompiledSchedule(done).get()
     (file,) = (tmp_path / "cache").glob("*.code")
     whole = file.read_bytes()
     for damaged in (whole[:-1], whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], b""):
         file.write_bytes(damaged)
-        assert Schedule(done).get()(0, 0, 0, 0) == 0
+        assert CompiledSchedule(done).get()(0, 0, 0, 0) == 0
         assert compilation._read(file) is not None
     assert compiled == ["done"] * 4
 
 
 def test_an_entry_refuses_other_arguments(compiled: list[str]) -> None:
-    function = Schedule(done).get()
+    function = CompiledSchedule(done).get()
     assert isinstance(function, types.BuiltinFunctionType), "no function of C"
     with pytest.raises(TypeError):
         function(0, 0, 0)
@@ -199,7 +199,7 @@ def test_loaded_code_does_as_compiled_code(compiled: list[str]) -> None:
     region, context, plan = array("q", [0] * 512), array("q", [0] * 80), array("q", [0] * layout.PLAN_WORDS)
     region[layout.ABORT // 8], context[layout.REGIONS // 8] = 1, region.buffer_info()[0]
     for _ in range(2):
-        status = Schedule(one_shot.all_reduce).get()(context.buffer_info()[0], plan.buffer_info()[0], 0, 0)
+        status = CompiledSchedule(one_shot.all_reduce).get()(context.buffer_info()[0], plan.buffer_info()[0], 0, 0)
         assert status == ABORTED
     assert compiled == ["all_reduce"]
 

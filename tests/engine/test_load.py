@@ -19,7 +19,7 @@ from shotcast.engine.load import _require_float8, _workspace_bytes, stored_forma
 from shotcast.errors import UnsupportedError
 from shotcast.layers.quantized import BlockRows, Float8Rows, GroupedRows
 from shotcast.models.presets import preset
-from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.layout import WorkspaceLayout
 
 LARGE = 4 << 20
 """The longest message within a stage in these tests."""
@@ -53,7 +53,9 @@ def test_only_ranks_that_share_layers_take_a_large_workspace(
     found = interpret(
         targets.workspace_bytes, tensor * stages, tensor, stages, LARGE, env=GPU_COLLECTIVES, timeout_s=300
     )
-    assert found == [tuple(Layout.for_messages(max_bytes).nbytes for max_bytes in expected)] * (tensor * stages)
+    assert found == [tuple(WorkspaceLayout.for_messages(max_bytes).nbytes for max_bytes in expected)] * (
+        tensor * stages
+    )
 
 
 def test_a_single_rank_is_not_limited_by_its_workspace() -> None:

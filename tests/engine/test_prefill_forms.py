@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shotcast.engine import prefill_forms
-from shotcast.engine.prefill_forms import BESIDE_OWN, BY_COPIES, FORMS, HALVES, WHOLE, Form, PrefillForms
+from shotcast.engine.prefill_forms import BESIDE_OWN, BY_COPIES, FORMS, HALVES, WHOLE, PrefillForm, PrefillForms
 from shotcast.overlap.policy import Decision, Way
 
 SIZE = 1024
@@ -62,7 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, forms: PrefillForms, fastest: str)
         assert [way.run() for way in ways] == asked
         return {name: 50.0 if name == fastest else 100.0 for name in asked}
 
-    def run_of(form: Form) -> Callable[[], str]:
+    def run_of(form: PrefillForm) -> Callable[[], str]:
         return lambda: form.name
 
     monkeypatch.setattr(prefill_forms, "measure", measure)
@@ -89,7 +89,7 @@ def test_auto_takes_the_fastest_form_and_says_why(monkeypatch: pytest.MonkeyPatc
     [("on", [HALVES, BY_COPIES, BESIDE_OWN]), ("shaped", [BY_COPIES, BESIDE_OWN])],
 )
 def test_named_forms_are_compared_without_the_sequential_one(
-    monkeypatch: pytest.MonkeyPatch, overlap: str, compared: list[Form]
+    monkeypatch: pytest.MonkeyPatch, overlap: str, compared: list[PrefillForm]
 ) -> None:
     forms = forms_of(monkeypatch, overlap)
     assert measured(monkeypatch, forms, BESIDE_OWN.name) == [form.name for form in compared]
@@ -152,7 +152,7 @@ def test_ranks_that_take_turns_on_a_gpu_measure_nothing(monkeypatch: pytest.Monk
     ],
 )
 def test_forms_that_cannot_serve_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compared: list[Form], left_out: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compared: list[PrefillForm], left_out: dict[str, str]
 ) -> None:
     monkeypatch.setattr(Comm, "able", options.pop("able", Comm.able))
     forms = forms_of(monkeypatch, "auto", **options)

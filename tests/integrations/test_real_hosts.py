@@ -19,7 +19,7 @@ import real_host_targets as targets
 from fake_hosts import write_entry_points
 
 import shotcast
-from shotcast.collectives.choice.table import Row, render
+from shotcast.collectives.choice.table import TableRow, render
 from shotcast.integrations import sglang, vllm
 from shotcast.wire import NodeShape
 
@@ -57,7 +57,7 @@ def test_rows_of_vllm_in_ten_batches(mode: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("SHOTCAST_VLLM", "1")
     write_entry_points(tmp_path)
     table = tmp_path / "table.json"  # three ranks sum in another order by a ring
-    rows = [Row(4096, "one_shot", None, "eager"), Row(float("inf"), "ring", None, "eager")]
+    rows = [TableRow(4096, "one_shot", None, "eager"), TableRow(float("inf"), "ring", None, "eager")]
     table.write_text(render("cpu", NodeShape(1, 3), {("eager", "all_reduce", "bfloat16"): rows}, {}, []))
     environment = {"VLLM_BATCH_INVARIANT": mode, "SHOTCAST_TABLE": str(table)}
     for sums, norms, algorithms, one_range in shotcast.spawn(

@@ -22,7 +22,7 @@ from shotcast.errors import ClosedError, CollectiveTimeout, ConfigError
 from shotcast.memory import arena as arenas
 from shotcast.memory import holdings
 from shotcast.memory.arena import KEPT_BYTES, PAGE, Arena, Lease, Process
-from shotcast.memory.holdings import Held
+from shotcast.memory.holdings import HeldMemory
 from shotcast.memory.shm import ShmBuffer
 from shotcast.memory.symmetric import raise_failures
 
@@ -167,13 +167,13 @@ def test_a_lease_is_memory_that_all_ranks_see(machine: Machine) -> None:
         assert [lease.view(r, MIB - 4, (1,), torch.int32).item() for r in range(3)] == [7, 8, 9]
         with pytest.raises(ConfigError, match="exceeds the lease's 1048576 bytes"):
             lease.view(0, MIB - 4, (2,), torch.int32)
-    assert machine.arenas[0].held == Held(MIB + PAGE, MIB + PAGE)
-    assert machine.arenas[1].held == Held(0, 0)
+    assert machine.arenas[0].held == HeldMemory(MIB + PAGE, MIB + PAGE)
+    assert machine.arenas[1].held == HeldMemory(0, 0)
     leases[0].close()
     leases[0].close()
     with pytest.raises(ClosedError):
         leases[0].view(0, 0, (1,), torch.int32)
-    assert machine.arenas[2].held == Held(0, 0)
+    assert machine.arenas[2].held == HeldMemory(0, 0)
     close_all(leases)
 
 
@@ -187,7 +187,7 @@ def test_communicators_in_use_at_once_share_no_memory(machine: Machine) -> None:
     assert taken == [0, block_of(MIB)]
     for lease in (*whole, *small[0], *small[1]):
         lease.close()
-    assert {arena.held for arena in machine.arenas} == {Held(0, 0)}
+    assert {arena.held for arena in machine.arenas} == {HeldMemory(0, 0)}
 
 
 def test_ranks_of_a_larger_block_lease_from_it(machine: Machine) -> None:
@@ -236,7 +236,7 @@ def test_memory_of_a_rank_that_never_closes_is_not_leased_again(machine: Machine
     assert machine.made == 4, "an abandoned lease has no mark"
     close_all(after)
     close_all(parent)
-    assert machine.arenas[0].held == Held(0, 0), "no lease is open, so nothing is kept"
+    assert machine.arenas[0].held == HeldMemory(0, 0), "no lease is open, so nothing is kept"
 
 
 def test_leases_that_are_collected_are_given_back(machine: Machine) -> None:
@@ -244,7 +244,7 @@ def test_leases_that_are_collected_are_given_back(machine: Machine) -> None:
     assert machine.arenas[0].held.leased
     del leases
     gc.collect()
-    assert [machine.arenas[rank].held for rank in (0, 1)] == [Held(0, 0)] * 2
+    assert [machine.arenas[rank].held for rank in (0, 1)] == [HeldMemory(0, 0)] * 2
 
 
 def test_a_lease_that_is_collected_while_the_arena_is_at_work_waits(machine: Machine) -> None:
@@ -253,7 +253,7 @@ def test_a_lease_that_is_collected_while_the_arena_is_at_work_waits(machine: Mac
     with arena._lock:
         lease.abandon()
         assert len(arena._blocks) == 1
-    assert arena.held == Held(0, 0)
+    assert arena.held == HeldMemory(0, 0)
 
 
 def test_small_empty_blocks_are_kept_while_others_are_in_use(machine: Machine) -> None:
@@ -267,7 +267,7 @@ def test_small_empty_blocks_are_kept_while_others_are_in_use(machine: Machine) -
         close_all(machine.lease([1, 0], nbytes))
         assert machine.made == made + (not kept)
     close_all(parent)
-    assert machine.arenas[0].held == Held(0, 0)
+    assert machine.arenas[0].held == HeldMemory(0, 0)
 
 
 def test_one_rank_without_memory_is_an_error_of_all(machine: Machine) -> None:
@@ -276,7 +276,7 @@ def test_one_rank_without_memory_is_an_error_of_all(machine: Machine) -> None:
     outcomes = machine.lease([0, 1, 2], MIB)
     assert [str(outcome) for outcome in outcomes] == [f"rank 1: wanted {block_of(MIB)}, {MIB - PAGE} free"] * 3
     assert all(isinstance(outcome, ConfigError) for outcome in outcomes)
-    assert [machine.arenas[rank].held for rank in range(3)] == [Held(block_of(MIB), block_of(MIB))] * 3
+    assert [machine.arenas[rank].held for rank in range(3)] == [HeldMemory(block_of(MIB), block_of(MIB))] * 3
     others = machine.lease([0, 2], MIB)
     assert machine.made == 2, "the others have memory"
     close_all(first + others)
@@ -305,7 +305,7 @@ def test_memory_whose_release_waits_is_kept_and_leased_again(machine: Machine) -
     close_all(grown)
     del grown
     gc.collect()
-    kept = Held(block_of(MIB), block_of(MIB) + block_of(large))
+    kept = HeldMemory(block_of(MIB), block_of(MIB) + block_of(large))
     assert [machine.arenas[rank].held for rank in (0, 1)] == [kept] * 2
     again = machine.lease([1, 0], large)
     assert machine.made == 2
@@ -319,13 +319,13 @@ def test_memory_whose_release_waits_is_kept_and_leased_again(machine: Machine) -
     machine.busy.clear()
     for rank in (0, 1):
         machine.arenas[rank].release()
-        assert machine.arenas[rank].held == Held(block_of(MIB), block_of(MIB)), "small blocks may be kept"
+        assert machine.arenas[rank].held == HeldMemory(block_of(MIB), block_of(MIB)), "small blocks may be kept"
     assert machine.waits == [1, 1, 0, 0]
     close_all(parent)
     for rank in (0, 1):
         machine.arenas[rank].release()
         machine.arenas[rank].release()
-        assert machine.arenas[rank].held == Held(0, 0)
+        assert machine.arenas[rank].held == HeldMemory(0, 0)
     assert machine.waits == [2, 2, 0, 0], "nothing to release is nothing to wait for"
 
 
@@ -339,7 +339,7 @@ def test_ranks_without_memory_release_theirs_together(machine: Machine) -> None:
     grown = machine.lease([0, 1], large + PAGE)
     assert machine.waits == [1, 1, 0, 0]
     whole = block_of(MIB) + block_of(large + PAGE)
-    assert [machine.arenas[rank].held for rank in (0, 1)] == [Held(whole, whole)] * 2
+    assert [machine.arenas[rank].held for rank in (0, 1)] == [HeldMemory(whole, whole)] * 2
     errors = machine.lease([0, 1], large)
     assert ["rank 1: wanted" in str(error) for error in errors] == [True] * 2
     assert machine.waits == [1, 1, 0, 0], "there was nothing to release"
@@ -353,7 +353,7 @@ def test_ranks_without_memory_release_theirs_together(machine: Machine) -> None:
     close_all(parent)
     for rank in (0, 1):
         machine.arenas[rank].release()
-        assert machine.arenas[rank].held == Held(0, 0)
+        assert machine.arenas[rank].held == HeldMemory(0, 0)
 
 
 @pytest.mark.parametrize("machine", [{"multicast": True}], indirect=True)
@@ -422,7 +422,7 @@ def test_a_forked_child_has_arenas_of_its_own() -> None:
     assert run_ranks(1, forked, timeout_s=200) == [(True, {})]
 
 
-def forked(group: Any) -> tuple[bool, dict[str, Held]]:
+def forked(group: Any) -> tuple[bool, dict[str, HeldMemory]]:
     return arenas._process is not arenas._forked[-1], arenas.held()
 
 
@@ -442,9 +442,9 @@ def lease_and_close(group: Any, turns: int) -> int:
         group.barrier()
         lease.close()
         group.barrier()
-        assert arena.held == Held(5 * PAGE, 8 * PAGE)
+        assert arena.held == HeldMemory(5 * PAGE, 8 * PAGE)
     parent.close()
-    assert arenas.held() == {"cpu": Held(0, 0)}
+    assert arenas.held() == {"cpu": HeldMemory(0, 0)}
     return turns
 
 
@@ -500,7 +500,7 @@ def test_any_order(order: list[tuple[Any, ...]], multicast: bool, room: list[int
             _no_overlap(machine, living)
         for leases in living:
             close_all(list(leases.values()))
-        assert [arena.held for arena in machine.arenas] == [Held(0, 0)] * 4
+        assert [arena.held for arena in machine.arenas] == [HeldMemory(0, 0)] * 4
         assert machine.free == [pages * PAGE for pages in room]
     finally:
         machine.close()
@@ -536,11 +536,11 @@ def test_processes_say_what_they_hold() -> None:
     with_first, with_second = run_ranks(2, hold, timeout_s=200)
     assert with_first == with_second
     (first, second), nothing = with_first
-    assert first == second == {"cpu": Held(3 * PAGE, 3 * PAGE)}
+    assert first == second == {"cpu": HeldMemory(3 * PAGE, 3 * PAGE)}
     assert nothing == [{}, {}]
 
 
-def hold(group: Any) -> tuple[list[dict[str, Held]], list[dict[str, Held]]]:
+def hold(group: Any) -> tuple[list[dict[str, HeldMemory]], list[dict[str, HeldMemory]]]:
     processes = group.all_gather(os.getpid())
     lease = arenas.arena_of(torch.device("cpu")).lease(group, 2 * PAGE, ShmBuffer, False)
     group.barrier()

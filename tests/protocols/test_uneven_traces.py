@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quick_interpreter import GPU_COLLECTIVES, interpret
-from shotcast.transport.triton.layout import CHUNKS_IN_WINDOW, QUAD, Layout
+from shotcast.transport.triton.layout import CHUNKS_IN_WINDOW, QUAD, WorkspaceLayout
 from shotcast.wire import CallPlan, LaunchShape, Op
 
 from .kernel_traces import Change, Circumstances, Event, traced
@@ -25,7 +25,7 @@ CHUNK = 64
 LAUNCH = LaunchShape(programs=2, block_words=16, num_warps=1, chunk_bytes=CHUNK)
 SIZE_WORDS = 3
 """Words of which a rank tells another before its part: its size, and the chunks of the sender."""
-ROOM = Layout.for_messages(1 << 14)
+ROOM = WorkspaceLayout.for_messages(1 << 14)
 
 
 def head_words(ranks: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from shotcast import wire
 from shotcast.device.cpu import reductions
-from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule
 from shotcast.transport.cpu import (
     copies,
     fp8_blocks,
@@ -31,7 +31,7 @@ def compiled_before_forking():
         for value in vars(module).values():
             if isinstance(value, HostCall):
                 value.schedule.get()
-            if isinstance(value, Schedule):
+            if isinstance(value, CompiledSchedule):
                 value.get()
     by_dtype = (
         reductions.REDUCTIONS,

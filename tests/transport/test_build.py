@@ -24,7 +24,7 @@ from shotcast.transport.triton import (
     build,
     hosts,  # before the fixture replaces what it derives from
 )
-from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.layout import WorkspaceLayout
 
 GPU = torch.device("cuda", 1)
 ONE_NODE = Nodes(NodeLayout.one_node(2), True)
@@ -90,7 +90,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def executor(ranks: Ranks, lease: Any, nodes: int) -> Any:
         built["executor"] = ranks, nodes
-        memory = lease(Layout.for_messages(ranks.max_bytes).nbytes)
+        memory = lease(WorkspaceLayout.for_messages(ranks.max_bytes).nbytes)
         return SimpleNamespace(memory=memory, multicast=bool(memory.multicast_address))
 
     monkeypatch.setattr("shotcast.memory.cuda.CudaBuffer", Buffer)
@@ -112,7 +112,7 @@ def test_gpus_with_peer_access() -> None:
     assert made[1:] == ("", True, NO_NETWORK)
     assert built["buffer"] == (GPU, False)
     assert built["executor"] == (ranks_of(host, ONE_NODE, GPU), 1)
-    assert arena.held()[str(GPU)].leased > Layout.for_messages(1 << 20).nbytes
+    assert arena.held()[str(GPU)].leased > WorkspaceLayout.for_messages(1 << 20).nbytes
 
 
 def test_gpus_older_than_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

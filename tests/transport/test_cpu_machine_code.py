@@ -9,7 +9,7 @@ import pytest
 
 from shotcast import wire
 from shotcast.device.cpu import floats, reductions
-from shotcast.device.cpu.compilation import Arithmetic, Schedule, compile_function
+from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule, compile_function
 from shotcast.transport.cpu import copies, fp8_blocks, fused, norm, one_shot, ring, send_recv, two_shot, two_shot_fp8
 from shotcast.wire import Norm
 
@@ -45,7 +45,7 @@ def count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
 
 
-def text_of(schedule: Schedule) -> str:
+def text_of(schedule: CompiledSchedule) -> str:
     return str(compile_function(schedule._function, "schedule").library.get_llvm_str())
 
 

@@ -19,7 +19,7 @@ from shotcast.transport.triton import layout, uneven
 from shotcast.transport.triton.binding import KernelContext
 from shotcast.transport.triton.executor import TritonExecutor
 from shotcast.transport.triton.few_sms import few_sms
-from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.layout import WorkspaceLayout
 from shotcast.transport.triton.multimem import multimem_all_reduce
 from shotcast.wire import CallPlan, LaunchShape, Norm, Op
 
@@ -44,7 +44,7 @@ def executor_of_four(multicast: bool = False, nodes: int = 1, max_bytes: int = M
     executor: Any = object.__new__(TritonExecutor)
     executor._rooms, executor.room, executor._algorithms = (max_bytes,), max_bytes, registered()
     executor._nodes, executor._group, executor._exclusive = nodes, SimpleNamespace(world_size=4), True
-    where = Layout.for_messages(max_bytes, nodes=nodes, ranks_per_node=4 // nodes)
+    where = WorkspaceLayout.for_messages(max_bytes, nodes=nodes, ranks_per_node=4 // nodes)
     context = KernelContext(
         rank=1,
         world_size=4,
@@ -89,7 +89,7 @@ def test_kernels_that_only_sum_refuse_other_reductions() -> None:
 
 def test_programs_have_a_row_of_flags_each() -> None:
     ((_, launch, _),) = launches(LaunchShape(5000, 128, 1))
-    where = Layout.for_messages(MAX_BYTES)
+    where = WorkspaceLayout.for_messages(MAX_BYTES)
     assert launch.programs == 1 + layout.FLAG_ROWS
     assert launch.arguments["flags_at"] == where.flags_at
     assert where.progress_at - where.flags_at == layout.FLAG_ROWS * layout.FLAG_ROW_QUADS

@@ -12,7 +12,7 @@ _WEIGHT_BYTES = 256 << 20
 _MOST_WEIGHTS = 16
 
 
-class Gemm:
+class MeasuredGemm:
     """``out = a x w``, [tokens, inner] x [inner, hidden], into the tensor that the next collective reads.
 
     Several weight matrices take turns, so they are read from memory like the layers of a model, not from a cache. They

@@ -42,7 +42,7 @@ from shotcast.bench.baselines import BenchCall
 from shotcast.bench.cases import Case, RankContext, Reference
 from shotcast.bench.config import MIN_CALLS, BenchConfig
 from shotcast.bench.fused_case import FusedCase
-from shotcast.bench.gemm import Gemm
+from shotcast.bench.gemm import MeasuredGemm
 from shotcast.bench.progress import progress
 from shotcast.bench.report import MEASURES, Row
 from shotcast.collectives.choice.select import predicted_us
@@ -240,13 +240,13 @@ class RankHarness:
             return FusedCase(self.context, self.config.op, nbytes, self.config.hidden, seed)
         return Case(self.context, self.config.op, nbytes, seed, self.config.reduction)
 
-    def _work(self, nbytes: int) -> Gemm | None:
+    def _work(self, nbytes: int) -> MeasuredGemm | None:
         config, context = self.config, self.context
         if not config.between:
             return None
         tokens = nbytes // (context.dtype.itemsize * config.hidden)
         inner = config.inner or max(1, config.hidden // context.world_size)
-        return Gemm(tokens, inner, config.hidden, context.dtype, self.device)
+        return MeasuredGemm(tokens, inner, config.hidden, context.dtype, self.device)
 
     def _predicted_us(self, name: str, x: torch.Tensor) -> float | None:
         """Predict the time of an all-reduce between nodes with the cost model; None if the model does not cover it."""
@@ -283,7 +283,7 @@ class RankHarness:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _time(
-        self, calls: Sequence[BenchCall], work: Gemm | None, case: Case
+        self, calls: Sequence[BenchCall], work: MeasuredGemm | None, case: Case
     ) -> tuple[Mapping[_Task, np.ndarray], Mapping[str, int]]:
         """Return this rank's samples in microseconds per call, and the number of allocations in timed calls of all
         ranks.
@@ -347,6 +347,6 @@ class RankHarness:
         return -(-total // ROUNDS)
 
 
-def _work_and_call(work: Gemm, call: BenchCall) -> None:
+def _work_and_call(work: MeasuredGemm, call: BenchCall) -> None:
     work(call.source)
     call.run()

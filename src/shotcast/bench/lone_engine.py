@@ -14,7 +14,7 @@ from shotcast.engine.scheduler import Scheduler, SchedulerConfig
 from shotcast.engine.step_plan import StepPlan
 
 
-class _Client:
+class _LoneClient:
     """A client that sends its requests at once, then ends the engine."""
 
     def __init__(self, requests: list[Request]):
@@ -47,4 +47,4 @@ def serve(runner: Runner, config: SchedulerConfig, prompts: Sequence[int], outpu
         Request(f"{number}", tuple((number + place) % 1000 for place in range(length)), params)
         for number, length in enumerate(prompts)
     ]
-    EngineCore(Scheduler(config), runner, _NoRanks(), _Client(requests), lambda: None, 0, math.inf).run()
+    EngineCore(Scheduler(config), runner, _NoRanks(), _LoneClient(requests), lambda: None, 0, math.inf).run()

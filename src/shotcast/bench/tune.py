@@ -115,7 +115,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TunedChoice:
     """The result of :func:`search`.
 
     Holds the best candidate, the others of the last stage, fastest first, and the candidates with wrong results.
@@ -127,14 +127,14 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TunePoint:
     """The choice at one size, for calls limited to ``sms`` SMs (0: no limit)."""
 
     mode: str
     op: str
     dtype: str
     nbytes: int
-    choice: Choice
+    choice: TunedChoice
     sms: int = 0
 
     @property
@@ -166,7 +166,7 @@ def search(
     seconds: float,
     any_bits: bool = False,
     launches: Mapping[str, LaunchShape] | None = None,
-) -> Choice:
+) -> TunedChoice:
     """Choose a candidate for one problem, in the stages that the module describes. Raises ShotcastError if no candidate
     is correct.
 
@@ -217,16 +217,16 @@ def search(
     return _decide(timed, tuple(wrong))
 
 
-def _decide(timed: Sequence[Timed], wrong: tuple[Candidate, ...]) -> Choice:
+def _decide(timed: Sequence[Timed], wrong: tuple[Candidate, ...]) -> TunedChoice:
     def with_handicap(timed: Timed) -> float:
         return timed.time_us * (1.0 if timed.by_default and timed.algorithm != LIBRARY else GAIN)
 
     best = min(timed, key=with_handicap)
     others = sorted((other for other in timed if other is not best), key=lambda other: other.time_us)
-    return Choice(best, tuple(others), wrong)
+    return TunedChoice(best, tuple(others), wrong)
 
 
-def settled(points: Sequence[Point]) -> list[Point]:
+def settled(points: Sequence[TunePoint]) -> list[TunePoint]:
     """Return the points of each key by size, without changes that gain too little.
 
     The choice changes from one size to the next only where that gains :data:`GAIN`.
@@ -239,7 +239,7 @@ def settled(points: Sequence[Point]) -> list[Point]:
             for other in others:
                 if other.written == last.written and other.time_us <= GAIN * best.time_us:
                     rest = sorted((best, *(timed for timed in others if timed is not other)), key=lambda t: t.time_us)
-                    point = dataclasses.replace(point, choice=Choice(other, tuple(rest), point.choice.wrong))
+                    point = dataclasses.replace(point, choice=TunedChoice(other, tuple(rest), point.choice.wrong))
                     break
         before[point.key] = point.choice.best
         found.append(point)
@@ -264,9 +264,9 @@ class Tuner(harness.RankHarness):
         self._requested: list[Candidate] = []
         self._cached: TuneCase | None = None
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[TunePoint]:
         config = self.tune_config
-        found: list[Point] = []
+        found: list[TunePoint] = []
         combinations = list(itertools.product(config.ops, config.sms, config.dtypes, config.modes))
         total = sum(len(self._aligned_sizes(op, dtype)) for op, _, dtype, _ in combinations)
         with progress(total, config.progress and self.control.rank == 0) as advance:
@@ -279,20 +279,20 @@ class Tuner(harness.RankHarness):
         return found
 
     def _sizes(
-        self, op: str, dtype: str, mode: str, known: Mapping[int, Choice], begin: Callable[[], None]
-    ) -> list[Point]:
+        self, op: str, dtype: str, mode: str, known: Mapping[int, TunedChoice], begin: Callable[[], None]
+    ) -> list[TunePoint]:
         """Measure all sizes of one key, plus the sizes in between that determine where a row ends.
 
         ``begin`` is called for each of the configuration's sizes.
         """
-        found: dict[int, Point] = {}
+        found: dict[int, TunePoint] = {}
         listed = wanted = self._aligned_sizes(op, dtype)
         while wanted:
             for nbytes in wanted:
                 if nbytes in listed:
                     begin()
                 choice = self._choice(op, dtype, mode, nbytes, known.get(nbytes))
-                found[nbytes] = Point(mode, op, dtype, nbytes, choice, self._sms)
+                found[nbytes] = TunePoint(mode, op, dtype, nbytes, choice, self._sms)
             wanted = [
                 align_up(low << round(math.log2(high / low) / 2), self._unit(op, dtype))
                 for low, high in itertools.pairwise(sorted(found))
@@ -309,7 +309,7 @@ class Tuner(harness.RankHarness):
         """Return the bytes that a tensor's size must be a multiple of."""
         return wire.DTYPES[dtype] * (1 if op == "all_reduce" else self.control.world_size)
 
-    def _choice(self, op: str, dtype: str, mode: str, nbytes: int, known: Choice | None) -> Choice:
+    def _choice(self, op: str, dtype: str, mode: str, nbytes: int, known: TunedChoice | None) -> TunedChoice:
         self.context = dataclasses.replace(self.context, dtype=getattr(torch, dtype))
         self._cached = None  # freed before the next is made, as both may not fit
         self.config = dataclasses.replace(
@@ -363,7 +363,7 @@ class TuneCase(Case):
         return self._known
 
 
-def measure(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
+def measure(config: TuneConfig) -> tuple[str, NodeShape, list[TunePoint]]:
     """Tune on this rank. Every rank returns the same: the table's hardware and ranks, and all points."""
     largest = align_up(config.sizes[-1], max(wire.DTYPES[dtype] for dtype in config.dtypes) * wire.MAX_WORLD_SIZE)
     comm = Communicator(device=config.device, max_bytes=harness.workspace_bytes(config.device, largest), exclusive=True)
@@ -376,7 +376,7 @@ def measure(config: TuneConfig) -> tuple[str, NodeShape, list[Point]]:
         return part, comm.topology.shape, settled(Tuner(config, comm, group, harness.ControlGroup(group)).points())
 
 
-def run(config: TuneConfig, world_size: int) -> tuple[str, NodeShape, list[Point]]:
+def run(config: TuneConfig, world_size: int) -> tuple[str, NodeShape, list[TunePoint]]:
     """Start ``world_size`` ranks and tune. Tables and environment overrides are ignored meanwhile."""
     settings = {"SHOTCAST_TABLE": "", "SHOTCAST_ALGORITHM": ""}
     return spawn(measure, world_size, config, timeout_s=config.timeout_s, env=settings)[0]

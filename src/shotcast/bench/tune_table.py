@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table as View
 
 from shotcast.bench import implementations
-from shotcast.bench.tune import Point, Timed
+from shotcast.bench.tune import Timed, TunePoint
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import LIBRARY
 from shotcast.collectives.choice import table
@@ -21,15 +21,15 @@ from shotcast.units import format_size
 from shotcast.wire import NodeShape, Op
 
 
-def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
+def rows(points: Sequence[TunePoint]) -> dict[table.Key, list[table.TableRow]]:
     """Return the rows of a table. Adjacent sizes with the same choice become one row, up to the largest of them.
 
     The table ends at the largest measured size, unless the vendor library was fastest there: it is better at large
     messages.
     """
-    found: dict[table.Key, list[table.Row]] = {}
+    found: dict[table.Key, list[table.TableRow]] = {}
     for point in sorted(points, key=lambda point: point.nbytes):
-        row = table.Row(point.nbytes, *point.choice.best.written, point.mode, point.sms)
+        row = table.TableRow(point.nbytes, *point.choice.best.written, point.mode, point.sms)
         listed = found.setdefault(point.key, [])
         if listed and (listed[-1].algorithm, listed[-1].launch) == (row.algorithm, row.launch):
             listed.pop()
@@ -43,7 +43,7 @@ def rows(points: Sequence[Point]) -> dict[table.Key, list[table.Row]]:
 def document(
     part: str,
     shape: NodeShape,
-    points: Sequence[Point],
+    points: Sequence[TunePoint],
     *,
     device: str,
     environment: Mapping[str, Any],
@@ -70,7 +70,7 @@ def document(
     return table.render(part, shape, rows(points), provenance, measurements, _kernels(points, shape, device))
 
 
-def _kernels(points: Sequence[Point], shape: NodeShape, device: str) -> dict[table.Key, dict[str, str]]:
+def _kernels(points: Sequence[TunePoint], shape: NodeShape, device: str) -> dict[table.Key, dict[str, str]]:
     """Return the fingerprints of the kernels that each entry chooses from."""
     algorithms, found = implementations.algorithms(), {}
     transport = usual(device, shape.nodes)
@@ -82,7 +82,7 @@ def _kernels(points: Sequence[Point], shape: NodeShape, device: str) -> dict[tab
     return found
 
 
-def _measurement(point: Point) -> dict[str, Any]:
+def _measurement(point: TunePoint) -> dict[str, Any]:
     def as_json(timed: Timed) -> list[Any]:
         return [timed.algorithm, _launch(timed), round(timed.time_us, 3)]
 
@@ -142,7 +142,7 @@ def merged(old: str, new: str, name: str) -> str:
     )
 
 
-def view(points: Sequence[Point], shape: NodeShape, device: str) -> View:
+def view(points: Sequence[TunePoint], shape: NodeShape, device: str) -> View:
     nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
     table_view = View(title=f"{shape.world_size} {device} ranks{nodes}", title_justify="left", box=None)
     for name in ("mode", "op", "type", "size", "algorithm", "launch", "us", "next best", "us"):
@@ -167,7 +167,7 @@ def _launch(timed: Timed) -> str:
     return ",".join(f"{name}={value}" for name, value in dataclasses.asdict(timed.launch).items() if value)
 
 
-def wrong(points: Iterable[Point]) -> list[str]:
+def wrong(points: Iterable[TunePoint]) -> list[str]:
     """Return a line for each candidate that gave wrong results."""
     return [
         f"{point.key[1]} of {point.dtype}, {format_size(point.nbytes)}, {point.mode}: "

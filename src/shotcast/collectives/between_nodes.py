@@ -16,7 +16,7 @@ from shotcast.collectives.algorithm import CollectiveProblem, Form, Workspace, s
 from shotcast.collectives.fused_rows import rows_obstacle, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.hardware.nodes import folded
-from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.layout import WorkspaceLayout
 from shotcast.units import align_up
 from shotcast.wire import LaunchShape, NodeShape, Op
 
@@ -74,7 +74,7 @@ def rows_workspace(problem: CollectiveProblem) -> Workspace:
     shape, max_bytes = problem.topology.shape, problem.topology.max_bytes
     tiles, block = tiles_of_rows(problem)
     nbytes = align_up(tiles, shape.ranks_per_node) * block * 4
-    most = Layout.for_messages(max_bytes, nodes=shape.nodes, ranks_per_node=shape.ranks_per_node).piece_bytes
+    most = WorkspaceLayout.for_messages(max_bytes, nodes=shape.nodes, ranks_per_node=shape.ranks_per_node).piece_bytes
     return Workspace(nbytes, most) if nbytes > most else Workspace(2 * nbytes, 2 * max_bytes)
 
 

@@ -26,7 +26,7 @@ from shotcast.collectives.calls.rooted import RootedCalls
 from shotcast.collectives.calls.started import StartedCalls
 from shotcast.collectives.choice.agreement import agree, find_tables, outside_contract, versions
 from shotcast.collectives.choice.choice import Explanation
-from shotcast.collectives.choice.resolver import Call, Resolver
+from shotcast.collectives.choice.resolver import ResolvedCall, Resolver
 from shotcast.collectives.dropped import CLOSER, Held
 from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
@@ -228,7 +228,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         self.device = torch.device("cuda", 0) if nodes.own_gpus else device
         self.max_bytes = DEFAULT_MAX_BYTES[self.device.type] if max_bytes is None else max_bytes
         self._lock = threading.Lock()
-        self._calls: KeptCalls[Call] = KeptCalls()
+        self._calls: KeptCalls[ResolvedCall] = KeptCalls()
         self._chain = StreamChain(self.device, replays=not exclusive) if self.device.type == "cuda" else None
         self._nvtx = self.device.type == "cuda" and env.nvtx()
         self._checks_vendor = env.check_vendor()
@@ -409,7 +409,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         sms: int | None = None,
         count: int | None = None,
         given: Given | None = None,
-    ) -> Call:
+    ) -> ResolvedCall:
         """Run a call. ``launch`` overrides the chosen launch, for measurements.
 
         ``count`` is the number of elements that define the call, if it differs from the tensor's. ``given`` holds the
@@ -455,7 +455,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         finally:
             self._lock.release()
 
-    def _within_workspace(self, call: Call, capturing: bool, *problem: Any) -> Call:
+    def _within_workspace(self, call: ResolvedCall, capturing: bool, *problem: Any) -> ResolvedCall:
         """Return a call that fits the current workspace, to use if ranks are absent that should enlarge it."""
         executor = self._executor
         assert executor is not None
@@ -499,7 +499,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """Preserve autograd's version counters of the tensors that calls write, like torch.distributed."""
         self._prepared.counts_versions = False
 
-    def _compile(self, call: Call, capturing: bool) -> None:
+    def _compile(self, call: ResolvedCall, capturing: bool) -> None:
         """Compile everything that a call needs and make room for it. Raises ConfigError in a graph capture.
 
         If a rank has too little memory for a larger workspace, ConfigError is raised on all ranks.
@@ -525,7 +525,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                 self._compile_barrier.known.update(others)
         call.needs = ()
 
-    def _variants_of_sizes(self, call: Call) -> dict[CompiledVariant, CallPlan]:
+    def _variants_of_sizes(self, call: ResolvedCall) -> dict[CompiledVariant, CallPlan]:
         """Return the variants that calls of other sizes use, with a plan for each, if they should be loaded now."""
         plan = call.plan
         if self._growths is None or call.by_library or plan.op not in _OF_ANY_SIZE or plan.sizes:
@@ -538,7 +538,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     def _execute(
         self,
-        call: Call,
+        call: ResolvedCall,
         x: torch.Tensor | None,
         out: torch.Tensor | None,
         capturing: bool,
@@ -560,7 +560,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         finally:
             torch.cuda.nvtx.range_pop()
 
-    def _prepare(self, call: Call, capturing: bool) -> None:
+    def _prepare(self, call: ResolvedCall, capturing: bool) -> None:
         """Raise the error of an earlier call, then compile and make room for this one."""
         executor = self._executor
         if (executor is not None and executor.fault()) or self._vendor.failed:
@@ -577,7 +577,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
 
     def _launch(
         self,
-        call: Call,
+        call: ResolvedCall,
         x: torch.Tensor | None,
         out: torch.Tensor | None,
         tensors: NormTensors | None,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from shotcast.collectives.choice.resolver import Call
+from shotcast.collectives.choice.resolver import ResolvedCall
 from shotcast.collectives.first_use import CompiledVariant
 from shotcast.collectives.interface import Executor, GrowingExecutor
 from shotcast.errors import ConfigError
@@ -24,7 +24,10 @@ from shotcast.wire import Fault
 
 
 def grow(
-    executor: Executor, call: Call, capturing: bool, compiled: Callable[[CompiledVariant, Callable[[], object]], None]
+    executor: Executor,
+    call: ResolvedCall,
+    capturing: bool,
+    compiled: Callable[[CompiledVariant, Callable[[], object]], None],
 ) -> Fault | bool:
     """Enlarge the workspace for ``call`` if needed. Collective: every rank makes the call.
 

@@ -17,7 +17,7 @@ from torch import Tensor, is_grad_enabled  # names of this module: looked up in 
 from torch._C._dynamo.guards import TensorGuards  # a private name of PyTorch
 from torch.compiler import is_dynamo_compiling
 
-from shotcast.collectives.choice.resolver import Call
+from shotcast.collectives.choice.resolver import ResolvedCall
 from shotcast.collectives.interface import Executor
 from shotcast.collectives.norm_operands import ALIGN, Fp8Normed
 from shotcast.collectives.reductions import divide
@@ -101,7 +101,7 @@ class PreparedCall:
     def __init__(
         self,
         shared: PreparedCalls,
-        call: Call,
+        call: ResolvedCall,
         operands: Operands,
         outputs: Operands,
         reads: bool,
@@ -265,7 +265,7 @@ class PreparedCalls:
     def keep(
         self,
         given: Given,
-        call: Call,
+        call: ResolvedCall,
         x: Tensor | None,
         out: Tensor | None,
         norm: NormTensors | None,

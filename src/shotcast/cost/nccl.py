@@ -108,7 +108,7 @@ class Host(NamedTuple):
 HOPPER = Host()
 
 
-class Choice(NamedTuple):
+class NcclChoice(NamedTuple):
     """An algorithm and protocol, with NCCL's predicted time in microseconds."""
 
     time_us: float
@@ -134,12 +134,12 @@ def all_reduce_us(nbytes: int, shape: NodeShape, link: LinkCost, network: Networ
     return between_nodes(nbytes, shape, network, host).time_us
 
 
-def between_nodes(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HOPPER) -> Choice:
+def between_nodes(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HOPPER) -> NcclChoice:
     """Return NCCL's choice over several nodes: the fastest algorithm and protocol that it may use."""
     return min(choices(nbytes, shape, network, host))
 
 
-def choices(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HOPPER) -> tuple[Choice, ...]:
+def choices(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HOPPER) -> tuple[NcclChoice, ...]:
     """Return every algorithm and protocol over several nodes, with its time.
 
     The constants describe InfiniBand. A network whose step takes longer has the difference added, as NCCL does with the
@@ -150,7 +150,7 @@ def choices(nbytes: int, shape: NodeShape, network: NetworkCost, host: Host = HO
     if shape.nodes < 2:
         raise ConfigError(f"this is the model of NCCL over several nodes, not of {shape} ranks")
     return tuple(
-        Choice(_time_us(algorithm, protocol, nbytes, shape, network, host), algorithm, PROTOCOLS[protocol])
+        NcclChoice(_time_us(algorithm, protocol, nbytes, shape, network, host), algorithm, PROTOCOLS[protocol])
         for algorithm, protocol in itertools.product(ALGORITHMS, range(len(PROTOCOLS)))
     )
 

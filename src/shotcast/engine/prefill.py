@@ -33,7 +33,7 @@ from shotcast.engine.input_batch import (
     part_bounds,
     prefill_layout,
 )
-from shotcast.engine.prefill_forms import HALVES, LEAST_TOKENS, WHOLE, Form, PrefillForms
+from shotcast.engine.prefill_forms import HALVES, LEAST_TOKENS, WHOLE, PrefillForm, PrefillForms
 from shotcast.engine.transfer import pinned_empty
 from shotcast.kernels.step_fields import TILE_FIELDS
 from shotcast.layers.batch import AttentionTiles, Batch, Logits
@@ -67,7 +67,7 @@ class PrefillOverlap:
         positions = np.arange(size, dtype=np.int32)
         row = np.zeros(1, np.int32)
 
-        def run_of(form: Form) -> Callable[[], Any]:
+        def run_of(form: PrefillForm) -> Callable[[], Any]:
             slots = cache_slots(self._tables, np.repeat(row, size), positions, state.block_size)
             count = np.array([size], np.int32)
             step = InputBatch(np.zeros(size, np.int32), positions, slots, row, row, count, row, row + 1)
@@ -168,7 +168,7 @@ class PrefillGraphs:
         self._graphs.get(("head", head_size))()
         return self._results[head_size].rows(slice(0, count))
 
-    def _pack(self, batch: InputBatch, block_updates: Int32Array, size: int, form: Form) -> torch.Tensor:
+    def _pack(self, batch: InputBatch, block_updates: Int32Array, size: int, form: PrefillForm) -> torch.Tensor:
         """Pack a step of at most ``size`` tokens into host memory for a form."""
         layout = self._layouts[size, form.parts]
         host = pinned_empty([layout.block_updates.start + block_updates.size], torch.int32, self._packed.device)
@@ -176,7 +176,7 @@ class PrefillGraphs:
         pack_prefill(batch, block_updates, self._tile_tokens[size], *spare, layout, host.numpy())
         return host
 
-    def _compute(self, size: int, form: Form, layers: int | None = None) -> None:
+    def _compute(self, size: int, form: PrefillForm, layers: int | None = None) -> None:
         """Compute the packed step up to the head; ``layers`` limits the number of layers."""
         from shotcast.kernels.triton.step_inputs import unpack_prompts
 
@@ -232,7 +232,7 @@ class PrefillGraphs:
             trial = CudaGraphs(self._state.device, self._state.model.parallel.timer)
             step = self._prompts(size)
 
-            def run_of(form: Form) -> Callable[[], Any]:
+            def run_of(form: PrefillForm) -> Callable[[], Any]:
                 host = self._pack(step, np.empty((0, 2), np.int32), size, form)
 
                 def run() -> None:

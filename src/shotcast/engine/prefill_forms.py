@@ -37,7 +37,7 @@ the sums are in mapped memory (docs/design/overlap.md)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class PrefillForm:
     """A way to compute a step."""
 
     name: str
@@ -45,9 +45,9 @@ class Form:
     shaping: Shaping = UNSHAPED  # the part of a GPU that all-reduces and matmuls of the parts take
 
 
-WHOLE, HALVES = Form(SEQUENTIAL, 1), Form(PLAIN, 2)
-BY_COPIES = Form("copy engines", 2, Shaping(0))
-BESIDE_OWN = Form(f"{_SMS_BESIDE_OWN} SMs beside own products", 2, Shaping(_SMS_BESIDE_OWN, True))
+WHOLE, HALVES = PrefillForm(SEQUENTIAL, 1), PrefillForm(PLAIN, 2)
+BY_COPIES = PrefillForm("copy engines", 2, Shaping(0))
+BESIDE_OWN = PrefillForm(f"{_SMS_BESIDE_OWN} SMs beside own products", 2, Shaping(_SMS_BESIDE_OWN, True))
 FORMS = {form.name: form for form in (WHOLE, HALVES, BY_COPIES, BESIDE_OWN)}
 
 
@@ -89,7 +89,7 @@ class PrefillForms:
         self._reason = overlap_unsupported_reason(model.parallel, overlap, static) or model.overlap_unsupported_reason
         self.controller = None if self._reason else Controller(lanes_of(model.parallel.comm))
 
-    def form(self, size: int) -> Form:
+    def form(self, size: int) -> PrefillForm:
         decision = self.decisions.get(size)
         return WHOLE if decision is None else FORMS[decision.way]
 
@@ -109,7 +109,7 @@ class PrefillForms:
             self.decisions[size] = Decision(PLAIN, "overlap is plain", {}, {}, {})
         return size not in self.decisions
 
-    def decide(self, size: int, run_of: Callable[[Form], Callable[[], Any]]) -> None:
+    def decide(self, size: int, run_of: Callable[[PrefillForm], Callable[[], Any]]) -> None:
         """Decide on a size by measuring. Collective.
 
         Args:
@@ -136,7 +136,7 @@ class PrefillForms:
         if self.controller is not None:
             self.controller.lanes.close()
 
-    def _forms(self, size: int) -> tuple[list[Form], dict[str, str]]:
+    def _forms(self, size: int) -> tuple[list[PrefillForm], dict[str, str]]:
         """Return the forms that compute a step in halves, and why others are excluded."""
         parallel, forms, shaped = self._model.parallel, [HALVES], [BY_COPIES]
         left_out: dict[str, str] = {}

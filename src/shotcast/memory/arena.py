@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shotcast.errors import ClosedError, ConfigError
-from shotcast.memory.holdings import Held, Notice
+from shotcast.memory.holdings import HeldMemory, Notice
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import Part, SymmetricBuffer, Target, nbytes_of_view, raise_failures, take_first
+from shotcast.memory.symmetric import Part, ShareTarget, SymmetricBuffer, nbytes_of_view, raise_failures, take_first
 from shotcast.units import align_up
 
 PAGE = 4096
@@ -88,7 +88,7 @@ class Lease:
     ``multicast_address`` is 0 on all ranks if a rank has none. There are no puts to mapped memory.
     """
 
-    targets: tuple[Target, ...] = ()
+    targets: tuple[ShareTarget, ...] = ()
 
     def __init__(self, arena: Arena, block: _Block, part: Part, rank: int, places: Sequence[tuple[int, int]], mc: bool):
         self._arena, self._block, self._part, self._rank = arena, block, part, rank
@@ -152,16 +152,16 @@ class Arena:
             self._process.notice.say(self._name, self._held())
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldMemory:
         """The bytes leased now, the bytes of all blocks, and the communicators that use them."""
         self._drop_empty()
         with self._lock:
             return self._held()
 
-    def _held(self) -> Held:
+    def _held(self) -> HeldMemory:
         leased = sum(part.nbytes for block in self._blocks for part in block.parts if part.open)
         blocks = sum(block.buffer.nbytes for block in self._blocks)
-        return Held(leased, blocks, self._communicators[False], self._communicators[True])
+        return HeldMemory(leased, blocks, self._communicators[False], self._communicators[True])
 
     def lease(self, group: StoreGroup, nbytes: int, allocate: Allocate, multicast: bool) -> Lease:
         """Lease ``nbytes`` on every rank of ``group``. Collective.
@@ -322,6 +322,6 @@ def arena_of(device: torch.device) -> Arena:
     return _process.arenas.setdefault(name, Arena(_process, 2 << 20, name, wait))
 
 
-def held() -> dict[str, Held]:
+def held() -> dict[str, HeldMemory]:
     """Return the symmetric memory that this process holds, by device."""
     return {name: arena.held for name, arena in _process.arenas.items()}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 _NAME = "shotcast holdings"
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """A process's symmetric memory on a device, and its users."""
 
     leased: int  # bytes that are in use
@@ -28,11 +28,11 @@ class Notice:
 
     def __init__(self) -> None:
         self._descriptor = -1
-        self._said: dict[str, Held] = {}
+        self._said: dict[str, HeldMemory] = {}
 
-    def say(self, device: str, held: Held) -> None:
+    def say(self, device: str, held: HeldMemory) -> None:
         """Publish what this process now holds on a device."""
-        if held == self._said.get(device, Held(0, 0)):
+        if held == self._said.get(device, HeldMemory(0, 0)):
             return
         self._said[device] = held
         if not any(map(any, self._said.values())):
@@ -53,7 +53,7 @@ class Notice:
         self.forget()
 
 
-def of_all_processes() -> dict[int, dict[str, Held]]:
+def of_all_processes() -> dict[int, dict[str, HeldMemory]]:
     """Return the holdings of each process of this machine, by process and device, as far as this user may read them."""
     found = {}
     for entry in os.listdir("/proc"):
@@ -62,12 +62,12 @@ def of_all_processes() -> dict[int, dict[str, Held]]:
     return dict(sorted(found.items()))
 
 
-def _said_by(process: int) -> dict[str, Held]:
+def _said_by(process: int) -> dict[str, HeldMemory]:
     folder = f"/proc/{process}/fd"
     with contextlib.suppress(OSError, ValueError):
         for name in os.listdir(folder):
             if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_NAME}"):
                 with open(f"{folder}/{name}") as file:
                     said = json.loads(file.readline())
-                return {device: Held(*numbers) for device, numbers in said.items() if any(numbers)}
+                return {device: HeldMemory(*numbers) for device, numbers in said.items() if any(numbers)}
     return {}

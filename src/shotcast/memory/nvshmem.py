@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shotcast.errors import ClosedError, ConfigError
 from shotcast.memory import driver, nvshmem_library
 from shotcast.memory.host_group import StoreGroup
-from shotcast.memory.symmetric import Part, Target, nbytes_of_view, raise_failures, take_first
+from shotcast.memory.symmetric import Part, ShareTarget, nbytes_of_view, raise_failures, take_first
 from shotcast.units import about_size, align_up
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ _QUIET_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _HeapBlock:
     """Memory that all PEs have: its address here, and this process's part as bytes."""
 
     address: int
@@ -74,11 +74,11 @@ class HeapLease:
     def __init__(
         self,
         library: nvshmem_library.Library,
-        block: _Block,
+        block: _HeapBlock,
         part: Part,
         rank: int,
         mates: Collection[int],
-        targets: Sequence[Target],
+        targets: Sequence[ShareTarget],
         closings: dist.Store,
     ):
         self._library, self._block, self._part, self._closings = library, block, part, closings
@@ -149,7 +149,7 @@ class Heap:
         """The name of the set of PEs; empty before this process joins one, or if another NVSHMEM user made it a PE."""
         self._device: torch.device | None = None
         self._broken = ""
-        self._blocks: list[_Block] = []
+        self._blocks: list[_HeapBlock] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -184,7 +184,7 @@ class Heap:
         closings, block = group.store(f"nvshmem/{name}"), self._blocks[chosen]
         part.ranks, part.closings = group.world_size, lambda: int(closings.add("closed", 0))
         targets = [
-            Target(pe, block.address + start, library.mapped(block.address + start, pe))
+            ShareTarget(pe, block.address + start, library.mapped(block.address + start, pe))
             for pe, start in zip(pes, starts, strict=True)
         ]
         lease = HeapLease(library, block, part, group.rank, mates, targets, closings)
@@ -234,7 +234,7 @@ class Heap:
         memory = self._memory_at(address, nbytes, device)
         memory.zero_()
         with self._lock:
-            self._blocks.append(_Block(address, memory))
+            self._blocks.append(_HeapBlock(address, memory))
 
     def _together(self, group: StoreGroup, device: torch.device, call: Callable[[], T], what: str) -> T:
         """Run ``call``, a collective NVSHMEM function, and return its result once it has returned on all ranks."""

@@ -72,7 +72,7 @@ def nbytes_of_view(owner: str, nbytes: int, offset: int, shape: Sequence[int], d
     return viewed
 
 
-class Target(NamedTuple):
+class ShareTarget(NamedTuple):
     """A rank's part of symmetric memory, as another rank sees it."""
 
     pe: int  # the rank's number in NVSHMEM

@@ -52,7 +52,7 @@ class Communicate:
 Step = Compute | Communicate
 
 
-class Wait(NamedTuple):
+class WaitStep(NamedTuple):
     """A wait of a step for a step of another lane."""
 
     step: str
@@ -69,9 +69,9 @@ class Order(NamedTuple):
     last: tuple[str, ...]  # the steps of communication that nothing has waited for by the end
 
     @property
-    def edges(self) -> tuple[Wait, ...]:
+    def edges(self) -> tuple[WaitStep, ...]:
         """Every wait within the schedule."""
-        return tuple(Wait(step, awaited) for step, names in self.waits.items() for awaited in names)
+        return tuple(WaitStep(step, awaited) for step, names in self.waits.items() for awaited in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from shotcast.collectives.torch_private import Unseen
 from shotcast.errors import ConfigError
 from shotcast.process_group import torch_private
 from shotcast.process_group.modes import visible
-from shotcast.process_group.operands import Operands, flat, is_dense, joined, movable
+from shotcast.process_group.operands import CallOperands, flat, is_dense, joined, movable
 from shotcast.process_group.routing import is_scaled, route_of
 from shotcast.process_group.works import DoneWork, SeveralWorks
 
@@ -35,7 +35,7 @@ _SINGLE = {"reduce_scatter": "_reduce_scatter_base", "all_gather": "_allgather_b
 """Methods of an inner group on single tensors with the parts of all ranks."""
 Begin = Callable[[Any], Any]
 """Starts a call of an inner group."""
-OnOperands = Callable[[Communicator, Operands], None]
+OnOperands = Callable[[Communicator, CallOperands], None]
 """Runs a call on a communicator, with operands that stand in for the original ones."""
 
 
@@ -67,7 +67,7 @@ class Calls:
         name, factor = _reduction(opts, given.dtype)
         x = torch_private.plain(given)
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             comm.all_reduce(data.scaled()[0], out=data.outputs[0], reduction=name)
 
         inner = "allreduce", [x], opts
@@ -83,7 +83,7 @@ class Calls:
         name, factor = _reduction(opts, *[x.dtype for x in xs])
         _on_one_device(op, xs)
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             own = data.scaled()
             with Unseen():
                 comm.all_reduce_coalesced(own, outs=data.outputs, reduction=name)
@@ -100,7 +100,7 @@ class Calls:
         name, factor = _reduction(opts, given.dtype)
         x = torch_private.plain(given)
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             out = data.outputs[0] if data.outputs else None
             comm.reduce(data.scaled()[0], opts.rootRank, out=out, reduction=name)
 
@@ -122,7 +122,7 @@ class Calls:
         _sized("reduce_scatter", out.numel(), xs[self._rank].numel())
         equal = len({x.numel() for x in xs}) == 1
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             own = torch.cat([flat(x) for x in data.scaled()])
             if equal:
                 comm.reduce_scatter(own, out=flat(data.outputs[0]), reduction=name)
@@ -160,7 +160,7 @@ class Calls:
         self._check_single(op, op, out, own)
         options = {} if reduction is None else {"reduction": reduction[0]}
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             source, target = data.scaled()[0], data.outputs[0]
             if op == "reduce_scatter":
                 target, source = joined(target, source, self._world_size)
@@ -183,7 +183,7 @@ class Calls:
         _on_one_device(call, xs)
         options = {"reduction": name} if op == "reduce_scatter" else {}
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             sources = [movable(x) for x in data.scaled()]
             with Unseen():
                 getattr(comm, call)(sources, outs=[movable(out) for out in data.outputs], **options)
@@ -224,7 +224,7 @@ class Calls:
         self._check_root("broadcast", opts.rootRank)
         x = torch_private.plain(given)
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             comm.broadcast(joined(data.outputs[0], data.outputs[0], 1)[0], opts.rootRank)
 
         inner = "broadcast", [x], opts
@@ -246,7 +246,7 @@ class Calls:
         sizes = [out.numel() for out in outs]
         equal = len(set(sizes)) == 1
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             own = movable(data.inputs[0])
             scale = x.element_size() // own.element_size()
             data.receive(comm.all_gather(own, sizes=None if equal else [size * scale for size in sizes]))
@@ -284,7 +284,7 @@ class Calls:
                 _alike("all_gather_coalesced", [x, out])
         _on_one_device("all_gather_coalesced", xs)
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             wholes = comm.all_gather_coalesced([movable(x) for x in data.inputs])
             parts = [whole.view(self._world_size, -1) for whole in wholes]
             data.receive([part[rank] for rank in range(self._world_size) for part in parts])
@@ -309,7 +309,7 @@ class Calls:
             raise ValueError(f"gather: every tensor has the {x.numel()} elements of the one that is sent")
         _alike("gather", [x, *outs])
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             whole = comm.gather(movable(data.inputs[0]), opts.rootRank)
             if at_root:
                 data.receive(whole)
@@ -333,7 +333,7 @@ class Calls:
             raise ValueError(f"scatter: every tensor has the {out.numel()} elements of the one that is received")
         _alike("scatter", [out, *xs])
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             whole = torch.cat([movable(x) for x in data.inputs]) if at_root else None
             comm.scatter(whole, opts.rootRank, out=movable(data.outputs[0]))
 
@@ -351,7 +351,7 @@ class Calls:
             return DoneWork(list(outputs))
         _alike("all_to_all", [*xs, *outs])
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             sources, targets = [[movable(one) for one in side] for side in (data.inputs, data.outputs)]
             with Unseen():
                 comm.all_to_all_list(sources, targets)
@@ -395,7 +395,7 @@ class Calls:
             if dense and own.numel() and own.data_ptr() == out.data_ptr():
                 raise ConfigError("all_to_all cannot work in place; give another tensor as the output")
 
-        def make(comm: Communicator, data: Operands) -> None:
+        def make(comm: Communicator, data: CallOperands) -> None:
             source, target = data.inputs[0], data.outputs[0]
             if given or not source.dim() or source.shape[0] % self._world_size:
                 source, target = movable(source), movable(target)
@@ -426,7 +426,7 @@ class Calls:
     ) -> DoneWork:
         """Run a checked call; calls without data complete at once.
 
-        ``make`` runs it on the communicator, with :class:`Operands` from ``inputs``, ``outputs``, ``factor`` and
+        ``make`` runs it on the communicator, with :class:`CallOperands` from ``inputs``, ``outputs``, ``factor`` and
         ``keeps``. Calls that the communicator does not serve go to the inner group's method whose name and arguments
         are ``inner``.
         """
@@ -435,7 +435,7 @@ class Calls:
         device = (outputs or inputs)[0].device
         if not _is_own(op, [*inputs, *outputs], reduction):
             return self._inner(op, functools.partial(_begin, *inner), result, device)
-        data = Operands(inputs, outputs, factor, keeps)
+        data = CallOperands(inputs, outputs, factor, keeps)
 
         def call(comm: Communicator) -> None:
             make(comm, data)

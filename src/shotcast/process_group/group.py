@@ -27,7 +27,7 @@ from shotcast.process_group import torch_private
 from shotcast.process_group.calls import REDUCED, Begin, Calls
 from shotcast.process_group.device_calls import DeviceCalls, Make
 from shotcast.process_group.failure_watch import FailureWatch
-from shotcast.process_group.messages import Batch, HeldWork, Message, OfThread, begin_together
+from shotcast.process_group.messages import GroupMessage, HeldWork, MessageBatch, OfThread, begin_together
 from shotcast.process_group.names import BACKEND
 from shotcast.process_group.routing import INNER, LIBRARY, OWN, Route, route_of
 from shotcast.process_group.torch_private import dispatch_modes, is_profiled
@@ -257,17 +257,17 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
     def _message(self, op: str, x: torch.Tensor, peer: int, tag: int) -> DoneWork:
         inner = self._inners.get(x.device.type)
         if x.is_cpu or inner is None:
-            return self._inner(op, Message(op, x, peer, tag).begin, [x], x.device)
+            return self._inner(op, GroupMessage(op, x, peer, tag).begin, [x], x.device)
         if inner is self._inners["cpu"]:  # ranks that share a GPU
             host = x.cpu() if op == "send" else torch.empty_like(x, device="cpu")
             finish = None if op == "send" else functools.partial(_copy, host, x)
-            return self._inner(op, Message(op, host, peer, tag).begin, [x], x.device, finish)
+            return self._inner(op, GroupMessage(op, host, peer, tag).begin, [x], x.device, finish)
         if op == "recv_anysource":
             raise UnsupportedError("recv: NCCL has to know the rank that sends: give src, or use tensors on the CPU")
         if self._thread.works is not None:
-            return self._issued(HeldWork(Message(op, x, peer, tag)))
+            return self._issued(HeldWork(GroupMessage(op, x, peer, tag)))
         if (found := torch_private.batch_of_caller()) is None:
-            return self._begun(op, Message(op, x, peer, tag).begin, inner, [x])
+            return self._begun(op, GroupMessage(op, x, peer, tag).begin, inner, [x])
         return self._of_batch(*found)
 
     def _of_batch(self, caller: Any, messages: Sequence[tuple[str, torch.Tensor, int, int]]) -> DoneWork:
@@ -277,13 +277,13 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         """
         batch = self._thread.batch
         if batch is None or batch.caller is not caller:
-            ours = [Message(*message) for message in messages if not message[1].is_cpu]
-            batch = Batch(caller, self._together(ours), len(ours))
+            ours = [GroupMessage(*message) for message in messages if not message[1].is_cpu]
+            batch = MessageBatch(caller, self._together(ours), len(ours))
         batch = batch._replace(left=batch.left - 1)
         self._thread.batch = batch if batch.left else None
         return batch.work
 
-    def _together(self, messages: Sequence[Message]) -> DoneWork:
+    def _together(self, messages: Sequence[GroupMessage]) -> DoneWork:
         """Start messages, none of which waits for another; return the work of all.
 
         NCCL runs a batch on a communicator of all ranks of its group, which the first batch connects. Ranks without a
@@ -291,7 +291,7 @@ class ShotcastProcessGroup(Calls, torch_private.ProcessGroup):
         """
         self._counts.update((message.op, INNER) for message in messages)
         meaning = functools.partial(self._meaning, "batch_isend_irecv")
-        by_pair: dict[tuple[int, ...], list[Message]] = {}
+        by_pair: dict[tuple[int, ...], list[GroupMessage]] = {}
         for message in messages:
             by_pair.setdefault(tuple(sorted({self._rank, message.peer})), []).append(message)
         works = []

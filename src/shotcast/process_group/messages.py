@@ -14,7 +14,7 @@ from shotcast.errors import ConfigError
 from shotcast.process_group.works import DoneWork
 
 
-class Message(NamedTuple):
+class GroupMessage(NamedTuple):
     """A message sent or received by this rank."""
 
     op: str  # `send`, `recv` or `recv_anysource`
@@ -29,7 +29,7 @@ class Message(NamedTuple):
         return getattr(inner, self.op)([self.x], self.peer, self.tag)
 
 
-def begin_together(inner: Any, messages: Sequence[Message]) -> Any:
+def begin_together(inner: Any, messages: Sequence[GroupMessage]) -> Any:
     """Start messages on an inner NCCL group, none of which waits for another; return the work of all."""
     inner._start_coalescing()
     try:
@@ -45,7 +45,7 @@ def begin_together(inner: Any, messages: Sequence[Message]) -> Any:
 class HeldWork(DoneWork):
     """A message in a block of calls that PyTorch coalesces; it starts when the block ends."""
 
-    def __init__(self, message: Message):
+    def __init__(self, message: GroupMessage):
         super().__init__([message.x])
         self.message = message
         self.begun: DoneWork | None = None
@@ -73,7 +73,7 @@ class HeldWork(DoneWork):
         return self._found().get_future()
 
 
-class Batch(NamedTuple):
+class MessageBatch(NamedTuple):
     """A call of ``batch_isend_irecv`` that has started all its messages."""
 
     caller: Any  # its frame
@@ -85,4 +85,4 @@ class OfThread(threading.local):
     """The calls that a thread is currently making."""
 
     works: list[DoneWork] | None = None  # of a block of calls that PyTorch coalesces; None outside
-    batch: Batch | None = None  # the messages that one call of `batch_isend_irecv` issues
+    batch: MessageBatch | None = None  # the messages that one call of `batch_isend_irecv` issues

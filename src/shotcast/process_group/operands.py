@@ -10,7 +10,7 @@ from shotcast import wire
 from shotcast.collectives.torch_private import Unseen
 
 
-class Operands:
+class CallOperands:
     """Contiguous tensors that stand in for a call's tensors, which may have other strides.
 
     The call reads ``inputs``, times ``factor`` if there is one, and writes ``outputs``; with ``keeps`` it also reads

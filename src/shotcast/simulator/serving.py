@@ -70,7 +70,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class SimulatedService:
     """The result of a simulation."""
 
     requests: tuple[Served, ...]  # in the order in which they were given
@@ -95,7 +95,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
-def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: Predict, client_s: float = 0.0) -> Service:
+def serve(
+    arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: Predict, client_s: float = 0.0
+) -> SimulatedService:
     """Serve requests in simulated time. Raises ConfigError if there are none, or the scheduler rejects one.
 
     Args:
@@ -110,7 +112,7 @@ def serve(arrivals: Sequence[Arrival], config: SchedulerConfig, times_of: Predic
     ranks = _Ranks(config.pipeline, times_of, clock)
     EngineCore(scheduler, ranks, ranks, client, check=lambda: None, stamp_every=0, stage_timeout_s=math.inf).run()
     stats = scheduler.stats()
-    return Service(tuple(client.served), stats.steps, stats.preemptions, tuple(ranks.busy_s))
+    return SimulatedService(tuple(client.served), stats.steps, stats.preemptions, tuple(ranks.busy_s))
 
 
 @dataclass(slots=True)

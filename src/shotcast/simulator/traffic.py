@@ -18,7 +18,7 @@ from shotcast.planner.collectives import CollectiveCosts
 from shotcast.planner.cpu_rows import step_model
 from shotcast.planner.plan import Point, Query
 from shotcast.planner.step import StepModel, StepWork
-from shotcast.simulator.serving import Arrival, Service, StepTimes, percentile, serve
+from shotcast.simulator.serving import Arrival, SimulatedService, StepTimes, percentile, serve
 
 _BLOCK = 16
 MOST_REQUESTS = 100_000
@@ -64,7 +64,7 @@ class PricedSteps:
 class Traffic:
     """The latencies and throughput of requests, in milliseconds and tokens per second."""
 
-    services: tuple[Service, ...]  # of each engine
+    services: tuple[SimulatedService, ...]  # of each engine
 
     def ttft_ms(self, percent: float) -> float:
         """Return a percentile of the time to the first token."""

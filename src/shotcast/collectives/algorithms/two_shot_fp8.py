@@ -11,7 +11,7 @@ from __future__ import annotations
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
 from shotcast.cost.collective import Work
-from shotcast.transport.triton.layout import QUAD, Layout, fp8_slot_quads
+from shotcast.transport.triton.layout import QUAD, WorkspaceLayout, fp8_slot_quads
 from shotcast.wire import NodeShape, Op
 
 
@@ -25,7 +25,7 @@ def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 def _workspace(problem: CollectiveProblem) -> Workspace:
     world_size = problem.topology.world_size
     needed = 2 * world_size * fp8_slot_quads(problem.nbytes, world_size, problem.dtype) * QUAD
-    return Workspace(needed, Layout.for_messages(problem.topology.max_bytes).slots_quads * QUAD)
+    return Workspace(needed, WorkspaceLayout.for_messages(problem.topology.max_bytes).slots_quads * QUAD)
 
 
 def _share(problem: CollectiveProblem) -> int:

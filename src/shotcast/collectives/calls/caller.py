@@ -13,7 +13,7 @@ import torch
 from shotcast.collectives.algorithm import Topology
 from shotcast.collectives.arguments import output
 from shotcast.collectives.choice.choice import Explanation
-from shotcast.collectives.choice.resolver import Call
+from shotcast.collectives.choice.resolver import ResolvedCall
 from shotcast.collectives.interface import Collectives, Executor
 from shotcast.collectives.ops import OpSpec
 from shotcast.collectives.prepared import Given, PreparedCalls
@@ -28,7 +28,7 @@ class Caller(Collectives):
     _executor: Executor | None
     _closed: bool
     _prepared: PreparedCalls
-    _run: Callable[..., Call]
+    _run: Callable[..., ResolvedCall]
     """Runs a call on checked tensors: :meth:`Communicator._run`."""
     explain: Callable[..., Explanation]
 

@@ -69,7 +69,7 @@ class Needed(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Call:
+class ResolvedCall:
     """A resolved call with its kernels. The communicator caches it, so that repeating the call costs one lookup."""
 
     plan: CallPlan
@@ -161,7 +161,7 @@ class Resolver:
 
     def resolve(
         self, problem: CollectiveProblem, algorithm: str, capturing: bool, launch: LaunchShape | None = None
-    ) -> Call:
+    ) -> ResolvedCall:
         """Return a call for ``problem``; ``launch`` replaces the chosen launch.
 
         Raises ConfigError if the kernels do not support the launch, whether it comes from an argument, a table, or the
@@ -188,7 +188,7 @@ class Resolver:
         # a message is of two ranks, and headers of GPUs on several hosts are for all
         alone = self.topology.network.puts and op in (Op.SEND, Op.RECV)
         if self.executor is None or alone:
-            return Call(plan, by_library, None, (), needed, label)
+            return ResolvedCall(plan, by_library, None, (), needed, label)
         names = self.executor.variants(plan)
         variants = [CompiledVariant(name) for name in names]
         bound: BoundCall = self.executor.bind(plan)
@@ -204,7 +204,7 @@ class Resolver:
             captured = self.resolve(problem, algorithm, True)
             needs |= {one.variant: one for one in captured.needs}
             needed = max(needed, captured.room)
-        return Call(plan, by_library, bound, tuple(needs.values()), needed, label)
+        return ResolvedCall(plan, by_library, bound, tuple(needs.values()), needed, label)
 
     def plans_of_sizes(self, like: CallPlan) -> dict[CompiledVariant, CallPlan]:
         """Return the plans, eager and captured, that calls like this one use at any size: one per variant."""

@@ -60,7 +60,7 @@ _LAUNCH_FIELDS = tuple(field.name for field in dataclasses.fields(LaunchShape))
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A row: messages up to ``nbytes`` (infinity for any) use ``algorithm`` with ``launch`` or its default.
 
     ``mode`` is the mode of its entry; ``sms`` is the SM limit of the calls it serves, 0 for none.
@@ -80,7 +80,7 @@ class Table:
     name: str  # of its file
     part: str  # the GPU or processor that it is for
     shape: NodeShape  # the nodes and ranks that it is for
-    rows: dict[Key, tuple[Row, ...]]
+    rows: dict[Key, tuple[TableRow, ...]]
     kernels: dict[Key, dict[str, str]]  # by entry, the fingerprints of the kernels that were measured, by algorithm
     earlier_kernels: str  # why the table is kept although earlier kernels made it; empty if it does not say
     text: str  # the content, which ranks compare
@@ -90,9 +90,9 @@ class Table:
         """The ranks that the table is for, in words."""
         return ranks_of(self.part, self.shape)
 
-    def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager", sms: int = 0) -> Row | None:
+    def lookup(self, op: str, dtype: str, nbytes: int, mode: str = "eager", sms: int = 0) -> TableRow | None:
         """Return the row that serves a call limited to ``sms`` SMs (0 for no limit); None if the table has none."""
-        rows: tuple[Row, ...] = ()
+        rows: tuple[TableRow, ...] = ()
         for asked in (mode, *MODES):
             listed = [key[1] for key in self.rows if key[::2] == (asked, dtype)]
             numbers = [number for name, number in map(operation_and_sms, listed) if name == op and number >= sms]
@@ -148,7 +148,7 @@ def parse(text: str, name: str, algorithms: Algorithms) -> Table:
     _items(data.get("provenance", {}), f"table {name}, provenance")
     if not isinstance(data.get("measurements", []), list):
         raise ConfigError(f"table {name}, measurements: a list is meant, not {data['measurements']!r}")
-    rows: dict[Key, tuple[Row, ...]] = {}
+    rows: dict[Key, tuple[TableRow, ...]] = {}
     for mode, by_op in _items(data["entries"], f"table {name}, entries"):
         if mode not in MODES:
             raise ConfigError(f"table {name} has entries for {mode!r}; calls are {' or '.join(MODES)}")
@@ -194,7 +194,7 @@ def _items(value: Any, where: str) -> Iterable[tuple[str, Any]]:
     return value.items()
 
 
-def _row(row: Any, mode: str, sms: int, where: str, algorithms: Algorithms) -> Row:
+def _row(row: Any, mode: str, sms: int, where: str, algorithms: Algorithms) -> TableRow:
     if not isinstance(row, list) or len(row) != 3:
         raise ConfigError(f"{where}: a row is [bytes or null, algorithm, launch or null], not {row!r}")
     nbytes, algorithm, launch = row
@@ -209,7 +209,7 @@ def _row(row: Any, mode: str, sms: int, where: str, algorithms: Algorithms) -> R
             raise ConfigError(f"{where}: {wrong[0]} is a whole number from 0 up, not {launch[wrong[0]]!r}")
     # beyond what any message counts is any size
     limit = float("inf") if nbytes is None or nbytes > 1 << 60 else nbytes
-    return Row(limit, algorithm, None if launch is None else LaunchShape(**launch), mode, sms)
+    return TableRow(limit, algorithm, None if launch is None else LaunchShape(**launch), mode, sms)
 
 
 def _whole(value: Any) -> bool:
@@ -273,7 +273,7 @@ def load(path: str, part: str, shape: NodeShape, algorithms: Algorithms, device:
 def render(
     part: str,
     shape: NodeShape,
-    rows: Mapping[Key, Sequence[Row]],
+    rows: Mapping[Key, Sequence[TableRow]],
     provenance: Mapping[str, Any],
     measurements: Sequence[Mapping[str, Any]],
     kernels: Mapping[Key, Mapping[str, str]] | None = None,

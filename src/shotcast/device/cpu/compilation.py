@@ -290,7 +290,7 @@ class _MethodDefinition(ctypes.Structure):
     )
 
 
-class Schedule(_Function):
+class CompiledSchedule(_Function):
     """A collective as a compiled function: ``function(context, plan, x, out) -> status``.
 
     It takes four addresses and returns a code of :mod:`shotcast.transport.cpu.waiting`.

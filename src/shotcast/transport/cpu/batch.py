@@ -18,7 +18,7 @@ from shotcast.device.cpu.atomics import (
     store,
     store_release,
 )
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import (
     ABORT,
@@ -152,4 +152,4 @@ def exchange(context: int, plan: int, x: int, out: int) -> int:
         sleep_ns(0 if now - begun < YIELD_NS else min(now - begun >> 5, 1_000_000))
 
 
-EXCHANGE = Schedule(exchange)
+EXCHANGE = CompiledSchedule(exchange)

@@ -7,7 +7,7 @@ the root's peers map, nothing is staged: every rank reads the tensors.
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import copy, load
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.transport.cpu.host_call import HostCall, for_all_ranks
 from shotcast.transport.cpu.layout import CHUNK, EXTENTS, NBYTES, OFFSETS, ROOT
 from shotcast.transport.cpu.mapped import X, is_mapped, place, tell_places
@@ -134,7 +134,7 @@ def barrier(context: int, plan: int, x: int, out: int) -> int:
     return meet(context, step, word) if word != 0 else ABORTED
 
 
-ALL_GATHER = HostCall(schedule=Schedule(all_gather))
-ALL_TO_ALL = HostCall(schedule=Schedule(all_to_all), chunk=for_all_ranks)
-BROADCAST = HostCall(schedule=Schedule(broadcast))
-BARRIER = HostCall(schedule=Schedule(barrier))
+ALL_GATHER = HostCall(schedule=CompiledSchedule(all_gather))
+ALL_TO_ALL = HostCall(schedule=CompiledSchedule(all_to_all), chunk=for_all_ranks)
+BROADCAST = HostCall(schedule=CompiledSchedule(broadcast))
+BARRIER = HostCall(schedule=CompiledSchedule(barrier))

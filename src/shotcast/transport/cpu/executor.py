@@ -55,7 +55,7 @@ _KINDS = {
 """The kind of fault that a status of a schedule means."""
 
 
-class Algorithms(Protocol):
+class CpuAlgorithms(Protocol):
     """The algorithms of a communicator, as far as the executor needs them."""
 
     def header(self, plan: CallPlan, /) -> HeaderWords: ...
@@ -81,7 +81,7 @@ def parts_of(plan: CallPlan, world_size: int) -> list[int]:
     return [size * itemsize for size in plan.sizes[-world_size:]] or [plan.nbytes // world_size] * world_size
 
 
-class BoundCall:
+class CpuBoundCall:
     """A call with its compiled function and its record: the addresses of its tensors are open, and sizes of parts."""
 
     __slots__ = ("_executor", "_function", "_record", "_record_address", "call", "plan")
@@ -168,7 +168,7 @@ class CpuExecutor:
     """The part of an algorithm's description that has its compiled code."""
     heap_nbytes = _HEAP_BYTES
 
-    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: Algorithms):
+    def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: CpuAlgorithms):
         self._rank, self._world_size = group.rank, group.world_size
         self._sender = group.rank  # as headers name it
         if not 1 <= self._world_size <= wire.MAX_WORLD_SIZE:
@@ -223,7 +223,7 @@ class CpuExecutor:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def bind(self, plan: CallPlan) -> BoundCall:
+    def bind(self, plan: CallPlan) -> CpuBoundCall:
         """Return a call that can be made again and again.
 
         Raises ConfigError if there is no such algorithm, peer or row, and UnsupportedError for a dtype that is not
@@ -237,7 +237,7 @@ class CpuExecutor:
         if call.norms:
             self._check_rows(plan)
         call.arithmetic(plan)
-        return BoundCall(self, plan, call)
+        return CpuBoundCall(self, plan, call)
 
     def variants(self, plan: CallPlan) -> tuple[str, ...]:
         norm = "" if plan.norm is None else f"{plan.norm.kind} of {plan.norm.weight or plan.dtype}"

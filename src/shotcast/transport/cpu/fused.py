@@ -8,7 +8,7 @@ have the same bits. A chunk may end anywhere in a row. The context's ROW says wh
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import copy, load, store
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import one_shot as plain_one_shot
 from shotcast.transport.cpu import two_shot as plain_two_shot
@@ -137,12 +137,14 @@ def reduce_scatter_all_gather(context: int, plan: int, x: int, _out: int) -> int
 
 
 ONE_SHOT = HostCall(
-    schedule=Schedule(one_shot), chunk=plain_one_shot.chunk_limits, arithmetic=sums_and_norms, norms=True
+    schedule=CompiledSchedule(one_shot), chunk=plain_one_shot.chunk_limits, arithmetic=sums_and_norms, norms=True
 )
 TWO_SHOT = HostCall(
-    schedule=Schedule(two_shot), chunk=plain_two_shot.chunk_limits, arithmetic=sums_and_norms, norms=True
+    schedule=CompiledSchedule(two_shot), chunk=plain_two_shot.chunk_limits, arithmetic=sums_and_norms, norms=True
 )
-REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), chunk=for_all_ranks, arithmetic=sums_and_norms, norms=True)
+REDUCE_SCATTER = HostCall(
+    schedule=CompiledSchedule(reduce_scatter), chunk=for_all_ranks, arithmetic=sums_and_norms, norms=True
+)
 REDUCE_SCATTER_ALL_GATHER = HostCall(
-    schedule=Schedule(reduce_scatter_all_gather), chunk=for_all_ranks, arithmetic=sums_and_norms, norms=True
+    schedule=CompiledSchedule(reduce_scatter_all_gather), chunk=for_all_ranks, arithmetic=sums_and_norms, norms=True
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule
 from shotcast.device.cpu.reductions import REDUCTIONS, SUMS
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu import layout
@@ -78,7 +78,7 @@ def sums_and_norms(plan: CallPlan) -> dict[int, Arithmetic]:
 class HostCall:
     """The way in which compiled host code serves an operation."""
 
-    schedule: Schedule  # the compiled function
+    schedule: CompiledSchedule  # the compiled function
     # `chunk(plan, world_size, room)`, the limits of a pipeline step
     chunk: Callable[[CallPlan, int, int], ChunkLimits] = one_generation
     # `arithmetic(plan)`, the functions that the schedule calls, by word of the plan record

@@ -10,7 +10,7 @@ import torch
 
 from shotcast import wire
 from shotcast.device.cpu.atomics import load, store
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.cpu import layout
 from shotcast.transport.cpu.layout import ITEMSIZE, NBYTES, SOURCES
@@ -52,7 +52,7 @@ def rows(context: int, plan: int, x: int, _out: int) -> int:
     return DONE
 
 
-ROWS = Schedule(rows)
+ROWS = CompiledSchedule(rows)
 
 
 def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:

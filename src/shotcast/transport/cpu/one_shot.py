@@ -9,7 +9,7 @@ A reduce-scatter of tensors that all ranks map stages nothing: each rank reads i
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import HostFunction, njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, for_all_ranks, reductions
 from shotcast.transport.cpu.layout import ARITHMETIC, RANK, SOURCES, STEP, WORLD
@@ -107,5 +107,5 @@ def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     return ChunkLimits(room, (512 << 10) // world_size)
 
 
-ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=reductions)
-REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), chunk=for_all_ranks, arithmetic=reductions)
+ALL_REDUCE = HostCall(schedule=CompiledSchedule(all_reduce), chunk=chunk_limits, arithmetic=reductions)
+REDUCE_SCATTER = HostCall(schedule=CompiledSchedule(reduce_scatter), chunk=for_all_ranks, arithmetic=reductions)

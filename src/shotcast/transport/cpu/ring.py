@@ -10,7 +10,7 @@ Sums are rounded to the dtype at every hop: round(... round(round(0 + x_{j+1}) +
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import copies, one_shot
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, sums
@@ -126,6 +126,8 @@ def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     return ChunkLimits(room * world_size, (256 << 10) * world_size)
 
 
-ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=sums, alone=one_shot.ALL_REDUCE)
-REDUCE_SCATTER = HostCall(schedule=Schedule(reduce_scatter), arithmetic=sums, alone=one_shot.REDUCE_SCATTER)
-ALL_GATHER = HostCall(schedule=Schedule(all_gather), alone=copies.ALL_GATHER)
+ALL_REDUCE = HostCall(
+    schedule=CompiledSchedule(all_reduce), chunk=chunk_limits, arithmetic=sums, alone=one_shot.ALL_REDUCE
+)
+REDUCE_SCATTER = HostCall(schedule=CompiledSchedule(reduce_scatter), arithmetic=sums, alone=one_shot.REDUCE_SCATTER)
+ALL_GATHER = HostCall(schedule=CompiledSchedule(all_gather), alone=copies.ALL_GATHER)

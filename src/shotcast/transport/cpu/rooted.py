@@ -8,7 +8,7 @@ when everybody has read it.
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import copy, load
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.transport.cpu import one_shot, two_shot
 from shotcast.transport.cpu.host_call import HostCall, for_all_ranks, reductions
 from shotcast.transport.cpu.layout import CHUNK, NBYTES, ROOT
@@ -82,7 +82,9 @@ def reduce_by_slices(context: int, plan: int, x: int, out: int) -> int:
     return by_slices(take_slices, load(plan + ROOT), context, plan, x, out)
 
 
-GATHER = HostCall(schedule=Schedule(gather))
-SCATTER = HostCall(schedule=Schedule(scatter), chunk=for_all_ranks)
-REDUCE_AT_ROOT = HostCall(schedule=Schedule(reduce_at_root), chunk=one_shot.chunk_limits, arithmetic=reductions)
-REDUCE_BY_SLICES = HostCall(schedule=Schedule(reduce_by_slices), chunk=two_shot.chunk_limits, arithmetic=reductions)
+GATHER = HostCall(schedule=CompiledSchedule(gather))
+SCATTER = HostCall(schedule=CompiledSchedule(scatter), chunk=for_all_ranks)
+REDUCE_AT_ROOT = HostCall(schedule=CompiledSchedule(reduce_at_root), chunk=one_shot.chunk_limits, arithmetic=reductions)
+REDUCE_BY_SLICES = HostCall(
+    schedule=CompiledSchedule(reduce_by_slices), chunk=two_shot.chunk_limits, arithmetic=reductions
+)

@@ -8,7 +8,7 @@ touched, so other ranks and collectives are not affected. A send returns once it
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import copy, load, load_acquire, store, store_release
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.layout import (
@@ -95,8 +95,8 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
             return DONE
 
 
-_SENDING = Schedule(send)
-_RECEIVING = Schedule(recv)
+_SENDING = CompiledSchedule(send)
+_RECEIVING = CompiledSchedule(recv)
 
 SEND = HostCall(schedule=_SENDING)
 RECV = HostCall(schedule=_RECEIVING)

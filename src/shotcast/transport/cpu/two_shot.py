@@ -13,7 +13,7 @@ writes the sum into all of them. A slice is touched by its rank alone, so the ca
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import call_arithmetic, copy, load, store
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import HostFunction, njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall, reductions
 from shotcast.transport.cpu.layout import ARITHMETIC, RANK, SOURCES, WORLD
@@ -123,4 +123,4 @@ def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     return ChunkLimits((room - 64) * world_size // (world_size + 1), 256 << 10)
 
 
-ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=reductions)
+ALL_REDUCE = HostCall(schedule=CompiledSchedule(all_reduce), chunk=chunk_limits, arithmetic=reductions)

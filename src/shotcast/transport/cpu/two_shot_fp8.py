@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from shotcast import wire
 from shotcast.device.cpu.atomics import call_arithmetic, load, store
-from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu import fp8_blocks
 from shotcast.transport.cpu.fp8_blocks import encoded_bytes
@@ -90,4 +90,4 @@ def arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
     return {ARITHMETIC: fp8_blocks.SUM, ENCODE: fp8_blocks.ENCODE[plan.dtype], DECODE: fp8_blocks.DECODE[plan.dtype]}
 
 
-ALL_REDUCE = HostCall(schedule=Schedule(all_reduce), chunk=chunk_limits, arithmetic=arithmetic)
+ALL_REDUCE = HostCall(schedule=CompiledSchedule(all_reduce), chunk=chunk_limits, arithmetic=arithmetic)

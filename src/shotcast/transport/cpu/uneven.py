@@ -7,7 +7,7 @@ the longest part of all, which gives the number of steps, and compares what othe
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import copy, load, store
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.host_call import ChunkLimits, HostCall
 from shotcast.transport.cpu.layout import CHUNK, EXTENTS, LINE, OFFSETS, PARTS, PARTS_PEER, PARTS_SENT, RANK, WORLD
@@ -83,4 +83,4 @@ def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
     return ChunkLimits((room - _SIZES) // world_size, (512 << 10) // world_size)
 
 
-ALL_TO_ALL = HostCall(schedule=Schedule(all_to_all), chunk=chunk_limits)
+ALL_TO_ALL = HostCall(schedule=CompiledSchedule(all_to_all), chunk=chunk_limits)

@@ -8,7 +8,7 @@ only a header, so no rank finishes before all have begun.
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import copy, load
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.transport.cpu.layout import CHUNK, NBYTES, NETWORK, PARTS, RANK, ROOT, ROOT_NODE, STEP, WORLD
 from shotcast.transport.cpu.staging import generation, wrap_rank
@@ -117,5 +117,5 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
     return finish(context, step)
 
 
-ALL_GATHER = HostsCall(schedule=Schedule(all_gather), chunk=whole_generation)
-BROADCAST = HostsCall(schedule=Schedule(broadcast), chunk=whole_generation)
+ALL_GATHER = HostsCall(schedule=CompiledSchedule(all_gather), chunk=whole_generation)
+BROADCAST = HostsCall(schedule=CompiledSchedule(broadcast), chunk=whole_generation)

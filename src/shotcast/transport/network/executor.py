@@ -22,7 +22,7 @@ from shotcast.cost.collective import NetworkCost
 from shotcast.errors import ConfigError
 from shotcast.memory.symmetric import raise_failures
 from shotcast.transport.cpu import layout as local_layout
-from shotcast.transport.cpu.executor import BoundCall, CpuExecutor, parts_of
+from shotcast.transport.cpu.executor import CpuBoundCall, CpuExecutor, parts_of
 from shotcast.transport.cpu.host_call import HostCall
 from shotcast.transport.cpu.waiting import ABORTED, INTERRUPTED, MISMATCHED, PEER_GONE, TIMED_OUT
 from shotcast.transport.network import layout
@@ -127,9 +127,9 @@ class HostsExecutor(CpuExecutor):
         nodes, ranks = self._nodes.nodes, len(self._members)
         slice_bytes = align_up(min(_PROBE_BYTES // 2, _MOST_PROBE_BYTES // (nodes - 1)), 64)
 
-        def probe(call: HostCall, nbytes: int) -> BoundCall:
+        def probe(call: HostCall, nbytes: int) -> CpuBoundCall:
             op = Op.BARRIER if call.header_only else Op.ALL_REDUCE
-            return BoundCall(self, CallPlan(op, "vendor", "float32", nbytes, launch=LaunchShape(0, 0, 0)), call)
+            return CpuBoundCall(self, CallPlan(op, "vendor", "float32", nbytes, launch=LaunchShape(0, 0, 0)), call)
 
         probes = (probe(SWAP, 0), probe(SWAP, _PROBE_BYTES), probe(BARRIER, 0), probe(ALL_PAIRS, slice_bytes * ranks))
         deadline_s = self.timeout_s
@@ -137,7 +137,7 @@ class HostsExecutor(CpuExecutor):
         x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4, dtype=torch.float32, device="cpu")
         out = torch.empty_like(x)
 
-        def tried_us(call: BoundCall) -> float:
+        def tried_us(call: CpuBoundCall) -> float:
             began = time.perf_counter()
             call.run(x, out)
             return 1e6 * (time.perf_counter() - began)
@@ -185,7 +185,7 @@ class HostsExecutor(CpuExecutor):
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def bind(self, plan: CallPlan) -> BoundCall | Message:  # type: ignore[override]
+    def bind(self, plan: CallPlan) -> CpuBoundCall | Message:  # type: ignore[override]
         """Return a call that can be made again and again; see :meth:`CpuExecutor.bind`."""
         message = plan.op in (Op.SEND, Op.RECV)
         if message and not (0 <= plan.root < self._nodes.world_size and plan.root != self._global_rank):
@@ -196,7 +196,7 @@ class HostsExecutor(CpuExecutor):
         if call.norms:
             self._check_rows(plan)
         if not message or within:
-            return BoundCall(self, plan, call)
+            return CpuBoundCall(self, plan, call)
         numbers = self._numbers[0 if plan.op is Op.SEND else 1]
         numbers.setdefault(plan.root, 0)
         return Message(self, plan, call, numbers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shotcast.device.cpu.atomics import load
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.transport.cpu.layout import NBYTES, NETWORK
 from shotcast.transport.cpu.waiting import ABORTED, DONE, begin
 from shotcast.transport.cpu.waiting import meet as meet_in_node
@@ -49,5 +49,5 @@ def swap(context: int, plan: int, x: int, out: int) -> int:
     return transfer(context, network)
 
 
-BARRIER = HostsCall(schedule=Schedule(meet), header_only=True)
-SWAP = HostsCall(schedule=Schedule(swap))
+BARRIER = HostsCall(schedule=CompiledSchedule(meet), header_only=True)
+SWAP = HostsCall(schedule=CompiledSchedule(swap))

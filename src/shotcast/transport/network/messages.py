@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from shotcast.device.cpu.atomics import load, load_acquire, store
-from shotcast.device.cpu.compilation import Schedule
+from shotcast.device.cpu.compilation import CompiledSchedule
 from shotcast.device.cpu.lazy_numba import njit
 from shotcast.memory.operands import NormTensors
 from shotcast.transport.cpu.host_call import HostCall
@@ -82,8 +82,8 @@ def recv(context: int, plan: int, x: int, out: int) -> int:
     return _message(context, plan, out, EXPECTED, RECEIVES)
 
 
-_SENDING = Schedule(send)
-_RECEIVING = Schedule(recv)
+_SENDING = CompiledSchedule(send)
+_RECEIVING = CompiledSchedule(recv)
 
 SEND = HostCall(schedule=_SENDING)
 RECV = HostCall(schedule=_RECEIVING)

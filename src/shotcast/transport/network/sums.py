@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shotcast.device.cpu.atomics import call_arithmetic, load, store
-from shotcast.device.cpu.compilation import Arithmetic, Schedule
+from shotcast.device.cpu.compilation import Arithmetic, CompiledSchedule
 from shotcast.device.cpu.lazy_numba import HostFunction, njit
 from shotcast.errors import UnsupportedError
 from shotcast.transport.cpu.host_call import for_all_ranks, sums, sums_and_norms
@@ -97,17 +97,17 @@ def _one_slot(nodes: int, slice_bytes: int) -> int:
     return 1
 
 
-DOUBLING = HostsCall(schedule=Schedule(doubling), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
-HALVING = HostsCall(schedule=Schedule(halving), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
-TWO_SHOT = HostsCall(schedule=Schedule(two_shot), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+DOUBLING = HostsCall(schedule=CompiledSchedule(doubling), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+HALVING = HostsCall(schedule=CompiledSchedule(halving), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
+TWO_SHOT = HostsCall(schedule=CompiledSchedule(two_shot), chunk=for_all_ranks, arithmetic=partial_sums, slots=_one_slot)
 ALL_PAIRS = HostsCall(
-    schedule=Schedule(all_pairs),
+    schedule=CompiledSchedule(all_pairs),
     chunk=for_all_ranks,
     arithmetic=node_reductions,
     slots=lambda nodes, slice_bytes: nodes,
 )
 REDUCE = HostsCall(
-    schedule=Schedule(reduce),
+    schedule=CompiledSchedule(reduce),
     chunk=for_all_ranks,
     arithmetic=node_reductions,
     slots=lambda nodes, slice_bytes: nodes + 1,
@@ -153,10 +153,12 @@ def _sums_and_norms(plan: CallPlan) -> dict[int, Arithmetic]:
     return partial_sums(plan) | sums_and_norms(plan)
 
 
-NORMED_DOUBLING = replace(DOUBLING, schedule=Schedule(normed_doubling), arithmetic=_sums_and_norms, norms=True)
-NORMED_HALVING = replace(HALVING, schedule=Schedule(normed_halving), arithmetic=_sums_and_norms, norms=True)
-NORMED_ALL_PAIRS = replace(ALL_PAIRS, schedule=Schedule(normed_all_pairs), arithmetic=_sums_and_norms, norms=True)
-NORMED_TWO_SHOT = replace(TWO_SHOT, schedule=Schedule(normed_two_shot), arithmetic=_sums_and_norms, norms=True)
+NORMED_DOUBLING = replace(DOUBLING, schedule=CompiledSchedule(normed_doubling), arithmetic=_sums_and_norms, norms=True)
+NORMED_HALVING = replace(HALVING, schedule=CompiledSchedule(normed_halving), arithmetic=_sums_and_norms, norms=True)
+NORMED_ALL_PAIRS = replace(
+    ALL_PAIRS, schedule=CompiledSchedule(normed_all_pairs), arithmetic=_sums_and_norms, norms=True
+)
+NORMED_TWO_SHOT = replace(TWO_SHOT, schedule=CompiledSchedule(normed_two_shot), arithmetic=_sums_and_norms, norms=True)
 
 
 # --- in 16 bits -------------------------------------------------------------------------------------------------------
@@ -246,5 +248,5 @@ def _rounded_slots(nodes: int, slice_bytes: int) -> int:
 
 
 IN_16_BITS = HostsCall(
-    schedule=Schedule(in_16_bits), chunk=for_all_ranks, arithmetic=_rounded_sums, slots=_rounded_slots
+    schedule=CompiledSchedule(in_16_bits), chunk=for_all_ranks, arithmetic=_rounded_sums, slots=_rounded_slots
 )

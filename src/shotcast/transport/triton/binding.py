@@ -20,7 +20,7 @@ from shotcast.errors import UnsupportedError
 from shotcast.kernels.triton.norm import DTYPES
 from shotcast.memory import nvshmem_library
 from shotcast.memory.streams import SideLane
-from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.layout import WorkspaceLayout
 from shotcast.transport.triton.sync import Entry, EntryWithPuts
 from shotcast.wire import CallPlan, HeaderWords, Op
 
@@ -38,7 +38,7 @@ TENSORS: dict[str, tuple[str, ...]] = {
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 """The options that all kernels are compiled with; without it, sums in float32 could be rounded once less."""
 
-_PLACES = tuple(one.name for one in dataclasses.fields(Layout))
+_PLACES = tuple(one.name for one in dataclasses.fields(WorkspaceLayout))
 _PARTS = (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
 
 
@@ -93,7 +93,7 @@ class KernelContext:
 
     rank: int
     world_size: int
-    layout: Layout  # of a rank's region of symmetric memory; offsets count quads of 16 bytes
+    layout: WorkspaceLayout  # of a rank's region of symmetric memory; offsets count quads of 16 bytes
     own_address: int  # the address of this rank's region
     addresses: tuple[int, ...]  # the addresses of all regions, by rank; 0 for those that are not mapped
     peers_address: int  # the address of the table of all regions' addresses, in device memory

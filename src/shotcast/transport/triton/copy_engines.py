@@ -58,7 +58,7 @@ _MEETINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class MeetingShape:
+class CopyMeetingShape:
     """The argument SHAPE of a meeting."""
 
     WORLD: int
@@ -66,7 +66,7 @@ class MeetingShape:
     PDL: bool
 
 
-@kernel(shape=MeetingShape)
+@kernel(shape=CopyMeetingShape)
 def meeting(entry: Entry, SHAPE: tl.constexpr):
     """Return once every rank has come, or all have been told why not."""
     call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
@@ -170,7 +170,7 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class CopiedParts:
     """A message in parts and chunks, and where they go.
 
     Copies go to each rank's region from ``regions`` on. All sizes are in bytes.
@@ -334,7 +334,7 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
         raise ConfigError(f"copy_engines: chunks of {chunk} bytes (a multiple of 16) do not go into {room}")
     at = context.layout.copies_at * layout.QUAD
     regions = tuple(address + at for address in context.addresses)
-    parts = Parts(plan.op, plan.nbytes, part, chunk, context.rank, regions)
+    parts = CopiedParts(plan.op, plan.nbytes, part, chunk, context.rank, regions)
     # a kernel that begins early would wait for the kernel before it in its stream alone, and not for the copies
     waits: dict[str, Any] = {"options": {"launch_pdl": False}, "PDL": False}
     meetings = []

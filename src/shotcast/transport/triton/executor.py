@@ -31,8 +31,8 @@ from shotcast.transport.transport import Ranks
 from shotcast.transport.triton import barrier, layout
 from shotcast.transport.triton.barrier import gate_of
 from shotcast.transport.triton.binding import TENSORS, Enqueue, EnqueuedCall, KernelLaunch
-from shotcast.transport.triton.layout import Layout, bytes_of_copies
-from shotcast.transport.triton.workspace import Workspace
+from shotcast.transport.triton.layout import WorkspaceLayout, bytes_of_copies
+from shotcast.transport.triton.workspace import GpuWorkspace
 from shotcast.units import align_up
 from shotcast.wire import CallPlan, Fault, HeaderWords, Op, Wait
 
@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
     start: int
 
 
-class BoundCall:
+class TritonBoundCall:
     """A call with its kernels: the addresses of its tensors are open, and the sizes of parts that two ranks know."""
 
     __slots__ = ("_executor", "_of_sizes", "_pieces", "_plan", "_sizes", "_tensors")
@@ -142,7 +142,7 @@ def _launch(bound: KernelLaunch) -> Launch:
     return Launch(bound.kernel, bound.programs, bound.arguments, TENSORS[bound.tensors], bound.options)
 
 
-class HeaderExchange:
+class TritonHeaderExchange:
     """An exchange of headers that the host waits for."""
 
     __slots__ = ("_device", "_launch")
@@ -242,7 +242,7 @@ class TritonExecutor:
         if ranks.peers is not None:
             me = weakref.ref(self)
             ranks.peers.hear("interrupted", lambda number, _: _interrupted(me(), number))
-        self.workspaces: list[Workspace] = []
+        self.workspaces: list[GpuWorkspace] = []
         self.heap = self._block_heap(ranks)
         self._captured = False
         self.room = 0
@@ -291,8 +291,8 @@ class TritonExecutor:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def bind(self, plan: CallPlan) -> BoundCall:
-        return BoundCall(self, plan)
+    def bind(self, plan: CallPlan) -> TritonBoundCall:
+        return TritonBoundCall(self, plan)
 
     def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
         """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
@@ -369,10 +369,12 @@ class TritonExecutor:
 
     # -- growth -----------------------------------------------------------------------------------------------------
 
-    def header_exchange(self, plan: CallPlan) -> HeaderExchange:
+    def header_exchange(self, plan: CallPlan) -> TritonHeaderExchange:
         """Return a kernel that exchanges the header of ``plan`` between all ranks, and does nothing else."""
         bound = barrier.bind(plan, self.workspaces[-1].context)
-        return HeaderExchange(Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device)
+        return TritonHeaderExchange(
+            Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device
+        )
 
     @torch.inference_mode(False)  # later calls write into its tensors in any mode
     def grow(self, room: int) -> None:
@@ -411,20 +413,20 @@ class TritonExecutor:
         """
         return 0 if room <= self.room else self._layout(room).nbytes
 
-    def _layout(self, room: int) -> Layout:
+    def _layout(self, room: int) -> WorkspaceLayout:
         size = next(size for size in self._rooms if size >= room)
         ranks_per_node = self._group.world_size // self._nodes
         engines = bytes_of_copies(self._exclusive) if self._nodes == 1 else 0
-        return Layout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts, engines)
+        return WorkspaceLayout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts, engines)
 
     def keep(self) -> None:
         """Keep the workspace that calls use now when there is a larger one: a graph is being captured with it."""
         self._captured = True
 
     @torch.inference_mode(False)
-    def _workspace(self, memory: Lease | HeapLease, where: Layout) -> Workspace:
+    def _workspace(self, memory: Lease | HeapLease, where: WorkspaceLayout) -> GpuWorkspace:
         rank, world_size = self._group.rank, self._group.world_size
-        workspace = Workspace(
+        workspace = GpuWorkspace(
             memory,
             where,
             rank,
@@ -495,7 +497,7 @@ class TritonExecutor:
         return any(one.stopped for one in self.workspaces)
 
     @property
-    def _stopped_or_last(self) -> Workspace:
+    def _stopped_or_last(self) -> GpuWorkspace:
         last = self.workspaces[-1]
         return last if last.stopped else next((one for one in self.workspaces if one.stopped), last)
 

@@ -63,7 +63,7 @@ TURNS = tl.constexpr(2 * layout.STEPS_IN_FLIGHT)
 """Places of a program in either part of the window."""
 
 
-class Parts(NamedTuple):
+class SentParts(NamedTuple):
     """The parts of a message, in bytes: the longest, where each begins, and this rank's.
 
     ``copied_nbytes`` is what this rank copies to its own ``out`` in an all_gather: nothing where that is in place.
@@ -358,7 +358,7 @@ def few_sms(
         call = sync.with_status(call, (sync.read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
     else:
         sync.leave_epoch(call, rank * 0, False)
-    parts = Parts(part_nbytes, starts, own_start, own_nbytes, copied_nbytes)
+    parts = SentParts(part_nbytes, starts, own_start, own_nbytes, copied_nbytes)
     progress = progress_at + worker * FLAG_ROW_QUADS
     row = blocks.rows + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
     sync.tell_places(call, row, places, WORLD, WARPS)

@@ -138,7 +138,7 @@ def rooms(max_bytes: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WorkspaceLayout:
     """The parts of a region for messages up to ``max_bytes``: offsets and sizes in quads, ``nbytes`` in bytes.
 
     ``piece_bytes`` is the longest message, or piece of one, that the slots between nodes hold.
@@ -171,7 +171,7 @@ class Layout:
         ranks_per_node: int = MAX_WORLD_SIZE,
         staged: bool = False,
         engine_bytes: int = 0,
-    ) -> Layout:
+    ) -> WorkspaceLayout:
         """Lay a region out for messages up to ``max_bytes``.
 
         Two-shot needs room for a message twice (once for each shot). Flag cells carry half as much data in as many

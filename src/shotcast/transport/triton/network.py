@@ -32,7 +32,7 @@ from shotcast.transport.triton.sync import POLLS_PER_CHECK, SENTINEL, TIMEOUT
 GRACE = tl.constexpr(layout.GRACE)
 
 
-class Network(NamedTuple):
+class GpuNetwork(NamedTuple):
     """The network as a program sees it in one call.
 
     ``quads`` is the offset, in quads, of the slots of this call in the region of every rank, and ``staging`` that of
@@ -72,7 +72,7 @@ def destination(peers, puts, rank, PUTS: tl.constexpr):
 @triton.jit
 def enter_network(call, quads, staging_at, staging_quads, PUTS: tl.constexpr, CLEARS: tl.constexpr):
     """Open the slots of the call, which begin at ``quads``. There are two generations of what is staged."""
-    return Network(quads, sync.cells_offset(call.epoch, staging_at, staging_quads), PUTS, CLEARS)
+    return GpuNetwork(quads, sync.cells_offset(call.epoch, staging_at, staging_quads), PUTS, CLEARS)
 
 
 @triton.jit

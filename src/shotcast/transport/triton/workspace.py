@@ -15,14 +15,14 @@ from shotcast.device.triton.intrinsics import has_float8_conversions, supports_p
 from shotcast.errors import ClosedError
 from shotcast.memory import driver
 from shotcast.memory.streams import SideLane
-from shotcast.memory.symmetric import SymmetricBuffer, Target
+from shotcast.memory.symmetric import ShareTarget, SymmetricBuffer
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.binding import KernelContext
-from shotcast.transport.triton.layout import Layout
+from shotcast.transport.triton.layout import WorkspaceLayout
 from shotcast.wire import CallPlan, HeaderWords
 
 
-class Workspace:
+class GpuWorkspace:
     """This rank's side of a workspace.
 
     The memory has a multicast address on all ranks or on none.
@@ -37,14 +37,14 @@ class Workspace:
     def __init__(
         self,
         memory: SymmetricBuffer,
-        where: Layout,
+        where: WorkspaceLayout,
         rank: int,
         world_size: int,
         host_address: int,
         device: torch.device,
         header_of: Callable[[CallPlan], HeaderWords],
         nodes: int = 1,
-        targets: Sequence[Target] = (),
+        targets: Sequence[ShareTarget] = (),
         blocks_address: int = 0,
     ):
         self.memory, self.where = memory, where
