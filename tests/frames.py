@@ -37,7 +37,7 @@ class Frames:
         Those of another thread are among them if ``call`` waits for it.
         """
         found = self.all_of(call)
-        bound = found.index("BoundCall.run")
+        bound = next(at for at, name in enumerate(found) if name.endswith("BoundCall.run"))
         launch = next((at for at in range(bound + 1, len(found)) if found[at] not in _OPERANDS), len(found))
         return found[:launch]
 

@@ -55,15 +55,15 @@ def wrong_after_a_while(config: BenchConfig) -> list[Row]:
 def first_product_is_slow(config: BenchConfig, seconds: float) -> int:
     """Return the number of all matrix products."""
     products = 0
-    usual = harness.Gemm.__call__
+    usual = harness.MeasuredGemm.__call__
 
-    def run(gemm: harness.Gemm, out: torch.Tensor) -> None:
+    def run(gemm: harness.MeasuredGemm, out: torch.Tensor) -> None:
         nonlocal products
         products += 1
         time.sleep(seconds if products == 1 else 0)
         usual(gemm, out)
 
-    harness.Gemm.__call__ = run  # type: ignore[method-assign]
+    harness.MeasuredGemm.__call__ = run  # type: ignore[method-assign]
     harness.measure(config, ("gloo",))
     return products
 
@@ -117,7 +117,7 @@ class SlowWork:
 
 def with_slow_work(config: BenchConfig, algorithm: str) -> tuple[list[Row], set[float]]:
     """Measure a call that takes 10 ms; return the rows, and the values that the calls found in their input."""
-    harness.Gemm = SlowWork  # type: ignore[assignment, misc]
+    harness.MeasuredGemm = SlowWork  # type: ignore[assignment, misc]
     seen = set()
 
     def slowed(call: baselines.BenchCall) -> baselines.BenchCall:

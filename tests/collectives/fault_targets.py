@@ -100,7 +100,7 @@ def compile_late(late_s: float, compile_s: float, kill: bool) -> Any:
     killed_at = comm._host.all_gather(time.monotonic() + late_s + 0.3)[0]
     if comm.rank == 1:
         bound: Any = sys.modules[type(comm._executor).__module__]
-        load = bound.BoundCall.load
+        load = bound.CpuBoundCall.load
 
         def slow_load(self: Any) -> None:
             if kill:
@@ -109,7 +109,7 @@ def compile_late(late_s: float, compile_s: float, kill: bool) -> Any:
             time.sleep(compile_s)
             load(self)
 
-        bound.BoundCall.load = slow_load  # in this process alone
+        bound.CpuBoundCall.load = slow_load  # in this process alone
         time.sleep(late_s)
     try:
         total = comm.all_reduce(x, algorithm="two_shot")

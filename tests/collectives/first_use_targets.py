@@ -24,8 +24,9 @@ def cold_start(device: str, late_s: float, compile_s: float, timeout_s: float, k
     """
     comm = shotcast.Communicator(device=device, timeout_s=timeout_s)
     compiled = 0.0
-    bound: Any = sys.modules[type(comm._executor).__module__]
-    load = bound.BoundCall.load
+    executor = sys.modules[type(comm._executor).__module__]
+    bound: Any = vars(executor).get("TritonBoundCall") or vars(executor)["CpuBoundCall"]
+    load = bound.load
 
     def timed_load(self: Any) -> None:
         nonlocal compiled
@@ -38,7 +39,7 @@ def cold_start(device: str, late_s: float, compile_s: float, timeout_s: float, k
         load(self)
         compiled += time.monotonic() - began
 
-    bound.BoundCall.load = timed_load  # in this process alone
+    bound.load = timed_load  # in this process alone
     comm._host.barrier()
     time.sleep(comm.rank * late_s)
     try:

@@ -148,7 +148,7 @@ def differing() -> str:
 def forms_of_sizes() -> int:
     """Make one small call; return how many forms calls of other sizes would still load: eager and captured."""
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
-        assert comm._first_use is not None
+        assert comm._compile_barrier is not None
         comm._growths = Growths(comm._host.store("growths of a test"), comm.world_size, 0.2)
         comm.all_reduce(torch.ones(4))
         left = 0
@@ -156,7 +156,7 @@ def forms_of_sizes() -> int:
             problem = comm._resolver.problem(Op.ALL_REDUCE, torch.float32, count, "sum", 0, (), None)
             for capturing in (False, True):
                 needs = comm._resolver.resolve(problem, "auto", capturing).needs
-                left += sum(one.variant not in comm._first_use.known for one in needs)
+                left += sum(one.variant not in comm._compile_barrier.known for one in needs)
         return left
 
 
@@ -165,12 +165,12 @@ def copies_with_late_ranks() -> list[tuple[str, int]]:
     layout.FIRST_ROOM = 1 << 12
     seen = []
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
-        assert comm._first_use is not None
+        assert comm._compile_barrier is not None
         size, x = comm.world_size, torch.arange(1 << 13) % 1000 + 3.0 * comm.rank
         comm._growths = Growths(comm._host.store("growths of a test"), size, 0.2)
         for number, call in enumerate((comm.all_gather, comm.all_to_all, comm.reduce_scatter)):
             call(x[:size])
-            known = len(comm._first_use.known)
+            known = len(comm._compile_barrier.known)
             comm._growths.asked = (1 << number + 1) - 1  # it looks for the others the next time
             comm._host.barrier()
             if comm.rank == 1:
@@ -178,7 +178,7 @@ def copies_with_late_ranks() -> list[tuple[str, int]]:
             with launched() as kernels:
                 out = call(x)
             assert comm.calls_by_library == 0
-            seen.append((next(name for name, _ in kernels if name != "gate"), len(comm._first_use.known) - known))
+            seen.append((next(name for name, _ in kernels if name != "gate"), len(comm._compile_barrier.known) - known))
             wholes = torch.stack([torch.arange(1 << 13) % 1000 + 3.0 * rank for rank in range(size)])
             part = wholes.view(size, size, -1)[:, comm.rank]
             wanted = (wholes, part, part.sum(0))[number]

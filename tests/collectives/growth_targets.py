@@ -283,7 +283,7 @@ def failing_on_one_rank(failing: int) -> list[str]:
     parts: list[tuple[Any, str, Any]] = [
         (executor, "_host_words", fails),
         (torch, "zeros", fails_for_blocks),
-        (executor, "Workspace", fails),
+        (executor, "GpuWorkspace", fails),
     ]
     for module, name, failure in parts:
         real = getattr(module, name)

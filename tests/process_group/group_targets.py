@@ -95,8 +95,8 @@ def repeated_calls() -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
             for call in made:
                 for _ in range(2):
                     call()
-            operands = calls.Operands
-            calls.Operands = None  # type: ignore[assignment, misc]
+            operands = calls.CallOperands
+            calls.CallOperands = None  # type: ignore[assignment, misc]
             for call in made:
                 for asynchronous in (False, True, False):
                     out, part, table = torch.empty(6 * size), torch.empty(6), torch.empty(size, 6)
@@ -122,10 +122,10 @@ def repeated_calls() -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
             lambda: dist.all_to_all_single(out, many, [6] * size, [6] * size),
             lambda: dist.all_gather_into_tensor(out[:5], values(rank)),
         ):
-            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # Operands is None
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # CallOperands is None
                 long()
                 raise AssertionError("it was taken for a prepared call")
-        calls.Operands = operands  # type: ignore[misc]
+        calls.CallOperands = operands  # type: ignore[misc]
         return found, counts()
 
 

@@ -1,1 +1,1 @@
-"""Model kernels: matrix products, attention, norms and sampling."""
+"""Model kernels: matmuls, attention, norms and sampling."""

@@ -1,8 +1,8 @@
-"""The activations of gates."""
+"""Activation functions for gating."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
-"""SiLU, or GELU approximated by tanh."""
+"""SiLU, or the tanh approximation of GELU."""

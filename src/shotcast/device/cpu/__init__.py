@@ -1,1 +1,1 @@
-"""The basis of the compiled CPU kernels: compilation, atomics, float formats, vectors and threads."""
+"""The foundation of compiled CPU kernels: compilation, atomics, float formats, vectors and threads."""

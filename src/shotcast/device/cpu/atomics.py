@@ -1,9 +1,9 @@
-"""Words of memory at plain addresses, for CPU kernels.
+"""Atomics and other primitives on plain memory addresses, for CPU kernels.
 
-``load_acquire`` and ``store_release`` are LLVM atomics of 64 bits. What a rank wrote before ``store_release(address,
-value)`` is visible to the rank whose ``load_acquire(address)`` returns that value, and what it read before is not
-affected by what the other rank writes afterwards. On x86 both are ordinary moves, on aarch64 ldar and stlr. All
-addresses and values are int64.
+``load_acquire`` and ``store_release`` are LLVM atomics of 64 bits. Everything a rank wrote before
+``store_release(address, value)`` is visible to the rank whose ``load_acquire(address)`` returns that value, and nothing
+that rank writes afterward affects what the first rank read before. On x86 both compile to ordinary moves, on aarch64 to
+ldar and stlr. All addresses and values are int64.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def pause(_context: Any) -> Any:
 
 @intrinsic
 def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
-    """Copy ``nbytes`` bytes between memory ranges that do not overlap, or are the same."""
+    """Copy ``nbytes`` bytes between memory ranges that are disjoint or identical."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         to, source, nbytes = arguments
@@ -101,7 +101,7 @@ def copy(_context: Any, destination: Any, source: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def call_arithmetic(_context: Any, function: Any, destination: Any, sources: Any, world_size: Any, count: Any) -> Any:
-    """Call the :class:`~shotcast.device.cpu.compilation.Arithmetic` at address ``function`` with the four other
+    """Call the :class:`~shotcast.device.cpu.compilation.Arithmetic` at address ``function`` with the other four
     arguments."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -114,7 +114,7 @@ def call_arithmetic(_context: Any, function: Any, destination: Any, sources: Any
 
 @intrinsic
 def monotonic_ns(_context: Any) -> Any:
-    """Return the time of the clock of deadlines, in nanoseconds; it continues while a process is stopped."""
+    """Read the clock used for deadlines, in nanoseconds; it continues while a process is stopped."""
 
     def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         timespec = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))
@@ -130,7 +130,7 @@ def monotonic_ns(_context: Any) -> Any:
 
 @intrinsic
 def sleep_ns(_context: Any, duration: Any) -> Any:
-    """Release the core for ``duration`` nanoseconds (under a second); if 0, to other runnable threads."""
+    """Release the core for ``duration`` nanoseconds (under a second); with 0, yield it to other runnable threads."""
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         none = ir.Constant(_WORD, 0)
@@ -150,10 +150,10 @@ def sleep_ns(_context: Any, duration: Any) -> Any:
 
 @intrinsic
 def interrupted(_context: Any) -> Any:
-    """Run the handlers of signals that have come, on the main thread; return whether one of them raised.
+    """Run the handlers of pending signals, on the main thread; return whether one of them raised.
 
-    Its exception then waits in the interpreter until the compiled code returns. Takes the interpreter lock, which the
-    caller does not hold.
+    Its exception stays pending in the interpreter until the compiled code returns. This takes the interpreter lock,
+    which the caller must not hold.
     """
 
     def generate(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:

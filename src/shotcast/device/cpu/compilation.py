@@ -1,10 +1,10 @@
 """Compilation of CPU kernels, once per machine.
 
-Functions are compiled by numba when they are first needed. Their machine code is kept on disk (in ``NUMBA_CACHE_DIR``,
-beside the sources, or in the user's cache directory), so other ranks and later runs load it, for which they do not
-import numba. A schedule also contains code of the files it calls, and numbers that ranks agree on. So what is kept is
-found by a digest of all CPU kernels and of ``wire.py``, of the function, of the processor, of the versions of Python,
-numba and llvmlite, and of numba's settings.
+numba compiles functions when they are first needed. Their machine code is cached on disk (in ``NUMBA_CACHE_DIR``, next
+to the sources, or in the user's cache directory), so other ranks and later runs load it without importing numba. A
+schedule also contains code from the files it calls, and numbers that ranks agree on. The cache key is therefore a
+digest of all CPU kernels and ``wire.py``, the function, the processor, the versions of Python, numba and llvmlite, and
+numba's settings.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _ARGUMENTS = 4
 _ENTRY = "shotcast_entry"
 _PACKAGE = Path(__file__).parents[2]
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_FASTCALL = 0x80  # METH_FASTCALL of CPython: a function gets its arguments as an array
+_FASTCALL = 0x80  # METH_FASTCALL of CPython: a function receives its arguments as an array
 
 _SETTINGS = sorted(one for one in os.environ.items() if one[0].startswith("NUMBA_") and one[0] != "NUMBA_CACHE_DIR")
-"""Those of numba, as they are before it is imported."""
+"""numba's settings before it is imported."""
 _LOCK = threading.Lock()
 
 
@@ -52,7 +52,7 @@ def _sources_digest() -> str:
 
 
 def keep_on_disk(compilable: Any) -> None:
-    """Switch on numba's cache for ``compilable``, where there is a directory to keep it in."""
+    """Enable numba's cache for ``compilable`` if there is a directory for it."""
     try:
         compilable.enable_caching()
         compilable._cache._cache_file._source_stamp = _sources_digest()
@@ -60,12 +60,12 @@ def keep_on_disk(compilable: Any) -> None:
         logger.info("compiled host code of %s is not kept on disk: %s", compilable.__name__, error)
 
 
-# -- what is kept on disk ---------------------------------------------------------------------------------------------
+# -- the disk cache ---------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _machine() -> str:
-    """Describe what machine code depends on beside the sources: versions, the processor, numba's settings."""
+    """Describe what machine code depends on besides the sources: versions, the processor and numba's settings."""
     file = Path(".numba_config.yaml")
     return repr(
         (
@@ -82,9 +82,9 @@ def _machine() -> str:
 
 
 def _file_of(function: Callable[..., Any], kind: str) -> Path | None:
-    """Return the file for the machine code of ``function``, in a folder that exists; None if there is no such folder.
+    """Locate the file for the machine code of ``function``, in a folder that exists; None if there is no such folder.
 
-    Code that is not of this package is also found by the file in which it is written.
+    For code outside this package, the source file is also part of the key.
     """
     source = Path(function.__code__.co_filename)
     try:
@@ -115,7 +115,7 @@ def _folders(source: Path) -> list[Path]:
 
 
 def _read(file: Path) -> bytes | None:
-    """Return the machine code in a file; None if there is none, or it is damaged."""
+    """Read the machine code in a file; None if there is none or it is damaged."""
     with contextlib.suppress(OSError):
         kept = file.read_bytes()
         if hashlib.sha256(kept[_DIGEST_BYTES:]).digest() == kept[:_DIGEST_BYTES]:
@@ -134,14 +134,14 @@ def _write(file: Path, code: bytes) -> None:
 
 @contextlib.contextmanager
 def _one_process_compiles(file: Path) -> Iterator[None]:
-    """Let one process of the machine compile a function, while others wait to load what it keeps on disk.
+    """Let one process on the machine compile a function while the others wait to load the result from disk.
 
-    Once it is there, all load at the same time.
+    Once the result is there, all processes load it at the same time.
     """
     with contextlib.ExitStack() as held:
         try:
             lock = held.enter_context(open(file.with_suffix(".lock"), "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)  # it ends with the process that has it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the lock ends with the process that holds it
         except OSError as error:
             logger.info("%s is compiled by each process: %s", file.name, error)
         yield
@@ -151,9 +151,9 @@ def _one_process_compiles(file: Path) -> Iterator[None]:
 
 
 def compile_function(function: Callable[..., Any], kind: str) -> Any:
-    """Return a function of four int64 as numba compiles it.
+    """Compile a function of four int64 arguments with numba.
 
-    ``kind`` is ``schedule`` for one that returns an int64, and ``arithmetic`` for one that returns nothing.
+    ``kind`` is ``schedule`` for a function that returns an int64, and ``arithmetic`` for one that returns nothing.
     """
     from numba import types
     from numba.core.compiler import Flags, compile_extra
@@ -168,7 +168,7 @@ def compile_function(function: Callable[..., Any], kind: str) -> Any:
 
 
 def _machine_code(function: Callable[..., Any], kind: str) -> bytes:
-    """Compile a function, and return an object file with it and its entry."""
+    """Compile a function to an object file that contains it and its entry."""
     from numba.core.registry import cpu_target
 
     made = compile_function(function, kind)
@@ -190,7 +190,7 @@ def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 
 def _add_schedule_entry(module: Any, context: Any, descriptor: Any) -> None:
-    """Add ``entry(self, arguments, count)``, a function of CPython that runs without the interpreter lock."""
+    """Add ``entry(self, arguments, count)``, a CPython function that runs without the interpreter lock."""
     word, none, pointer = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
     entry = ir.Function(module, ir.FunctionType(pointer, [pointer, pointer.as_pointer(), word]), _ENTRY)
     builder = ir.IRBuilder(entry.append_basic_block())
@@ -214,12 +214,12 @@ def _add_schedule_entry(module: Any, context: Any, descriptor: Any) -> None:
     convention = context.call_conv
     _, status = convention.call_function(builder, function, descriptor.restype, descriptor.argtypes, words)
     _call(builder, "PyEval_RestoreThread", none, state)
-    return_if_raised()  # by the handler of a signal, which ended a wait
+    return_if_raised()  # by a signal handler that ended a wait
     builder.ret(_call(builder, "PyLong_FromLongLong", pointer, status))
 
 
 def _add_arithmetic_entry(module: Any, context: Any, descriptor: Any) -> None:
-    """Add a function of C that takes the four words."""
+    """Add a C function that takes the four words."""
     entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * _ARGUMENTS), _ENTRY)
     builder = ir.IRBuilder(entry.append_basic_block())
     function = context.declare_function(module, descriptor)
@@ -234,7 +234,7 @@ _ENTRIES: dict[str, Callable[[Any, Any, Any], None]] = {
 
 
 class _Loaded:
-    """Machine code in the memory of this process, and the address of its entry."""
+    """Machine code loaded into this process, and the address of its entry."""
 
     def __init__(self, code: bytes):
         binding.initialize_native_target()
@@ -248,7 +248,7 @@ class _Loaded:
 
 
 class _Function:
-    """A function of four int64 that is compiled, or loaded from disk, on first use."""
+    """A function of four int64 arguments that is compiled or loaded from disk on first use."""
 
     _kind = ""
 
@@ -302,13 +302,13 @@ class CompiledSchedule(_Function):
     def get(self) -> Callable[[int, int, int, int], int]:
         """Return the machine code, compiled or loaded on first use; it runs without the interpreter lock.
 
-        It raises what the handler of a signal raises that ends a wait.
+        If a signal handler ends a wait, its exception is raised.
         """
         with _LOCK:
             if self._callable is None:
                 definition = _MethodDefinition(self._function.__name__.encode(), self._load(), _FASTCALL, None)
                 new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
-                kept = self._loaded, definition  # as long as the function lives
+                kept = self._loaded, definition  # for the lifetime of the function
                 self._callable = new(("PyCFunction_NewEx", ctypes.pythonapi))(ctypes.addressof(definition), kept, None)
             assert self._callable is not None
             return self._callable

@@ -1,6 +1,7 @@
 """FP8 (e4m3, finite) in CPU kernels, with the same bits as :mod:`shotcast.device.triton.float8`.
 
-A byte has 4 bits of exponent (bias 7) and 3 of mantissa: largest 448, no infinity, NaN 0x7F.
+A byte has 4 exponent bits (bias 7) and 3 mantissa bits. The largest value is 448, NaN is 0x7F, and there is no
+infinity.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _REBIAS = 120  # float32 has exponent bias 127, e4m3 has 7
 
 
 def to_e4m3(builder: Any, value: Any, lanes: int) -> Any:
-    """Convert float32 to the byte of the nearest e4m3 (ties to even). Beyond 448 it is 448; NaN is 0x7F, whatever its
-    sign."""
+    """Convert float32 to the byte of the nearest e4m3 (ties to even).
+
+    Values beyond 448 saturate to 448; NaN becomes 0x7F regardless of its sign.
+    """
     wide, single = vector(I32, lanes), vector(F32, lanes)
 
     def constant(number: int) -> Any:
@@ -28,12 +31,12 @@ def to_e4m3(builder: Any, value: Any, lanes: int) -> Any:
 
     bits = builder.bitcast(value, wide)
     size = builder.and_(bits, constant(0x7FFFFFFF))
-    # Normal: rebias the exponent, round to nearest even; a carry out of the mantissa goes to the exponent by itself.
+    # Normal: rebias the exponent, round to nearest even; a carry out of the mantissa goes into the exponent.
     clamped = builder.select(builder.icmp_unsigned("<", size, constant(_LARGEST)), size, constant(_LARGEST))
     odd = builder.and_(builder.lshr(clamped, constant(20)), constant(1))
     normal = builder.lshr(builder.add(builder.add(clamped, constant(0x7FFFF)), odd), constant(20))
     normal = builder.sub(normal, constant(_REBIAS << 3))
-    # Subnormal: the spacing of float32 at 2^14 is that of subnormal e4m3, so an addition there rounds to it.
+    # Subnormal: the spacing of float32 at 2^14 equals the spacing of subnormal e4m3, so an addition there rounds to it.
     tiny = builder.icmp_unsigned("<", size, constant(_SMALLEST_NORMAL))
     low = builder.bitcast(builder.select(tiny, size, constant(0)), single)
     low = builder.bitcast(builder.fadd(low, splat(F32, lanes, 16384.0)), wide)

@@ -1,6 +1,6 @@
 """Conversions of floats to float32 and back, in LLVM vectors.
 
-Rounding is to nearest even. A NaN comes out as the dtype's positive quiet NaN, so that bits do not depend on which
+Rounding is to nearest even. Every NaN becomes the dtype's positive quiet NaN, so the bits do not depend on which
 operand of an addition the compiler puts first.
 """
 
@@ -16,19 +16,19 @@ WORD = ir.IntType(64)
 I16, I32 = ir.IntType(16), ir.IntType(32)
 F16, F32 = ir.HalfType(), ir.FloatType()
 INFINITY = 0x7F800000
-"""The bits of a float32."""
+"""The bits of infinity in float32."""
 
 LANES = 32
 """Elements processed at once: 2 registers of AVX-512, 4 of AVX, 8 of NEON."""
 
 
 def vector(element: Any, lanes: int) -> Any:
-    """Return the LLVM type of ``lanes`` elements; a scalar type if ``lanes`` is 1."""
+    """Build the LLVM type of ``lanes`` elements; a scalar type if ``lanes`` is 1."""
     return element if lanes == 1 else ir.VectorType(element, lanes)
 
 
 def splat(element: Any, lanes: int, value: float) -> Any:
-    """Return the constant ``value`` in every lane."""
+    """Build a constant with ``value`` in every lane."""
     return ir.Constant(element, value) if lanes == 1 else ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
 
 
@@ -43,7 +43,7 @@ class Format(Protocol):
 
 
 class Float32(Format):
-    """float32, whose NaN become the positive quiet NaN."""
+    """float32; every NaN becomes the positive quiet NaN."""
 
     stored = F32
 
@@ -56,7 +56,7 @@ class Float32(Format):
 
 
 class Half(Format):
-    """float16 with the machine's own conversions."""
+    """float16 with the machine's native conversions."""
 
     stored = F16
 
@@ -102,11 +102,12 @@ class HalfBits(Format):
 
         bits = builder.bitcast(value, wide)
         magnitude = builder.and_(bits, constant(0x7FFFFFFF))
-        # Normal: rebias the exponent, round to nearest even; a carry out of the mantissa ends in infinity by itself.
+        # Normal: rebias the exponent, round to nearest even; a carry out of the mantissa ends in infinity without
+        # further code.
         odd = builder.and_(builder.lshr(magnitude, constant(13)), constant(1))
         normal = builder.add(builder.add(magnitude, constant((0xFFF - (112 << 23)) & 0xFFFFFFFF)), odd)
         normal = builder.lshr(normal, constant(13))
-        # Subnormal: adding 0.5 leaves the value in units of 2**-24, rounded by the addition itself.
+        # Subnormal: adding 0.5 leaves the value in units of 2**-24, already rounded by the addition.
         half = builder.bitcast(builder.fadd(builder.bitcast(magnitude, single), splat(F32, lanes, 0.5)), wide)
         subnormal = builder.sub(half, constant(126 << 23))
         result = builder.select(builder.icmp_unsigned("<", magnitude, constant(113 << 23)), subnormal, normal)
@@ -138,7 +139,7 @@ class Bfloat16(Format):
 
 
 def machine_has_half() -> bool:
-    """Return whether this machine converts float16 in hardware."""
+    """Check whether this machine converts float16 in hardware."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return True
     return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
@@ -154,5 +155,5 @@ FORMATS: dict[str, Format] = {
 
 
 def form_of(dtype: str) -> str:
-    """Return the key in ``FORMATS`` of the conversions of a dtype that this machine can make."""
+    """Choose the key in ``FORMATS`` for a dtype, according to the conversions that this machine supports."""
     return "float16 by bits" if dtype == "float16" and not machine_has_half() else dtype

@@ -1,7 +1,8 @@
-"""numba's names for host code, which import numba when they are first used.
+"""numba's names for host code, which import numba on first use.
 
-Compiling takes numba, which takes each process that imports it most of a second. Loading machine code that is kept on
-disk (:mod:`shotcast.device.cpu.compilation`) does not, so modules with host code import these names instead of numba's.
+Compiling needs numba, and importing it takes each process most of a second. Loading machine code from disk
+(:mod:`shotcast.device.cpu.compilation`) does not need it, so modules with host code import these names instead of
+numba's.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ types, cgutils = _Module("numba.types"), _Module("numba.core.cgutils")
 
 
 def signature(*kinds: Any) -> Any:
-    """Return numba's signature of a function: the type of its result, then those of its arguments."""
+    """Build numba's signature of a function from its result type, then its argument types."""
     return importlib.import_module("numba.core.typing").signature(*kinds)
 
 
 class HostFunction:
-    """A function that compiled host code calls. In Python it is called as it is written.
+    """A function that compiled host code calls. Called from Python, it runs as plain Python.
 
-    ``decorate`` is numba's decorator of it, which is applied when the first caller of it is compiled.
+    ``decorate`` is its numba decorator, applied when its first caller is compiled.
     """
 
     def __init__(self, function: Callable[..., Any], decorate: Callable[[Callable[..., Any]], Any]):
@@ -48,7 +49,7 @@ class HostFunction:
         return self._decorate(self._function)
 
     @property
-    def _numba_type_(self) -> Any:  # the attribute that numba asks the globals of a function for
+    def _numba_type_(self) -> Any:  # numba looks for this attribute on a function's globals
         context = importlib.import_module("numba.core.registry").cpu_target.typing_context
         decorated = self._decorated
         context.refresh()
@@ -56,12 +57,12 @@ class HostFunction:
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], HostFunction]:
-    """Decorate a function that is compiled as a part of those that call it, like ``numba.njit``."""
+    """Decorate a function that is compiled as part of its callers, like ``numba.njit``."""
     return lambda function: HostFunction(function, lambda one: importlib.import_module("numba").njit(**options)(one))
 
 
 def intrinsic(*functions: Callable[..., Any], **options: Any) -> Any:
-    """Decorate a function that returns the signature and the generator of LLVM code, like numba's ``intrinsic``."""
+    """Decorate a function that returns a signature and an LLVM code generator, like numba's ``intrinsic``."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         decorator = importlib.import_module("numba.extending").intrinsic

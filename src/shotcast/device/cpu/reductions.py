@@ -6,13 +6,12 @@
     of integers                modulo 2^bits
     of bool                    sum, max and bor are "or"; prod, min and band are "and"; a byte that is not 0 is true
 
-The numbers of an extremum are compared as integers, the *keys* of the floats: bits that ascend with the value. So
-nothing is converted, and the result has the bits of one of its operands. A NaN comes out as the dtype's positive quiet
-NaN.
+Extrema compare floats as integers, the *keys* of the floats: bits that ascend with the value. Nothing is therefore
+converted, and the result has the bits of one of its operands. A NaN becomes the dtype's positive quiet NaN.
 
-The code is written as LLVM vectors rather than left to the vectoriser: the destination may be one of the sources
-(in-place calls), for which the vectoriser's alias check would select scalar code. There is no multiplication to
-contract and no reassociation.
+The code is written as LLVM vectors rather than left to the vectorizer: the destination may be one of the sources
+(in-place calls), and the vectorizer's alias check would select scalar code. There is no multiplication to contract and
+no reassociation.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class Reducer:
 
     stored: Any  # the type of an element in memory
     nbytes: int  # bytes of an element
-    wide: Any  # the type in which it is reduced
+    wide: Any  # the type used for the reduction
     start: float  # the neutral element of `combine`
     widen: Callable[[Any, Any, int], Any]  # `(builder, value, lanes)`: from `stored` to `wide`
     narrow: Callable[[Any, Any, int], Any]  # and back
     combine: Callable[[Any, Any, Any, int], Any]  # `(builder, total, value, lanes)`
     divided: bool = False  # the total is divided by the number of ranks
-    numbers: int = 1  # elements in one of the dtype: 2 where it is complex
+    numbers: int = 1  # components per element: 2 for complex dtypes
 
 
 def _unchanged(_builder: Any, value: Any, _lanes: int) -> Any:
@@ -57,7 +56,7 @@ def _unchanged(_builder: Any, value: Any, _lanes: int) -> Any:
 
 
 def _quiet(builder: Any, value: Any, lanes: int) -> Any:
-    """Make every NaN of float64 the positive quiet one."""
+    """Replace every float64 NaN with the positive quiet NaN."""
     nan = splat(F64, lanes, float("nan"))
     return builder.select(builder.fcmp_unordered("uno", value, value), nan, value)
 
@@ -87,11 +86,11 @@ def _larger(comparison: str, signed: bool) -> Callable[[Any, Any, Any, int], Any
 
 
 def _of_extremum(dtype: str, reduction: str) -> Reducer:
-    """Return the extremum of floats by their keys: of negative numbers, all bits but the sign are inverted."""
+    """Build the extremum of floats by their keys: for negative numbers, all bits but the sign are inverted."""
     bits, nan, infinity = _BITS[dtype], _QUIET_NAN[dtype], _INFINITY[dtype]
     kind = ir.IntType(bits)
     most = (1 << (bits - 1)) - 1
-    nan_key = nan if reduction == "max" else ~nan  # beyond that of any number
+    nan_key = nan if reduction == "max" else ~nan  # beyond the key of any number
 
     def turned(builder: Any, value: Any, lanes: int) -> Any:
         sign = builder.ashr(value, splat(kind, lanes, bits - 1))
@@ -129,7 +128,8 @@ def _of_integers(dtype: str, reduction: str) -> Reducer:
 
 
 def _of_bool(reduction: str) -> Reducer:
-    """Return a bitwise reduction of bytes that are made 0 or 1 first: those of tensors from elsewhere may be others."""
+    """Build a bitwise reduction of bytes that are first made 0 or 1, since tensors from elsewhere may hold other
+    values."""
     of = _of_integers("uint8", reduction)
 
     def widen(builder: Any, value: Any, lanes: int) -> Any:
@@ -141,7 +141,7 @@ def _of_bool(reduction: str) -> Reducer:
 
 @functools.cache
 def reducer(form: str, reduction: str) -> Reducer:
-    """Return a reduction of a dtype; ``form`` is the dtype, or ``float16 by bits``."""
+    """Build the reduction of a dtype; ``form`` is the dtype, or ``float16 by bits``."""
     dtype = form.partition(" ")[0]
     if dtype.startswith("complex"):
         of = reducer({"complex64": "float32", "complex128": "float64"}[dtype], reduction)
@@ -189,7 +189,7 @@ def arithmetic(form: str, reduction: str, result: str = "") -> Arithmetic:
     """Return ``function(destination, sources, world_size, count)`` that reduces ``count`` elements of all ranks.
 
     ``sources`` is the address of ``world_size`` addresses; ``form`` is the dtype, or ``float16 by bits``, and
-    ``result`` that of the outcome, unless it is the same.
+    ``result`` is the dtype of the result, unless it is the same.
     """
     given = result or form
 
@@ -197,12 +197,12 @@ def arithmetic(form: str, reduction: str, result: str = "") -> Arithmetic:
         _reduce(form, reduction, given, destination, sources, world_size, count)
 
     name = f"{reduction}_{form}_{result}".rstrip("_").replace(" ", "_")
-    function.__name__ = function.__qualname__ = name  # that of what is kept on disk
+    function.__name__ = function.__qualname__ = name  # the name used in the disk cache
     return Arithmetic(function)
 
 
 def _same(dtype: str, reduction: str) -> tuple[str, str]:
-    """Return the form and the reduction of which the machine code is the same, so that it is compiled once."""
+    """Return the form and the reduction that have the same machine code, so that it is compiled once."""
     if dtype == "bool":
         return "bool", OF_BOOL.get(reduction, reduction)
     if dtype in INTEGERS and reduction not in ("max", "min"):
@@ -213,13 +213,13 @@ def _same(dtype: str, reduction: str) -> tuple[str, str]:
 REDUCTIONS = {
     (dtype, reduction): arithmetic(*_same(dtype, reduction)) for dtype, names in REDUCED.items() for reduction in names
 }
-"""The reduction over ranks by dtype and name, compiled on first use."""
+"""The reductions over ranks by dtype and name, compiled on first use."""
 SUMS = {dtype: REDUCTIONS[dtype, "sum"] for dtype in REDUCIBLE}
 PARTIAL_SUMS = {"float32": SUMS["float32"]} | {
     dtype: arithmetic(form_of(dtype), "sum", "float32") for dtype in SIXTEEN_BITS
 }
-"""The sum over ranks by their dtype, given in float32."""
+"""The sums over ranks by input dtype, with float32 results."""
 ROUNDED_SUMS = {"float32": SUMS["float32"]} | {
     dtype: arithmetic("float32", "sum", form_of(dtype)) for dtype in SIXTEEN_BITS
 }
-"""The sum of float32 values, by the dtype in which it is given."""
+"""The sums of float32 values, by result dtype."""

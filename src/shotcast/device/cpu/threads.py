@@ -1,4 +1,4 @@
-"""Several threads of a rank for compiled code, which runs without the interpreter lock."""
+"""Threads of a rank for compiled code, which runs without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Part = tuple[Callable[[int, int], None], int, int, "SimpleQueue[BaseException |
 
 @functools.cache
 def _parts_of_thread(number: int) -> SimpleQueue[_Part]:
-    """Start a thread, and return the queue of what it runs: a pool of concurrent.futures takes three times as long."""
+    """Start a thread, and return its work queue; a concurrent.futures pool takes three times as long."""
     parts: SimpleQueue[_Part] = SimpleQueue()
     threading.Thread(target=_serve, args=(parts,), name=f"shotcast-compute_{number}", daemon=True).start()
     return parts
@@ -37,7 +37,7 @@ def _serve(parts: SimpleQueue[_Part]) -> None:
 
 
 def in_parallel(run: Callable[[int, int], None], count: int, parts: int | None = None) -> None:
-    """Run ``run(first, stop)`` over 0..count, divided between as many threads as PyTorch has, or at most ``parts``."""
+    """Run ``run(first, stop)`` over 0..count, divided among as many threads as PyTorch has, or at most ``parts``."""
     threads = min(torch.get_num_threads(), count if parts is None else parts)
     if threads <= 1:
         run(0, count)

@@ -1,4 +1,4 @@
-"""Pieces of LLVM code for vectorized arithmetic."""
+"""LLVM code builders for vectorized arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shotcast.device.cpu.lazy_numba import cgutils
 
 
 def number(value: int) -> Any:
-    """Return a 64-bit constant."""
+    """Build a 64-bit constant."""
     return ir.Constant(WORD, value)
 
 
@@ -27,7 +27,7 @@ def store_at(builder: Any, value: Any, address: Any) -> None:
 
 
 def broadcast_lanes(builder: Any, value: Any, lanes: int) -> Any:
-    """Return a scalar in every lane."""
+    """Broadcast a scalar to every lane."""
     if lanes == 1:
         return value
     none = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
@@ -49,7 +49,7 @@ def reduce_lanes(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -
 
 
 def fused_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return ``x * y + z``, of floats or vectors of them, rounded once where the machine can."""
+    """Compute ``x * y + z`` of floats or float vectors, rounded once if the machine supports it."""
     kind = x.type
     name = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), f"llvm.fmuladd.{name}")
@@ -57,7 +57,7 @@ def fused_multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def for_each_vector(builder: Any, count: Any, body: Callable[[Any, int], None]) -> None:
-    """Call ``body(index, lanes)`` for ``count`` elements: for vectors, then for single elements."""
+    """Call ``body(index, lanes)`` for ``count`` elements: first for whole vectors, then for single elements."""
     blocks = builder.udiv(count, number(LANES))
     with cgutils.for_range(builder, blocks) as block:
         body(builder.mul(block.index, number(LANES)), LANES)

@@ -1,1 +1,1 @@
-"""The basis of the Triton kernels: intrinsics, words, float formats and launches."""
+"""The foundation of the Triton kernels: intrinsics, words, float formats and launches."""

@@ -1,7 +1,7 @@
-"""FP8 (e4m3, finite): bytes with 4 bits of exponent (bias 7) and 3 of mantissa; largest 448, no infinity, NaN 0x7F.
+"""FP8 (e4m3, finite): 4 bits of exponent (bias 7) and 3 of mantissa in a byte; largest 448, no infinity, NaN 0x7F.
 
-The conversions use integer arithmetic on every architecture and in the interpreter; with NATIVE (compute capability 8.9
-and above) they are the GPU's own instructions, which give the same bits for numbers. Source: OCP 8-bit Floating Point
+The conversions use integer arithmetic on every architecture and in the interpreter. With NATIVE (compute capability 8.9
+and above) they are the GPU's instructions, which give the same bits for numbers. Source: OCP 8-bit Floating Point
 Specification.
 """
 
@@ -18,13 +18,15 @@ _BIAS = tl.constexpr(120 << 3)  # float32 has exponent bias 127, e4m3 has 7
 
 @triton.jit
 def to_e4m3(value):
-    """Convert float32 to the byte of the nearest e4m3 (ties to even), in an int32. Beyond 448 it is 448; NaN stays
-    NaN."""
+    """Convert float32 to the nearest e4m3 byte (ties to even), held in an int32.
+
+    Values beyond 448 become 448; NaN stays NaN.
+    """
     bits = value.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     clamped = tl.minimum(size, _LARGEST)
     normal = ((clamped + 0x7FFFF + ((clamped >> 20) & 1)) >> 20) - _BIAS
-    # float32 at 2^14 has the spacing of subnormal e4m3, so an addition there rounds to it
+    # at 2^14, float32 has the spacing of subnormal e4m3, so this addition rounds to it
     low = tl.minimum(size, _SMALLEST_NORMAL).to(tl.float32, bitcast=True) + 16384.0
     subnormal = low.to(tl.int32, bitcast=True) - 0x46800000
     byte = tl.where(size < _SMALLEST_NORMAL, subnormal, normal)
@@ -36,22 +38,22 @@ def to_e4m3(value):
 def from_e4m3(byte):
     """Convert an e4m3 byte (an int32 in 0..255) to float32."""
     size = byte & 0x7F
-    # e4m3's subnormals map to those of float16, whose exponent has bias 15 instead of 7: the value is scaled by 2^8
+    # subnormal e4m3 maps to subnormal float16, whose exponent bias is 15 instead of 7: scale the value by 2^8
     value = (size << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     value = tl.where(size == 0x7F, float("nan"), value)
-    # the sign is set by its bit: minus is "0 - value" here, which would lose the sign of zero
+    # set the sign bit: minus is "0 - value" here, which would lose the sign of zero
     return (value.to(tl.int32, bitcast=True) | ((byte & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pack_bytes(a, b, c, d):
-    """Pack four bytes (int32 in 0..255) into one word, the first lowest."""
+    """Pack four bytes (int32 in 0..255) into one word, the first in the lowest bits."""
     return a | (b << 8) | (c << 16) | (d << 24)
 
 
 @triton.jit
 def to_words(a, b, c, d, NATIVE: tl.constexpr):
-    """Convert four float32 to the e4m3 bytes of one word, the first lowest."""
+    """Convert four float32 values to the e4m3 bytes of one word, the first in the lowest bits."""
     if NATIVE:
         words = tl.inline_asm_elementwise(
             """{
@@ -73,7 +75,7 @@ def to_words(a, b, c, d, NATIVE: tl.constexpr):
 
 @triton.jit
 def from_words(words, NATIVE: tl.constexpr):
-    """Invert :func:`to_words`: return four float32."""
+    """Convert the e4m3 bytes of words to four float32 values: the inverse of :func:`to_words`."""
     if NATIVE:
         a, b, c, d = tl.inline_asm_elementwise(
             """{

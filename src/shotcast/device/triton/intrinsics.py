@@ -1,7 +1,7 @@
-"""The machine primitives of kernels, in two forms of one meaning.
+"""Machine primitives for kernels, in two forms with one meaning.
 
-Compiled, these are single instructions. Under Triton's interpreter, which has neither inline assembly nor a clock, they
-are plain Python, so that algorithms do not branch on where they run.
+Compiled, they are single instructions. Under Triton's interpreter, which has neither inline assembly nor a clock, they
+are plain Python, so algorithms need not branch on where they run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7))
-"""True if the last rather than the first of a tile's outer dimensions goes to the threads of a warp. Triton's choice
-(in the coalescing pass, between dimensions of equal contiguity) changed with 3.7."""
+"""True if the last, not the first, of a tile's outer dimensions goes to the threads of a warp. Triton's choice between
+dimensions of equal contiguity (in the coalescing pass) changed with 3.7."""
 
 
 def kernel(fn: Callable[..., None] | None = None, *, shape: type | None = None) -> Any:
     """Make a Triton kernel whose compiled form depends only on its constexpr arguments, never on a rank's addresses.
 
-    ``shape`` is the frozen dataclass of its argument ``SHAPE: tl.constexpr``; without parentheses, there is none.
+    ``shape`` is the frozen dataclass of its argument ``SHAPE: tl.constexpr``. A decorator without parentheses has none.
     """
     if fn is None:
         return functools.partial(kernel, shape=shape)
@@ -41,7 +41,7 @@ def kernel(fn: Callable[..., None] | None = None, *, shape: type | None = None) 
 
 
 def _call_hook(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a hook of Triton's compilation, such as vLLM's. Triton writes all constants as JSON, which has no shapes."""
+    """Call a compilation hook of Triton, such as vLLM's. Triton writes all constants as JSON, which has no shapes."""
     return call(*({k: _written(v) for k, v in one.items()} if type(one) is dict else one for one in arguments))
 
 
@@ -77,7 +77,7 @@ def shared_memory_per_sm(device: torch.device) -> int:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Return whether the GPU has compute capability 9, where some launches were measured; true for the interpreter."""
+    """Return whether the GPU has compute capability 9 (some launches were measured there); true for the interpreter."""
     return INTERPRETED or torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -89,57 +89,56 @@ def launch_options(device: torch.device, warps: int) -> dict[str, Any]:
 if INTERPRETED:
 
     def now_ns() -> int:
-        """Return the nanoseconds of a monotonic clock."""
+        """Return the time of a monotonic clock, in nanoseconds."""
         return time.monotonic_ns()
 
     def yield_core() -> None:
-        """Let the rank that is waited for run."""
+        """Yield the core to the rank that this one waits for."""
         os.sched_yield()
 
     def await_prior_kernel(PDL: Any) -> None:
-        """Return once the previous kernel of the stream is complete and its stores are visible."""
+        """Wait until the previous kernel of the stream is complete and its stores are visible."""
 
     def release_next_kernel(PDL: Any) -> None:
-        """Allow the next kernel of the stream to be scheduled (it still awaits this one's end)."""
+        """Allow the next kernel of the stream to be scheduled (it still waits for this one to end)."""
 
     def store_release(pointers: Any, values: Any, mask: Any) -> None:
-        """Store after everything that the program has stored, in the order in which any rank sees it."""
+        """Store with release semantics: every rank sees the program's earlier stores first."""
         tl.store(pointers, values, mask=mask)
 
     def load_acquire(pointers: Any, mask: Any) -> Any:
-        """Load 64-bit words; what preceded the store-release that a thread has read is visible to it afterwards."""
+        """Load 64-bit words (an acquire): a thread then sees what preceded the store-release that it has read."""
         return tl.load(pointers, mask=mask, other=0, volatile=True)
 
     def fence_acquire() -> None:
-        """Let this thread's later loads, by any address, see what preceded the stores that it has read."""
+        """Let this thread's later loads, through any address, see what preceded the stores that it has read."""
 
     def sync_warp() -> None:
-        """Let the threads of a warp wait for each other, and see what the others see."""
+        """Synchronize the threads of a warp, so that each sees what the others see."""
 
     def opaque(value: Any) -> Any:
-        """Return the same scalar, unknown to the compiler, so that what follows from it is not hoisted out of a
-        loop."""
+        """Hide a scalar's value from the compiler, so that what follows from it is not hoisted out of a loop."""
         return value
 
     def load_words_of_quad(pointer: Any, mask: Any, like: Any, COUNT: Any) -> Any:
-        """Load the COUNT words from each pointer on, as that many tiles, anew each time and by a single load.
+        """Load COUNT consecutive words from each pointer, as that many tiles, anew each time and by a single load.
 
-        (A plain load of few words may be compiled into several, of which one is tested and another used.) ``like`` is a
-        tile of the same shape whose layout is taken; its values are not used.
+        (A plain load of few words may be compiled into several loads; the kernel would then test one and use another.)
+        ``like`` is a tile of the same shape that provides the layout; its values are not used.
         """
         return tuple(tl.load(pointer + i, mask=mask, other=0, volatile=True) for i in range(COUNT))
 
     def store_words_of_quad(pointer: Any, words: Any, mask: Any, COUNT: Any) -> None:
-        """Store one word of each of COUNT tiles from each pointer on, by a single store."""
+        """Store COUNT consecutive words at each pointer, one from each tile, by a single store."""
         for i in range(COUNT):
             tl.store(pointer + i, words[i], mask=mask)
 
     def dot(left: Any, right: Any) -> Any:
-        """Multiply two matrix tiles of one dtype in float32, each product exact or rounded to float32."""
+        """Multiply two matrix tiles of the same dtype in float32; each product is exact or rounded to float32."""
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
 
     def add_dot(sums: Any, left: Any, right: Any) -> Any:
-        """Return ``sums`` plus :func:`dot`; also for float8."""
+        """Return ``sums`` plus :func:`dot`; the tiles may also be float8."""
         return sums + dot(left, right)
 
     def round_to(value: Any, DTYPE: Any) -> Any:
@@ -151,7 +150,7 @@ if INTERPRETED:
         return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
     def round_pair(low: Any, high: Any, DTYPE: Any) -> Any:
-        """Convert two float32 to a word of two 16-bit floats, each as :func:`round_to` does."""
+        """Convert two float32 values to one word of two 16-bit floats, each as :func:`round_to` does."""
         return round_to(low, DTYPE) | (round_to(high, DTYPE) << 16)
 
 else:
@@ -310,7 +309,7 @@ else:
 
     @triton.jit
     def add_dot(sums, left, right):
-        # Compute capability 9 sums float8 products in few bits: here only within a step; steps are added in float32.
+        # Compute capability 9 sums float8 products in few bits: here only within a step, as steps are added in float32.
         if left.dtype == tl.float8e4nv:
             sums = tl.dot(left, right, sums, max_num_imprecise_acc=left.shape[1])
         else:

@@ -1,8 +1,8 @@
-"""Repeated launches of a kernel whose arguments are the same but for a few addresses.
+"""Repeated launches of a kernel with the same arguments except for a few addresses.
 
 Triton's launcher binds, specializes and hashes all arguments at every call, which takes tens of microseconds on the
-host. Here that is done once: the arguments are in memory in the form that the kernel takes, and a launch writes its
-addresses there and calls the driver. This is the only file that uses Triton's launch interface;
+host. This module does that once: the arguments stay in memory in the form that the kernel takes, and a launch writes
+its addresses there and calls the driver. This is the only file that uses Triton's launch interface;
 ``tests/device/test_launch.py`` compares it with the public launcher.
 """
 
@@ -28,14 +28,14 @@ _TYPES: dict[str, Any] = {
     "u64": ctypes.c_uint64,
     "fp32": ctypes.c_float,
 }
-"""Types of arguments, by Triton's names."""
+"""Argument types, by Triton's names."""
 _SCRATCH = 2
 """The number of arguments that Triton adds to every kernel, for scratch memory that these kernels do not use."""
 _PROGRAMMATIC_STREAM_SERIALIZATION, _COOPERATIVE = 6, 2
 _MOST_DYNAMIC_SHARED_BYTES, _SHARED_MEMORY_CARVEOUT = 8, 9
-"""Attributes of functions, by the driver's numbers."""
+"""Function attributes, by the driver's numbers."""
 _ALL_SHARED_MEMORY = 100
-"""The percentage of an SM's cache and shared memory that is to be shared memory."""
+"""The percentage of an SM's cache and shared memory to use as shared memory."""
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 """Size and alignment of the driver's CUtensorMap."""
 _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
@@ -43,11 +43,11 @@ _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _FILL_WITH_ZEROS = 0, 2, 0
 
 
 _JOINED: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The compiled kernels whose modules have the state of NVSHMEM."""
+"""Compiled kernels whose modules have NVSHMEM's state."""
 
 
 class Wide(int):
-    """An integer in a tuple that takes 64 bits in kernels, however small it is."""
+    """An integer in a tuple that kernels take as 64 bits, however small it is."""
 
 
 class _Attribute(ctypes.Structure):
@@ -76,7 +76,7 @@ class _Config(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _NoTensor:
-    """A stand-in for the tensor of a descriptor whose address each call gives."""
+    """A stand-in for the tensor of a descriptor whose address each call supplies."""
 
     dtype: torch.dtype
 
@@ -87,10 +87,10 @@ class _NoTensor:
 def descriptor(
     dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int]
 ) -> TensorDescriptor:
-    """Describe tensors to the copy engine of SMs (TMA), which copies ``block_shape`` at a time.
+    """Describe tensors to the SMs' copy engine (TMA), which copies one ``block_shape`` at a time.
 
-    The descriptor is an argument of :class:`Launch`, whose calls give the tensors. They are at multiples of 16 bytes;
-    the last stride is 1, and the others are multiples of 16 bytes.
+    The descriptor is an argument of :class:`Launch`, whose calls supply the tensors. A tensor must begin at a multiple
+    of 16 bytes. Its last stride must be 1, and the other strides multiples of 16 bytes.
     """
     return TensorDescriptor(_NoTensor(dtype), list(shape), list(strides), list(block_shape))
 
@@ -112,7 +112,7 @@ class _TensorMap:
     def _encode(self, address: int) -> None:
         shape, strides = self._descriptor.shape, self._descriptor.strides
         rank, itemsize = len(shape), self._descriptor.base.dtype.itemsize
-        # the driver counts dimensions from the innermost one, whose stride it knows
+        # the driver counts dimensions from the innermost one, whose stride is implied
         error = driver.library().cuTensorMapEncodeTiled(
             ctypes.byref(self._map),
             _MAP_TYPES[self._descriptor.base.dtype],
@@ -146,31 +146,31 @@ class _TensorMap:
 
 
 class _Prepared(NamedTuple):
-    """The arguments of the driver's launch function; ``open_cells`` hold the values that differ from call to call."""
+    """The arguments of the driver's launch function; ``open_cells`` hold the values that change from call to call."""
 
     open_cells: tuple[Any, ...]
     config: _Config
     arguments: tuple[Any, ...]
     enqueue: Any
     owners: tuple[Any, ...]
-    """Objects that must outlive ``arguments``, which point to them."""
+    """Objects that must outlive ``arguments``, which points to them."""
 
 
 class Launch:
-    """One kernel on one grid, with all arguments bound but for some.
+    """One kernel on one grid, with all but a few arguments bound.
 
     Args:
         kernel: a Triton kernel none of whose runtime arguments is specialized.
-        programs: the number of programs of the grid.
-        arguments: every argument by name, some of them tuples. Integers in place of addresses must be large enough to
-            be 64-bit, or :class:`Wide`. Those that :func:`descriptor` makes are for tensors.
-        open_names: the arguments that each call gives, in this order; a tuple is given as its elements, one after the
-            other. All descriptors are among them.
-        options: compiler options, such as ``num_warps``. With NVSHMEM's device functions among ``extern_libs``, this
-            process is one of NVSHMEM's PEs.
-        padding_bytes: shared memory of a block beyond what the kernel uses, so that fewer blocks fit on an SM. With a
-            number, also 0, an SM that runs the kernel has as much shared memory as it can have, and as little cache, so
-            that blocks of other kernels find the rest of it.
+        programs: the number of programs in the grid.
+        arguments: every argument by name, some of them tuples. Integers that stand for addresses must be large enough
+            to be 64-bit, or :class:`Wide`. Results of :func:`descriptor` stand for tensors.
+        open_names: the arguments that each call supplies, in this order. A tuple is given as its elements, one after
+            the other. All descriptors must be among them.
+        options: compiler options, such as ``num_warps``. If ``extern_libs`` includes NVSHMEM's device functions, this
+            process must be one of NVSHMEM's PEs.
+        padding_bytes: shared memory of a block beyond what the kernel uses, so that fewer blocks fit on an SM. Any
+            number, even 0, gives an SM that runs the kernel as much shared memory and as little cache as it can have,
+            so that blocks of other kernels find the rest of it.
     """
 
     __slots__ = ("_kernel", "_open_names", "_padding_bytes", "_prepared", "arguments", "options", "programs")
@@ -190,7 +190,7 @@ class Launch:
         self._prepared: _Prepared | None = None
 
     def load(self) -> None:
-        """Compile the kernel and load it on the current device, unless that has been done."""
+        """Compile the kernel and load it on the current device, unless that is already done."""
         if INTERPRETED or self._prepared is not None:
             return
         plain = {name: unspecialized(value) for name, value in self.arguments.items()}
@@ -242,7 +242,7 @@ class Launch:
         return nvshmem_library.EXTERN_LIBRARY in self.options.get("extern_libs", ())
 
     def _filled(self, call_values: Sequence[Any]) -> dict[str, Any]:
-        """Return all arguments, the open ones with the values of a call."""
+        """Return all arguments, with the values of a call for the open ones."""
         values = iter(call_values)
 
         def fill(argument: Any) -> Any:
@@ -252,7 +252,7 @@ class Launch:
         return self.arguments | {name: _mapped(fill, self.arguments[name]) for name in self._open_names}
 
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None:
-        """Enqueue the kernel on the CUDA stream with this handle, of the current device."""
+        """Enqueue the kernel on a CUDA stream of the current device, given by its handle."""
         if INTERPRETED:
             self._kernel[(self.programs,)](**self._filled(call_values), **self.options)
             return
@@ -273,9 +273,9 @@ class Launch:
 
 
 def unspecialized(argument: Any) -> Any:
-    """Return an argument of the same type for whose values Triton compiles no form of its own.
+    """Return an argument of the same type whose value Triton does not specialize on.
 
-    In a tuple, ``do_not_specialize`` has no effect: Triton compiles in what is 1, and which numbers 16 divides.
+    ``do_not_specialize`` has no effect inside a tuple: Triton compiles in values of 1, and divisibility by 16.
     """
 
     def plain(element: Any) -> Any:
@@ -285,7 +285,7 @@ def unspecialized(argument: Any) -> Any:
 
 
 def _cells(kind: Any, given: Any) -> Iterator[Any]:
-    """Yield the values that a kernel takes for an argument of a kind of Triton's: one for each element of a tuple."""
+    """Yield the values that a kernel takes for an argument of a Triton type: one for each element of a tuple."""
     if isinstance(kind, tuple):
         for inner, value in zip(kind, given, strict=True):
             yield from _cells(inner, value)
@@ -302,7 +302,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _allow_shared_memory(function: int, nbytes: int) -> None:
-    """Let a function have ``nbytes`` of dynamic shared memory, unless it may already have as much."""
+    """Allow a function ``nbytes`` of dynamic shared memory, unless it may already use as much."""
     handle, most = ctypes.c_void_p(function), ctypes.c_int(0)
     error = driver.library().cuFuncGetAttribute(ctypes.byref(most), _MOST_DYNAMIC_SHARED_BYTES, handle)
     driver.check(error, "asking a function")

@@ -1,13 +1,13 @@
-"""Device functions of NVSHMEM for Triton kernels. Importable only where Triton compiles; the interpreter has none.
+"""NVSHMEM device functions for Triton kernels. Importable only where Triton compiles; the interpreter has none.
 
 A kernel that calls one is compiled with the option ``extern_libs`` of
-:func:`shotcast.memory.nvshmem_library.extern_libs`; :class:`.launch.Launch` then gives its module the state of NVSHMEM.
-Every thread of a program runs a function that is called with scalars. Those here are functions of a whole block, which
-expect that: they begin and end with a barrier of the block, so stores of all its threads precede what they send.
+:func:`shotcast.memory.nvshmem_library.extern_libs`; :class:`.launch.Launch` then gives its module NVSHMEM's state. A
+function called with scalars runs in every thread of a program. The functions here operate on a whole block and expect
+that: they begin and end with a barrier of the block, so stores by all its threads precede what they send.
 
 The bitcode was compiled without GPU-initiated InfiniBand (IBGDA), so puts to memory that is not mapped go through
-NVSHMEM's proxy thread on the host. Arguments are 64-bit addresses and sizes and a 32-bit PE. Types have to be those of
-the C signature: Triton finds the function by name alone.
+NVSHMEM's proxy thread on the host. Arguments are 64-bit addresses and sizes and a 32-bit PE. Their types must match the
+C signature, because Triton finds the function by name only.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from triton.language import core
 
 @core.extern
 def put_nbi_block(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) -> Any:
-    """Copy bytes from this GPU's memory of NVSHMEM to that of another PE; the program does not wait for their end.
+    """Copy bytes from this GPU's NVSHMEM memory to another PE's; the program does not wait for completion.
 
-    All threads of the program make the same call. Words of 4 bytes at multiples of 4 arrive whole, in any order, and
-    each once (docs/reference/protocols.md says by what guarantee). The source may be used again once the other PE is
-    known to have the bytes.
+    All threads of the program must make the same call. Words of 4 bytes at multiples of 4 arrive whole, exactly once
+    and in any order (docs/reference/protocols.md explains what guarantees that). The source may be reused once the
+    other PE is known to have the bytes.
 
     Args:
-        target: the address that the bytes would have in this PE's own memory.
-        source: an address in this PE's memory of NVSHMEM.
-        nbytes: how many.
-        pe: the other PE.
+        target: the address that the bytes would have in this PE's memory.
+        source: an address in this PE's NVSHMEM memory.
+        nbytes: the number of bytes.
+        pe: the PE that receives them.
     """
     return core.extern_elementwise(
         "",

@@ -1,12 +1,12 @@
-"""Reductions of tiles of words, one from each rank, according to the numerics contract.
+"""Reductions of tiles of words, one tile from each rank, according to the numerics contract.
 
 A word holds one number of 32 bits, two of 16 or four of 8, the first in the lowest bits; a number of 64 bits takes two
-words, the lower half first. Numbers of fewer bits are widened to int32, so that they are computed modulo 2^32 and cut
-off. Maxima and minima of floats are those of their *keys*: integers that ascend with the value, and with a NaN beyond
-all numbers. So no instruction decides about NaN and the sign of zero, and the interpreter gives the same bits.
+words, the lower half first. Narrower numbers are widened to int32, computed modulo 2^32 and truncated. Maxima and
+minima of floats compare their *keys*: integers that ascend with the value and place NaN beyond all numbers. No
+instruction thus decides about NaN or the sign of zero, and the interpreter gives the same bits.
 
-DTYPE is the dtype of the numbers: that of the parts for complex tensors, int1 for bool, each in a byte. REDUCTION is a
-code of :data:`shotcast.wire.REDUCTIONS`.
+DTYPE is the dtype of the numbers: the dtype of the parts for complex tensors, and int1 for bool, which takes a byte a
+number. REDUCTION is a code of :data:`shotcast.wire.REDUCTIONS`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ BXOR = tl.constexpr(wire.REDUCTIONS.index("bxor"))
 
 @triton.jit
 def pairs_of(words):
-    """Return a tile of words as one of half as many 64-bit numbers."""
+    """Join the words of a tile into half as many 64-bit numbers."""
     low, high = tl.split(tl.reshape(words, (words.shape[0] // 2, 2)))
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def words_of(pairs):
-    """Invert :func:`pairs_of`."""
+    """Split 64-bit numbers into words: the inverse of :func:`pairs_of`."""
     return tl.interleave(pairs.to(tl.int32), (pairs >> 32).to(tl.int32))
 
 
 @triton.jit
 def numbers_of(words, DTYPE: tl.constexpr):
-    """Return the numbers of a tile of words, by their place in a word, as integers of 32 or 64 bits."""
+    """Split a tile of words into its numbers, by position in the word, as integers of 32 or 64 bits."""
     if DTYPE == tl.float64 or DTYPE == tl.int64 or DTYPE == tl.uint64:
         numbers = (pairs_of(words),)
     elif DTYPE == tl.float32 or DTYPE == tl.int32 or DTYPE == tl.uint32:
@@ -60,7 +60,7 @@ def numbers_of(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def of_numbers(numbers, DTYPE: tl.constexpr):
-    """Invert :func:`numbers_of`; of each number, the lowest bits count."""
+    """Join the lowest bits of numbers into words: the inverse of :func:`numbers_of`."""
     if DTYPE == tl.float64 or DTYPE == tl.int64 or DTYPE == tl.uint64:
         words = words_of(numbers[0])
     elif DTYPE == tl.float32 or DTYPE == tl.int32 or DTYPE == tl.uint32:
@@ -74,7 +74,7 @@ def of_numbers(numbers, DTYPE: tl.constexpr):
 
 @triton.jit
 def magnitude_mask(DTYPE: tl.constexpr):
-    """Return the bits of a float but its sign, as a number."""
+    """Return the mask of all bits of a float except its sign, as a number."""
     if DTYPE == tl.float64:
         mask = 0x7FFFFFFFFFFFFFFF
     elif DTYPE == tl.float32:
@@ -100,14 +100,14 @@ def infinity_of(DTYPE: tl.constexpr):
 
 @triton.jit
 def turned(bits, DTYPE: tl.constexpr):
-    """Return the key of a float, or the float of a key: all bits but the sign of negative ones invert."""
+    """Return the key of a float, or the float of a key: negative ones have all bits except the sign inverted."""
     sign = bits >> (63 if DTYPE == tl.float64 else 31)
     return bits ^ (sign & magnitude_mask(DTYPE))
 
 
 @triton.jit
 def key_of(bits, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
-    """Return the key of a float; a NaN is the largest of a maximum, and the smallest of a minimum."""
+    """Return the key of a float. A NaN has the largest key in a maximum, and the smallest in a minimum."""
     mask = magnitude_mask(DTYPE)
     beyond = mask if REDUCTION == MAX else -mask - 1
     return tl.where((bits & mask) > infinity_of(DTYPE), beyond, turned(bits, DTYPE))
@@ -115,7 +115,7 @@ def key_of(bits, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
 
 @triton.jit
 def of_key(key, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
-    """Return the float of a key. All bits of the magnitude of a NaN are 1."""
+    """Return the float of a key. A NaN has all magnitude bits set."""
     mask = magnitude_mask(DTYPE)
     beyond = mask if REDUCTION == MAX else -mask - 1
     return tl.where(key == beyond, mask, turned(key, DTYPE))
@@ -123,7 +123,7 @@ def of_key(key, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
 
 @triton.jit
 def combined(total, number, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
-    """Return an integer, or a key, combined with the next."""
+    """Combine an integer, or a key, with the next one."""
     if REDUCTION == SUM:
         total = total + number
     elif REDUCTION == PROD:
@@ -142,7 +142,7 @@ def combined(total, number, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
 
 @triton.jit
 def bits_of(words, DTYPE: tl.constexpr):
-    """Return ``words``, of bool with each byte 1 that is not 0: bytes of tensors from elsewhere may be others."""
+    """Return ``words``; for bool, set each nonzero byte to 1, since tensors from elsewhere may hold other values."""
     if DTYPE == tl.int1:
         words = words | ((words >> 4) & 0x0F0F0F0F)
         words = words | ((words >> 2) & 0x03030303)
@@ -152,7 +152,7 @@ def bits_of(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def reduce_bits(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
-    """Return BAND, BOR or BXOR of tiles."""
+    """Reduce tiles by BAND, BOR or BXOR."""
     words = bits_of(parts[0], DTYPE)
     for r in tl.static_range(1, COUNT):
         part = bits_of(parts[r], DTYPE)
@@ -167,7 +167,7 @@ def reduce_bits(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr, REDUCTION: tl.c
 
 @triton.jit
 def reduce_integers(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
-    """Return SUM, PROD, MAX or MIN of tiles of integers, or MAX or MIN of tiles of floats."""
+    """Reduce tiles of integers by SUM, PROD, MAX or MIN, or tiles of floats by MAX or MIN."""
     FLOATS: tl.constexpr = DTYPE == tl.float64 or DTYPE == tl.float32 or DTYPE == tl.bfloat16 or DTYPE == tl.float16
     first = numbers_of(parts[0], DTYPE)
     results = ()
@@ -188,7 +188,7 @@ def reduce_integers(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr, REDUCTION: 
 
 @triton.jit
 def accumulated(total, value, REDUCTION: tl.constexpr):
-    """Return a sum or a product with the next value."""
+    """Add the next value to a sum, or multiply a product by it."""
     if REDUCTION == PROD:
         total = total * value
     else:
@@ -198,7 +198,7 @@ def accumulated(total, value, REDUCTION: tl.constexpr):
 
 @triton.jit
 def reduce_floats(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
-    """Return AVG or PROD of tiles of up to 32 bits in float32, rounded once."""
+    """Reduce tiles of floats of up to 32 bits by AVG or PROD in float32, rounding once."""
     low, high = unpack(parts[0], DTYPE)
     if REDUCTION == AVG:
         low = low + 0.0
@@ -215,7 +215,7 @@ def reduce_floats(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr, REDUCTION: tl
 
 @triton.jit
 def reduce_float64(parts, COUNT: tl.constexpr, REDUCTION: tl.constexpr):
-    """Return SUM, AVG or PROD of tiles of float64."""
+    """Reduce tiles of float64 by SUM, AVG or PROD."""
     total = pairs_of(parts[0]).to(tl.float64, bitcast=True)
     if REDUCTION != PROD:
         total = total + 0.0
@@ -228,8 +228,8 @@ def reduce_float64(parts, COUNT: tl.constexpr, REDUCTION: tl.constexpr):
 
 @triton.jit
 def reduce_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr, REDUCTION: tl.constexpr):
-    """Return the reduction of COUNT tiles in their order. (Sums and averages begin at +0.0, products at 1.)"""
-    if REDUCTION >= BAND:  # the bitwise ones come last
+    """Reduce COUNT tiles in their order. (Sums and averages begin at +0.0, products at 1.)"""
+    if REDUCTION >= BAND:  # the bitwise reductions come last
         words = reduce_bits(parts, COUNT, DTYPE, REDUCTION)
     elif REDUCTION == MAX or REDUCTION == MIN:  # noqa: SIM109 (Triton has no "in")
         words = reduce_integers(parts, COUNT, DTYPE, REDUCTION)

@@ -14,10 +14,10 @@ from shotcast.device.triton.intrinsics import round_pair, round_to
 
 @triton.jit
 def load_words(address, start, offs, nbytes, UNIT: tl.constexpr):
-    """Load words ``offs`` of the bytes from ``address + start`` on; zero from byte ``nbytes`` of that range on.
+    """Load words ``offs`` of the bytes that begin at ``address + start``; bytes from ``nbytes`` on read as zero.
 
-    UNIT states what the caller knows. 16: address, start and nbytes are multiples of 16. Otherwise it is the widest
-    access in bytes (4, 2 or 1) of which address, start and nbytes are multiples. (The interpreter takes a small address
+    UNIT states what the caller knows. If it is 16, address, start and nbytes are multiples of 16. Otherwise it is the
+    widest access in bytes (4, 2 or 1) that divides address, start and nbytes. (The interpreter takes a small address
     for a 32-bit number.)
     """
     at = address.to(tl.int64) + start
@@ -62,7 +62,7 @@ def store_words(address, start, offs, words, nbytes, UNIT: tl.constexpr):
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr):
-    """Convert words to (float32 of the low half, float32 of the high half); for float32 words both are the word."""
+    """Split words into (float32 of the low half, float32 of the high half); for float32, both are the word."""
     if DTYPE == tl.float32:
         low = words.to(tl.float32, bitcast=True)
         high = low
@@ -77,7 +77,7 @@ def unpack(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def pack(low, high, DTYPE: tl.constexpr):
-    """Invert :func:`unpack`, rounding to nearest even."""
+    """Round float32 halves into words, to nearest even: the inverse of :func:`unpack`."""
     if DTYPE == tl.float32:
         words = low.to(tl.int32, bitcast=True)
     else:
@@ -95,7 +95,7 @@ def round_float(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Return ((+0.0 + parts[0]) + parts[1]) + ... in float32, rounded once."""
+    """Sum tiles as ((+0.0 + parts[0]) + parts[1]) + ... in float32, rounding once."""
     low, high = unpack(parts[0], DTYPE)
     low = low + 0.0
     high = high + 0.0
@@ -108,7 +108,7 @@ def sum_words(parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def insert_own(parts, own, rank, COUNT: tl.constexpr):
-    """Return ``parts`` by rank with this rank's replaced by ``own``, which did not pass through memory."""
+    """Replace this rank's tile in ``parts``, which are by rank, with ``own``, which did not pass through memory."""
     complete = ()
     for r in tl.static_range(COUNT):
         complete = complete + (tl.where(rank == r, own, parts[r]),)
@@ -117,7 +117,7 @@ def insert_own(parts, own, rank, COUNT: tl.constexpr):
 
 @triton.jit
 def accumulate(low, high, parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Add ``parts`` in order to a sum, given and returned as (float32 of the low halves, of the high halves)."""
+    """Add ``parts`` in order to a sum, given and returned as (float32 of the low halves, float32 of the high ones)."""
     for r in tl.static_range(COUNT):
         next_low, next_high = unpack(parts[r], DTYPE)
         low = low + next_low
@@ -127,7 +127,7 @@ def accumulate(low, high, parts, COUNT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def nan_unless(live, words, DTYPE: tl.constexpr):
-    """Return ``words``, or NaN in every value if the call was stopped. Words of types without NaN are not changed."""
+    """Return ``words``, or NaN in every value if the call was stopped. Types without NaN keep their words."""
     if DTYPE == tl.float32 or DTYPE == tl.bfloat16 or DTYPE == tl.float16:
         words = tl.where(live != 0, words, 0x7FFFFFFF if DTYPE == tl.float32 else 0x7FFF7FFF)
     return words

@@ -1,4 +1,4 @@
-"""Compiled attention of CPU ranks over a paged cache: rotation into the cache, and decoding with one query a sequence.
+"""Compiled attention for CPU ranks over a paged cache: rotation into the cache, and decoding of one query per sequence.
 
 Caches are float32 [slots, key-value heads, head_dim]; a slot is ``block * block_size + offset in the block``.
 """
@@ -30,7 +30,7 @@ from shotcast.device.cpu.vectors import (
 )
 
 _THREADS_FROM = 1 << 21
-"""The number of products of queries with keys from which a second thread saves more time than waking it costs."""
+"""The smallest number of query-key products for which a second thread saves more time than waking it costs."""
 
 _MATRIX = types.Array(types.float32, 2, "C")
 _CUBE = types.Array(types.float32, 3, "C")
@@ -62,10 +62,10 @@ def _rotate(
 
 
 def _dots_of(lanes: int) -> Any:
-    """Return a function that multiplies a query with keys that follow each other, ``lanes`` numbers at once.
+    """Build a function that multiplies a query by consecutive keys, ``lanes`` numbers at a time.
 
-    Its arguments are the addresses of the query, of the first key and of the first score, the bytes from key to key,
-    the number of keys, and the size of a head, a multiple of ``lanes``.
+    Its arguments are the addresses of the query, the first key and the first score; the bytes between keys; the number
+    of keys; and the head size, a multiple of ``lanes``.
     """
     vector = F32 if lanes == 1 else ir.VectorType(F32, lanes)
 
@@ -93,10 +93,10 @@ def _dots_of(lanes: int) -> Any:
 
 
 def _sums_of(lanes: int) -> Any:
-    """Return a function that adds values that follow each other, each times its weight, to ``out``.
+    """Build a function that adds consecutive values, each times its weight, to ``out``.
 
-    Its arguments are the addresses of the first weight, of the first value and of ``out``, the bytes from value to
-    value, the number of values, and the size of a head, a multiple of ``lanes``.
+    Its arguments are the addresses of the first weight, the first value and ``out``; the bytes between values; the
+    number of values; and the head size, a multiple of ``lanes``.
     """
     vector = F32 if lanes == 1 else ir.VectorType(F32, lanes)
 
@@ -122,17 +122,17 @@ def _sums_of(lanes: int) -> Any:
     return add
 
 
-# numba finds functions by name
+# numba looks functions up by name
 _dots_64, _dots_16, _dots_1 = (_dots_of(lanes) for lanes in (64, 16, 1))
 _sums_64, _sums_16, _sums_1 = (_sums_of(lanes) for lanes in (64, 16, 1))
 
 
 @njit(inline="always")
 def _softmax(scores: Any, scale: Any, cap: Any) -> None:
-    """Replace scores by their weights, which add up to 1.
+    """Replace scores with their softmax weights, which sum to 1.
 
-    It is inlined: a process that compiles would take this function compiled by itself, and one that loads machine code
-    the function as it is compiled there, which may add in another order.
+    It is inlined. Otherwise a process that compiles would use a separately compiled copy of this function, and a
+    process that loads machine code would use the copy compiled there, which may add in a different order.
     """
     largest = np.float32(-np.inf)
     for i in range(scores.shape[0]):
@@ -183,12 +183,12 @@ def _decode(
     unit = first
     while unit < stop:
         sequence, head = unit // heads, unit % heads
-        group = min(heads - head, stop - unit)  # heads of the sequence, for all of which a block is read at once
+        group = min(heads - head, stop - unit)  # heads of the sequence, which share one read of each block
         length, table = lengths[sequence], tables[rows[sequence]]
         begin = max(0, length - window) if window > 0 else 0
         query, target = queries[sequence, head].ctypes.data, out[sequence, head].ctypes.data
         position = begin
-        while position < length:  # the positions of a block follow each other
+        while position < length:  # positions within a block are consecutive
             count = min(length - position, block_size - position % block_size)
             slot = table[position // block_size] * block_size + position % block_size
             for each in range(group):
@@ -245,7 +245,7 @@ _SIGNATURES: dict[Callable[..., None], Any] = {
 
 @functools.cache
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    # "contract" and "reassoc" allow dot products to be vectorised; NaN and infinity keep their meaning
+    # "contract" and "reassoc" let the compiler vectorize dot products; NaN and infinity keep their meaning
     dispatcher = njit(nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})(function)
     keep_on_disk(dispatcher)
     dispatcher.compile(_SIGNATURES[function])
@@ -298,19 +298,19 @@ def decode(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> None:
-    """Attend with one query a sequence to the sequence's blocks.
+    """Attend with one query per sequence to the sequence's blocks.
 
-    Heads of sequences are divided among as many threads as PyTorch has.
+    The heads of all sequences are divided among as many threads as PyTorch has.
 
     Args:
         queries, out: float32 [sequences, heads, head_dim].
         tables: int32 [rows, blocks].
-        rows: int64 [sequences], the row of the tables of each sequence.
-        lengths: int32 [sequences], the number of tokens of each in the cache.
+        rows: int64 [sequences], the table row of each sequence.
+        lengths: int32 [sequences], the number of cached tokens of each sequence.
         kv_head_of: int64 [heads], the key-value head of each query head.
-        window: the number of tokens that a query sees, its own included; 0 for all.
+        window: the number of tokens that a query sees, including its own; 0 for all.
         scale: the factor of scores; None for ``head_dim ** -0.5``.
-        cap: scores x become ``cap * tanh(x / cap)``; 0 for as they are.
+        cap: the soft cap; scores x become ``cap * tanh(x / cap)``, or stay unchanged if it is 0.
     """
     arrays = [argument.numpy() for argument in (queries, keys, values, tables, rows, lengths, kv_head_of)]
     scale = queries.shape[2] ** -0.5 if scale is None else scale

@@ -1,16 +1,16 @@
-"""Compiled products with matrices in the blocks of GGUF files, which stay as they are in the file.
+"""Compiled matmuls with weights in the block formats of GGUF files, stored exactly as in the file.
 
     Q4_0, Q8_0   value = scale * code             32 values: the scale, float16, and the codes
     Q4_1         value = scale * code + least     32 values: both, float16, and the codes
-    Q4_K         value = scale * code - least     256 values, of which each 32 have a scale and a least value of 6 bits
-    Q6_K         value = scale * code             256 values, of which each 16 have a scale of 8 bits
+    Q4_K         value = scale * code - least     256 values; every 32 share a 6-bit scale and a 6-bit least value
+    Q6_K         value = scale * code             256 values; every 16 share an 8-bit scale
 
-Values are made with the arithmetic of the ``gguf`` package. A product with few rows makes none: it sums code * x over
-the values that share a scale, and multiplies that sum by the scale; the least value is multiplied by the sum of x. The
-bits of a row do not depend on how many rows there are.
+Values are dequantized with the arithmetic of the ``gguf`` package. A matmul of few rows does not dequantize: it sums
+code * x over the values that share a scale, and multiplies that sum by the scale; the least value is multiplied by the
+sum of x. The bits of a row do not depend on the number of rows.
 
-Codes are cut out of words of 32 bits by shifts, of which a processor makes more at once than of what widens bytes. So
-they come in another order than in the file, and x is brought into that order first.
+Codes are extracted from 32-bit words with shifts, because a processor executes more of them at once than instructions
+that widen bytes. The codes therefore come out in a different order than in the file, and x is permuted to match first.
 
 Format: github.com/ggml-org/ggml, src/ggml-common.h.
 """
@@ -36,27 +36,28 @@ from shotcast.device.cpu.vectors import broadcast_lanes, fused_multiply_add, loa
 from shotcast.kernels.block_formats import BLOCKS
 
 MAX_ROWS = 32
-"""The number of rows of x, float32, up to which products are made with the codes."""
+"""The largest number of rows of float32 x that are multiplied with the codes directly."""
 _THREADS_FROM = 1 << 19
-"""The number of values from which a second thread saves more time than waking it costs."""
+"""The smallest number of values for which a second thread saves more time than waking it costs."""
 _AT_ONCE = 1 << 20
-"""The number of values that are held at once for many rows of x."""
+"""The number of dequantized values held at a time for many rows of x."""
 
 _scratch = threading.local()
-"""Memory for these values, kept between products: new memory would cost a page fault for each 4 KiB."""
+"""Memory for these values, kept between matmuls: fresh memory would cost a page fault per 4 KiB."""
 
 _LANES = 8
 _I8, _WORDS, _FLOATS = ir.IntType(8), ir.VectorType(I32, _LANES), ir.VectorType(F32, _LANES)
 _PART = 32
-"""The values of a part: four vectors of codes."""
+"""Values per part: four vectors of codes."""
 _OF_BYTES = [4 * lane + code for code in range(4) for lane in range(_LANES)]
 _OF_NIBBLES = [16 * (code % 2) + 4 * (lane % 4) + 2 * (lane // 4) + code // 2 for code in range(4) for lane in range(8)]
 """The values whose codes are in the lanes of the four vectors: one in each byte of eight words, or two in each of four
-words, of which the upper lanes have the upper halves."""
+words, whose upper halves are in the upper lanes."""
 
 
 class _Part(NamedTuple):
-    """Codes and their float32 ``scale``, for all lanes or for each, and ``least`` (None for none)."""
+    """Codes with their float32 ``scale``, one for all lanes or one per lane, and ``least`` (None if the format has
+    none)."""
 
     scale: Any
     least: Any
@@ -64,7 +65,7 @@ class _Part(NamedTuple):
 
 
 def _half(builder: Any, at: Any, offset: int, lanes: int = 1) -> Any:
-    """Return a float16 as float32, in this many lanes."""
+    """Load a float16 as float32 into ``lanes`` lanes."""
     half = FORMATS[form_of("float16")]
     found = load_at(builder, half.stored, builder.add(at, number(offset)))
     return half.widen(builder, broadcast_lanes(builder, found, lanes), lanes)
@@ -81,27 +82,27 @@ def _words(builder: Any, at: Any, offset: int) -> Any:
 
 
 def _words_twice(builder: Any, at: Any, offset: int) -> Any:
-    """Return four words, and then their upper halves."""
+    """Load four words, followed by their upper halves."""
     four = load_at(builder, ir.VectorType(I32, 4), builder.add(at, number(offset)))
     both = builder.shuffle_vector(four, four, ir.Constant(_WORDS, [0, 1, 2, 3] * 2))
     return builder.lshr(both, ir.Constant(_WORDS, [0] * 4 + [16] * 4))
 
 
 def _bits(builder: Any, words: Any, shift: int, mask: int) -> Any:
-    """Return ``words >> shift & mask``; a negative shift is one to the left."""
+    """Compute ``words >> shift & mask``; a negative shift is a left shift."""
     shifted = builder.lshr(words, splat(I32, _LANES, shift)) if shift > 0 else words
     shifted = builder.shl(words, splat(I32, _LANES, -shift)) if shift < 0 else shifted
     return builder.and_(shifted, splat(I32, _LANES, mask))
 
 
 def _signed(builder: Any, words: Any, first: int, bits: int) -> Any:
-    """Return the signed numbers in ``bits`` bits from bit ``first`` on."""
+    """Extract the signed numbers in ``bits`` bits, starting at bit ``first``."""
     left = builder.shl(words, splat(I32, _LANES, 32 - bits - first)) if first + bits < 32 else words
     return builder.ashr(left, splat(I32, _LANES, 32 - bits))
 
 
 def _q4_0(builder: Any, at: Any) -> Iterator[_Part]:
-    words = builder.xor(_words_twice(builder, at, 2), splat(I32, _LANES, 0x88888888))  # less 8, as signed numbers
+    words = builder.xor(_words_twice(builder, at, 2), splat(I32, _LANES, 0x88888888))  # minus 8, as signed numbers
     yield _Part(_half(builder, at, 0, _LANES), None, [_signed(builder, words, 4 * code, 4) for code in range(4)])
 
 
@@ -142,7 +143,7 @@ def _q6_k(builder: Any, at: Any) -> Iterator[_Part]:
     for part in range(8):
         half, quarter = part // 4, part % 4
         low = _words(builder, at, 64 * half + 32 * (quarter % 2))
-        high = _words(builder, at, 128 + 32 * half)  # 2 bits, apart from the others
+        high = _words(builder, at, 128 + 32 * half)  # 2 bits, stored apart from the others
         codes = []
         for code in range(4):
             lower = _bits(builder, low, 8 * code + 4 * (quarter // 2), 15)
@@ -166,7 +167,7 @@ _READERS: dict[str, Callable[[Any, Any], Iterator[_Part]]] = {
 }
 _KINDS = list(_READERS)
 _TILE = 4
-"""The rows of x that are multiplied at once, so that codes are converted once for all."""
+"""Rows of x multiplied at a time, so that codes are converted once for all of them."""
 
 
 def _order(kind: str) -> list[int]:
@@ -174,7 +175,7 @@ def _order(kind: str) -> list[int]:
 
 
 def _in_blocks(builder: Any, kind: str, stored: Any, count: Any, use: Callable[[Any, _Part], None]) -> None:
-    """Call ``use(number of a part, part)`` for the parts of ``count`` blocks."""
+    """Call ``use(part number, part)`` for every part of ``count`` blocks."""
     parts = BLOCKS[kind][0] // _PART
     with cgutils.for_range(builder, count) as loop:
         at = builder.add(stored, builder.mul(loop.index, number(BLOCKS[kind][1])))
@@ -185,7 +186,7 @@ def _in_blocks(builder: Any, kind: str, stored: Any, count: Any, use: Callable[[
 
 
 def _values_of(kind: str) -> Any:
-    """Return a function that writes the values of blocks: (stored, blocks, address of float32)."""
+    """Build a function that writes the values of blocks; its arguments are (stored, blocks, address of float32)."""
     order = _order(kind)
     places = [order.index(value) for value in range(_PART)]
 
@@ -217,10 +218,10 @@ def _values_of(kind: str) -> Any:
 
 
 def _dots_of(kind: str, rows: int) -> Any:
-    """Return a function that multiplies blocks with ``rows`` rows of x, and writes the sums.
+    """Build a function that multiplies blocks by ``rows`` rows of x and writes the sums.
 
-    Its arguments are (stored, blocks, x in the order of codes, bytes of a row of x, sums of x over each part, bytes of
-    a row of these, out, bytes to the next row of out).
+    Its arguments are (stored, blocks, x in code order, bytes per row of x, sums of x over each part, bytes per row of
+    these sums, out, bytes between rows of out).
     """
 
     @intrinsic
@@ -264,7 +265,7 @@ def _dots_of(kind: str, rows: int) -> Any:
 
 
 def _moved_by(order: list[int]) -> Any:
-    """Return a function that writes the values of a part in the order of codes, and returns their sum."""
+    """Build a function that writes the values of a part in code order and returns their sum."""
 
     @intrinsic
     def move(_context: Any, source: Any, out: Any) -> Any:
@@ -279,7 +280,7 @@ def _moved_by(order: list[int]) -> Any:
     return move
 
 
-# numba finds functions by name, and chooses among them when it compiles, so they cannot be in a list
+# numba looks functions up by name and chooses among them at compile time, so they cannot be in a list
 _write_q4_0, _write_q4_1, _write_q8_0, _write_q4_k, _write_q6_k = (_values_of(kind) for kind in _KINDS)
 _dot_q4_0, _dot_q4_1, _dot_q8_0, _dot_q4_k, _dot_q6_k = (_dots_of(kind, 1) for kind in _KINDS)
 _dots_q4_0, _dots_q4_1, _dots_q8_0, _dots_q4_k, _dots_q6_k = (_dots_of(kind, _TILE) for kind in _KINDS)
@@ -369,12 +370,12 @@ def _compiled(function: Callable[..., None]) -> Any:
 
 
 def dequantize(stored: torch.Tensor, kind: str, columns: int) -> torch.Tensor:
-    """Return the values of rows as float32.
+    """Dequantize rows to float32.
 
     Args:
-        stored: uint8 [rows, bytes of the blocks of a row].
+        stored: uint8 [rows, bytes of a row's blocks].
         kind: the format.
-        columns: the number of values of a row.
+        columns: the number of values per row.
     """
     return _into(torch.empty(stored.shape[0], columns, device="cpu"), stored, kind)
 
@@ -405,16 +406,16 @@ def _multiply_many(x: torch.Tensor, stored: torch.Tensor, kind: str, bias: torch
 
 
 def linear(x: torch.Tensor, stored: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x @ weight.T + bias``, where the weights are values in blocks.
+    """Compute ``x @ weight.T + bias`` with a weight stored in blocks.
 
     Args:
         x: [rows, inputs].
-        stored: contiguous uint8 [outputs, bytes of the blocks of a row].
+        stored: contiguous uint8 [outputs, bytes of a row's blocks].
         kind: the format.
         bias: [outputs].
 
     Returns:
-        [rows, outputs], of the dtype of x.
+        [rows, outputs], in the dtype of x.
     """
     (rows, inputs), outputs = x.shape, stored.shape[0]
     if rows > MAX_ROWS or x.dtype != torch.float32:

@@ -1,7 +1,7 @@
-"""Compiled products of a few rows with a matrix of weights: each weight is read once, at the speed of memory.
+"""Compiled matmuls of a few rows with a weight matrix: each weight is read once, at memory bandwidth.
 
-They are made for decoding small batches, where BLAS libraries, made for large matrices, leave much of that speed
-unused. A dot product is one loop here, which the compiler vectorises.
+They serve the decoding of small batches: BLAS libraries are built for large matrices and leave much of that bandwidth
+unused. Each dot product is a single loop, which the compiler vectorizes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shotcast.device.cpu.compilation import keep_on_disk
 from shotcast.device.cpu.threads import in_parallel
 
 MAX_ROWS = {torch.float32: 4, torch.bfloat16: 2}
-"""The number of rows of x up to which this is clearly faster than PyTorch, by the weights' dtype."""
+"""The largest number of rows of x for which this is clearly faster than PyTorch, by weight dtype."""
 _THREADS_FROM_BYTES = 8 << 20
-"""The size of the weights from which a second thread saves more time than waking it costs."""
+"""The smallest weight size for which a second thread saves more time than waking it costs."""
 
 _X = types.Array(types.float32, 2, "C")
 _BITS = types.Array(types.uint16, 2, "C")
@@ -29,7 +29,7 @@ FASTMATH = {"contract", "reassoc", "nsz"}
 
 
 def dot(x: Any, weight: Any) -> Any:
-    """Return the dot product of two float32 vectors."""
+    """Compute the dot product of two float32 vectors."""
     total = np.float32(0.0)
     for i in range(weight.shape[0]):
         total += x[i] * weight[i]
@@ -68,15 +68,15 @@ def _compiled(dtype: torch.dtype) -> Any:
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether :func:`linear` is the faster way."""
+    """Check whether :func:`linear` supports these operands and is faster than PyTorch."""
     return x.device.type == "cpu" and x.shape[0] <= MAX_ROWS.get(weight.dtype, 0) and weight.is_contiguous()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``x @ weight.T``, float32 [rows, outputs], summed in float32.
+    """Compute ``x @ weight.T``, float32 [rows, outputs], summed in float32.
 
     Args:
-        x: [rows, inputs], of the weights' dtype.
+        x: [rows, inputs], in the weight's dtype.
         weight: contiguous [outputs, inputs], float32 or bfloat16.
     """
     run = _compiled(weight.dtype)

@@ -1,4 +1,4 @@
-"""Operations on rows between two products: gating, quantization to FP8 with a scale per row, or both in one kernel.
+"""Row-wise operations between two matmuls: gating, FP8 quantization with one scale per row, or both in one kernel.
 
 value     = x, or activation(first half) * second half        in float32
 scale     = max |value| / 448 of the row, at least 2^-126
@@ -19,20 +19,20 @@ from shotcast.kernels.triton.norm import e4m3_byte, magnitude, scale_of
 
 @triton.jit
 def silu(x):
-    """Return x / (1 + exp(-x)), without overflow."""
+    """Compute x / (1 + exp(-x)) without overflow."""
     small = tl.exp(-tl.abs(x))
     return x * tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent, within 2^-23, without overflow."""
+    """Compute the hyperbolic tangent to within 2^-23, without overflow."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
 @triton.jit
 def gelu_tanh(x):
-    """Return GELU in its approximation by tanh (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    """Compute the tanh approximation of GELU (Hendrycks and Gimpel, arXiv 1606.08415)."""
     return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
@@ -48,7 +48,7 @@ def rows_kernel(
     GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, part): write BLOCK columns, with QUANTIZE all WIDTH columns of the row, to ``out`` [rows,
+    """Program (row, part): write BLOCK columns (with QUANTIZE, all WIDTH columns) of the row to ``out`` [rows,
     WIDTH]."""
     release_next_kernel(PDL)
     await_prior_kernel(PDL)
@@ -70,11 +70,11 @@ def rows_kernel(
 
 
 _BLOCK = 2048
-"""Columns of a program, where rows may be divided."""
+"""Columns per program if rows may be divided."""
 
 
 def gate(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """Return ``activation(first half of the columns) * second half``, rounded once: [rows, 2 * width] to [rows,
+    """Compute ``activation(first half of the columns) * second half``, rounded once: [rows, 2 * width] to [rows,
     width]."""
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     block = min(_BLOCK, triton.next_power_of_2(out.shape[1]))
@@ -85,11 +85,12 @@ def gate(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
 def quantize(
     x: torch.Tensor, gated: bool = False, activation: Activation = "silu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows to FP8; with ``gated``, after :func:`gate`. Returns float8_e4m3fn [rows, width] and float32 [rows,
-    1], whose product approximates the rows.
+    """Quantize rows to FP8; with ``gated``, after :func:`gate`.
+
+    Returns float8_e4m3fn [rows, width] and float32 [rows, 1], whose product approximates the rows.
 
     Args:
-        x: contiguous [rows, columns], of a float dtype.
+        x: contiguous [rows, columns], in a floating-point dtype.
     """
     width = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(x.shape[0], width, dtype=torch.float8_e4m3fn)

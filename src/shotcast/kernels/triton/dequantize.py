@@ -1,7 +1,7 @@
-"""Whole matrices from groups of inputs that share a scale (:mod:`shotcast.kernels.triton.grouped`).
+"""Dequantization of whole matrices from groups of inputs that share a scale (:mod:`shotcast.kernels.triton.grouped`).
 
-Kernels that multiply few rows dequantize as they go; for more rows, the matrix is dequantized first, and its read and
-write are a small part of the product.
+Kernels that multiply few rows dequantize as they go; for more rows, the whole matrix is dequantized first, and reading
+and writing it is a small part of the matmul's cost.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def dequantize_kernel(
 
 
 _TILE = 16
-"""Outputs of a program."""
+"""Outputs per program."""
 
 
 def dequantize(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the matrix [outputs, inputs] in ``dtype``, each value rounded once.
+    """Dequantize to a matrix [outputs, inputs] in ``dtype``, rounding each value once.
 
-    The others are as in :class:`~shotcast.layers.quantized.GroupedRows`; 16 divides the group.
+    The other arguments are as in :class:`~shotcast.layers.quantized.GroupedRows`; 16 divides the group.
     """
     outputs, inputs = values.shape[0], scales.shape[0] * group
     out = torch.empty(outputs, inputs, dtype=dtype, device=values.device)

@@ -1,4 +1,4 @@
-"""Lookup of rows in a rank's part of an embedding matrix."""
+"""Lookup of rows in a rank's shard of an embedding matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def embed_kernel(tokens, weight, out, start, count, HIDDEN: tl.constexpr, TILE: 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
     """Look up ``tokens``, int64 [tokens], in ``weight`` [count, hidden], which holds rows ``start`` to ``start +
-    count``. Returns [tokens, hidden]; zeros for tokens of other ranks.
+    count``.
+
+    Returns [tokens, hidden], with zeros for tokens of other ranks.
     """
     count, hidden = weight.shape
     out = torch.empty(tokens.shape[0], hidden, dtype=weight.dtype, device=weight.device)

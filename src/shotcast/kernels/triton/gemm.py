@@ -1,13 +1,13 @@
-"""Products of two large matrices (GEMM), whose blocks take of an SM what a configuration says.
+"""GEMM of two large matrices, whose thread blocks take a configurable share of an SM.
 
     out[m, n] = a[m, k] @ b[k, n], summed in float32 and rounded once
 
-A program computes tiles of the output, one after another, and there may be fewer programs than tiles: so a product can
-stay on a chosen number of SMs. Tiles, stages and warps say what a block takes of an SM; padding adds shared memory that
-nothing uses. Blocks of other kernels run in what is left (``research/occupancy.py``).
+A program computes tiles of the output, one after another. There may be fewer programs than tiles, so a matmul can stay
+on a chosen number of SMs. Tiles, stages and warps determine how much of an SM a block takes; padding adds unused shared
+memory. Blocks of other kernels run in the remainder (``research/occupancy.py``).
 
 On compute capability 9 and later, the copy engine of the SM (TMA) loads and stores tiles, and tensor cores read them
-from shared memory (wgmma). It takes rows that are whole units of 16 bytes. Other matrices are loaded by threads.
+from shared memory (wgmma). TMA requires rows that are multiples of 16 bytes. Other matrices are loaded by threads.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from shotcast.errors import ConfigError, UnsupportedError
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ITEM_BYTES = 2
 _RESERVED_BYTES = 1024
-"""Shared memory of each block that the driver takes for itself, on GPUs that have a copy engine."""
+"""Shared memory per block that the driver reserves on GPUs with a copy engine."""
 UNIT = 8
-"""Elements of 16 bytes, which a thread or the copy engine takes at a time."""
+"""Elements in 16 bytes, the unit that a thread or the copy engine moves at a time."""
 
 
 @triton.jit
 def place_of(tile, tile_rows, tile_columns, GROUP: tl.constexpr):
-    """Return the row and the column of a tile, in tiles.
+    """Compute the row and the column of a tile, in tiles.
 
-    GROUP rows of tiles are walked through column by column, so that tiles computed at once share rows and columns of
-    the operands in the cache.
+    Every GROUP rows of tiles are traversed column by column, so that tiles computed at the same time share rows and
+    columns of the operands in the cache.
     """
     group = tile // (GROUP * tile_columns)
     first = group * GROUP
@@ -53,7 +53,7 @@ def place_of(tile, tile_rows, tile_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _cells(row, column, rows, columns, stride, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the offsets of the elements of a tile, and which of them exist."""
+    """Compute the offsets of a tile's elements, and a mask of those that exist."""
     i = row + tl.arange(0, ROWS)
     j = column + tl.arange(0, COLUMNS)
     offsets = i.to(tl.int64)[:, None] * (stride // UNIT * UNIT) + j[None, :]
@@ -73,7 +73,7 @@ def _load(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Load a tile of a matrix as it is in memory; elements beyond its ends are zeros."""
+    """Load a tile of a matrix in its memory layout; elements past its ends are zeros."""
     if TMA:
         tile = matrix.load([row, column])
     else:
@@ -94,12 +94,12 @@ def _store(matrix, tile, row, column, rows, columns, stride, TMA: tl.constexpr, 
 
 @triton.jit
 def matrix_at(address, DTYPE: tl.constexpr, UNIT: tl.constexpr):
-    """Return a pointer to a matrix at an address, whose rows begin at multiples of UNIT elements."""
+    """Convert an address to a pointer to a matrix whose rows begin at multiples of UNIT elements."""
     return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(DTYPE)), 2 * UNIT)
 
 
 class Sizes(NamedTuple):
-    """The sizes of a product, and the elements from one row of an operand in memory to the next."""
+    """The sizes of a matmul, and the row strides of its operands in memory, in elements."""
 
     m: tl.tensor
     n: tl.tensor
@@ -110,10 +110,10 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """The argument SHAPE of kernels that multiply, for a form and a configuration: see :func:`constants_of`.
+    """The SHAPE argument of matmul kernels, for a form and a configuration; see :func:`constants_of`.
 
-    A_ROWS_ARE_K: ``a`` is in memory as [k, m]. B_ROWS_ARE_N: ``b`` is in memory as [n, k]. UNIT: rows begin, and end,
-    at multiples of this many elements.
+    A_ROWS_ARE_K: ``a`` is stored as [k, m]. B_ROWS_ARE_N: ``b`` is stored as [n, k]. UNIT: rows begin and end at
+    multiples of this many elements.
     """
 
     DTYPE: tl.dtype
@@ -130,7 +130,7 @@ class ProductShape:
 
 @triton.jit
 def sums_of_tile(a, b, row, column, sizes, SHAPE: tl.constexpr):
-    """Return the tile of ``a @ b`` that begins at a row and a column, in float32."""
+    """Compute, in float32, the tile of ``a @ b`` that begins at a row and a column."""
     TMA: tl.constexpr = SHAPE.TMA
     UNIT: tl.constexpr = SHAPE.UNIT
     TILE_M: tl.constexpr = SHAPE.TILE_M
@@ -154,7 +154,7 @@ def sums_of_tile(a, b, row, column, sizes, SHAPE: tl.constexpr):
 
 @triton.jit
 def store_tile(out, sums, row, column, m, n, out_stride, DTYPE: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr):
-    """Round a tile of sums and store the part of it that is within ``out``: with TMA, half after half."""
+    """Round a tile of sums and store the part of it that is within ``out``; with TMA, one half at a time."""
     if TMA:
         HALF: tl.constexpr = sums.shape[1] // 2
         first, second = tl.split(tl.permute(tl.reshape(sums, (sums.shape[0], 2, HALF)), (0, 2, 1)))
@@ -166,7 +166,7 @@ def store_tile(out, sums, row, column, m, n, out_stride, DTYPE: tl.constexpr, TM
 
 @dataclass(frozen=True, slots=True)
 class GemmShape(ProductShape):
-    """A product; ``PERSISTENT`` programs have several tiles."""
+    """The SHAPE argument of :func:`gemm_kernel`; ``PERSISTENT`` programs have several tiles."""
 
     PERSISTENT: bool
 
@@ -176,8 +176,9 @@ def gemm_kernel(a, b, out, sizes: Sizes, out_stride, SHAPE: tl.constexpr):
     """Program p: compute tiles p, p + programs, p + 2 programs, ...
 
     With TMA, ``a``, ``b`` and ``out`` are descriptors, and the two halves of a tile's columns are stored one after the
-    other, through half the shared memory. Without it, they are addresses of rows ``stride`` elements apart.
-    PERSISTENT: a program has several tiles, and loads the first steps of one before it stores the one before.
+    other, through half the shared memory. Without TMA, they are addresses of rows ``stride`` elements apart.
+    PERSISTENT: a program has several tiles, and loads the first steps of the next tile before it stores the current
+    one.
     """
     if not SHAPE.TMA:
         a = matrix_at(a, SHAPE.DTYPE, SHAPE.UNIT)
@@ -195,16 +196,16 @@ def gemm_kernel(a, b, out, sizes: Sizes, out_stride, SHAPE: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """The shape of a product's blocks."""
+    """The shape of a matmul's blocks."""
 
     tile_m: int = 128  # rows of the output that a program computes at a time
     tile_n: int = 256  # columns, likewise
     tile_k: int = 64  # the depth of a step
     stages: int = 3  # the number of steps in shared memory
-    warps: int = 8  # warps of a block
-    padding_bytes: int = 0  # shared memory that a block takes beyond what it uses
-    group: int = 16  # rows of tiles that are walked through together
-    persistent: bool = False  # one program an SM, which computes tile after tile; without it, a program a tile
+    warps: int = 8  # warps per block
+    padding_bytes: int = 0  # shared memory that a block takes without using it
+    group: int = 16  # rows of tiles traversed together
+    persistent: bool = False  # one program per SM, which computes tile after tile; otherwise one program per tile
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k"):
@@ -225,17 +226,17 @@ class GemmConfig:
 
 @dataclass(frozen=True, slots=True)
 class GemmForm:
-    """The properties that products share if they are launched alike: shapes, layouts, dtype, alignment and device."""
+    """The properties shared by matmuls that are launched alike: shapes, layouts, dtype, alignment and device."""
 
     m: int
     n: int
     k: int
-    strides: tuple[int, int, int]  # elements from one row in memory to the next, of ``a``, ``b`` and ``out``
-    a_rows_are_k: bool  # ``a`` is in memory as [k, m]
-    b_rows_are_n: bool  # ``b`` is in memory as [n, k]
+    strides: tuple[int, int, int]  # row strides in memory of ``a``, ``b`` and ``out``, in elements
+    a_rows_are_k: bool  # ``a`` is stored as [k, m]
+    b_rows_are_n: bool  # ``b`` is stored as [n, k]
     dtype: torch.dtype
-    unit: int  # the largest power of two up to UNIT of which rows in memory begin and end at a multiple
-    rows_are_units: bool  # rows begin at multiples of 16 bytes, wherever they end
+    unit: int  # rows in memory begin and end at multiples of this power of two, the largest up to UNIT
+    rows_are_units: bool  # rows begin at multiples of 16 bytes, regardless of where they end
     device: torch.device
 
     @property
@@ -246,13 +247,15 @@ class GemmForm:
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Return whether SMs have a copy engine for tiles; true for the interpreter."""
+    """Check whether SMs have a copy engine for tiles; true for the interpreter."""
     return INTERPRETED or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def form_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GemmForm:
-    """Return the form of ``out = a @ b``. Raises UnsupportedError if the dtype is not bfloat16 or float16, or neither
-    rows nor columns are contiguous. Raises ConfigError if the shapes, dtypes or devices do not fit.
+    """Determine the form of ``out = a @ b``.
+
+    Raises UnsupportedError if the dtype is not bfloat16 or float16, or if neither rows nor columns are contiguous.
+    Raises ConfigError if the shapes, dtypes or devices do not match.
     """
     if a.dtype not in DTYPES or a.device.type != ("cpu" if INTERPRETED else "cuda"):
         raise UnsupportedError(f"products take bfloat16 or float16 on a GPU, not {a.dtype} on {a.device}")
@@ -277,7 +280,7 @@ def form_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GemmForm:
 
 
 def _is_by_columns(name: str, matrix: torch.Tensor) -> bool:
-    """Return whether columns rather than rows of a matrix are contiguous."""
+    """Check whether the columns of a matrix, rather than its rows, are contiguous."""
     rows, columns = matrix.shape
     if matrix.stride(1) == 1 or columns == 1:
         return False
@@ -287,24 +290,24 @@ def _is_by_columns(name: str, matrix: torch.Tensor) -> bool:
 
 
 def most_shared_bytes(device: torch.device) -> int:
-    """Return the most shared memory that a block may have."""
+    """Look up the maximum shared memory per block."""
     return shared_memory_per_sm(device) - _RESERVED_BYTES
 
 
 def shared_bytes(config: GemmConfig) -> int:
-    """Return the least shared memory of a block with TMA: the stages, half the output on its way, and padding."""
+    """Compute the minimum shared memory of a block with TMA: the stages, half an output tile in flight, and padding."""
     stage = (config.tile_m + config.tile_n) * config.tile_k * _ITEM_BYTES
     half_of_output = config.tile_m * config.tile_n * _ITEM_BYTES // 2
     return config.stages * stage + half_of_output + config.padding_bytes
 
 
 FAST = GemmConfig()
-"""The fastest of the configurations that were measured on H200 (benchmarks/data/h200/shaped_products.json)."""
+"""The fastest configuration measured on H200 (benchmarks/data/h200/shaped_products.json)."""
 FAST_ON_FEW = (
     GemmConfig(128, 256, 64, 4, 8, group=8, persistent=True),
     GemmConfig(128, 128, 64, 6, 4, group=8, persistent=True),
 )
-"""The fastest on a chosen number of SMs: where programs have equally many tiles, and where that takes smaller tiles."""
+"""The fastest on a chosen number of SMs: if programs have equally many tiles, and if that takes smaller tiles."""
 _SMALL_TILE_RATE = 0.952
 """The speed of the smaller tiles relative to the larger ones, both divided evenly among SMs (ibid.: 0.93 to 1)."""
 WITHOUT_TMA = GemmConfig(128, 128, 32, 3, 8)
@@ -312,7 +315,7 @@ WITHOUT_TMA = GemmConfig(128, 128, 32, 3, 8)
 
 
 def choose_config(form: GemmForm, sms: int | None = None) -> GemmConfig:
-    """Return a configuration that is known to be fast on all SMs, or on ``sms`` of them."""
+    """Choose a configuration that is known to be fast on all SMs, or on ``sms`` of them."""
     if not form.uses_tma:
         return WITHOUT_TMA if sms is None else dataclasses.replace(WITHOUT_TMA, persistent=True)
     if sms is None:
@@ -326,13 +329,13 @@ def _tiles(form: GemmForm, config: GemmConfig) -> int:
 
 
 def _evenness(form: GemmForm, config: GemmConfig, sms: int) -> float:
-    """Return the mean number of tiles of ``sms`` programs over the largest, counting parts of tiles as such."""
+    """Compute the mean number of tiles of ``sms`` programs over the largest; partial tiles count as fractions."""
     most = triton.cdiv(_tiles(form, config), sms)
     return form.m * form.n / (config.tile_m * config.tile_n) / (sms * most)
 
 
 def constants_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
-    """Return the fields of :class:`ProductShape`."""
+    """Build the fields of :class:`ProductShape`."""
     return {
         "DTYPE": DTYPES[form.dtype],
         "A_ROWS_ARE_K": form.a_rows_are_k,
@@ -348,7 +351,7 @@ def constants_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
 
 
 def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`gemm_kernel` but SHAPE, with ``a``, ``b`` and ``out`` as placeholders."""
+    """Build the arguments of :func:`gemm_kernel` except SHAPE, with ``a``, ``b`` and ``out`` as placeholders."""
     a_stride, b_stride, out_stride = form.strides
     sizes = {"sizes": Sizes(form.m, form.n, form.k, a_stride, b_stride), "out_stride": out_stride}
     operands: dict[str, Any] = dict.fromkeys(("a", "b", "out"), 1 << 40)
@@ -370,9 +373,10 @@ def arguments_of(form: GemmForm, config: GemmConfig) -> dict[str, Any]:
 
 
 class Gemm:
-    """Products of one form in blocks of one shape, on a chosen number of SMs. Raises ConfigError if a block would take
-    more shared memory than it may have. A persistent product has ``sms`` programs, which an idle GPU starts on an SM
-    each.
+    """Matmuls of one form in blocks of one shape, on a chosen number of SMs.
+
+    A persistent matmul has ``sms`` programs, and an idle GPU starts each on a separate SM. Raises ConfigError if a
+    block would take more shared memory than it may.
     """
 
     def __init__(self, form: GemmForm, config: GemmConfig, sms: int):

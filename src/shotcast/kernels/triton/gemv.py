@@ -1,13 +1,13 @@
-"""Products of one or two rows with a matrix of weights (GEMV): each weight is read once, at the speed of memory.
+"""Matmuls of one or two rows with a weight matrix (GEMV): each weight is read once, at memory bandwidth.
 
     out = x @ weight.T * scale + bias;   GATED: the first half of the outputs are gates of the second half,
                                          out = silu(gates) * others
 
-They are made for decoding, where a weight serves few tokens; more rows are for
-:mod:`shotcast.kernels.triton.skinny_gemm`. A program computes some outputs from all of their columns, so sums need no
-other program, and their order is fixed. Weights do not depend on the kernel before: the first of them are loaded before
-the wait for that kernel, which hides its end and this kernel's start. (Prefetching more of them into the L2 cache made
-a step slower: docs/design/decode_step.md.)
+They serve decoding, in which each weight is used for few tokens; :mod:`shotcast.kernels.triton.skinny_gemm` handles
+more rows. A program computes some outputs from all of their columns, so no sum involves another program, and the order
+of each sum is fixed. Weights do not depend on the previous kernel, so the first of them are loaded before waiting for
+it; this hides the end of that kernel and the start of this one. (Prefetching more of them into the L2 cache made a step
+slower: docs/design/decode_step.md.)
 
 Weights being loaded occupy the L1 cache, which shares its memory with shared memory. Kernels that run at the same time
 therefore use little shared memory (:mod:`shotcast.kernels.triton.paged_attention`).
@@ -35,15 +35,14 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton.activations import silu
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Accepted types of x."""
+"""Accepted dtypes of x."""
 UNIT = 16
 """The number of columns must be a multiple of this."""
 
 
 @triton.jit
 def weight_rows(outputs, TILE: tl.constexpr, GATED: tl.constexpr):
-    """Return the rows of the weight that this program takes; with GATED, a gate and its other half are neighbors in
-    the tile."""
+    """Select the weight rows of this program; with GATED, a gate and its other half are neighbors in the tile."""
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if GATED:
         n = n // 2 + n % 2 * (outputs // 2)
@@ -86,11 +85,11 @@ def multiply_words(
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Return sums over neighboring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
+    """Compute sums over neighboring columns, which one thread holds: float32 [M_TILE, TILE, WORDS / 4].
 
-    ``words`` hold the weight from its word ``start`` on. A thread has four consecutive words, so it also loads the
-    words of x that belong to them: four as well. FP8 has twice as many columns in a word, so there they are two times
-    four, here ``lower`` and ``upper``, and two neighbors of these belong to one word of the weight.
+    ``words`` hold the weight, starting at its word ``start``. A thread has four consecutive words, so it also loads the
+    four matching words of x. An FP8 word has twice as many columns, so it matches two sets of four words of x,
+    ``lower`` and ``upper``, and two neighbors of these belong to one word of the weight.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     i = tl.arange(0, WORDS)[None, None, :]
@@ -127,7 +126,7 @@ def multiply_words(
 
 @dataclass(frozen=True, slots=True)
 class GemvShape:
-    """The argument SHAPE of :func:`gemv_kernel`. NATIVE: as in ``device/triton/float8.py``."""
+    """The SHAPE argument of :func:`gemv_kernel`. NATIVE: as in ``device/triton/float8.py``."""
 
     M_TILE: int
     TILE: int
@@ -142,8 +141,8 @@ def gemv_kernel(x, weight, scale, bias, out, outputs, inputs, count, SHAPE: tl.c
     """Program (tile): multiply COLUMNS columns of TILE rows at a time, as 32-bit words. SHAPE is a :class:`GemvShape`.
 
     As floats, each weight would take a register while it is being loaded. When compiled, the words are multiplied from
-    the registers that the next words are loaded into; latency is hidden by the other programs of the SM, of which up to
-    ten fit since they take few registers. ``inputs`` is a multiple of 16.
+    the registers that the next words are loaded into; the other programs of the SM hide latency, and up to ten fit
+    because they take few registers. ``inputs`` is a multiple of 16.
     """
     M_TILE: tl.constexpr = SHAPE.M_TILE
     TILE: tl.constexpr = SHAPE.TILE
@@ -171,25 +170,25 @@ def gemv_kernel(x, weight, scale, bias, out, outputs, inputs, count, SHAPE: tl.c
 class GemvConfig:
     """The launch configuration of :func:`gemv_kernel`."""
 
-    tile: int  # the outputs of a program
-    columns: int  # the columns of the weight that are loaded at a time, 16 bytes or more for each thread
-    warps: int  # the warps of a program
+    tile: int  # outputs per program
+    columns: int  # weight columns loaded at a time, at least 16 bytes per thread
+    warps: int  # warps per program
 
     def __str__(self) -> str:
         return f"{self.tile}x{self.columns} w{self.warps}"
 
 
 MAX_ROWS = 2
-"""The number of rows of x up to which this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
+"""The largest number of rows of x for which this is faster than tensor cores (benchmarks/data/h200/linear.json)."""
 _FEW_OUTPUTS, _MANY_INPUTS = 24, 4096
 """The number of outputs per SM below which few programs run at a time, so that each loads more columns at once; and the
-number of columns from which that is possible."""
+smallest number of columns for which that is possible."""
 
 
 def choose_config(outputs: int, inputs: int, itemsize: int, num_sms: int) -> GemvConfig:
-    """Choose the launch on a GPU of ``num_sms`` SMs; each SM gets two programs if possible.
+    """Choose the launch configuration for a GPU with ``num_sms`` SMs; each SM gets two programs if possible.
 
-    The choice is nearly the fastest: for 16-bit weights among the other kernels of a step
+    The choice is close to the fastest: for 16-bit weights among the other kernels of a step
     (benchmarks/data/h200/exploration/shared_memory.txt), for FP8 by itself (benchmarks/data/h200/linear.json).
     """
     few = outputs < _FEW_OUTPUTS * num_sms and inputs >= _MANY_INPUTS
@@ -201,14 +200,14 @@ def choose_config(outputs: int, inputs: int, itemsize: int, num_sms: int) -> Gem
 
 
 def candidates(itemsize: int) -> Iterator[GemvConfig]:
-    """Yield the configurations that are worth measuring."""
+    """Yield the configurations worth measuring."""
     warp_columns = 512 // itemsize  # columns that a warp loads with 16 bytes a lane
     for tile, warps, steps in ((2, 4, 1), (4, 4, 1), (8, 4, 1), (4, 2, 1), (4, 4, 2), (2, 8, 1), (4, 8, 1)):
         yield GemvConfig(tile, warp_columns * warps * steps, warps)
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether :func:`linear` is the fastest way."""
+    """Check whether :func:`linear` is the fastest option."""
     return (
         x.device.type == "cuda"
         and x.dtype in DTYPES
@@ -221,8 +220,10 @@ def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, gated: bool, max_rows: int, supported: bool, accepted: str) -> None:
-    """Raise if the operands are not supported. Raises UnsupportedError if the dtypes are not ``supported``, or x has
-    more than ``max_rows`` rows. Raises ConfigError if the shapes do not fit.
+    """Validate the operands.
+
+    Raises UnsupportedError if the dtypes are not ``supported``, or x has more than ``max_rows`` rows. Raises
+    ConfigError if the shapes do not match.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if not supported or not 0 < rows <= max_rows:
@@ -245,12 +246,12 @@ def linear(
     gated: bool = False,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T * scale + bias``, summed in float32 and rounded once.
+    """Compute ``x @ weight.T * scale + bias``, summed in float32 and rounded once.
 
-    The weight must be complete before kernels that may still be running when this one starts, since it is read early.
+    The weight is read early, so it must be complete before any kernel that may still be running when this one starts.
 
-    Returns [rows, outputs], or half as many columns if gated, of the dtype of x. Raises UnsupportedError if the dtypes
-    are others, or there are more rows. Raises ConfigError if the shapes do not fit.
+    Returns [rows, outputs], or half as many columns if gated, in the dtype of x. Raises UnsupportedError for other
+    dtypes or more rows. Raises ConfigError if the shapes do not match.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; 1 or 2 rows.

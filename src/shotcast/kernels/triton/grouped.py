@@ -1,9 +1,9 @@
-"""Parts of products with matrices in groups of inputs that share a scale (:mod:`shotcast.layers.quantized`).
+"""Building blocks of matmuls with weights in groups of inputs that share a scale (:mod:`shotcast.layers.quantized`).
 
     weight = (code - zero) * scale       or       weight = e4m3 * scale
 
-Codes of 4 bits are multiplied as 16 + code, of which a float has the code in its first bits, so none is converted; the
-sum of the inputs, times 16 + zero, is subtracted from the sum of the products.
+4-bit codes are multiplied as 16 + code, a float that has the code in its first mantissa bits, so no code is converted.
+The sum of the inputs, times 16 + zero, is subtracted from the sum of the products.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shotcast.errors import ConfigError, UnsupportedError
 from shotcast.kernels.triton.gemv import DTYPES
 
 BLOCK = tl.constexpr(128)
-"""Inputs whose codes are in the same 16 words: code j of word w is that of input 16 * j + w."""
+"""Inputs whose codes are in the same 16 words: code j of word w belongs to input 16 * j + w."""
 SLICE = tl.constexpr(16)
 MOST_COLUMNS = 128
-"""The most columns of a step."""
+"""Maximum columns per step."""
 _LEAST_COLUMNS = 32
-"""The smallest step."""
+"""Minimum columns per step."""
 
 
 def step_columns(group: int) -> int:
-    """Return the columns of a step: the largest power of two that divides the group, at most MOST_COLUMNS."""
+    """Compute the columns per step: the largest power of two that divides the group, at most MOST_COLUMNS."""
     return min(MOST_COLUMNS, group & -group)
 
 
@@ -40,8 +40,11 @@ def check_groups(
     gated: bool,
     max_rows: int,
 ) -> None:
-    """Raise if the operands are not supported. Raises UnsupportedError if x has another dtype or more than ``max_rows``
-    rows. Raises ConfigError if the shapes do not fit."""
+    """Validate the operands.
+
+    Raises UnsupportedError if x has another dtype or more than ``max_rows`` rows. Raises ConfigError if the shapes do
+    not match.
+    """
     rows, inputs = x.shape
     if x.dtype not in DTYPES or not 0 < rows <= max_rows:
         raise UnsupportedError(
@@ -66,14 +69,14 @@ def check_groups(
 
 @triton.jit
 def codes_as_float32(words, PLACE: tl.constexpr):
-    """Return 16 + the codes at PLACE of int32 words."""
+    """Extract the codes at PLACE of int32 words, as float32 16 + code."""
     shifted = words << (19 - 4 * PLACE) if PLACE < 5 else words >> (4 * PLACE - 19)
     return ((shifted & 0x780000) | 0x41800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_scales(scales, zeros, rows, group, outputs, inputs, GROUP: tl.constexpr):
-    """Load scales and 16 + zeros of ``group``, a number or of the rank of ``rows``; 0 beyond the last group."""
+    """Load scales and 16 + zeros of ``group``, a number or of the rank of ``rows``; 0 past the last group."""
     inside = group < inputs // GROUP
     at = group * outputs + rows
     scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
@@ -98,11 +101,11 @@ def multiply_codes(
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return sums of x times weights over the codes of four words, which one thread holds: float32 [1, TILE, WORDS /
+    """Compute sums of x times weights over the codes of four words, which one thread holds: float32 [1, TILE, WORDS /
     4].
 
-    ``words`` [1, TILE, WORDS] are those from word ``start`` of the rows on. In each slice of 16 columns, four words
-    have the codes of four neighbors, which are two words of x. STEP columns have the same scale.
+    ``words`` [1, TILE, WORDS] are the words of the rows from word ``start`` on. In each slice of 16 columns, four words
+    have the codes of four neighbors, which are two words of x. STEP columns share a scale.
     """
     QUADS: tl.constexpr = WORDS // 4
     quad = start // 4 + tl.arange(0, QUADS)[None, None, :]
@@ -135,7 +138,7 @@ def multiply_codes(
 
 @triton.jit
 def load_float8(values, rows, start, inputs, COLUMNS: tl.constexpr, NATIVE: tl.constexpr):
-    """Load COLUMNS columns of FP8 from ``start`` on as float32, without their scale."""
+    """Load COLUMNS columns of FP8, starting at ``start``, as float32 without their scale."""
     address = rows[:, None] * inputs + (start + tl.arange(0, COLUMNS))[None, :]
     if NATIVE:
         found = tl.load(values + address, eviction_policy="evict_first").to(tl.float32)

@@ -1,8 +1,8 @@
-"""Products of 2 to 64 rows with a matrix in groups of inputs that share a scale: each weight is read once.
+"""Matmuls of 2 to 64 rows with a weight in groups of inputs that share a scale: each weight is read once.
 
-A program computes one tile of outputs; several divide its columns, as in :mod:`shotcast.kernels.triton.skinny_gemm`.
-Tiles of x have at most 32 rows, with which tensor cores multiply weights from registers without waiting for each other
-(``mma.sync``), so that codes need not pass through shared memory.
+A program computes one tile of outputs, or several programs divide its columns, as in
+:mod:`shotcast.kernels.triton.skinny_gemm`. Tiles of x have at most 32 rows. At that size, tensor cores multiply weights
+from registers without waiting for each other (``mma.sync``), so codes need not pass through shared memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from shotcast.kernels.triton.grouped import (
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemmShape:
-    """The argument SHAPE of :func:`grouped_gemm_kernel`.
+    """The SHAPE argument of :func:`grouped_gemm_kernel`.
 
-    HALVES: 2 if there are two tiles of M_TILE rows. GROUP: the columns that share a scale; STEP: as many of a block do.
-    NATIVE: as in ``device/triton/float8.py``.
+    HALVES: 2 if there are two tiles of M_TILE rows. GROUP: the columns that share a scale; STEP: the columns of a block
+    that share one. NATIVE: as in ``device/triton/float8.py``.
     """
 
     M_TILE: int
@@ -56,7 +56,7 @@ class GroupedGemmShape:
 
 @triton.jit
 def _load_x(x, half, k, inputs, count, M_TILE: tl.constexpr):
-    """Load columns ``k`` of a tile of rows, the last row in place of those beyond it."""
+    """Load columns ``k`` of a tile of rows; the last row replaces rows past it."""
     m = tl.minimum(half * M_TILE + tl.arange(0, M_TILE), count - 1)
     return tl.load(x + m[:, None] * inputs + k[None, :], mask=(k < inputs)[None, :], other=0.0)
 
@@ -156,22 +156,23 @@ def grouped_gemm_kernel(
 class GroupedGemmConfig:
     """The launch configuration of :func:`grouped_gemm_kernel`."""
 
-    tile: int  # the outputs of a program
-    warps: int  # the warps of a program
-    stages: int  # the number of steps of columns that are loaded ahead
-    split_k: int  # the number of programs that divide the columns of a tile
+    tile: int  # outputs per program
+    warps: int  # warps per program
+    stages: int  # column steps loaded ahead
+    split_k: int  # programs that divide the columns of a tile
 
 
 MAX_ROWS = 64
 _LEAST_TILE = 32
 _FEW_STEPS = 4
-"""The number of steps of a program up to which loading more than one ahead is slower."""
+"""The largest number of steps per program for which loading more than one ahead is slower."""
 
 
 def choose_config(outputs: int, inputs: int, rows: int, num_sms: int) -> GroupedGemmConfig:
-    """Choose the launch on a GPU of ``num_sms`` SMs.
+    """Choose the launch configuration for a GPU with ``num_sms`` SMs.
 
-    The choice is nearly the fastest for the shapes of an 8B model (benchmarks/data/h200/exploration/quantized_x1.txt).
+    The choice is close to the fastest for the shapes of an 8B model
+    (benchmarks/data/h200/exploration/quantized_x1.txt).
     """
     tile, warps, per_sm = (64, 2, 8) if rows <= 16 else (64, 4, 4)
     if rows > 32:
@@ -182,7 +183,7 @@ def choose_config(outputs: int, inputs: int, rows: int, num_sms: int) -> Grouped
 
 
 def row_tiles(rows: int) -> tuple[int, int]:
-    """Return the rows of a tile of x, and the number of tiles."""
+    """Compute the rows per tile of x, and the number of tiles."""
     return 16 if rows <= 16 else 32, 2 if rows > 32 else 1
 
 
@@ -202,10 +203,10 @@ def linear(
     gated: bool = False,
     config: GroupedGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
+    """Compute ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
 
-    Returns [rows, outputs], or half as many columns if gated, of the dtype of x. Raises UnsupportedError if the dtype
-    is another, or there are more rows. Raises ConfigError if the shapes do not fit.
+    Returns [rows, outputs], or half as many columns if gated, in the dtype of x. Raises UnsupportedError for another
+    dtype or more rows. Raises ConfigError if the shapes do not match.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; at most MAX_ROWS rows.
@@ -213,7 +214,7 @@ def linear(
         counters: from :func:`new_counters`.
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
-        config: the launch configuration; None for one that fits.
+        config: the launch configuration; None to choose one.
     """
     check_groups(x, weight, scales, zeros, group, gated, MAX_ROWS)
     rows, outputs, inputs = x.shape[0], weight.shape[0], x.shape[1]

@@ -1,7 +1,7 @@
-"""Products of one row with a matrix in groups of inputs that share a scale: each weight is read once.
+"""Matmuls of one row with a weight in groups of inputs that share a scale: each weight is read once.
 
-It is :mod:`shotcast.kernels.triton.gemv` with codes of 4 bits or FP8 that have a scale for each group. A thread holds
-four words of a row, which lie in one group or slices of it, and multiplies their sum by the scale of the group.
+It is :mod:`shotcast.kernels.triton.gemv` for 4-bit codes or FP8 with one scale per group. A thread holds four words of
+a row, which lie in one group or slices of it, and multiplies their sum by the scale of the group.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shotcast.kernels.triton.grouped import BLOCK, SLICE, check_groups, load_sca
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemvShape:
-    """The argument SHAPE of :func:`grouped_gemv_kernel`.
+    """The SHAPE argument of :func:`grouped_gemv_kernel`.
 
-    WORDS: the words of a row that are loaded at a time. GROUP: the columns that share a scale; STEP: as many of a block
-    do. NATIVE: as in ``device/triton/float8.py``.
+    WORDS: the words of a row loaded at a time. GROUP: the columns that share a scale; STEP: the columns of a block that
+    share one. NATIVE: as in ``device/triton/float8.py``.
     """
 
     TILE: int
@@ -42,7 +42,7 @@ class GroupedGemvShape:
 
 @triton.jit
 def _multiply(x, words, scales, zeros, rows, start, outputs, inputs, SHAPE: tl.constexpr):
-    """Return sums over four words: float32 [1, TILE, WORDS / 4]."""
+    """Compute sums over four words: float32 [1, TILE, WORDS / 4]."""
     TILE: tl.constexpr = SHAPE.TILE
     WORDS: tl.constexpr = SHAPE.WORDS
     GROUP: tl.constexpr = SHAPE.GROUP
@@ -61,7 +61,7 @@ def _multiply(x, words, scales, zeros, rows, start, outputs, inputs, SHAPE: tl.c
 def grouped_gemv_kernel(x, weight, scales, zeros, bias, out, outputs, inputs, SHAPE: tl.constexpr):
     """Program (tile): multiply WORDS words of TILE rows at a time. SHAPE is a :class:`GroupedGemvShape`.
 
-    ``zeros`` is None for FP8. The next words are loaded while these are multiplied, as in ``gemv.py``.
+    ``zeros`` is None for FP8. The next words are loaded while the current ones are multiplied, as in ``gemv.py``.
     """
     TILE: tl.constexpr = SHAPE.TILE
     WORDS: tl.constexpr = SHAPE.WORDS
@@ -87,13 +87,13 @@ def grouped_gemv_kernel(x, weight, scales, zeros, bias, out, outputs, inputs, SH
 class GroupedGemvConfig:
     """The launch configuration of :func:`grouped_gemv_kernel`."""
 
-    tile: int  # the outputs of a program
-    words: int  # the words of a row that are loaded at a time, 16 bytes or more for each thread
-    warps: int  # the warps of a program
+    tile: int  # outputs per program
+    words: int  # words of a row loaded at a time, at least 16 bytes per thread
+    warps: int  # warps per program
 
 
 def choose_config(outputs: int, num_sms: int) -> GroupedGemvConfig:
-    """Choose the launch on a GPU of ``num_sms`` SMs; each SM gets two programs if possible."""
+    """Choose the launch configuration for a GPU with ``num_sms`` SMs; each SM gets two programs if possible."""
     config = GroupedGemvConfig(4, 256, 2)
     tile = config.tile
     while tile > 1 and -(-outputs // tile) < 2 * num_sms:
@@ -111,19 +111,19 @@ def linear(
     gated: bool = False,
     config: GroupedGemvConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
+    """Compute ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
 
-    The weight must be complete before kernels that may still be running when this one starts, since it is read early.
+    The weight is read early, so it must be complete before any kernel that may still be running when this one starts.
 
-    Returns [rows, outputs], or half as many columns if gated, of the dtype of x. Raises UnsupportedError if the dtype
-    is another, or there are more rows. Raises ConfigError if the shapes do not fit.
+    Returns [rows, outputs], or half as many columns if gated, in the dtype of x. Raises UnsupportedError for another
+    dtype or more rows. Raises ConfigError if the shapes do not match.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16 or float16; 1 row.
         weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`.
         bias: [outputs].
         gated: the result is ``silu(first half of the outputs) * second half``.
-        config: the launch configuration; None for one that fits.
+        config: the launch configuration; None to choose one.
     """
     check_groups(x, weight, scales, zeros, group, gated, 1)
     outputs, inputs = weight.shape[0], x.shape[1]

@@ -1,7 +1,7 @@
-"""Rows of logits from the columns that the ranks computed, and the largest logit of each row.
+"""Assembly of rows of logits from the ranks' columns, with the largest logit of each row.
 
-One kernel puts the columns of all ranks side by side, as float32, and finds the largest of each tile; a second one
-takes the largest of the tiles. Greedy decoding therefore needs no further pass over the logits, and no further kernel.
+One kernel concatenates the columns of all ranks as float32 and finds the largest logit of each tile; a second kernel
+finds the largest over the tiles. Greedy decoding therefore needs no further pass over the logits and no further kernel.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import triton.language as tl
 from shotcast.kernels.triton.activations import tanh
 
 TILE = 1024
-"""Columns of a program."""
+"""Columns per program."""
 
 
 @triton.jit
 def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, cap, TILE: tl.constexpr):
     """Program (row, rank, tile): copy the tile, soft-capped unless ``cap`` is None, and store its largest value and
-    that token.
+    that value's token.
 
-    NaN counts as infinity, so that a row that holds either has an infinite largest value.
+    NaN counts as infinity, so a row that holds either has an infinite largest value.
     """
     row = tl.program_id(0).to(tl.int64)
     rank, tile = tl.program_id(1), tl.program_id(2)
@@ -38,7 +38,7 @@ def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, cap, TILE
     tl.store(values + row * vocab + start + i, value, mask=inside)
     order = tl.where(value != value, float("inf"), value)
     value_max, column = tl.max(order, axis=0, return_indices=True)
-    # tiles are in the order of their tokens; a tile without columns is minus infinity, and no earlier one is less
+    # tiles are in the order of their tokens; an empty tile is minus infinity, and no earlier tile is less
     index = (row * tl.num_programs(1) + rank) * tl.num_programs(2) + tile
     tl.store(largest + index, value_max)
     tl.store(tokens + index, start + tile * TILE + column)
@@ -46,7 +46,7 @@ def concat_kernel(parts, starts, values, largest, tokens, rows, vocab, cap, TILE
 
 @triton.jit
 def argmax_kernel(largest, tokens, best, count, COUNT: tl.constexpr):
-    """Program (row): find the largest of its tiles, the first of equal ones."""
+    """Program (row): find the largest value of its tiles; the first one wins a tie."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, COUNT)
     order = tl.load(largest + row * count + tile, mask=tile < count, other=float("-inf"))
@@ -67,13 +67,13 @@ def concat_columns(
     """Fill ``values`` and ``best`` from the ranks' columns.
 
     Args:
-        parts: [rows, widths[rank]] of each rank, concatenated, of a floating-point dtype.
+        parts: [rows, widths[rank]] of each rank, concatenated, in a floating-point dtype.
         widths: the number of columns of each rank.
-        starts: int32 [ranks + 1], where each rank's columns begin, and the total number of columns.
+        starts: int32 [ranks + 1], the first column of each rank, then the total number of columns.
         values: float32 [rows, sum(widths)], output.
-        best: int64 [rows, 2], output: the token of the largest logit (the lowest of equal ones), and 1 if all logits of
-            the row are numbers (at least one above minus infinity, none NaN or plus infinity), else 0.
-        cap: values x become ``cap * tanh(x / cap)``; 0 for as they are.
+        best: int64 [rows, 2], output: the token of the largest logit (the lowest token on a tie), and 1 if all logits
+            of the row are numbers (at least one above minus infinity, none NaN or plus infinity), else 0.
+        cap: the soft cap; values x become ``cap * tanh(x / cap)``, or stay unchanged if it is 0.
     """
     rows, vocab = values.shape
     tiles = triton.cdiv(max(widths), TILE)

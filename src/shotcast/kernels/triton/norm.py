@@ -1,14 +1,14 @@
-"""Residual addition, norm and FP8 quantization of a row, as a separate kernel and as the end of the fused kernels.
+"""Residual addition, norm and FP8 quantization of a row, as a separate kernel and as the epilogue of the fused kernels.
 
     residual' = round(x + residual)
     normed    = round(residual' / sqrt(mean(residual'^2) + eps) * weight)                                    RMSNorm
     normed    = round((residual' - mean(residual')) / sqrt(variance(residual') + eps) * weight + bias)       LayerNorm
     quantized = e4m3(clamp(normed * (1 / scale), -448, 448)),  scale given, or max |normed| / 448 of the row
 
-Weight and bias may be of another dtype. All is computed in float32, from ``residual'`` and ``normed`` as rounded. A
-program holds a whole row in registers, as 32-bit words. The squares add up in an order that depends only on the row's
-length (:func:`tree_sum_of_squares`), and so do mean and variance (:func:`moments_of`). So every kernel that normalizes
-a row gives the same bits.
+Weight and bias may have another dtype. Everything is computed in float32, from ``residual'`` and ``normed`` as rounded.
+A program holds a whole row in registers, as 32-bit words. Squares are added in an order that depends only on the row's
+length (:func:`tree_sum_of_squares`), and so are mean and variance (:func:`moments_of`). Every kernel that normalizes a
+row therefore gives the same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYER_WITH_BIAS = tl.constexpr(wire.NORM_KINDS.index(wire.LAYER_WITH_BIAS))
 
 
 class NormAddresses(NamedTuple):
-    """The arguments of every kernel with a norm that differ from call to call; see :func:`norm_addresses`."""
+    """The per-call arguments of every kernel with a norm; see :func:`norm_addresses`."""
 
     residual: Any
     weight: Any
@@ -58,7 +58,7 @@ class NormAddresses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NormShape:
-    """The argument SHAPE of a kernel with a norm: the :class:`~shotcast.wire.Norm`, and the dtype of rows."""
+    """The SHAPE argument of a kernel with a norm: the :class:`~shotcast.wire.Norm`, and the dtype of rows."""
 
     HIDDEN: int
     QUANTIZE: int
@@ -71,7 +71,8 @@ class NormShape:
 
 @dataclass(frozen=True, slots=True)
 class RowShape(NormShape):
-    """The argument SHAPE of a kernel that norms whole rows, of up to ROW_BLOCK words; UNIT is as in ``load_words``."""
+    """The SHAPE argument of a kernel that normalizes whole rows of up to ROW_BLOCK words; UNIT is as in
+    ``load_words``."""
 
     UNIT: int
     ROW_BLOCK: int
@@ -91,8 +92,9 @@ def sums_of_leaves(low, high, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     """Sum the values of each leaf of a row, the 128 words (or all, if there are fewer) that a warp loads at once.
 
     ``low`` and ``high`` are the values of BLOCK words (16 or more). They are added up within each quad, and then over
-    32 quads as the lanes of a warp do: quads 16 apart, then 8 apart, and so on. Each step is a sum of two, because the
-    order of a longer one follows from which threads hold the values, and that from loads as other as those of weights.
+    32 quads as the lanes of a warp do: quads 16 apart, then 8 apart, and so on. Each step adds two values, because the
+    order of a longer sum would depend on which threads hold the values, and thus on unrelated loads such as loads of
+    weights.
     """
     QUADS: tl.constexpr = BLOCK // 4
     LANES: tl.constexpr = QUADS if QUADS < 32 else 32
@@ -110,7 +112,7 @@ def sums_of_leaves(low, high, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def tree_sum_of_squares(words, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Sum the squares of all values in BLOCK words (16 or more), of each leaf and then of the leaves in a tree.
+    """Sum the squares of all values in BLOCK words (16 or more), within each leaf and then over the leaves in a tree.
 
     No order is left to the compiler's choice of layout, so a row gives the same bits whether one program holds it or
     several hold a tile each.
@@ -122,13 +124,13 @@ def tree_sum_of_squares(words, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def count_within(count, first, size):
-    """Return, as float32, how many of ``size`` values from the ``first`` on are among the first ``count``."""
+    """Count, in float32, how many of the ``size`` values starting at ``first`` are among the first ``count``."""
     return tl.minimum(tl.maximum(count - first, 0), size).to(tl.float32)
 
 
 @triton.jit
 def merge_moments(means, squares, count, LEAVES: tl.constexpr, LEAF: tl.constexpr):
-    """Return (mean, sum of squared differences from it) of all, given those of LEAVES parts of LEAF values.
+    """Merge the (mean, sum of squared differences from it) of LEAVES parts of LEAF values each.
 
     LEAVES is a power of two, and only the first ``count`` values exist. Neighbors are merged, then neighboring pairs,
     and so on, so the bits are the same whether one program has all parts or several have some of them each.
@@ -149,9 +151,9 @@ def merge_moments(means, squares, count, LEAVES: tl.constexpr, LEAF: tl.constexp
 
 @triton.jit
 def moments_of(low, high, count, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Return (mean, sum of squared differences from it) of the first ``count`` values in BLOCK words.
+    """Compute (mean, sum of squared differences from it) of the first ``count`` values in BLOCK words.
 
-    Each leaf is passed over twice: for its mean, and for the squares of what differs from that. Leaves are then merged.
+    Each leaf takes two passes: one for its mean, and one for the squared differences from it. Leaves are then merged.
     """
     VALUES: tl.constexpr = 1 if DTYPE == tl.float32 else 2  # in a word
     LEAVES: tl.constexpr = BLOCK // 128 if BLOCK > 128 else 1
@@ -169,9 +171,9 @@ def moments_of(low, high, count, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 def load_weights(address, first, offs, end, UNIT: tl.constexpr, SHAPE: tl.constexpr):
     """Load the weights that belong to words ``offs`` from byte ``first`` of a row on, and zero from byte ``end`` on.
 
-    ``first`` and ``end`` count bytes of DTYPE, and UNIT is that of rows, as in :func:`load_words`; the weights begin at
-    a multiple of 16 bytes. Those of WEIGHT are returned in a form that :func:`unpack_weights` knows: words if they are
-    as wide as DTYPE, otherwise 16 bits or 64 bits for each word.
+    ``first`` and ``end`` count bytes of DTYPE, and UNIT is the UNIT of rows, as in :func:`load_words`; the weights
+    begin at a multiple of 16 bytes. Weights of dtype WEIGHT are returned in the form that :func:`unpack_weights`
+    expects: words if they are as wide as DTYPE, otherwise 16 bits or 64 bits for each word.
     """
     COUNT_UNIT: tl.constexpr = 4 if UNIT == 16 else 1
     words = end // (4 * COUNT_UNIT) * COUNT_UNIT
@@ -204,7 +206,7 @@ def load_weight_and_bias(norm, offs, SHAPE: tl.constexpr):
 
 @triton.jit
 def unpack_weights(weights, SHAPE: tl.constexpr):
-    """Convert what :func:`load_weights` loaded to float32, for the low and the high halves of words of DTYPE."""
+    """Convert the result of :func:`load_weights` to float32, for the low and the high halves of words of DTYPE."""
     if SHAPE.DTYPE.primitive_bitwidth == SHAPE.WEIGHT.primitive_bitwidth:
         low, high = unpack(weights, SHAPE.WEIGHT)
     elif SHAPE.WEIGHT == tl.float32:
@@ -218,7 +220,7 @@ def unpack_weights(weights, SHAPE: tl.constexpr):
 
 @triton.jit
 def scale_and_shift(low, high, factor, weights, biases, SHAPE: tl.constexpr):
-    """Return the words of the norm, from centered values; ``weights`` and ``biases`` are from :func:`load_weights`."""
+    """Compute the words of the norm from centered values; ``weights`` and ``biases`` are from :func:`load_weights`."""
     weight_low, weight_high = unpack_weights(weights, SHAPE)
     low = low * factor * weight_low
     high = high * factor * weight_high
@@ -231,9 +233,9 @@ def scale_and_shift(low, high, factor, weights, biases, SHAPE: tl.constexpr):
 
 @triton.jit
 def add_norm(total, residual, weights, biases, eps, SHAPE: tl.constexpr):
-    """Return (new residual, norm) of a row, from the words of the sum and the residual, and weights and biases.
+    """Compute (new residual, norm) of a row from the words of the sum and the residual, and the weights and biases.
 
-    The new residual is zero beyond the row's end, and the norm there is zero or NaN.
+    The new residual is zero past the row's end, and the norm there is zero or NaN.
     """
     low, high = unpack(total, SHAPE.DTYPE)
     more_low, more_high = unpack(residual, SHAPE.DTYPE)
@@ -251,27 +253,28 @@ def add_norm(total, residual, weights, biases, eps, SHAPE: tl.constexpr):
 
 @triton.jit
 def magnitude(value):
-    """Return |value| as an integer of the same order; 0 for NaN."""
+    """Map |value| to an integer that sorts the same way; 0 for NaN."""
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(bits > _INFINITY, 0, bits)
 
 
 @triton.jit
 def scale_of(largest):
-    """Return a row's own scale: its largest :func:`magnitude` / 448, at least 2^-126, whose inverse is finite."""
+    """Compute a row's dynamic scale: its largest :func:`magnitude` / 448, at least 2^-126, whose inverse is finite."""
     return tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), E4M3_MAX), SMALLEST_SCALE)
 
 
 @triton.jit
 def e4m3_byte(value):
-    """Return the byte of a scaled value. NaN is 0x7F, whatever its sign, so that no word of bytes is the sentinel."""
+    """Convert a scaled value to its byte. NaN is 0x7F regardless of its sign, so no word of bytes equals the
+    sentinel."""
     byte = to_e4m3(value)
     return tl.where((byte & 0x7F) == 0x7F, 0x7F, byte)
 
 
 @triton.jit
 def quantized_words(normed, scale, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantize a row to FP8, four values a word: BLOCK / 2 words of 16-bit floats, BLOCK / 4 of float32."""
+    """Quantize a row to FP8, four values per word: BLOCK / 2 words of 16-bit floats, BLOCK / 4 of float32."""
     inverse = tl.div_rn(1.0, scale)
     low, high = unpack(normed, DTYPE)
     if DTYPE == tl.float32:
@@ -288,10 +291,10 @@ def quantized_words(normed, scale, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
 def finish_row(live, row, at, total, before, gain, shift, norm, SHAPE: tl.constexpr):
     """Compute and store everything that follows from the words of a row's sum.
 
-    The row is ``row`` in this rank's tensors, and ``at`` in tensors that may be gathered. ``before`` and ``gain`` are
-    words of the residual, and weights as :func:`load_weights` loads them. All results are NaN if the call was stopped.
+    The row is ``row`` in this rank's tensors, and ``at`` in tensors that may be gathered. ``before`` holds words of the
+    residual, and ``gain`` weights as :func:`load_weights` loads them. All results are NaN if the call was stopped.
 
-    Returns the words of the norm and of its FP8 form (if asked for), and the row's own scale (if it has one).
+    Returns the words of the norm and of its FP8 form (if asked for), and the row's dynamic scale (if it has one).
     """
     ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
     FP8_UNIT: tl.constexpr = (
@@ -329,7 +332,7 @@ def norm_rows(x, residual, weight, bias, new_residual, normed, quantized, scale,
     start = row * ROW
     total = load_words(x, start, offs, ROW, SHAPE.UNIT)
     before = load_words(residual, start, offs, ROW, SHAPE.UNIT)
-    # apart from each other in the arguments, as Triton's own launcher specializes the elements of tuples
+    # passed as separate arguments, since Triton's launcher specializes the elements of tuples
     norm = NormAddresses(residual, weight, bias, new_residual, normed, quantized, scale, eps)
     gain, shift = load_weight_and_bias(norm, offs, SHAPE)
     finish_row(tl.program_id(0) * 0 + 1, row, row, total, before, gain, shift, norm, SHAPE)
@@ -339,7 +342,7 @@ DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
 
 def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
-    """Return the values of :class:`NormAddresses`. Tensors that do not exist get the address ``nowhere``."""
+    """Collect the values of :class:`NormAddresses`. Missing tensors get the address ``nowhere``."""
     residual, weight, eps, new_residual, normed, quantized, scale, bias = tensors
     return (
         residual.data_ptr() or nowhere,
@@ -354,9 +357,9 @@ def norm_addresses(tensors: NormTensors, nowhere: int) -> tuple[Any, ...]:
 
 
 def norm_arguments(norm: Norm, dtype: str, nowhere: int) -> dict[str, Any]:
-    """Return the arguments of a norm of rows of ``dtype`` for kernels of collectives, and the fields of their SHAPE.
+    """Build the arguments of a norm of ``dtype`` rows for collective kernels, and the fields of their SHAPE.
 
-    Those that differ from call to call are ``nowhere`` and 0.
+    Per-call arguments are set to ``nowhere`` and 0.
     """
     return {"norm": NormAddresses._make([*[nowhere] * 7, 0.0])} | _fields(norm, dtype)
 

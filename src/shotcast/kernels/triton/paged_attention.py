@@ -1,10 +1,10 @@
-"""Attention with one query a sequence over a paged cache, for decoding.
+"""Attention with one query per sequence over a paged cache, for decoding.
 
-The time is that of reading keys and values once. The kernel also normalizes and rotates queries and keys. The context
-of every (sequence, key-value head) is divided into ``splits`` parts. A program reads one part in tiles, for all query
-heads of the group, so that even a single long sequence uses the whole GPU; a second kernel merges the parts, if there
-are several (Flash-Decoding, Dao et al., 2023). Lengths and tables are read on the device: a captured graph serves any
-contents, and parts without tokens give zeros.
+The run time is the time to read keys and values once. The kernel also normalizes and rotates queries and keys. The
+context of every (sequence, key-value head) is divided into ``splits`` parts. A program reads one part in tiles, for all
+query heads of the group, so even a single long sequence uses the whole GPU. If there are several parts, a second kernel
+merges them (Flash-Decoding, Dao et al., 2023). Lengths and tables are read on the device, so a captured graph works for
+any contents; parts without tokens give zeros.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ WIDE_TILE, TILE, SMALL_TILE = 128, 64, 32
 _FEW_SPLITS, _MANY_SPLITS = 2, 16
 LEAST_TILE = 16
 _LEAST_GROUP = 16
-"""The smallest number of rows that ``tl.dot`` takes."""
+"""The smallest number of rows that ``tl.dot`` accepts."""
 _RESERVED_BYTES = 1 << 10
-"""Shared memory of each program that the driver reserves."""
+"""Shared memory per program that the driver reserves."""
 WARPS = 4
 WIDE_STAGES, STAGES, FEW_STAGES = 4, 5, 2
 """Pipeline stages. Of five, two load the block table entries that locate keys and values, the next two load keys and
@@ -55,9 +55,9 @@ values, and the last multiplies. With wide tiles, one of four loads as many."""
 
 
 def tile_and_stages(head_dim: int, itemsize: int, memory: int) -> tuple[int, int]:
-    """Return the keys at a time, and the stages, that fit in ``memory`` bytes of shared memory.
+    """Choose the keys per tile and the stages that fit in ``memory`` bytes of shared memory.
 
-    Two tiles of keys and values must fit, and these also in the layout that tensor cores take.
+    Two tiles of keys and values must fit, and must also fit in the layout that tensor cores require.
     """
     each = _tile_bytes(head_dim, itemsize)
     tile = TILE
@@ -67,12 +67,12 @@ def tile_and_stages(head_dim: int, itemsize: int, memory: int) -> tuple[int, int
 
 
 def _tile_bytes(head_dim: int, itemsize: int) -> int:
-    """Return the shared memory of one key and one value of each of two tiles."""
+    """Compute the shared memory of one key and one value of each of two tiles."""
     return 2 * triton.next_power_of_2(head_dim) * itemsize * (4 if itemsize == 4 else 3)
 
 
 class Sequences(NamedTuple):
-    """The block tables, int32 [rows, blocks], and of each sequence its row and its length in tokens."""
+    """The block tables, int32 [rows, blocks], and the table row and length in tokens of each sequence."""
 
     tables: Any
     rows: Any
@@ -81,9 +81,10 @@ class Sequences(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Scores are ``scale`` times products of queries and keys, or times ``tanh(squash * product)`` if that is given.
+    """Parameters of scores: ``scale`` times query-key products, or times ``tanh(squash * product)`` if ``squash`` is
+    given.
 
-    A query sees the last ``window`` keys, its own included; 0 for all.
+    A query sees the last ``window`` keys, including its own; 0 for all.
     """
 
     scale: Any
@@ -92,8 +93,11 @@ class Scoring(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The results of parts of contexts: ``sums`` is float32 [sequences, heads, splits, head_dim], of values
-    weighted relative to the largest score; ``stats`` is [..., 2], that score and the sum of the weights."""
+    """The results of parts of contexts.
+
+    ``sums`` is float32 [sequences, heads, splits, head_dim]: sums of values weighted relative to the largest score.
+    ``stats`` is [..., 2]: that score and the sum of the weights.
+    """
 
     sums: Any
     stats: Any
@@ -101,7 +105,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """The argument SHAPE of :func:`decode_kernel`.
+    """The SHAPE argument of :func:`decode_kernel`.
 
     HALF_TILE: HALF rounded up to a power of two. GROUP: rows for the query heads of a key-value head. FIRST_TILE, TILE,
     STAGES: see :meth:`PagedDecoding.tiles`.
@@ -122,7 +126,7 @@ class DecodeShape:
 
 @triton.jit
 def cache_slots(table, positions, valid, BLOCK_SIZE: tl.constexpr):
-    """Return the cache slots of positions of a sequence."""
+    """Look up the cache slots of positions of a sequence."""
     block = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
     return block * BLOCK_SIZE + positions % BLOCK_SIZE
 
@@ -158,7 +162,7 @@ def load_scales(cache, table, kv, tile, stop, SHAPE: tl.constexpr, TILE: tl.cons
 
 @triton.jit
 def squashed(products, squash):
-    """Return ``tanh(squash * products)``, the products themselves if ``squash`` is None."""
+    """Compute ``tanh(squash * products)``, or return the products unchanged if ``squash`` is None."""
     if squash is not None:
         products = tanh(products * squash)
     return products
@@ -168,7 +172,7 @@ def squashed(products, squash):
 def attend(query, kv_tile, scales, tile, stop, scoring, softmax, TILE: tl.constexpr, DTYPE: tl.constexpr):
     """Add TILE keys and values to a running softmax: largest scores, sums of weights and halves of weighted values.
 
-    ``query`` has the halves of queries. ``scales`` are those of keys and values, or None.
+    ``query`` holds the halves of the queries. ``scales`` are the scales of keys and values, or None.
     """
     q1, q2 = query
     k1, k2, v1, v2 = kv_tile
@@ -192,7 +196,7 @@ def attend(query, kv_tile, scales, tile, stop, scoring, softmax, TILE: tl.conste
 
 @triton.jit
 def store_quantized(cache, scales, offset, index, a, b, mask, HALF: tl.constexpr):
-    """Quantize one head, given by its halves [1, HALF_TILE], and store it; return what is stored, in float32."""
+    """Quantize one head, given by its halves [1, HALF_TILE], and store it; return the stored values in float32."""
     low_byte, high_byte, scale = quantize_halves(a, b)
     tl.store(cache + offset, as_stored(low_byte, cache), mask=mask)
     tl.store(cache + offset + HALF, as_stored(high_byte, cache), mask=mask)
@@ -263,7 +267,7 @@ def decode_kernel(x, rotation, cache, sequences, first_heads, parts, result, sco
             tl.store(keys + offset + HALF, new2, mask=in_half)
             tl.store(values + offset, new_low, mask=in_half)
             tl.store(values + offset + HALF, new_high, mask=in_half)
-        else:  # it attends to what later tokens read
+        else:  # attend to the values that later tokens read
             index = of_head + tl.zeros([1, 1], tl.int32)
             new1, new2 = store_quantized(keys, key_scales, offset, index, new1, new2, in_half, HALF)
             new_low, new_high = store_quantized(values, value_scales, offset, index, new_low, new_high, in_half, HALF)
@@ -289,7 +293,7 @@ def decode_kernel(x, rotation, cache, sequences, first_heads, parts, result, sco
         rescale = 1.0 / total[:, None]
         tl.store(result + address, round_float(low * rescale, DTYPE), mask=own & in_half)
         tl.store(result + address + HALF, round_float(high * rescale, DTYPE), mask=own & in_half)
-    else:  # zeros where the part has no tokens, which is merged too
+    else:  # zeros for a part without tokens, which is also merged
         tl.store(parts.sums + address, low, mask=own & in_half)
         tl.store(parts.sums + address + HALF, high, mask=own & in_half)
         tl.store(parts.stats + index * 2, largest[:, None], mask=own)
@@ -322,9 +326,9 @@ def merge_kernel(
 
 
 class PagedDecoding:
-    """Attention with one query a sequence, for one layer shape. It keeps the scratch memory between its kernels.
+    """Attention with one query per sequence, for one layer shape. It owns the scratch memory that connects its kernels.
 
-    ``kv_head_of`` has for each query head its key-value head, ascending.
+    ``kv_head_of`` maps each query head to its key-value head, in ascending order.
     """
 
     def __init__(
@@ -340,19 +344,19 @@ class PagedDecoding:
         self._parts = Parts(torch.empty(room * head_dim, device=device), torch.empty(room * 2, device=device))
 
     def splits(self, sequences: int) -> int:
-        """Return the number of parts of each context, a power of two, for about two programs per SM."""
+        """Choose the number of parts per context, a power of two, for about two programs per SM."""
         wanted = max(1, 2 * self._num_sms // (sequences * self._kv_heads))
         return min(64, 1 << (wanted.bit_length() - 1))
 
     def tiles(self, sequences: int, dtype: torch.dtype, memory_bytes: int, allow_wide: bool) -> tuple[int, int, int]:
-        """Return the keys that a program loads first, the keys at a time after them, and the stages.
+        """Choose the keys that a program loads first, the keys per tile after them, and the stages.
 
-        The first keys are few where a context is in many parts, so that a short one is divided among more programs. The
-        other tiles are small there too, and for as many sequences as ``gemv.py`` serves. Its weights are loaded through
-        the L1 cache, whose room is what shared memory leaves; when attention took all the shared memory it could use,
-        that slowed steps down by more than small tiles slow down long contexts (docs/design/decode_step.md). Wide tiles
-        are for contexts in few parts, where an SM has room for two programs: they load as many keys ahead in fewer,
-        larger steps. With larger groups of heads, registers cannot hold them.
+        If a context has many parts, the first keys are few, so that a short context is divided among more programs. The
+        other tiles are then small too, and also for as many sequences as ``gemv.py`` serves. Weights of ``gemv.py`` are
+        loaded through the L1 cache, which gets the memory that shared memory leaves. When attention took all the shared
+        memory it could use, steps slowed down by more than small tiles slow down long contexts
+        (docs/design/decode_step.md). Wide tiles are for contexts in few parts, if an SM has room for two programs: they
+        load as many keys ahead in fewer, larger steps. With larger groups of heads, registers cannot hold them.
         """
         tile, stages = tile_and_stages(self._head_dim, dtype.itemsize, memory_bytes)
         splits = self.splits(sequences)
@@ -387,13 +391,13 @@ class PagedDecoding:
         cap: float = 0.0,
         scales: CacheScales = None,
     ) -> None:
-        """Do :func:`~shotcast.kernels.triton.rope.rotate_into_cache` of these tokens, then attend as
+        """Rotate these tokens with :func:`~shotcast.kernels.triton.rope.rotate_into_cache`, then attend as
         :func:`shotcast.kernels.cpu.attention.decode` does.
 
         Everything but ``x`` must be complete before kernels that may still be running when this one starts.
 
         Args:
-            x: [sequences, (heads + 2 kv heads) * head_dim]; caches and ``out`` are of its dtype.
+            x: [sequences, (heads + 2 kv heads) * head_dim]; caches and ``out`` have its dtype.
             scales: float32 [slots, kv heads], of keys and of values, if the caches are float8_e4m3fn.
         """
         sequences = x.shape[0]

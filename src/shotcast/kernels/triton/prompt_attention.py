@@ -1,10 +1,11 @@
-"""Attention with several queries a sequence over a paged cache, for steps with prompts.
+"""Attention with several queries per sequence over a paged cache, for steps with prompts.
 
-Queries are concatenated sequence by sequence; those of a sequence are at its last positions, and their keys and values
-are already in the cache. They are divided into tiles, and a program processes one tile and one key-value head: its rows
-are the (token, head) pairs of the query heads of this key-value head, so that one read of the cache serves them all.
-Softmax is computed along with the keys (FlashAttention-2, Dao, 2023). Where tiles begin, and what they attend to, is
-read on the device: a captured graph serves any sequences, as long as there is room for their tiles.
+Queries are concatenated sequence by sequence. The queries of a sequence are at its last positions, and their keys and
+values are already in the cache. They are divided into tiles, and a program processes one tile and one key-value head:
+its rows are the (token, head) pairs of the query heads of this key-value head, so that one read of the cache serves
+them all. Softmax is computed online, key tile by key tile (FlashAttention-2, Dao, 2023). The start of each tile and the
+keys it attends to are read on the device, so a captured graph works for any sequences, as long as there is room for
+their tiles.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from shotcast.kernels.triton.paged_attention import Scoring, squashed
 from shotcast.kernels.triton.rope import CacheScales, from_cache, stored
 
 ROWS, FEW_ROWS, FLOAT32_ROWS = 128, 64, 16
-"""Rows of a program: usually; where those would leave SMs idle, or wide heads would not fit into registers; and in
+"""Rows per program: by default; if the default would leave SMs idle or wide heads would not fit into registers; and in
 float32, whose products use registers only."""
 KEYS, NARROW_KEYS, WIDE_KEYS, FLOAT32_KEYS = 64, 128, 32, 16
-"""Keys that a program multiplies at a time: usually; for few rows of heads up to _NARROW; for heads wider than _WIDE;
-in float32."""
+"""Keys that a program multiplies at a time: by default; for few rows of heads up to _NARROW; for heads wider than
+_WIDE; in float32."""
 _NARROW, _WIDE = 64, 128
 STAGES, FEW_STAGES = 3, 2
-"""Tiles of keys and values in shared memory: usually; of narrow and wide heads."""
+"""Tiles of keys and values in shared memory: by default; for narrow and wide heads."""
 _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """The argument SHAPE of :func:`prompt_kernel`.
+    """The SHAPE argument of :func:`prompt_kernel`.
 
     GROUP: query heads of a key-value head. ROWS, SHORT_ROWS: (token, head) pairs of a program, for tiles of many and of
-    few tokens. WIDTH: HEAD_DIM rounded up to a power of two. KEYS: keys at a time. WINDOWED: queries do not see all.
+    few tokens. WIDTH: HEAD_DIM rounded up to a power of two. KEYS: keys at a time. WINDOWED: queries do not see all
+    keys.
     """
 
     HEADS: int
@@ -62,7 +64,7 @@ def _attend_keys(
 ):
     """Continue softmax and sums over the keys from ``begin`` to ``end``; keys from ``stop`` on do not exist.
 
-    ``softmax`` is (largest scores, sums of weights, weighted values), and ``bounds`` (begin, end, stop). CAUSAL: not
+    ``softmax`` is (largest scores, sums of weights, weighted values), and ``bounds`` is (begin, end, stop). CAUSAL: not
     every row sees all of these keys.
     """
     KEYS: tl.constexpr = SHAPE.KEYS
@@ -72,8 +74,8 @@ def _attend_keys(
     BLOCK: tl.constexpr = SHAPE.BLOCK_SIZE * SHAPE.KV_HEADS
     d = tl.arange(0, SHAPE.WIDTH)
     within = tl.arange(0, KEYS) % SHAPE.BLOCK_SIZE * SHAPE.KV_HEADS + kv  # keys and values of its block
-    # Blocks are read a tile before they are needed. Otherwise keys and values, which the compiler loads ahead of their
-    # use, would wait for them.
+    # Block numbers are read one tile before they are needed. Otherwise keys and values, which the compiler loads ahead
+    # of their use, would wait for them.
     ahead = begin + tl.arange(0, KEYS)
     blocks = tl.load(table + ahead // SHAPE.BLOCK_SIZE, mask=ahead < stop, other=0)
     for tile in tl.range(begin, end, KEYS, num_stages=SHAPE.STAGES):
@@ -84,7 +86,7 @@ def _attend_keys(
         blocks = tl.load(table + ahead // SHAPE.BLOCK_SIZE, mask=ahead < stop, other=0)
         if KEYS % SHAPE.BLOCK_SIZE:
             within = key_position % SHAPE.BLOCK_SIZE * SHAPE.KV_HEADS + kv
-        # Pointers into the first block do not change, so a tile takes one multiplication and addition a row.
+        # Pointers into the first block do not change, so a tile takes one multiplication and addition per row.
         of_block = (block * (BLOCK * SHAPE.HEAD_DIM))[:, None]
         of_key = (within * SHAPE.HEAD_DIM)[:, None] + d[None, :]
         inside = valid[:, None]
@@ -123,7 +125,7 @@ def _attend_tile(
 ):
     """Attend with the queries of a tile: ``tokens`` is (the first, their count, the position of the first).
 
-    They are at most ROWS rows.
+    The tile has at most ROWS rows.
     """
     KEYS: tl.constexpr = SHAPE.KEYS
     WIDTH: tl.constexpr = SHAPE.WIDTH
@@ -163,8 +165,8 @@ def prompt_kernel(queries, cache, tables, tiles, first_heads, result, scoring, b
     """Program (tile, key-value head), in reverse order of tiles: the last tile of a sequence has the most keys.
 
     ``cache`` is a :class:`~shotcast.kernels.triton.rope.Cache`, and ``scoring`` a
-    :class:`~shotcast.kernels.triton.paged_attention.Scoring` whose scale is times log2(e). A tile of one token, as for
-    sequences that decode, or of few tokens takes SHORT_ROWS rows.
+    :class:`~shotcast.kernels.triton.paged_attention.Scoring` whose scale includes a factor of log2(e). A tile of few
+    tokens, or of one token as in decoding, takes SHORT_ROWS rows.
     """
     release_next_kernel(SHAPE.PDL)
     await_prior_kernel(SHAPE.PDL)
@@ -179,9 +181,9 @@ def prompt_kernel(queries, cache, tables, tiles, first_heads, result, scoring, b
 
 
 def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int) -> int:
-    """Return the largest number of tokens of a sequence that a program processes.
+    """Choose the largest number of tokens of a sequence that a program processes.
 
-    A ``group`` is the largest number of query heads of a key-value head.
+    ``group`` is the largest number of query heads per key-value head.
     """
     if dtype == torch.float32:
         rows = FLOAT32_ROWS
@@ -193,7 +195,7 @@ def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: to
 
 
 def tile_options(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return the keys at a time, the stages and the warps of a program with so many rows."""
+    """Choose the keys per tile, the stages and the warps of a program with ``rows`` rows."""
     warps = 8 if rows >= ROWS and head_dim > _NARROW else 4
     stages = FEW_STAGES if head_dim > _WIDE else STAGES
     if dtype == torch.float32:
@@ -228,14 +230,14 @@ def attend(
         keys, values: [slots, key-value heads, head_dim], the caches, which include the queries' tokens.
         tables: int32 [rows, blocks], the blocks of each sequence in order.
         tiles: int32 [tiles, TILE_FIELDS]; queries in none of them get no output.
-        max_tile_tokens: the largest number of tokens of a tile.
+        max_tile_tokens: the largest number of tokens in a tile.
         first_heads: int32 [key-value heads + 1], the first query head of each key-value head; and their number.
         group: the largest number of query heads of a key-value head.
-        window: the number of keys that a query sees, its own included; 0 for all.
-        out: the output, like queries. All tensors are of one dtype.
+        window: the number of keys that a query sees, including its own; 0 for all.
+        out: the output, shaped like ``queries``. All tensors have the same dtype.
         scales: float32 [slots, key-value heads], of keys and of values, if the caches are float8_e4m3fn.
         scale: the factor of scores; None for ``head_dim ** -0.5``.
-        cap: scores x become ``cap * tanh(x / cap)``; 0 for as they are.
+        cap: the soft cap; scores x become ``cap * tanh(x / cap)``, or stay unchanged if it is 0.
     """
     heads, head_dim = queries.shape[1:]
     scale = head_dim**-0.5 if scale is None else scale

@@ -1,9 +1,9 @@
 """Rotation of queries and keys by their positions (RoPE), after a norm of each head if the model has one.
 
-In decoding this is part of attention (:mod:`shotcast.kernels.triton.paged_attention`), which uses the functions of this
-module. Steps with prompts run a separate kernel, which also writes keys and values to the paged cache.
+During decoding, this is part of attention (:mod:`shotcast.kernels.triton.paged_attention`), which uses the functions of
+this module. Steps with prompts run a separate kernel, which also writes keys and values to the paged cache.
 
-A cache in FP8 has e4m3 values, and a scale for each key and value of each head:
+An FP8 cache has e4m3 values, and a scale for each head of each key and value:
 
     scale = max |head| / 448, at least 2^-126;   value = e4m3(head / scale)
 """
@@ -41,9 +41,9 @@ class Rotation(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values [slots, KV_HEADS, head_dim], and their scales [slots, KV_HEADS], None unless it is FP8.
+    """Keys and values [slots, KV_HEADS, head_dim], and their scales [slots, KV_HEADS], None unless the cache is FP8.
 
-    Kernels unpack it, as Triton's tuples have ``values`` of their own.
+    Kernels unpack it, since Triton's tuples already have a ``values`` attribute.
     """
 
     keys: Any
@@ -54,7 +54,7 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RotateShape:
-    """The argument SHAPE of :func:`rotate_kernel`. HALF_TILE: HALF rounded up to a power of two."""
+    """The SHAPE argument of :func:`rotate_kernel`. HALF_TILE: HALF rounded up to a power of two."""
 
     HEADS: int
     KV_HEADS: int
@@ -89,7 +89,7 @@ def load_halves(base, rows, i, mask, HALF: tl.constexpr):
 
 @triton.jit
 def quantize_halves(a, b):
-    """Quantize heads, given by their halves: their bytes as int32, and the scale of each head, float32 [heads, 1]."""
+    """Quantize heads, given by their halves; return their bytes as int32, and each head's scale, float32 [heads, 1]."""
     a, b = a.to(tl.float32), b.to(tl.float32)
     scale = scale_of(tl.maximum(tl.max(magnitude(a), axis=1), tl.max(magnitude(b), axis=1)))[:, None]
     inverse = tl.div_rn(1.0, scale)
@@ -98,13 +98,13 @@ def quantize_halves(a, b):
 
 @triton.jit
 def as_stored(byte, cache):
-    """Return bytes, given as int32, as elements of a cache."""
+    """Convert bytes, given as int32, to elements of a cache."""
     return byte.to(tl.uint8).to(cache.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
 def from_cache(stored, DTYPE: tl.constexpr):
-    """Return elements of a cache in DTYPE, without their scale: they are of DTYPE, e4m3, or bytes of that."""
+    """Convert elements of a cache (DTYPE, e4m3, or e4m3 bytes) to DTYPE, without their scale."""
     if stored.dtype == tl.uint8:
         stored = from_e4m3(stored.to(tl.int32))
     return stored.to(DTYPE)
@@ -112,7 +112,7 @@ def from_cache(stored, DTYPE: tl.constexpr):
 
 @triton.jit
 def rotate_kernel(x, rotation, positions, slots, cache, queries, SHAPE: tl.constexpr):
-    """Program (token, part): process HEADS_TILE heads, of the queries, then the keys, then the values.
+    """Program (token, part): process HEADS_TILE heads; queries come first, then keys, then values.
 
     ``rotation`` is a :class:`Rotation`, ``cache`` a :class:`Cache` and SHAPE a :class:`RotateShape`.
     """
@@ -157,11 +157,11 @@ def rotate_kernel(x, rotation, positions, slots, cache, queries, SHAPE: tl.const
 
 
 CacheScales = tuple[torch.Tensor, torch.Tensor] | None
-"""The scales of keys and of values of a cache in FP8; None for another cache."""
+"""The scales of keys and of values in an FP8 cache; None for any other cache."""
 
 
 def stored(keys: torch.Tensor, values: torch.Tensor, scales: CacheScales) -> Cache:
-    """Return caches and scales as kernels take them: FP8 is bytes where the GPU has no instructions for it."""
+    """Prepare caches and scales for kernels: FP8 is passed as bytes if the GPU has no instructions for it."""
     if scales is None:
         return Cache(keys, values, None, None)
     if not has_float8_conversions(keys.device):
@@ -170,7 +170,7 @@ def stored(keys: torch.Tensor, values: torch.Tensor, scales: CacheScales) -> Cac
 
 
 _PAIRS = 1024
-"""Pairs of elements of a program."""
+"""Pairs of elements per program."""
 
 
 def rotate_into_cache(
@@ -186,11 +186,12 @@ def rotate_into_cache(
     eps: float = 0.0,
     scales: CacheScales = None,
 ) -> None:
-    """Do what :func:`shotcast.kernels.cpu.attention.rotate_into_cache` does; x, queries and caches are of one dtype.
+    """Rotate as :func:`shotcast.kernels.cpu.attention.rotate_into_cache` does; x, queries and caches have the same
+    dtype.
 
     Args:
         scales: float32 [slots, kv heads], of keys and of values, if the caches are float8_e4m3fn.
-        norms: [heads + kv heads, head_dim], weights of an RMSNorm of each query's and key's head before the rotation.
+        norms: [heads + kv heads, head_dim], weights of an RMSNorm over each query and key head before the rotation.
     """
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]

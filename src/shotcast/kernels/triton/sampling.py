@@ -1,4 +1,4 @@
-"""Sampling of one token for each row of logits, each row with its own parameters.
+"""Sampling of one token per row of logits, with separate parameters for each row.
 
 Two launches; three if a row has top_k or top_p, and one more if a row has penalties or is constrained.
 
@@ -10,18 +10,19 @@ Two launches; three if a row has top_k or top_p, and one more if a row has penal
 This is the Gumbel-max trick. Nothing is sorted. In the order of (distance, token), top_k and top_p keep the tokens up
 to a threshold:
 
-1. :func:`penalised_max_kernel`, with penalties or constraints: the largest logit after these.
-2. :func:`histogram_kernel`, with top_k or top_p: the number and the weight of the tokens in each of BINS ranges of
+1. :func:`penalised_max_kernel`, with penalties or constraints: finds the largest logit after applying them.
+2. :func:`histogram_kernel`, with top_k or top_p: sums the number and the weight of the tokens in each of BINS ranges of
    distances.
 3. :func:`candidates_kernel`: the histogram tells which bins may hold the threshold. Tokens in the bins before these
    compete by their scores; tokens in these bins go to a list.
 4. :func:`finish_kernel`: finds the threshold in the list, compares the listed tokens up to it with the best so far, and
    writes the sampled token.
 
-Programs combine their results by sums and maxima of integers, which do not depend on the order, so no result does.
-Weights are summed in units of 2^-44 of the largest, each rounded down: the sum over 2^18 tokens is off by less than
-2^-26. The sampled tokens differ from the CPU's only by the rounding of exp and log, a few parts in 2^23: where two
-scores, or a threshold, are as close as that. A row that holds NaN or plus infinity gets some token.
+Programs combine their results by sums and maxima of integers, which do not depend on the order, so the results do not
+either. Weights are summed in units of 2^-44 of the largest, each rounded down: the sum over 2^18 tokens is off by less
+than 2^-26. The sampled tokens can differ from the CPU's only through the rounding of exp and log, a few parts in 2^23:
+two scores, or a score and a threshold, must be that close. A row that holds NaN or plus infinity gets an arbitrary
+token.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ TILE = 512
 BLOCK = 512
 """List elements that a program processes at once."""
 CAPACITY = 8192
-"""Elements of a list; with more, the row itself is searched. Of normally distributed logits, a bin holds at most 4%:
-5000 of 128K."""
+"""Capacity of a list in elements; if there are more, the row itself is searched. With normally distributed logits, a
+bin holds at most 4%: 5000 of 128K."""
 PROGRAMS_PER_SM = 8
-"""Programs launched for each SM, if rows can be divided among this many."""
+"""Programs launched per SM, if rows can be divided among that many."""
 WARPS, FINISH_WARPS = 4, 16
 """Warps of the programs that process tiles, and of the program that finishes a row."""
 OPTIONS = {"enable_fp_fusion": False}
-"""Compiler options: every product is rounded before it is added to, as on the CPU."""
+"""Compiler options: every product is rounded before it is added, as on the CPU."""
 
 
 class SamplingMetadata(NamedTuple):
@@ -102,9 +103,9 @@ INITIAL_STATE = LOWEST_KEY.value, LOWEST_KEY.value, 0
 
 @dataclass(frozen=True, slots=True)
 class SamplingShape:
-    """The argument SHAPE of these kernels, whose ``metadata`` is a :class:`SamplingMetadata`.
+    """The SHAPE argument of these kernels, whose ``metadata`` is a :class:`SamplingMetadata`.
 
-    BITS: the bits of the number of a token. CAPACITY, TILE, BLOCK: the constants of this module.
+    BITS: the bits of a token number. CAPACITY, TILE, BLOCK: the constants of this module.
     """
 
     VOCAB: int
@@ -116,7 +117,7 @@ class SamplingShape:
 
 @triton.jit
 def token_range(SHAPE: tl.constexpr):
-    """Return the first token of program (row, part) and the end of its tokens: whole tiles."""
+    """Compute the first token of program (row, part) and the end of its tokens, in whole tiles."""
     tiles: tl.constexpr = (SHAPE.VOCAB + SHAPE.TILE - 1) // SHAPE.TILE
     width = tl.cdiv(tiles, tl.num_programs(1)) * SHAPE.TILE
     first = tl.program_id(1) * width
@@ -144,7 +145,7 @@ def penalised_max_kernel(logits, counts, masks, metadata, SHAPE: tl.constexpr):
 def histogram_kernel(logits, best, counts, masks, metadata, bins, SHAPE: tl.constexpr):
     """Program (row, part): add the tokens of a row with top_k or top_p to its bins, [2, BINS]: numbers and weights.
 
-    Weights beyond the distance where top_p keeps no token are added up, and go to the last bin.
+    Weights past the distance at which top_p keeps no token are summed and go to the last bin.
     """
     row = tl.program_id(0).to(tl.int64)
     k, p, truncates = load_top_k_top_p(metadata, row)
@@ -259,6 +260,7 @@ def sample(
     truncates: bool,
 ) -> torch.Tensor:
     """Sample a token for each row, write it to ``last_tokens`` at the row's slot, and count it in rows with penalties.
+
     Returns int64 [rows, 2]: the sampled token, and the second column of ``best``.
 
     Args:
@@ -266,17 +268,17 @@ def sample(
         best: contiguous int64 [rows, 2]: the token of the largest logit of each row, and a second column that is copied
             to the result.
         metadata: the sampling parameters of the rows, on the device; no slot occurs twice.
-        counts: int32 [slots, vocab], occurrences of each token in each output, and 2^30 more for tokens of prompts of
-            rows with a repetition penalty; None if no row has penalties.
+        counts: int32 [slots, vocab], occurrences of each token in each output, plus 2^30 for prompt tokens of rows with
+            a repetition penalty; None if no row has penalties.
         masks: int32 [constrained rows, ceil(vocab / 32)]: bit ``token % 32`` of word ``token // 32`` says that the
-            token is allowed; None if no row is constrained. ``best`` need not hold for constrained rows.
+            token is allowed; None if no row is constrained. ``best`` need not be correct for constrained rows.
         last_tokens: int64 [slots or more].
         truncates: whether any row has top_k or top_p.
     """
     rows, vocab = logits.shape
     out = torch.empty_like(best)
     parts = min(triton.cdiv(vocab, TILE), triton.cdiv(PROGRAMS_PER_SM * num_sms(logits.device), rows))
-    # Where no row needs them, nothing reads these tensors; but other types would need other compiled kernels.
+    # If no row needs these tensors, nothing reads them, but other dtypes would need other compiled kernels.
     bins = torch.zeros((rows, 2, BINS.value) if truncates else 1, dtype=torch.int64, device=logits.device)
     lists = torch.empty((rows, CAPACITY) if truncates else 1, dtype=torch.int64, device=logits.device)
     tables = tuple(metadata.integers if table is None else table for table in (counts, masks))

@@ -1,6 +1,6 @@
 """Per-token quantities of the sampler: penalized logits, distances, weights, noise and scores.
 
-The sort keys are integers. Programs combine them by maxima and sums, whose results do not depend on the order.
+The sort keys are integers. Programs combine them with maxima and sums, whose results do not depend on the order.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ WEIGHT_UNIT = tl.constexpr(2.0**44)
 """The weight of the likeliest token, in integer units."""
 BOUND_SLOPE = tl.constexpr(2.0**-23 * math.log(2.0))
 BOUND_OFFSET = tl.constexpr((127 + 31) * math.log(2.0) + 0.01)
-"""Constants of :func:`score_bound`; 0.01 exceeds all rounding errors together."""
+"""Constants of :func:`score_bound`; 0.01 exceeds all rounding errors combined."""
 LOWEST_KEY = tl.constexpr(-(2**63) + 2**31 - 1)
 """A key below all other keys of :func:`argmax_key`; its token is 0."""
 INTEGERS, REALS, STATE = tl.constexpr(5), tl.constexpr(6), tl.constexpr(3)
-"""Numbers of columns of the tensors of :class:`shotcast.kernels.triton.sampling.SamplingMetadata`."""
+"""Column counts of the tensors of :class:`shotcast.kernels.triton.sampling.SamplingMetadata`."""
 
 
 @triton.jit
 def argmax_key(value, token):
-    """Return an int64 that orders as the float32 values do; among equal values, the lower token has the larger key."""
+    """Build an int64 that orders as the float32 values do; among equal values, the lower token has the larger key."""
     bits = value.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
@@ -31,20 +31,20 @@ def argmax_key(value, token):
 
 @triton.jit
 def key_token(key):
-    """Return the token of an :func:`argmax_key`."""
+    """Extract the token of an :func:`argmax_key`."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
 @triton.jit
 def key_value(key):
-    """Return the float32 value of an :func:`argmax_key`."""
+    """Extract the float32 value of an :func:`argmax_key`."""
     order = (key >> 32).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def weight_of(distance):
-    """Return the integer weight of a token: exp(-distance) in units of 2^-44."""
+    """Compute the integer weight of a token: exp(-distance) in units of 2^-44."""
     return (tl.exp(-distance) * WEIGHT_UNIT).to(tl.int64)
 
 
@@ -62,22 +62,22 @@ def scramble(x, first, second):
 
 @triton.jit
 def noise(token, keys):
-    """Return 31 uniformly distributed bits for each token."""
+    """Generate 31 uniformly distributed bits for each token."""
     first, second = keys
     return (scramble(scramble(token.to(tl.uint32, bitcast=True), 0, 0), first, second) & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def uniform_of(bits):
-    """Return the uniform number of noise bits, in units of 2^-31."""
+    """Convert noise bits to a uniform number, in units of 2^-31."""
     return bits.to(tl.float32) + 0.5
 
 
 @triton.jit
 def score_bound(distance, bits):
-    """Return an upper bound of the score, for a third of the work.
+    """Compute an upper bound of the score for a third of the work.
 
-    A time is not below its uniform number, and the logarithm of a number is not below the bits of its float read as a
+    A time is at least its uniform number, and the logarithm of a number is at least the bits of its float read as a
     number.
     """
     number = uniform_of(bits).to(tl.int32, bitcast=True).to(tl.float32)
@@ -86,7 +86,7 @@ def score_bound(distance, bits):
 
 @triton.jit
 def score_key(distance, token, bits):
-    """Return the :func:`argmax_key` of each token's score, given its :func:`noise` bits.
+    """Compute the :func:`argmax_key` of each token's score, given its :func:`noise` bits.
 
     The exponentially distributed time is computed as the CPU sampler of the engine does.
     """
@@ -102,8 +102,8 @@ def score_key(distance, token, bits):
 
 @triton.jit
 def load_row(logits, counts, masks, metadata, row, VOCAB: tl.constexpr):
-    """Return pointers to a row's logits and counts, its presence and frequency penalties, 1 / its temperature, its
-    repetition penalty, a pointer to its mask, and whether it is constrained."""
+    """Load a row's data: pointers to its logits and counts, its presence and frequency penalties, 1 / its temperature,
+    its repetition penalty, a pointer to its mask, and whether it is constrained."""
     slot = tl.load(metadata.integers + row * INTEGERS).to(tl.int64)
     mask = tl.load(metadata.integers + row * INTEGERS + 4)
     row_reals = metadata.reals + row * REALS
@@ -121,19 +121,19 @@ def load_row(logits, counts, masks, metadata, row, VOCAB: tl.constexpr):
 
 @triton.jit
 def has_penalties(row_data):
-    """Return whether a row has a presence, frequency or repetition penalty."""
+    """Check whether a row has a presence, frequency or repetition penalty."""
     return (row_data[2] != 0) | (row_data[3] != 0) | (row_data[5] != 1)
 
 
 @triton.jit
 def is_adjusted(row_data):
-    """Return whether a row has penalties or is constrained, so that its likeliest token may not be the model's."""
+    """Check whether a row has penalties or is constrained, so that its likeliest token may not be the model's."""
     return has_penalties(row_data) | row_data[7]
 
 
 @triton.jit
 def penalised_logits(row_data, token, inside):
-    """Return logits after penalties; minus infinity where not ``inside``, and for tokens that are not allowed."""
+    """Load logits and apply penalties; minus infinity where not ``inside``, and for disallowed tokens."""
     logits, counts, presence, frequency, _, repetition, mask, constrained = row_data
     value = tl.load(logits + token, mask=inside, other=float("-inf"))
     if has_penalties(row_data):
@@ -150,7 +150,7 @@ def penalised_logits(row_data, token, inside):
 
 @triton.jit
 def load_largest(row_data, best, state, row):
-    """Return the row's largest logit of an allowed token, after penalties, and that token."""
+    """Load the row's largest logit among allowed tokens, after penalties, and its token."""
     if is_adjusted(row_data):
         key = tl.load(state + row * STATE)
         token = key_token(key)
@@ -163,14 +163,14 @@ def load_largest(row_data, best, state, row):
 
 @triton.jit
 def distances(row_data, largest, token, inside):
-    """Return the distances of tokens from the largest logit, over temperature; infinite where not ``inside``."""
+    """Compute the distances of tokens from the largest logit, divided by temperature; infinite where not ``inside``."""
     # abs clears the sign of a zero
     return tl.abs((largest - penalised_logits(row_data, token, inside)) * row_data[4])
 
 
 @triton.jit
 def noise_keys(integers, row):
-    """Return the two words that key a row's noise."""
+    """Load the two words that key a row's noise."""
     row_integers = integers + row * INTEGERS
     return (
         tl.load(row_integers + 2).to(tl.uint32, bitcast=True),

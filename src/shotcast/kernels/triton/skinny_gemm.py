@@ -1,13 +1,13 @@
-"""Products of 3 to 64 rows with a matrix of weights (skinny GEMM): each weight is read once, and tensor cores multiply.
+"""Matmuls of 3 to 64 rows with a weight matrix (skinny GEMM): each weight is read once, and tensor cores multiply.
 
     out = (x * x_scale) @ weight.T * scale + bias;   GATED: the first half of the outputs are gates of the second half,
                                                      out = silu(gates) * others
 
-They are made for decoding a batch. The weight is the left operand, of which tensor cores take 64 rows at a time; rows
-of x are columns of the right operand. A program computes one tile of outputs. Where there are fewer tiles than SMs,
-several programs divide the columns of a tile (split-K): each stores its sums, and the last one to arrive adds all of
-them, in the order of the columns, so that the result does not depend on which one that is. As much of the weight is
-loaded ahead as an SM has shared memory for.
+They serve decoding of a batch. The weight is the left operand, which tensor cores take 64 rows at a time; rows of x are
+columns of the right operand. A program computes one tile of outputs. If there are fewer tiles than SMs, several
+programs divide the columns of a tile (split-K): each stores its sums, and the last one to arrive adds all of them in
+column order, so the result does not depend on which program is last. The kernel loads as much of the weight ahead as an
+SM's shared memory can hold.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SkinnyShape:
-    """The argument SHAPE of :func:`skinny_gemm_kernel`. EVEN_K: the number of inputs is a multiple of COLUMNS."""
+    """The SHAPE argument of :func:`skinny_gemm_kernel`. EVEN_K: the number of inputs is a multiple of COLUMNS."""
 
     M_TILE: int
     TILE: int
@@ -116,42 +116,43 @@ def skinny_gemm_kernel(x, x_scale, matrix, out, partial_sums, counters, outputs,
 class SkinnyGemmConfig:
     """The launch configuration of :func:`skinny_gemm_kernel`."""
 
-    stages: int  # the number of steps of columns that are loaded ahead
-    split_k: int  # the number of programs that divide the columns of a tile
+    stages: int  # column steps loaded ahead
+    split_k: int  # programs that divide the columns of a tile
 
     def __str__(self) -> str:
         return f"{self.stages} stages, {self.split_k} parts"
 
 
 TILE = 64
-"""Outputs of a program: the rows of a warp group's left operand."""
+"""Outputs per program: the rows of a warp group's left operand."""
 STEP_BYTES = 256
-"""Bytes of a row that are loaded in one step."""
+"""Bytes of a row loaded in one step."""
 WARPS = 4
 MAX_ROWS = 64
-"""The number of rows of x up to which this is mostly faster than a library (benchmarks/data/h200/linear.json)."""
+"""The largest number of rows of x for which this is usually faster than a library
+(benchmarks/data/h200/linear.json)."""
 _LEAST_ROWS = 16
 """The smallest number of columns of the right operand; 8 would be no faster."""
 _MOST_STAGES = 10
 _LEAST_SPLIT_K = 3
 """The smallest number of parts; dividing in two saves no more than combining the parts costs."""
 _SPARE_BYTES = 12 << 10
-"""Shared memory of an SM that is left for other purposes than loading ahead."""
+"""Shared memory per SM reserved for purposes other than loading ahead."""
 
 
 def row_tile(rows: int) -> int:
-    """Return the number of columns of the right operand for ``rows`` rows of x."""
+    """Choose the number of columns of the right operand for ``rows`` rows of x."""
     return max(_LEAST_ROWS, triton.next_power_of_2(rows))
 
 
 def _stages(rows: int, programs_per_sm: int, memory_bytes: int) -> int:
-    """Return the number of stages, at least 2, that fit in memory with ``programs_per_sm`` programs on an SM."""
+    """Compute the number of stages, at least 2, that fit in memory with ``programs_per_sm`` programs on an SM."""
     step_bytes = (TILE + row_tile(rows)) * STEP_BYTES
     return max(2, min(_MOST_STAGES, (memory_bytes - _SPARE_BYTES) // programs_per_sm // step_bytes))
 
 
 def _split_k(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
-    """Return into how many parts the columns can be divided among all SMs."""
+    """Compute the number of parts into which the columns can be divided among all SMs."""
     steps = -(-inputs * itemsize // STEP_BYTES)
     return max(1, min(num_sms // -(-outputs // TILE), steps // 2))
 
@@ -159,9 +160,10 @@ def _split_k(outputs: int, inputs: int, itemsize: int, num_sms: int) -> int:
 def choose_config(
     outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory_bytes: int
 ) -> SkinnyGemmConfig:
-    """Choose the launch on a GPU of ``num_sms`` SMs, each with ``memory_bytes`` bytes of shared memory.
+    """Choose the launch configuration for a GPU with ``num_sms`` SMs, each with ``memory_bytes`` bytes of shared
+    memory.
 
-    The choice is nearly the fastest over the shapes of benchmarks/data/h200/linear.json.
+    The choice is close to the fastest over the shapes of benchmarks/data/h200/linear.json.
     """
     programs_per_sm = 2 if itemsize == 1 or outputs > 2 * TILE * num_sms else 1
     split_k = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
@@ -171,7 +173,7 @@ def choose_config(
 def candidates(
     outputs: int, inputs: int, itemsize: int, rows: int, num_sms: int, memory_bytes: int
 ) -> Iterator[SkinnyGemmConfig]:
-    """Yield the configurations that are worth measuring: for one to three programs on an SM."""
+    """Yield the configurations worth measuring, for one to three programs per SM."""
     configs = set()
     for programs_per_sm in (1, 2, 3):
         largest = _split_k(outputs, inputs, itemsize, programs_per_sm * num_sms)
@@ -183,7 +185,7 @@ def candidates(
 
 
 def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether :func:`linear` is the fastest way."""
+    """Check whether :func:`linear` is the fastest option."""
     return (
         x.device.type == "cuda"
         and x.dtype in (*DTYPES, FLOAT8)
@@ -210,9 +212,10 @@ def linear(
     gated: bool = False,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Return ``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once. Returns [rows, outputs],
-    or half as many columns if gated, of the dtype of x; bfloat16 for float8_e4m3fn. Raises UnsupportedError if the
-    dtypes are others, or there are more rows. Raises ConfigError if the shapes do not fit.
+    """Compute ``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once.
+
+    Returns [rows, outputs], or half as many columns if gated, in the dtype of x; bfloat16 for float8_e4m3fn. Raises
+    UnsupportedError for other dtypes or more rows. Raises ConfigError if the shapes do not match.
 
     Args:
         x: contiguous [rows, inputs] of bfloat16, float16 or float8_e4m3fn; at most MAX_ROWS rows.

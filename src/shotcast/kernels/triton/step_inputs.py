@@ -1,9 +1,9 @@
-"""The inputs of a step on the device: one small copy from the host, from which the device derives everything else.
+"""Step inputs on the device: one small copy from the host, from which the device derives everything else.
 
 A captured graph can therefore begin with it, and a token that is still being sampled never passes through the host.
 
-These kernels are launched without programmatic dependent launch, after all kernels before them and before all after
-them: attention reads the tables and lengths that they write before it waits for the previous kernel.
+These kernels do not use programmatic dependent launch: they run after all earlier kernels and before all later ones,
+because attention reads the tables and lengths that they write before it waits for the previous kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from shotcast.kernels.step_fields import FIELDS
 
 _TOKENS = 128
-"""Tokens of a program, in steps with prompts."""
+"""Tokens per program in steps with prompts."""
 
 
 class BatchTensors(NamedTuple):
@@ -32,7 +32,7 @@ class BatchTensors(NamedTuple):
 
 
 class PackedPrompts(NamedTuple):
-    """A step with prompts as it comes from the host; see :func:`unpack_prompts`."""
+    """A step with prompts as the host sends it; see :func:`unpack_prompts`."""
 
     ids: Any
     position_ids: Any
@@ -44,7 +44,7 @@ class PackedPrompts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnpackShape:
-    """The argument SHAPE of :func:`unpack_kernel`."""
+    """The SHAPE argument of :func:`unpack_kernel`."""
 
     FIELDS: int
     BLOCK_SIZE: int
@@ -88,8 +88,8 @@ def unpack(
     """Enter new blocks into the tables, and fill the tensors of a :class:`~shotcast.layers.batch.Batch`.
 
     Args:
-        packed: int32 [sequences, FIELDS]; no row of the tables occurs twice, unless it gets no block.
-        last_tokens: int64 [rows], the token of each row that was sampled last.
+        packed: int32 [sequences, FIELDS]; no table row occurs twice, unless it gets no block.
+        last_tokens: int64 [rows], the last sampled token of each row.
         tables: int32 [rows, blocks].
         tokens, positions, slots, rows: int64 [sequences], outputs.
         lengths: int32 [sequences], output.
@@ -155,7 +155,7 @@ def unpack_prompts(
         sampled_rows: int32 [sequences].
         num_updates, updates: int32 [1], the number of cells of ``tables`` to update; [2 * num_updates], the index and
             the block of each cell.
-        last_tokens: int64 [rows], the token of each row that was sampled last.
+        last_tokens: int64 [rows], the last sampled token of each row.
         tables: int32 [rows, blocks].
         tokens, positions, slots: int64 [tokens], outputs.
         rows: int64 [sequences], output: ``sampled_rows``.

@@ -1,4 +1,4 @@
-"""Timers between kernels of a stream, also inside a captured graph. Their totals are added up on the device."""
+"""Timers between kernels of a stream, usable inside a captured graph. Totals are accumulated on the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shotcast.device.triton.intrinsics import now_ns
 
 @triton.jit
 def start_kernel(started_ns, timer):
-    """Note the time as the start of a span."""
+    """Record the current time as the start of a span."""
     tl.store(started_ns + timer, now_ns())
 
 
 @triton.jit
 def stop_kernel(started_ns, totals, timer):
-    """Add the span since the start to ``totals``: for each timer the nanoseconds of its spans, and their number."""
+    """Add the span since the start to ``totals``: for each timer, the nanoseconds and the number of its spans."""
     elapsed = now_ns() - tl.load(started_ns + timer)
     tl.store(totals + timer * 2, tl.load(totals + timer * 2) + elapsed)
     tl.store(totals + timer * 2 + 1, tl.load(totals + timer * 2 + 1) + 1)
@@ -27,7 +27,7 @@ class SpanTimers:
     """Timers on the device, each with a total.
 
     Attributes:
-        totals: int64 [timers, 2]: the nanoseconds of all spans, and their number.
+        totals: int64 [timers, 2]: the total nanoseconds and the number of spans.
     """
 
     def __init__(self, timers: int, device: torch.device):

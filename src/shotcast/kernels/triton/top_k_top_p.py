@@ -1,7 +1,7 @@
 """The threshold up to which top_k and top_p keep a row's tokens, in the order of (distance, token), without sorting.
 
-A histogram of distances tells in which bins the threshold is. The tokens of these bins are in a list, in which the
-threshold is found digit by digit, as in a radix selection.
+A histogram of distances tells which bins hold the threshold. The tokens in these bins are put in a list, and the
+threshold is found in the list digit by digit, as in radix selection.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ import triton.language as tl
 from shotcast.kernels.triton.sampling_scores import INTEGERS, distances, weight_of
 
 BINS = tl.constexpr(2048)
-"""Number of distance bins: 64 from each power of two to the next, from 2^-9 to 2^23; the first bin also holds what is
-nearer."""
+"""Number of distance bins: 64 from each power of two to the next, from 2^-9 to 2^23; the first bin also holds smaller
+distances."""
 BIN_SHIFT = tl.constexpr(17)
 BIN_FIRST = tl.constexpr((127 - 9) << 6)
 RADIX = tl.constexpr(16)
-"""Values of a digit of the threshold."""
+"""Values per digit of the threshold."""
 LAST_SORT_KEY = tl.constexpr(2**63 - 1)
 """A sort key after all others."""
 
 
 @triton.jit
 def sort_key(distance, token, BITS: tl.constexpr):
-    """Return an int64 that orders by distance, then by token; tokens have BITS bits."""
+    """Build an int64 that orders by distance, then by token; tokens have BITS bits."""
     return (distance.to(tl.int32, bitcast=True).to(tl.int64) << BITS) | token.to(tl.int64)
 
 
 @triton.jit
 def bin_of(distance):
-    """Return the histogram bin of each distance."""
+    """Compute the histogram bin of each distance."""
     index = (distance.to(tl.int32, bitcast=True) >> BIN_SHIFT) - BIN_FIRST
     return tl.minimum(tl.maximum(index, 0), BINS - 1)
 
 
 @triton.jit
 def top_p_weight(total, top_p):
-    """Return the weight at which top_p is reached."""
+    """Compute the weight at which top_p is reached."""
     return tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
 
 
 @triton.jit
 def load_top_k_top_p(metadata, row):
-    """Return a row's top_k and top_p, and whether they can remove any token."""
+    """Load a row's top_k and top_p, and determine whether they can remove any token."""
     k = tl.load(metadata.integers + row * INTEGERS + 1)
     p = tl.load(metadata.top_p + row)
     return k, p, (k > 0) | (p < 1)
@@ -51,8 +51,10 @@ def load_top_k_top_p(metadata, row):
 
 @triton.jit
 def threshold_bins(bins, row, k, p):
-    """Return the bins that may hold the threshold, ``first`` to ``last``, BINS if no token is removed; the number and
-    weight of the tokens in the bins before; the weight of the row; whether top_k removes tokens.
+    """Find the bins that may hold the threshold.
+
+    Returns these bins, ``first`` to ``last`` (BINS if no token is removed); the number and weight of the tokens in the
+    bins before them; the weight of the row; and whether top_k removes tokens.
     """
     bin = tl.arange(0, BINS)
     counts = tl.load(bins + row * (2 * BINS) + bin)
@@ -73,7 +75,7 @@ def threshold_bins(bins, row, k, p):
 
 @triton.jit
 def load_sort_keys(row_data, largest, listed, start, SHAPE: tl.constexpr):
-    """Return SHAPE.BLOCK sort keys of the threshold bins from ``start`` on, and their distances.
+    """Load SHAPE.BLOCK sort keys of the threshold bins, starting at ``start``, and their distances.
 
     They come from the list, or from the row itself if the list overflowed.
     """
@@ -91,7 +93,7 @@ def load_sort_keys(row_data, largest, listed, start, SHAPE: tl.constexpr):
 
 @triton.jit
 def weight_up_to(row_data, largest, listed, end, threshold, SHAPE: tl.constexpr):
-    """Return the weight of the listed tokens up to ``threshold``."""
+    """Compute the weight of the listed tokens up to ``threshold``."""
     BLOCK: tl.constexpr = SHAPE.BLOCK
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, end, BLOCK):
@@ -108,13 +110,13 @@ def amounts_of(distance, BY_WEIGHT: tl.constexpr):
 
 @triton.jit
 def amounts_below(keys, amounts, bounds):
-    """Return the sum of the amounts of the keys below each bound."""
+    """Sum the amounts of the keys below each bound."""
     return tl.sum(tl.where(keys[:, None] < bounds[None, :], amounts[:, None], 0), axis=0)
 
 
 @triton.jit
 def find_threshold(row_data, largest, listed, end, wanted, BY_WEIGHT: tl.constexpr, SHAPE: tl.constexpr):
-    """Return the first sort key up to which the list has ``wanted`` tokens or, with BY_WEIGHT, that weight (at least
+    """Find the first sort key up to which the list has ``wanted`` tokens or, with BY_WEIGHT, that weight (at least
     1)."""
     BITS: tl.constexpr = SHAPE.BITS
     BLOCK: tl.constexpr = SHAPE.BLOCK

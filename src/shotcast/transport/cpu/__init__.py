@@ -1,4 +1,4 @@
-"""The collectives of CPU ranks, as host code that numba compiles."""
+"""Collectives for CPU ranks, written as host code that numba compiles."""
 
 from shotcast.device import fingerprint
 from shotcast.device.fingerprint import Tree
@@ -6,7 +6,7 @@ from shotcast.transport.transport import Transport
 
 
 def host_call(tree: Tree, reference: str) -> str:
-    """Return the fingerprint of the compiled code of a host call."""
+    """Compute the fingerprint of the compiled code of a host call."""
     return fingerprint.of_host_call(tree, reference, "shotcast.device.cpu.compilation:_OPTIONS")
 
 
@@ -18,4 +18,4 @@ COMPILED = Transport(
     build="shotcast.transport.cpu.executor:build",
     fingerprint=host_call,
 )
-"""CPU ranks of one host."""
+"""CPU ranks on one host."""

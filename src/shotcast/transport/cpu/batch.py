@@ -1,8 +1,8 @@
-"""A batch of messages, sent and received at once through the outboxes of :mod:`.send_recv`.
+"""Batches of messages, sent and received concurrently through the outboxes of :mod:`.send_recv`.
 
-Every message continues whenever it can, whatever the others wait for, so the order of a batch cannot make ranks wait
-for each other. Messages between the same two ranks in one direction keep their order. The other end sees ordinary
-messages, and may send and receive them one by one.
+Every message makes progress whenever it can, regardless of what the others wait for, so the order of a batch cannot
+deadlock ranks. Messages from one rank to another stay in order. The peer sees ordinary messages, and may send and
+receive them one by one.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, INTERRUPTED, MISMATCHE
 MESSAGES = 8
 MESSAGE_BYTES = 64
 PEER, SENDING, ADDRESS, NBYTES, FIRST_WORD, SECOND_WORD, PASSED, BEFORE = range(0, 64, 8)
-"""The record of a batch: the number of messages; then, of each, the rank at its other end, whether it is sent,
-its address and bytes, its header, the bytes that have passed (-1 at its end), and the place of the message that goes
-before it, or -1."""
+"""The record of a batch: the number of messages; then, for each message, its peer, whether it is sent, its address and
+size in bytes, its header, the bytes transferred so far (-1 once it is complete), and the index of the message that must
+go before it, or -1."""
 
 _WAITING, _MOVED, _DIFFERS = 0, 1, 2
 
@@ -96,7 +96,7 @@ def _receive_chunk(context: int, message: int) -> int:
 
 @njit(error_model="numpy")
 def _hopeless(plan: int, gone: int) -> bool:
-    """Return whether the process at the other end of an unfinished message is among those that have ended."""
+    """Check whether the peer process of an unfinished message has ended."""
     for i in range(load(plan)):
         message = plan + MESSAGES + MESSAGE_BYTES * i
         if load(message + PASSED) >= 0 and gone >> load(message + PEER) & 1:
@@ -105,12 +105,12 @@ def _hopeless(plan: int, gone: int) -> bool:
 
 
 def exchange(context: int, plan: int, x: int, out: int) -> int:
-    """Send and receive the messages of a batch, whose record is ``plan``; ``x`` and ``out`` are not used."""
+    """Send and receive the messages of a batch, whose record is ``plan``; ``x`` and ``out`` are unused."""
     own = region(context, load(context + RANK))
     count = load(plan)
     left, spins, begun, looked = count, load(context + SPINS), 0, 0
     while True:
-        gone = load_acquire(context + GONE)  # before the words, which a rank may have written at its end
+        gone = load_acquire(context + GONE)  # read before the words, which a rank may have written just before it ended
         moved = False
         for i in range(count):
             message = plan + MESSAGES + MESSAGE_BYTES * i

@@ -1,7 +1,7 @@
-"""One-shot collectives that move bytes and add nothing: every rank publishes, and every rank copies what it needs.
+"""One-shot collectives that only move bytes: every rank publishes its data, and every rank copies what it needs.
 
-They serve any dtype, exact to the bit. In an all-gather of tensors that all ranks map, and in a broadcast of one that
-the root's peers map, nothing is staged: every rank reads the tensors.
+They support any dtype and are exact to the bit. An all-gather of tensors that all ranks map, and a broadcast of a
+tensor that the root's peers map, stage nothing: every rank reads the tensors directly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
                 copy(out + load(plan + OFFSETS + 8 * peer), source, load(plan + EXTENTS + 8 * peer))
             return meet(context, step, word)
         if ranks > 0:
-            continue  # they have staged nothing, which all ranks know, and stage it again
+            continue  # these ranks staged nothing, as all ranks know, so all stage this chunk again
         done += chunk
         if done >= longest:
             return finish(context, step)
@@ -101,7 +101,7 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
             copy(out, x, nbytes)
             break
         if rank == root:
-            # Every rank must have read step - 2. Before the first step they all have, since the last call is over.
+            # Every rank must have read step - 2. At the first step all of them have, since the previous call is over.
             if step > first:
                 status = await_all(context, step, word)
                 if status != DONE:
@@ -122,14 +122,14 @@ def broadcast(context: int, plan: int, x: int, out: int) -> int:
         done += size
         if done >= nbytes:
             break
-    # The root's next call overwrites the staging of the step before last, or its tensor is another's by then. The
-    # others only wait until all have started.
+    # The root's next call overwrites the staging of the step before last, or the root's tensor may have been reused by
+    # then. The other ranks only wait until all have started.
     status = await_all(context, step if rank == root else first + 1, word)
     return status if status != DONE else finish(context, step)
 
 
 def barrier(context: int, plan: int, x: int, out: int) -> int:
-    """Return once every rank has called. It also precedes a vendor's collective, to compare headers."""
+    """Wait until every rank has called. A barrier also precedes a vendor's collective, to compare headers."""
     word, _, _, step = begin(context, plan)
     return meet(context, step, word) if word != 0 else ABORTED
 

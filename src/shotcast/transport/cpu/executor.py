@@ -1,4 +1,4 @@
-"""The executor of CPU ranks: runs call plans with compiled host code over POSIX shared memory."""
+"""The executor for CPU ranks, which runs call plans with compiled host code over POSIX shared memory."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ _TO_BLOCKS = (Op.REDUCE_SCATTER, *wire.REDUCE_SCATTER_NORMS, *wire.GATHERED_NORM
 _MIN_GENERATION, _MAX_GENERATION = 16 << 10, 1 << 20
 _MIN_PIECE, _MAX_PIECE = 4 << 10, 64 << 10
 _SPINS, _SPINS_ON_SHARED_CORES = 200, 20
-"""Looks before the core is offered to others: some microseconds, in which a peer that runs comes. A core that another
-job is offered is gone for a time slice. Ranks that share cores offer them at once, as the peer may need this one."""
+"""Polls before a rank yields its core: a few microseconds, enough for a running peer to arrive. A core that is yielded
+to another job is gone for a time slice. Ranks that share cores yield almost at once, because the peer may need this
+core."""
 _GATHER_CHUNK = 256 << 10
 _HEAP_BYTES = 32 << 30
-"""The address space for tensors on each rank. They take memory as they are made."""
+"""Address space for tensors on each rank. Tensors take memory as they are created."""
 _GRACE_S = 0.2
 _SEEN_S = 0.5
-"""A rank that waits shows it more often than this."""
+"""A waiting rank updates its heartbeat more often than this."""
 _KINDS = {
     TIMED_OUT: wire.TIMEOUT,
     MISMATCHED: wire.MISMATCH,
@@ -52,11 +53,11 @@ _KINDS = {
     INTERRUPTED: wire.INTERRUPTED,
     PARTS_DIFFER: wire.PARTS_DIFFER,
 }
-"""The kind of fault that a status of a schedule means."""
+"""The kind of fault for each status of a schedule."""
 
 
 class CpuAlgorithms(Protocol):
-    """The algorithms of a communicator, as far as the executor needs them."""
+    """The part of a communicator's algorithms that the executor uses."""
 
     def header(self, plan: CallPlan, /) -> HeaderWords: ...
     def kernel(self, plan: CallPlan, kind: str, /) -> Any: ...
@@ -76,13 +77,13 @@ def _words_at(address: int) -> list[int]:
 
 
 def parts_of(plan: CallPlan, world_size: int) -> list[int]:
-    """Return the bytes of the part of each rank in the output."""
+    """Compute the bytes of each rank's part of the output."""
     itemsize = wire.DTYPES[plan.dtype] if plan.op is not Op.BARRIER else 1
     return [size * itemsize for size in plan.sizes[-world_size:]] or [plan.nbytes // world_size] * world_size
 
 
 class CpuBoundCall:
-    """A call with its compiled function and its record: the addresses of its tensors are open, and sizes of parts."""
+    """A call with its compiled function and its record, in which tensor addresses and part sizes are still open."""
 
     __slots__ = ("_executor", "_function", "_record", "_record_address", "call", "plan")
 
@@ -99,11 +100,11 @@ class CpuBoundCall:
         norm: NormTensors | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
-        """Make the call on contiguous CPU tensors; block until it is done or has failed (:meth:`CpuExecutor.fault`).
+        """Run the call on contiguous CPU tensors; block until it is done or has failed (:meth:`CpuExecutor.fault`).
 
-        ``x`` and ``out`` are as large as the plan says, in any alignment; None where the operation has none. Without
-        ``out``, a broadcast or all_reduce is in place. The fused operations write what ``norm`` has, and no ``out``.
-        ``sizes`` are those of an uneven all_to_all, in place of the plan's. Raises ClosedError.
+        ``x`` and ``out`` have the sizes given by the plan and may have any alignment; pass None for a tensor that the
+        operation lacks. Without ``out``, a broadcast or all_reduce is in place. Fused operations write the tensors in
+        ``norm``, and no ``out``. For an uneven all_to_all, ``sizes`` replace the plan's sizes. Raises ClosedError.
         """
         executor, plan = self._executor, self.plan
         if self._function is None or executor.closed:
@@ -128,7 +129,7 @@ class CpuBoundCall:
                 in_place = out is None and plan.op in (Op.ALL_REDUCE, Op.BROADCAST)
                 written = [x if in_place else out]
             else:
-                # A dynamic scale is written, a static one is the caller's.
+                # A dynamic scale is an output; a static one belongs to the caller.
                 by_row = plan.norm is not None and plan.norm.quantize == "dynamic"
                 written = [norm.new_residual, norm.normed, norm.quantized, norm.scale if by_row else None]
             for tensor in written:
@@ -137,7 +138,7 @@ class CpuBoundCall:
             raise interruption
 
     def load(self) -> None:
-        """Compile or load what the call needs, and write its record. Raises ClosedError."""
+        """Compile or load the call's functions, and write its record. Raises ClosedError."""
         if self._executor.closed:
             raise ClosedError("this communicator was closed")
         self._record = self._executor.record(self.plan, self.call)
@@ -150,22 +151,22 @@ class CpuBoundCall:
 
 
 class CpuExecutor:
-    """Runs the calls of one communicator whose ranks are processes of one machine.
+    """Runs the calls of a communicator whose ranks are processes on one machine.
 
-    Construction is collective. It takes shared memory of at most ``max_bytes`` a rank, and no more than some 4 MiB (nor
-    less than some 200 KiB) whatever the size of messages, which pass through it in chunks that stay in cache. It raises
-    what :class:`ShmBuffer` raises.
+    Construction is collective. Each rank takes at most ``max_bytes`` of shared memory. It needs at least about 200 KiB
+    and at most about 4 MiB, regardless of message size: messages pass through it in chunks that stay in cache. The
+    constructor raises the errors of :class:`ShmBuffer`.
 
-    A call does not raise when its peers are late or call something else: it ends with :meth:`fault` set on all ranks
-    and NaN in a floating-point ``out``, until :meth:`clear`. One executor runs one call at a time. No message needs a
-    larger workspace, whatever its size. The value of ``stopped_word`` is the fault that has stopped the communicator, 0
-    for none; :meth:`close` gives its memory back.
+    A call does not raise if its peers are late or make a different call: it ends with :meth:`fault` set on all ranks
+    and NaN in a floating-point ``out``, until :meth:`clear`. An executor runs one call at a time. No message needs a
+    larger workspace, regardless of its size. The value of ``stopped_word`` is the fault that stopped the communicator,
+    or 0 for none; :meth:`close` frees its memory.
     """
 
     batches = True
-    """Several messages go at once."""
+    """Messages can be sent and received in batches."""
     kind = "cpu"
-    """The part of an algorithm's description that has its compiled code."""
+    """The part of an algorithm's description that holds its compiled code."""
     heap_nbytes = _HEAP_BYTES
 
     def __init__(self, group: StoreGroup, max_bytes: int, timeout_s: float, algorithms: CpuAlgorithms):
@@ -212,7 +213,8 @@ class CpuExecutor:
         self.closed = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor in memory that all ranks map; None if there is no memory for it. Needs no other rank.
+        """Allocate a tensor in memory that all ranks map, or return None if there is no memory for it. No other rank
+        takes part.
 
         Raises ClosedError.
         """
@@ -224,10 +226,9 @@ class CpuExecutor:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def bind(self, plan: CallPlan) -> CpuBoundCall:
-        """Return a call that can be made again and again.
+        """Bind a plan to a call that can be repeated.
 
-        Raises ConfigError if there is no such algorithm, peer or row, and UnsupportedError for a dtype that is not
-        served.
+        Raises ConfigError if there is no such algorithm, peer or row, and UnsupportedError for an unsupported dtype.
         """
         call: HostCall = self._algorithms.kernel(plan, self.kind)
         if self._world_size == 1 and call.alone is not None:
@@ -244,7 +245,7 @@ class CpuExecutor:
         return (f"{plan.op.label}/{plan.algorithm}/{plan.dtype}/{plan.reduction}/{norm}",)
 
     def record(self, plan: CallPlan, call: HostCall) -> array[int]:
-        """Return the record of a call, as compiled code reads it. Compiles or loads the arithmetic."""
+        """Build the record of a call as compiled code reads it. This compiles or loads the arithmetic."""
         # The header of a message names its sender on both sides.
         header = self._algorithms.header(dataclasses.replace(plan, root=self._sender) if plan.op is Op.SEND else plan)
         itemsize = wire.DTYPES[plan.dtype] if plan.op is not Op.BARRIER else 1
@@ -270,7 +271,7 @@ class CpuExecutor:
         return record
 
     def _put_parts(self, record: array[int], plan: CallPlan) -> None:
-        """Write where the part of each rank begins, and its bytes."""
+        """Write the offset and the size in bytes of each rank's part."""
         if plan.op is Op.ALL_TO_ALL_UNEVEN:
             record.extend([0] * 2 * self._world_size)
             self.put_sizes(record, plan, plan.sizes)
@@ -281,7 +282,8 @@ class CpuExecutor:
             record[layout.OFFSETS // 8 + rank] = end - size
 
     def put_sizes(self, record: array[int], plan: CallPlan, sizes: Sequence[int]) -> None:
-        """Write the parts of an uneven all_to_all, of the elements sent to each rank and then received from each."""
+        """Write the parts of an uneven all_to_all: ``sizes`` are the elements sent to each rank, then those received
+        from each."""
         item = wire.DTYPES[plan.dtype]
         end, at = 0, layout.PARTS // 8
         for size in sizes[: self._world_size]:
@@ -303,23 +305,23 @@ class CpuExecutor:
             )
 
     def _chunk_bytes(self, plan: CallPlan, call: HostCall) -> int:
-        """Return the bytes of a pipeline step: those of the plan or the default, within what a generation holds."""
+        """Compute the bytes of a pipeline step: the plan's value or the default, limited to what a generation holds."""
         most, default, multiple = call.chunk(plan, self._world_size, self._generation)
         chunk = min(plan.launch.chunk_bytes or default, most)
         row = plan.norm.hidden * wire.DTYPES[plan.dtype] if plan.norm is not None else 0
         if 0 < row <= chunk:
-            # Whole rows, so that each is normed in the step that adds it up.
+            # Whole rows, so that each one is normalized in the step that sums it.
             return chunk // row * row
         return max(multiple, chunk // multiple * multiple)
 
     def load_batch(self) -> None:
-        """Compile or load what batches of messages need. Raises ClosedError."""
+        """Compile or load the code for batches of messages. Raises ClosedError."""
         if self.closed:
             raise ClosedError("this communicator was closed")
         batch.EXCHANGE.get()
 
     def run_batch(self, messages: Sequence[tuple[CallPlan, torch.Tensor]]) -> None:
-        """Send and receive messages at once; block until all are done, or it has failed (:meth:`fault`)."""
+        """Send and receive messages concurrently; block until all are done or the batch has failed (:meth:`fault`)."""
         record = array("q", [len(messages)])
         last: dict[tuple[Op, int], int] = {}
         for number, (plan, tensor) in enumerate(messages):
@@ -349,7 +351,7 @@ class CpuExecutor:
             raise interruption
 
     def _fail_batch(self, status: int, left: Sequence[tuple[CallPlan, torch.Tensor]]) -> None:
-        """Tell all ranks why a batch failed, of which messages are left."""
+        """Tell all ranks why a batch failed; ``left`` holds its unfinished messages."""
         if status == ABORTED:
             return
         peers = sorted({plan.root for plan, _ in left})
@@ -377,11 +379,11 @@ class CpuExecutor:
         return self.fault() is not None
 
     def waiting(self, nbytes: int) -> int:
-        """Return how many messages of ``nbytes`` may lie in an outbox while their sender continues."""
+        """Compute how many messages of ``nbytes`` may sit in an outbox while their sender continues."""
         return layout.OUTBOX_SLOTS // max(1, math.ceil(nbytes / self.context[layout.OUTBOX_CHUNK // 8]))
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Return each rank's header of call ``epoch``, None where it has not made that call.
+        """Collect each rank's header of call ``epoch``, None for a rank that has not made that call.
 
         After a mismatch between a send and a recv, the receiver gets the headers of the two ranks.
         """
@@ -393,7 +395,7 @@ class CpuExecutor:
         return [HeaderWords.of_cells(pair, epoch) for pair in cells]
 
     def wait(self) -> Wait | None:
-        """Return the wait that this rank is in, if there is one. Any thread may call it, and blocks for nothing."""
+        """Return the wait that this rank is in, if any. Any thread may call it; it never blocks."""
         with self._looking:
             if self.closed or self._messages is not None:
                 return self._messages
@@ -410,16 +412,16 @@ class CpuExecutor:
             return None if header is None else Wait(Header.decode(header).op, epoch, since)
 
     def awaited(self, wait: Wait) -> list[int]:
-        """Return the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
+        """List the ranks that ``wait`` is for, as far as they are known. Raises ClosedError."""
         with self._looking:
             return list(wait.peers) or self._missing()
 
     def _missing(self) -> list[int]:
-        """Return the ranks that keep the collective call from continuing."""
+        """List the ranks that keep the collective call from continuing."""
         return self._absent()
 
     def _known(self, rank: int) -> int:
-        """Return the rank in the communicator of a rank in the shared memory."""
+        """Map a rank in the shared memory to its rank in the communicator."""
         return rank
 
     def _word(self, rank: int, offset: int) -> int:
@@ -429,7 +431,7 @@ class CpuExecutor:
         return self._word(rank, layout.PROGRESS)
 
     def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None:
-        """Tell all ranks why a call of this one failed."""
+        """Tell all ranks why a call on this rank failed."""
         if status != ABORTED:
             if status == INTERRUPTED:
                 guilty = [self._rank]
@@ -450,13 +452,13 @@ class CpuExecutor:
 
     def _stop(self, word: int) -> None:
         for abort_word in self._abort_words:
-            # The first fault stays: it is the cause of those that follow.
+            # Keep the first fault, which is the cause of later ones.
             if abort_word.value == 0:
                 abort_word.value = word
         logger.info("rank %d stops: %s", self._rank, self.fault())
 
     def interrupt(self) -> None:
-        """End the call of this rank, and those of all, with a fault that names it. Any thread may call it."""
+        """End the current call on all ranks with a fault that names this rank. Any thread may call it."""
         if self.closed:
             return
         header = CpuExecutor.headers(self, self.epoch)[self._rank]
@@ -467,7 +469,7 @@ class CpuExecutor:
         self._stop(wire.encode_fault(wire.INTERRUPTED, int(op), [self._rank], self.epoch))
 
     def _absent(self) -> list[int]:
-        """Return the ranks that have not come to this call; if all have, those that are behind in it.
+        """List the ranks that have not reached this call or, if all have, the ranks that are behind in it.
 
         (The ranks that they keep waiting are a step ahead.)
         """
@@ -481,7 +483,7 @@ class CpuExecutor:
         return [rank for rank in peers if behind[rank] == min(behind.values())]
 
     def _differing(self) -> list[int]:
-        """Return the ranks whose header is not the most frequent one, after a short wait for missing headers."""
+        """List the ranks whose header is not the most frequent one, after a short wait for missing headers."""
         until = time.monotonic() + min(_GRACE_S, self.timeout_s / 2)
         headers = self.headers(self.epoch)
         while None in headers and time.monotonic() < until and not self.stopped_word.value:
@@ -492,7 +494,7 @@ class CpuExecutor:
         return [rank for rank, header in enumerate(headers) if header is not None and header != usual]
 
     def _keep_parts(self, plan: CallPlan) -> list[int]:
-        """Keep which part has another size than this rank expects. Returns its sender."""
+        """Record which part has a different size than this rank expects, and return its sender."""
         peer, sent = (self.context[word // 8] for word in (layout.PARTS_PEER, layout.PARTS_SENT))
         item = wire.DTYPES[plan.dtype]
         expected = plan.sizes[self._world_size + peer]
@@ -506,7 +508,7 @@ class CpuExecutor:
         return [peer]
 
     def parts(self, epoch: int) -> dict[int, str]:
-        """Return, by rank, the sizes that made this rank stop an uneven all_to_all; empty if it did not."""
+        """Describe, by rank, the sizes that made this rank stop an uneven all_to_all; empty if it did not."""
         return self._parts[1] if self._parts[0] == epoch else {}
 
     def _keep_message_headers(self, plan: CallPlan, header: HeaderWords) -> None:
@@ -528,18 +530,18 @@ class CpuExecutor:
         return self.context[layout.EPOCH // 8]
 
     def set_epoch(self, value: int) -> None:
-        """Make ``value`` the number of the last call. On every rank, while none is in a call."""
+        """Set the number of the last call. Call it on every rank while no rank is in a call."""
         self._set(layout.EPOCH, value)
 
     def set_timeout(self, seconds: float) -> None:
-        """Let every later call fail after waiting ``seconds`` for its peers."""
+        """Make every later call fail after it has waited ``seconds`` for its peers."""
         if not seconds > 0:
             raise ConfigError(f"a timeout is more than 0 seconds: {seconds}")
         self.timeout_s = min(seconds, 1e9)
         self._set(layout.TIMEOUT, int(self.timeout_s * 1e9))
 
     def mark_gone(self, rank: int) -> None:
-        """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it."""
+        """End current and future calls that wait for ``rank``, whose process has ended. Any thread may call it."""
         with self._marking:
             self._set(layout.GONE, self.context[layout.GONE // 8] | 1 << rank)
 
@@ -555,12 +557,12 @@ class CpuExecutor:
         return True
 
     def drain(self) -> None:
-        """Return when no call runs any more: at once, since calls block."""
+        """Wait until no call is running. It returns at once, since calls block."""
 
     def clear(self, epoch: int) -> None:
-        """Forget faults, headers, progress and messages, and make ``epoch`` the number of the last call.
+        """Clear faults, headers, progress and messages, and set the number of the last call to ``epoch``.
 
-        On every rank, between two host barriers.
+        Call it on every rank, between two host barriers.
         """
         if self.closed:
             raise ClosedError("this communicator was closed")
@@ -572,12 +574,12 @@ class CpuExecutor:
         self._set(layout.EPOCH, epoch)
 
     def close(self) -> None:
-        """Give the shared memory back. A second call does nothing; not to be called during a call."""
+        """Free the shared memory. A second call does nothing. Do not close during a call."""
         with self._looking:
             if self.closed:
                 return
             self.closed = True
-            self._heap = None  # tensors that live keep it
+            self._heap = None  # live tensors keep it alive
             self._buffer.close()
 
     def _set(self, offset: int, value: int) -> None:
@@ -585,7 +587,7 @@ class CpuExecutor:
 
 
 def build(ranks: Ranks) -> Built:
-    """Build the executor of CPU ranks of one host."""
+    """Build the executor for CPU ranks on one host."""
     if why := ranks.beyond(wire.MAX_WORLD_SIZE):
         return Built(None, why)
     return Built(CpuExecutor(ranks.host, ranks.max_bytes, ranks.timeout_s, ranks.algorithms))

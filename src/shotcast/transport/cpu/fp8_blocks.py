@@ -1,12 +1,12 @@
-"""Blocks of FP8 values, each with a scale: the form in which the messages of ``two_shot_fp8`` travel.
+"""Blocks of FP8 values with one scale each: the wire format of ``two_shot_fp8`` messages.
 
     a = max |x|, at least 2^-100,   scale = a / 448,   q = e4m3(x * (448 / a)),   and x is about q * scale
 
-for each 128 consecutive elements, the last block being the rest; in float32, with exact divisions. These are the
-formats and the bits of ``transport/triton/two_shot_fp8.py``. An infinity or a NaN makes the scale NaN, and with it the
-whole block.
+for each 128 consecutive elements (the last block holds the remainder), in float32 with exact divisions. The format and
+the bits match ``transport/triton/two_shot_fp8.py``. An infinity or a NaN makes the scale NaN, and therefore the whole
+block.
 
-A block consists of its scale, float32, and then its bytes. The code is LLVM vectors, as in
+A block is its float32 scale followed by its bytes. The code is written as LLVM vectors, as in
 :mod:`shotcast.device.cpu.floats`.
 """
 
@@ -32,7 +32,7 @@ _NAN = 0x7FC00000
 
 @njit(error_model="numpy")
 def encoded_bytes(count: int) -> int:
-    """Return the bytes that ``count`` elements take in blocks."""
+    """Compute the bytes that ``count`` elements take in blocks."""
     return (count + FP8_BLOCK - 1) // FP8_BLOCK * BLOCK_BYTES
 
 
@@ -46,7 +46,7 @@ def _for_blocks(builder: Any, count: Any, body: Callable[[Any, Any], None]) -> N
 
 
 def _store_block(builder: Any, address: Any, length: Any, value_at: Callable[[Any, int], Any]) -> None:
-    """Write the block of ``length`` float32 values ``value_at(index, lanes)`` to ``address``; read the values twice."""
+    """Write the block of ``length`` float32 values ``value_at(index, lanes)`` to ``address``, reading them twice."""
     maxima = {lanes: cgutils.alloca_once(builder, vector(I32, lanes)) for lanes in (1, LANES)}
     for lanes, start in maxima.items():
         builder.store(splat(I32, lanes, FP8_FLOOR), start)
@@ -164,7 +164,7 @@ def _sum(_context: Any, destination: Any, sources: Any, world_size: Any, count: 
 
 @functools.cache
 def encoding(form: str) -> Arithmetic:
-    """Return ``(destination, source, count, 0)``: encode ``count`` elements as blocks."""
+    """Return the arithmetic ``(destination, source, count, 0)`` that encodes ``count`` elements as blocks."""
 
     def encode(destination: int, source: int, count: int, _unused: int) -> None:
         _encode(form, destination, source, count)
@@ -175,7 +175,8 @@ def encoding(form: str) -> Arithmetic:
 
 @functools.cache
 def decoding(form: str) -> Arithmetic:
-    """Return ``(destination, source, count, 0)``: decode ``count`` elements of blocks, rounded to the dtype."""
+    """Return the arithmetic ``(destination, source, count, 0)`` that decodes ``count`` elements, rounded to the
+    dtype."""
 
     def decode(destination: int, source: int, count: int, _unused: int) -> None:
         _decode(form, destination, source, count)

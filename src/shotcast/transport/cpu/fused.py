@@ -1,8 +1,8 @@
-"""Reductions whose rows go through residual add, norm and quantization while they are in the cache.
+"""Reductions fused with residual add, norm and quantization of rows while they are in cache.
 
 These are the schedules of :mod:`shotcast.transport.cpu.one_shot` and :mod:`shotcast.transport.cpu.two_shot`, with
-:func:`shotcast.transport.cpu.norm.add_and_norm` instead of their last sum or copy. So the sums, and ``new_residual``,
-have the same bits. A chunk may end anywhere in a row. The context's ROW says where the outputs are.
+:func:`shotcast.transport.cpu.norm.add_and_norm` in place of their last sum or copy. The sums and ``new_residual``
+therefore have the same bits. A chunk may end anywhere in a row. The context's ROW says where the outputs are.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, fini
 
 @njit(error_model="numpy")
 def _norm(context: int, plan: int, _target: int, count: int) -> None:
-    """Do to ``count`` elements of all sources what the norm does to their sum."""
+    """Sum ``count`` elements of all sources and apply the norm to the sum."""
     add_and_norm(context, plan, START_AT_ZERO, load(context + WORLD), count)
 
 
 def one_shot(context: int, plan: int, x: int, out: int) -> int:
-    """Sum and norm all rows on every rank, each from the staging of all ranks. x: nbytes."""
+    """Sum and normalize all rows on every rank, reading the staging of all ranks. x: nbytes."""
     begin_rows(context)
     return read_all(_norm, -1, context, plan, x, out)
 
 
 @njit(error_model="numpy")
 def _norm_slices(context: int, plan: int, staging: int, _out: int, size: int, _root: int) -> None:
-    """Norm the slices of a chunk in the order of columns, as rows need them: from rank 0 on, this rank's own too."""
+    """Normalize the slices of a chunk in column order, as rows require: from rank 0 on, this rank's slice included."""
     world_size, itemsize = load(context + WORLD), load(plan + ITEMSIZE)
     part = slice_size(size, world_size)
     for peer in range(world_size):
@@ -58,13 +58,14 @@ def _norm_slices(context: int, plan: int, staging: int, _out: int, size: int, _r
 
 
 def two_shot(context: int, plan: int, x: int, out: int) -> int:
-    """Sum and norm all rows on every rank, each slice of a chunk from the rank that has reduced it. x: nbytes."""
+    """Sum and normalize all rows on every rank, reading each slice of a chunk from the rank that reduced it. x:
+    nbytes."""
     begin_rows(context)
     return by_slices(_norm_slices, NOWHERE, context, plan, x, out)
 
 
 def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
-    """Sum and norm the rows of block ``rank``. x: N blocks, nbytes in all."""
+    """Sum and normalize the rows of block ``rank``. x: N blocks, nbytes in all."""
     begin_rows(context)
     word = begin(context, plan)[0]
     return read_blocks(_norm, False, context, plan, word, x, out) if word != 0 else ABORTED
@@ -72,10 +73,10 @@ def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
 
 @njit(error_model="numpy")
 def _copy_part(staging: int, to_staging: bool, part: int, offset: int, length: int, low: int, high: int) -> int:
-    """Copy one part of an outcome, as far as it lies in bytes ``low`` to ``high`` of the outcome.
+    """Copy the portion of one part of an outcome that lies in bytes ``low`` to ``high`` of the outcome.
 
-    It is copied to ``staging`` if ``to_staging``, else from there. The part lies at address ``part`` and is ``length``
-    bytes from byte ``offset`` of the outcome on. Returns its end in the outcome.
+    The copy goes to ``staging`` if ``to_staging``, else from it. The part is at address ``part`` and is ``length``
+    bytes long, starting at byte ``offset`` of the outcome. Returns the part's end in the outcome.
     """
     first, last = max(low, offset), min(high, offset + length)
     if last > first:
@@ -87,9 +88,9 @@ def _copy_part(staging: int, to_staging: bool, part: int, offset: int, length: i
 
 
 def reduce_scatter_all_gather(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and norm the rows of block ``rank``, then gather the outcomes of all blocks. x: N blocks, nbytes in all.
+    """Sum and normalize the rows of block ``rank``, then gather the outcomes of all blocks. x: N blocks, nbytes in all.
 
-    The context's ROW says where the outputs of all ranks begin; the residuals are those of this rank.
+    The context's ROW says where the outputs of all ranks begin; the residuals belong to this rank.
     """
     word, rank, world_size, _ = begin(context, plan)
     if word == 0:

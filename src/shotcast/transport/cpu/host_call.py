@@ -17,7 +17,7 @@ LINE_BYTES = 64
 
 
 class ChunkLimits(NamedTuple):
-    """Bytes of a pipeline step: at most, by default, and the multiple that they are rounded down to."""
+    """Bytes of a pipeline step: the maximum, the default, and the multiple to which they are rounded down."""
 
     most: int
     default: int
@@ -25,12 +25,12 @@ class ChunkLimits(NamedTuple):
 
 
 def one_generation(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of schedules that stage their own part alone; ``room``: bytes of a generation."""
+    """Compute the limits of schedules in which a rank stages only its part; ``room`` is the bytes of a generation."""
     return ChunkLimits(room, 256 << 10)
 
 
 def for_all_ranks(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of schedules that stage a part for each rank."""
+    """Compute the limits of schedules that stage a part for each rank."""
     return ChunkLimits(room // world_size, (512 << 10) // world_size)
 
 
@@ -40,25 +40,25 @@ def no_arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
 
 
 def check_sum(plan: CallPlan, served: Container[str]) -> None:
-    """Raise UnsupportedError unless ``plan`` is a sum, and of a dtype among those served."""
+    """Raise UnsupportedError unless ``plan`` is a sum in one of the ``served`` dtypes."""
     if plan.dtype not in served or plan.reduction != "sum":
         what = f"{plan.algorithm} {plan.op.label} ({plan.reduction}) of {plan.dtype}"
         raise UnsupportedError(f"compiled CPU ranks have no {what}")
 
 
 def sums(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Return the addition of the plan's dtype, by word of the plan record.
+    """Look up the addition of the plan's dtype, by word of the plan record.
 
-    Raises UnsupportedError for a dtype that is not added up.
+    Raises UnsupportedError for a dtype without addition.
     """
     check_sum(plan, SUMS)
     return {layout.ARITHMETIC: SUMS[plan.dtype]}
 
 
 def reductions(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Return the reduction of the plan, by word of the plan record.
+    """Look up the plan's reduction, by word of the plan record.
 
-    Raises UnsupportedError for a dtype that has none of that name.
+    Raises UnsupportedError for a dtype without that reduction.
     """
     found = REDUCTIONS.get((plan.dtype, plan.reduction))
     if found is None:
@@ -76,13 +76,13 @@ def sums_and_norms(plan: CallPlan) -> dict[int, Arithmetic]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCall:
-    """The way in which compiled host code serves an operation."""
+    """The implementation of an operation in compiled host code."""
 
     schedule: CompiledSchedule  # the compiled function
     # `chunk(plan, world_size, room)`, the limits of a pipeline step
     chunk: Callable[[CallPlan, int, int], ChunkLimits] = one_generation
     # `arithmetic(plan)`, the functions that the schedule calls, by word of the plan record
     arithmetic: Callable[[CallPlan], dict[int, Arithmetic]] = no_arithmetic
-    norms: bool = False  # rows are normed after the sum, so that calls bring the tensors of the norm
-    alone: HostCall | None = None  # the call that serves one rank, where the schedule needs two
+    norms: bool = False  # rows are normalized after the sum, so calls pass the tensors of the norm
+    alone: HostCall | None = None  # the call for a single rank, if the schedule needs two
     header_only: bool = False  # no data is moved, only the header

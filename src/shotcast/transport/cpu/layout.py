@@ -1,4 +1,4 @@
-"""The layout of a rank's shared region, of its private context, and of the record of a plan.
+"""The layout of a rank's shared region, its private context and plan records.
 
 The shared region of a rank, mapped by all ranks:
 
@@ -7,9 +7,9 @@ The shared region of a rank, mapped by all ranks:
                 each peer
     generations two staging areas, used by even and odd steps
     outboxes    for each receiver: ``OUTBOX_SLOTS`` slots of a chunk, each with its header before it
-    heap        tensors of users
+    heap        user tensors
 
-A rank writes only its own region (except for abort words, and for tensors) and reads those of the others: a store to a
+A rank writes only its own region (except for abort words and tensors) and reads the regions of its peers: a store to a
 shared page is a multicast.
 
 The context and plan records are private arrays of int64; offsets into them are in bytes.
@@ -26,7 +26,7 @@ HEADERS = 8
 PLACES = 40  # of x and out: the bytes from the start of the region; 0 for a tensor that is not in it
 ABORT = LINE
 HEARTBEAT = 2 * LINE  # the time at which this rank was last seen waiting
-WAITS_FOR = HEARTBEAT + 8  # whom it waits for there: 0 for a collective call, 1 + the other rank for a message
+WAITS_FOR = HEARTBEAT + 8  # the target of that wait: 0 for a collective call, 1 + the peer for a message
 SENT = 1024
 RECEIVED = 2048
 CONTROL_BYTES = 4096
@@ -35,9 +35,9 @@ OUTBOX_SLOTS = 4
 OUTBOX_HEADER_BYTES = 64
 
 YIELD_NS = 1_000_000
-"""The time for which a wait yields its core before it sleeps."""
+"""Time that a wait spends yielding its core before it sleeps."""
 INTERRUPT_NS = 20_000_000
-"""Time between two looks for Ctrl-C, each of which takes the interpreter lock."""
+"""Time between checks for Ctrl-C; each check takes the interpreter lock."""
 
 # Context words.
 RANK = 0
@@ -52,7 +52,7 @@ OUTBOX_CHUNK = 64
 HEADER_WORD = 72  # the first word of the header of the current call, with its epoch
 GONE = 80  # a bit for each rank whose process has ended; another thread sets it
 NETWORK = 88  # the address of the record of the network between nodes; 0 on one node
-PARTS_PEER = 96  # of an uneven all_to_all that failed: the rank that sends a part of another size than is expected,
+PARTS_PEER = 96  # of a failed uneven all_to_all: the rank that sends a part of an unexpected size,
 PARTS_SENT = 104  # and its bytes
 MESSAGE_PEER = 112  # the rank that a batch of messages failed to reach
 REGIONS = 128
@@ -63,8 +63,8 @@ HEAP_END = 584
 CONTEXT_WORDS = 80
 
 # Words of ROW, the state of a fused call: addresses of the next element (0 if not wanted), advanced during the call;
-# eps and the start of sums, as float32 bits; how many columns of the row are summed; and, as float32, the partial sums
-# of the squares (of a LayerNorm: of the values), that of column c in number c % 32.
+# eps and the start of sums, as float32 bits; the number of columns of the row summed so far; and, as float32, the
+# partial sums of the squares (for a LayerNorm, of the values), in which column c goes to number c % 32.
 RESIDUAL = 0
 NEW_RESIDUAL = 8
 WEIGHT = 16
@@ -82,7 +82,7 @@ SQUARES_LANES = 32
 # Plan words. EXTENTS and OFFSETS are by rank: sizes and offsets, in bytes, of the parts of an all_gather. ADD, NORM,
 # HIDDEN and GATHER_CHUNK are for fused calls. GATHER_CHUNK is the bytes of a step of the final all_gather. PARTIAL,
 # ADD_PARTIAL and ROUND are the arithmetic of sums over nodes: of ranks to float32, of float32, and of float32 to the
-# dtype; other reductions are in the dtype itself, and PARTIAL_BYTES are those of an element between nodes. SLOT is
+# dtype; other reductions are in the dtype itself, and PARTIAL_BYTES is the size of an element between nodes. SLOT is
 # the bytes from one slice that has arrived from another node to the next, and TOTAL those to the sum that is normed.
 # MESSAGE_NUMBER counts the messages between two ranks on different nodes, whose ROOT is the descriptor of their
 # connection.
@@ -109,5 +109,5 @@ TOTAL = 288
 ROOT_NODE = 296
 PARTIAL_BYTES = 304
 PARTS = 312  # offset and size of the part of each rank, node by node; behind the words of all plans. In an uneven
-# all_to_all they are those of what this rank sends to each rank
+# all_to_all they describe the parts that this rank sends to each rank
 PLAN_WORDS = 39

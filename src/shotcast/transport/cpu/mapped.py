@@ -1,8 +1,8 @@
-"""Tensors in memory that all ranks map: calls tell each other where they lie.
+"""Tensors in memory that all ranks map; calls publish where they are.
 
-A rank says with the header of a call where its tensors are in its region, so ranks may make and free tensors without
-each other, and need not agree on the form of a call: each knows it of all ranks once it has their headers. There is a
-word for calls of even and of odd epochs, as there is a header, since a rank may be one call ahead.
+A rank publishes where its tensors are in its region along with the header of a call. Ranks may therefore create and
+free tensors independently, and need not agree on the form of a call: each rank knows the form on all ranks once it has
+their headers. As with headers, even and odd epochs have separate words, since a rank may be one call ahead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from shotcast.transport.cpu.waiting import region
 X, OUT = 0, 8
 """The tensors of a call, by the offset of their place."""
 LEAST_BYTES = 128 << 10
-"""Shorter messages are staged: cores have them in their caches, and calls in one step would take another."""
+"""Shorter messages are staged: they are in the cores' caches, and calls of one step would take a second one."""
 PIECE_BYTES = 64 << 10
-"""Bytes that a rank adds up before it writes them to the others, out of its cache."""
+"""Bytes that a rank sums before it writes them to its peers from cache."""
 
 
 @njit(error_model="numpy")
@@ -28,7 +28,7 @@ def _place_of(context: int, address: int) -> int:
 
 @njit(error_model="numpy")
 def tell_places(context: int, plan: int, x: int, out: int) -> None:
-    """Say where the tensors of the call are that begins next. Its header, which is released, follows."""
+    """Publish where the tensors of the next call are. Its header follows, with a release store."""
     epoch = load(context + EPOCH) + 1
     words = region(context, load(context + RANK)) + PLACES + 16 * (epoch & 1)
     long = load(plan + NBYTES) >= LEAST_BYTES
@@ -38,22 +38,22 @@ def tell_places(context: int, plan: int, x: int, out: int) -> None:
 
 @njit(error_model="numpy")
 def place(context: int, rank: int, tensor: int) -> int:
-    """Return where in the region of a rank its :data:`X` or :data:`OUT` of this call is; 0 if it is not mapped.
+    """Look up where a rank's :data:`X` or :data:`OUT` of this call is in its region; 0 if it is not mapped.
 
-    Another rank's is known once its header has been seen.
+    A peer's tensor is known once its header has been seen.
     """
     return load(region(context, rank) + PLACES + 16 * (load(context + EPOCH) & 1) + tensor)
 
 
 @njit(error_model="numpy")
 def is_mapped(context: int, rank: int) -> bool:
-    """Return whether both tensors of a rank are mapped."""
+    """Check whether both tensors of a rank are mapped."""
     return place(context, rank, X) != 0 and place(context, rank, OUT) != 0
 
 
 @njit(error_model="numpy")
 def mapped_ranks(context: int) -> int:
-    """Return how many ranks have mapped tensors in this call. All headers have been seen."""
+    """Count the ranks with mapped tensors in this call. All headers must have been seen."""
     ranks = 0
     for rank in range(load(context + WORLD)):
         if is_mapped(context, rank):

@@ -4,20 +4,21 @@
     normed       = round(new_residual * factor * weight),   factor = 1 / sqrt(sum(new_residual^2) / hidden + eps)
     quantized    = e4m3(normed * (1 / scale)),              scale = the caller's, or max |normed| / 448
 
-and of a LayerNorm
+and for a LayerNorm
 
     mean         = sum(new_residual) / hidden,              as a sum of two numbers: see :func:`_centre`
     normed       = round((new_residual - mean) * factor * weight + bias),      factor = 1 / sqrt(variance + eps)
 
-Weight and bias may be of another dtype than the rest. All of it is in float32, with the sum, ``new_residual`` and
-``normed`` as rounded to the dtype, and with correctly rounded divisions and root. A row's own scale ignores NaN and is
-at least 2^-126, the smallest value whose inverse is finite.
+Weight and bias may have a different dtype from the rest. All arithmetic is in float32, with the sum, ``new_residual``
+and ``normed`` rounded to the dtype, and with correctly rounded divisions and square root. A row's dynamic scale ignores
+NaN and is at least 2^-126, the smallest value whose inverse is finite.
 
-The square (of a LayerNorm: the value, the difference from the mean, and the square of that) of column c goes to partial
-sum c % 32, in the order of columns. The partial sums are added pairwise, halves onto halves. This order depends on
-``hidden`` alone, not on how a row was divided.
+The square of column c (for a LayerNorm: the value, the difference from the mean, and the square of that difference)
+goes to partial sum c % 32, in column order. The partial sums are added pairwise, halves onto halves. This order depends
+only on ``hidden``, not on how a row was divided.
 
-The code is LLVM vectors, as in :mod:`shotcast.device.cpu.floats`. An output may be the input of the same element.
+The code is written as LLVM vectors, as in :mod:`shotcast.device.cpu.floats`. An output may alias the input of the same
+element.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ _SMALLEST_SCALE = 2.0**-126
 
 START_AT_ZERO = 0
 START_AT_MINUS_ZERO = -(1 << 31)
-"""The start of a sum, as float32 bits: +0.0 by the contract, or -0.0, which does not change what has been summed."""
+"""The start of a sum, as float32 bits: +0.0 by the contract, or -0.0, which leaves an existing sum unchanged."""
 
 
 class _Fields:
-    """The words of a row record, and the elements behind the addresses that it holds."""
+    """Accessors for the words of a row record and for the elements at the addresses it holds."""
 
     def __init__(self, builder: Any, row: Any, stored: Any):
         self._builder, self._row, self._stored = builder, row, stored
@@ -118,7 +119,7 @@ def _add(_context: Any, dtype: Any, kind: Any, row: Any, sources: Any, world_siz
                 address = fields.squares(builder.urem(builder.add(column, index), number(LANES)))
                 store_at(builder, builder.fadd(load_at(builder, F32, address), terms_of(index, 1)), address)
 
-        # Single elements up to a multiple of LANES columns, so that the lanes of vectors are those of the partial sums.
+        # Single elements up to a multiple of LANES columns, so that vector lanes match the partial sums.
         head = builder.urem(builder.sub(number(0), column), number(LANES))
         head = builder.select(builder.icmp_unsigned("<", head, count), head, count)
         add_singles(number(0), head)
@@ -142,10 +143,11 @@ def _as_it_is(value: Any, lanes: int) -> Any:
 
 
 def _centre(builder: Any, form: Any, fields: _Fields, values: Any, hidden: Any, mean: Any) -> tuple[Any, Any]:
-    """Return the variance of a row, and a function that subtracts the mean from ``lanes`` of its values.
+    """Compute the variance of a row, and build a function that subtracts the mean from ``lanes`` of its values.
 
-    ``mean`` was rounded more than once. So differences from it, which are nearly exact, are added up too, and their
-    mean ``rest`` is what is missing: the mean is ``mean + rest``, and the variance that of the differences.
+    ``mean`` was rounded more than once. The differences from it, which are nearly exact, are therefore summed too, and
+    their mean ``rest`` is the correction: the mean is ``mean + rest``, and the variance is the variance of the
+    differences.
     """
     wide = vector(F32, LANES)
     sums = [cgutils.alloca_once(builder, wide) for _ in range(2)]
@@ -173,7 +175,7 @@ def _centre(builder: Any, form: Any, fields: _Fields, values: Any, hidden: Any, 
     rest, square = (builder.fdiv(reduce_lanes(builder, builder.load(one), builder.fadd), count) for one in sums)
     variance = builder.fsub(square, builder.fmul(rest, rest))
     negative = builder.fcmp_ordered("<", variance, ir.Constant(F32, 0.0))
-    variance = builder.select(negative, ir.Constant(F32, 0.0), variance)  # by rounding; NaN stays
+    variance = builder.select(negative, ir.Constant(F32, 0.0), variance)  # negative from rounding; NaN stays
 
     def centred(value: Any, lanes: int) -> Any:
         value = builder.fsub(value, broadcast_lanes(builder, mean, lanes))
@@ -249,7 +251,7 @@ def _norm(_context: Any, dtype: Any, weight_dtype: Any, kind: Any, row: Any, val
                 scale = builder.select(builder.fcmp_ordered("<", scale, smallest), smallest, scale)
                 store_at(builder, scale, fields.word(SCALE))
                 inverse = builder.fdiv(one, scale)
-                # The norm is computed again from the cache, so its bits do not depend on whether it is kept.
+                # The norm is recomputed from cache, so its bits do not depend on whether it is stored.
                 for_each_vector(builder, hidden, lambda i, lanes: quantize(normed_at(i, lanes), i, lanes, inverse))
             with no_own_scale:
                 given_inverse = cgutils.alloca_once_value(builder, one)
@@ -271,9 +273,10 @@ def _norm(_context: Any, dtype: Any, weight_dtype: Any, kind: Any, row: Any, val
 
 @functools.cache
 def adding(form: str, kind: str) -> Arithmetic:
-    """Return ``(row, sources, world_size, count)``: sum and add the next ``count`` elements of a row.
+    """Return the arithmetic ``(row, sources, world_size, count)`` that sums the next ``count`` elements of a row and
+    adds the residual.
 
-    Their squares, or for a LayerNorm the values, are added to the partial sums of the row.
+    The squares of the results (for a LayerNorm, the results themselves) are added to the partial sums of the row.
     """
 
     def add(row: int, sources: int, world_size: int, count: int) -> None:
@@ -285,7 +288,10 @@ def adding(form: str, kind: str) -> Arithmetic:
 
 @functools.cache
 def norming(form: str, weight: str, kind: str) -> Arithmetic:
-    """Return ``(row, values, hidden, 0)``: norm a row that has been added; ``values`` is its new residual."""
+    """Return the arithmetic ``(row, values, hidden, 0)`` that normalizes a row after :func:`adding`.
+
+    ``values`` is the row's new residual.
+    """
 
     def norm(row: int, values: int, hidden: int, _unused: int) -> None:
         _norm(form, weight, kind, row, values, hidden)
@@ -295,7 +301,7 @@ def norming(form: str, weight: str, kind: str) -> Arithmetic:
 
 
 def arithmetic_of(dtype: str, norm: Norm) -> tuple[Arithmetic, Arithmetic]:
-    """Return what adds up rows of ``dtype``, and what norms them."""
+    """Return the arithmetic that sums rows of ``dtype``, and the arithmetic that normalizes them."""
     form = form_of(dtype)
     added = LAYER if norm.kind == LAYER_WITH_BIAS else norm.kind
     return adding(form, added), norming(form, form_of(norm.weight or dtype), norm.kind)
@@ -312,7 +318,7 @@ def begin_rows(context: int) -> None:
 
 @njit(error_model="numpy")
 def add_and_norm(context: int, plan: int, start: int, world_size: int, count: int) -> None:
-    """Sum the next ``count`` elements of this rank's rows over ``world_size`` sources; norm complete rows.
+    """Sum the next ``count`` elements of this rank's rows over ``world_size`` sources; normalize complete rows.
 
     ``start`` is START_AT_ZERO or START_AT_MINUS_ZERO. The elements may end anywhere in a row; the sources are advanced.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a fused call as compiled code finds them, and rows that one process norms alone."""
+"""The tensors of a fused call as compiled code reads them, and norms of rows within one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def put_tensors(context: array[int], tensors: NormTensors, norm: Norm) -> None:
 
 
 def rows(context: int, plan: int, x: int, _out: int) -> int:
-    """Norm rows that are summed already. x: nbytes."""
+    """Normalize rows that are already summed. x: nbytes."""
     begin_rows(context)
     store(context + SOURCES, x)
     add_and_norm(context, plan, START_AT_MINUS_ZERO, 1, load(plan + NBYTES) // load(plan + ITEMSIZE))
@@ -56,7 +56,7 @@ ROWS = CompiledSchedule(rows)
 
 
 def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
-    """Do to a sum what the fused operations do, with the same bits.
+    """Apply the residual add, norm and quantization of the fused operations to a sum, with the same bits.
 
     ``total`` is [rows, hidden], contiguous, float32, float16 or bfloat16; the tensors have as many rows.
     """
@@ -68,7 +68,7 @@ def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _record(dtype: torch.dtype, count: int, norm: Norm) -> array[int]:
-    """Return the plan of rows, which the schedule only reads."""
+    """Build the plan record of :func:`rows`, which the schedule only reads."""
     name, record = str(dtype).removeprefix("torch."), array("q", [0] * layout.PLAN_WORDS)
     record[NBYTES // 8] = count * dtype.itemsize
     record[ITEMSIZE // 8] = wire.DTYPES[name]

@@ -1,9 +1,9 @@
-"""One-shot reductions: one step, in which every rank reads the data of every other.
+"""One-shot reductions: a single step in which every rank reads the data of every peer.
 
-They win for short messages: there is one synchronization, but each rank reads the N - 1 whole messages of the others.
-The sums are in rank order, accumulated in float32 and rounded once, so they have the bits of two-shot.
+They win for short messages: there is one synchronization, but each rank reads all N - 1 messages of its peers in full.
+Sums are accumulated in rank order in float32 and rounded once, so they match two-shot bit for bit.
 
-A reduce-scatter of tensors that all ranks map stages nothing: each rank reads its block of all of them.
+A reduce-scatter of tensors that all ranks map stages nothing: each rank reads its block directly from all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def add(context: int, plan: int, target: int, count: int) -> None:
 
 @njit(error_model="numpy")
 def read_all(sum_up: HostFunction, root: int, context: int, plan: int, x: int, out: int) -> int:
-    """Let ``root``, or with -1 every rank, read the messages of all, and ``sum_up`` them, as :func:`add` does.
+    """Let ``root`` (-1 for every rank) read the messages of all ranks and add them with ``sum_up``, as :func:`add`
+    does.
 
     x, out: nbytes; they may be the same.
     """
@@ -60,9 +61,9 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 @njit(error_model="numpy")
 def read_blocks(sum_up: HostFunction, maps: bool, context: int, plan: int, word: int, x: int, out: int) -> int:
-    """Let every rank read its block of the messages of all, and ``sum_up`` them, as :func:`add` does.
+    """Let every rank read its block of all messages and add the blocks with ``sum_up``, as :func:`add` does.
 
-    ``maps`` says that tensors may be mapped. x: N blocks, nbytes in all; out: one block. The call has begun.
+    ``maps`` says that tensors may be mapped. x: N blocks, nbytes in all; out: one block. The call must have begun.
     """
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
     nbytes, chunk, itemsize = sizes(plan)
@@ -87,7 +88,7 @@ def read_blocks(sum_up: HostFunction, maps: bool, context: int, plan: int, word:
                 add(context, plan, out, block // itemsize)
                 return meet(context, step, word)
             if ranks > 0:
-                continue  # they have staged nothing, which all ranks know, and stage it again
+                continue  # these ranks staged nothing, as all ranks know, so all stage it again
         set_sources(context, staging + rank * chunk, x + rank * block + done)
         sum_up(context, plan, out + done, size // itemsize)
         done += size
@@ -103,7 +104,7 @@ def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
 
 
 def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of a step in which a rank stages its own message; ``room``: bytes of a generation."""
+    """Compute the limits of a step in which a rank stages its message; ``room`` is the bytes of a generation."""
     return ChunkLimits(room, (512 << 10) // world_size)
 
 

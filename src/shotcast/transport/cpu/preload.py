@@ -1,8 +1,9 @@
-"""Imports for the server that ranks are forked from, so that every rank starts with what it needs.
+"""Imports for the server that ranks are forked from, so that every rank starts with the modules it needs.
 
-numba reads its implementations of functions when it first compiles or loads one, which takes each rank half a second.
+numba reads its function implementations when it first compiles or loads a function, which takes half a second per rank.
 
-It is imported last. What is loaded then is kept out of garbage collections, which would copy its pages for each rank.
+This module is imported last. Everything loaded by then is excluded from garbage collection, which would copy its pages
+for each rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rings: partial sums travel from rank to rank, so every rank exchanges data with its two neighbors only.
+"""Ring algorithms: partial sums travel from rank to rank, so every rank exchanges data only with its two neighbors.
 
 All-reduce takes 2N - 2 steps on slices of 1/N of the message. Slice j starts at rank j + 1, is complete at rank j after
-N - 1 hops, and goes around once more. Every rank moves 2 (N - 1) / N of the message, which is the minimum; the number
-of steps is what MultiShot reduces. Reduce-scatter and all-gather are its halves.
+N - 1 hops, and goes around once more. Every rank moves 2 (N - 1) / N of the message, which is the minimum; MultiShot
+reduces the number of steps. Reduce-scatter and all-gather are the two halves of the all-reduce.
 
 Sums are rounded to the dtype at every hop: round(... round(round(0 + x_{j+1}) + x_{j+2}) ... + x_j).
 """
@@ -26,11 +26,11 @@ def _await_neighbours(context: int, step: int, word: int, first_step: int, recei
     rank, world_size = load(context + RANK), load(context + WORLD)
     status = DONE
     if step == first_step + 1:
-        # The staging that is overwritten next may have been read by any rank in the call before.
+        # Any rank may have read, in the previous call, the staging that is overwritten next.
         status = await_all(context, step, word)
     if status == DONE and receives:
         status = await_peer(context, wrap_rank(rank - 1, world_size), step, word)
-    # The first step of a call needs no permission: every rank has finished the call before.
+    # The first step of a call needs no permission: every rank has finished the previous call.
     if status == DONE and sends and step > first_step:
         status = await_peer(context, wrap_rank(rank + 1, world_size), step, word)
     return status
@@ -52,8 +52,8 @@ def _pass_slices(
     """Pass all slices around the ring, one piece of each slice after the other.
 
     A slice is complete at hop N - 1. Before that, ranks add to it; after it, they copy it to ``out``. Slices begin
-    ``pitch`` bytes apart, or with ``pitch`` 0 as the plan's OFFSETS and EXTENTS say. ``x`` is this rank's slice alone
-    if the first hop is N - 1, and so is ``out`` if the last hop is.
+    ``pitch`` bytes apart, or with ``pitch`` 0 as the plan's OFFSETS and EXTENTS say. If the first hop is N - 1, ``x``
+    is only this rank's slice; likewise ``out`` if the last hop is N - 1.
     """
     word, rank, world_size, step = begin(context, plan)
     if word == 0:
@@ -122,7 +122,7 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
 
 
 def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of a step in which a rank stages one slice."""
+    """Compute the limits of a step in which a rank stages one slice."""
     return ChunkLimits(room * world_size, (256 << 10) * world_size)
 
 

@@ -1,8 +1,8 @@
 """Collectives with a root: reduce, gather and scatter.
 
-Data moves to the root or from it alone; the others publish what it reads, or read what it publishes. All ranks make
-the same steps, and each step waits for all, so they find each other's headers, and a generation is written again only
-when everybody has read it.
+Data moves only to or from the root; the other ranks publish what it reads, or read what it publishes. All ranks take
+the same steps, and each step waits for all ranks. Ranks therefore see each other's headers, and a generation is
+overwritten only after every rank has read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, fini
 
 
 def gather(context: int, plan: int, x: int, out: int) -> int:
-    """out = the parts of all ranks in order, at the root. x: this rank's part; all parts have nbytes together."""
+    """out = the parts of all ranks in order, at the root. x: this rank's part; all parts together have nbytes."""
     word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
@@ -73,12 +73,12 @@ def scatter(context: int, plan: int, x: int, out: int) -> int:
 
 
 def reduce_at_root(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} at the root, which reads the messages of all. x, out: nbytes; they may be the same."""
+    """out = x_0 + ... + x_{N-1} at the root, which reads all messages. x, out: nbytes; they may be the same."""
     return read_all(add, load(plan + ROOT), context, plan, x, out)
 
 
 def reduce_by_slices(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} at the root: each rank adds up a slice, which the root reads."""
+    """out = x_0 + ... + x_{N-1} at the root: each rank sums a slice, which the root reads."""
     return by_slices(take_slices, load(plan + ROOT), context, plan, x, out)
 
 

@@ -1,6 +1,6 @@
 """Send and receive through an outbox of ``OUTBOX_SLOTS`` chunks for each ordered pair of ranks.
 
-The sender fills slots of its own outbox and counts them in ``sent``. The receiver copies them out and counts them in
+The sender fills slots of its outbox and counts them in ``sent``. The receiver copies them out and counts them in
 ``received``, which is the sender's credit: the sender is never more than OUTBOX_SLOTS chunks ahead. Nothing else is
 touched, so other ranks and collectives are not affected. A send returns once its last chunk is in the outbox.
 """
@@ -32,14 +32,14 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, MISMATCHED, region, wa
 
 @njit(error_model="numpy")
 def outbox_offset(context: int, receiver: int, piece_number: int) -> int:
-    """Return where the slot of a piece for a receiver lies in the sender's region."""
+    """Compute the offset, in the sender's region, of the slot of a piece for a receiver."""
     slot_bytes = OUTBOX_HEADER_BYTES + load(context + OUTBOX_CHUNK)
     slot = receiver * OUTBOX_SLOTS + piece_number % OUTBOX_SLOTS
     return CONTROL_BYTES + 2 * load(context + GENERATION) + slot * slot_bytes
 
 
 def send(context: int, plan: int, x: int, out: int) -> int:
-    """Send nbytes at x to the plan's root; ``out`` is not used."""
+    """Send nbytes at x to the plan's root; ``out`` is unused."""
     rank, peer = load(context + RANK), load(plan + ROOT)
     own = region(context, rank)
     if load_acquire(own + ABORT) != 0:
@@ -66,7 +66,7 @@ def send(context: int, plan: int, x: int, out: int) -> int:
 
 
 def recv(context: int, plan: int, x: int, out: int) -> int:
-    """Receive nbytes from the plan's root into out; ``x`` is not used.
+    """Receive nbytes from the plan's root into out; ``x`` is unused.
 
     Returns MISMATCHED if another message is next.
     """

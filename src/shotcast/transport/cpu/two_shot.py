@@ -1,13 +1,13 @@
-"""Two-shot (MultiShot) all-reduce: reduce-scatter, then all-gather, two steps for any number of ranks.
+"""Two-shot (MultiShot) all-reduce: reduce-scatter, then all-gather, in two steps for any number of ranks.
 
-To reduce its own slice, each rank reads N - 1 slices of 1/N of the message, and then N - 1 reduced slices. That is 2 (N
-- 1) / N of the message, as in a ring, but with 2 synchronizations where a ring takes 2N - 2. The result is written once
-and read by all: a store to a shared page is the multicast of step two.
+To reduce its slice, each rank reads N - 1 slices of 1/N of the message, and then N - 1 reduced slices. That is 2 (N -
+1) / N of the message, as in a ring, but with 2 synchronizations instead of 2N - 2. The result is written once and read
+by all: a store to a shared page is the multicast of step two.
 
-The sums are in rank order, accumulated in float32 and rounded once, so they have the bits of one-shot.
+Sums are accumulated in rank order in float32 and rounded once, so they match one-shot bit for bit.
 
-Where all tensors are in memory that all ranks map, nothing is staged: each rank reads its slice of all of them, and
-writes the sum into all of them. A slice is touched by its rank alone, so the call may be in place.
+If all tensors are in memory that all ranks map, nothing is staged: each rank reads its slice from all of them and
+writes the sum to all of them. Only its rank touches a slice, so the call may be in place.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, await_all, begin, fini
 from shotcast.wire import CallPlan
 
 EVERYWHERE, NOWHERE = -1, -2
-"""Values of a root: every rank gets the sum, or only what is done with it."""
+"""Special values of a root: with EVERYWHERE every rank gets the sum, with NOWHERE only results computed from it."""
 
 
 @njit(error_model="numpy")
 def by_slices(take: HostFunction, root: int, context: int, plan: int, x: int, out: int) -> int:
-    """Let each rank add up its slice of each chunk, and ``take`` the slices of all as :func:`take_slices` does.
+    """Let each rank sum its slice of each chunk, then collect all slices with ``take``, as :func:`take_slices` does.
 
     A generation holds this rank's reduced slice of the previous chunk, then its contribution to this chunk. Step k
     publishes both, so C chunks take C + 1 steps rather than 2 C.
@@ -60,7 +60,7 @@ def by_slices(take: HostFunction, root: int, context: int, plan: int, x: int, ou
             if ranks == world_size:
                 return _in_mapped_tensors(context, plan, word, step, out)
             if ranks > 0:
-                continue  # they have staged nothing, which all ranks know, and stage it again
+                continue  # these ranks staged nothing, as all ranks know, so all stage it again
 
         if high > low:
             set_sources(context, staging + contribution + low, x + start + low)
@@ -81,7 +81,7 @@ def by_slices(take: HostFunction, root: int, context: int, plan: int, x: int, ou
 
 @njit(error_model="numpy")
 def take_slices(context: int, plan: int, staging: int, out: int, size: int, root: int) -> None:
-    """Copy the peers' slices of a chunk of ``size`` bytes, which each has at ``staging`` in its region, to ``out``."""
+    """Copy the peers' slices of a chunk of ``size`` bytes, each at ``staging`` in its rank's region, to ``out``."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     part = slice_size(size, world_size)
     for distance in range(1, world_size if root == EVERYWHERE or rank == root else 1):
@@ -98,7 +98,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 @njit(error_model="numpy")
 def _in_mapped_tensors(context: int, plan: int, word: int, step: int, out: int) -> int:
-    """Add up this rank's slice, and write it to all ranks. All have begun, so their tensors are there."""
+    """Sum this rank's slice, and write it to all ranks. All have begun the call, so their tensors are available."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     nbytes, _, itemsize = sizes(plan)
     function = load(plan + ARITHMETIC)
@@ -106,7 +106,7 @@ def _in_mapped_tensors(context: int, plan: int, word: int, step: int, out: int) 
     low, high = min(rank * part, nbytes), min((rank + 1) * part, nbytes)
     while low < high:
         if is_stopped(context):
-            return ABORTED  # a rank that has given up may use its tensor otherwise
+            return ABORTED  # a rank that has given up may have reused its tensor
         size = min(PIECE_BYTES, high - low)
         for peer in range(world_size):
             store(context + SOURCES + 8 * peer, region(context, peer) + place(context, peer, X) + low)
@@ -119,7 +119,7 @@ def _in_mapped_tensors(context: int, plan: int, word: int, step: int, out: int) 
 
 
 def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of a step: a chunk and a slice of it, with room for the rounding up of slices."""
+    """Compute the limits of a step: a chunk and a slice of it, with room for slices that are rounded up."""
     return ChunkLimits((room - 64) * world_size // (world_size + 1), 256 << 10)
 
 

@@ -1,12 +1,12 @@
 """Two-shot all-reduce whose messages travel in FP8: half the bytes of 16-bit floats, a quarter of float32.
 
-Its purpose is to give the bits of ``transport/triton/two_shot_fp8.py``. Between processes of one machine, bytes cost
+It exists to reproduce the bits of ``transport/triton/two_shot_fp8.py``. Between processes of one machine, bytes cost
 less than this arithmetic, and two-shot is faster.
 
-Slices are those of the whole message. Each is divided into blocks of its own
+Slices divide the whole message. Each slice is divided into blocks separately
 (:mod:`shotcast.transport.cpu.fp8_blocks`), so the bits do not depend on the pieces of the pipeline. The values of every
-rank, this one included, are quantized, added in rank order, and quantized again. Every rank, the owner included, keeps
-the dequantized sum.
+rank, including this one, are quantized, added in rank order, and quantized again. Every rank, including the owner,
+keeps the dequantized sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shotcast.wire import CallPlan
 
 @njit(error_model="numpy")
 def _piece_bytes(nbytes: int, part: int, index: int, done: int, piece: int) -> int:
-    """Return the bytes of slice ``index`` in a piece that begins ``done`` bytes into every slice."""
+    """Compute the bytes of slice ``index`` in a piece that begins ``done`` bytes into every slice."""
     start = index * part + done
     return max(0, min(min(piece, part - done), nbytes - start))
 
@@ -78,14 +78,14 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
 
 
 def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of a piece of a slice: blocks of this piece of all slices, and of the sums of one."""
+    """Compute the limits of a piece of a slice: blocks of this piece of all slices, and of the sums of one."""
     block = wire.FP8_BLOCK * wire.DTYPES[plan.dtype]
     most = room // ((world_size + 1) * fp8_blocks.BLOCK_BYTES) * block
     return ChunkLimits(most, (256 << 10) // world_size, block)
 
 
 def arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Return the sum of blocks, and what makes blocks and values of the plan's dtype."""
+    """Return the sum of blocks, and the conversions between blocks and values of the plan's dtype."""
     check_sum(plan, fp8_blocks.ENCODE)
     return {ARITHMETIC: fp8_blocks.SUM, ENCODE: fp8_blocks.ENCODE[plan.dtype], DECODE: fp8_blocks.DECODE[plan.dtype]}
 

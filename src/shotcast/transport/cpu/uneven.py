@@ -1,7 +1,8 @@
-"""An all_to_all of parts of any sizes, which only their two ranks know.
+"""An all_to_all with parts of any size, known only to the sender and receiver of each part.
 
-In the first step each rank publishes the sizes of what it sends, and a first chunk of each part. So every rank learns
-the longest part of all, which gives the number of steps, and compares what others send to it with what it expects.
+In the first step each rank publishes the sizes of the parts that it sends, and a first chunk of each. Every rank thus
+learns the longest part of all, which determines the number of steps, and compares the sizes that its peers send with
+the sizes that it expects.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from shotcast.transport.cpu.waiting import ABORTED, DONE, PARTS_DIFFER, await_al
 from shotcast.wire import CallPlan
 
 _SIZES = LINE
-"""Bytes before the chunks of a generation: the sizes of what a rank sends to each."""
+"""Bytes before the chunks of a generation; they hold the sizes of the parts that a rank sends to each rank."""
 
 
 @njit(error_model="numpy")
 def _sent(plan: int, peer: int) -> int:
-    """Return the address of the offset, then the bytes, of what this rank sends to ``peer``."""
+    """Return the address of the offset, then the bytes, of the part that this rank sends to ``peer``."""
     return plan + PARTS + 16 * peer
 
 
 @njit(error_model="numpy")
 def _look(context: int, plan: int, staging: int, longest: int) -> int:
-    """Compare what others send with what this rank expects; return the longest part of all, -1 if a size differs."""
+    """Compare the sizes that peers send with the expected ones; return the longest part of all, or -1 if a size
+    differs."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     for peer in range(world_size):
         sizes = region(context, peer) + staging
@@ -41,7 +43,7 @@ def _look(context: int, plan: int, staging: int, longest: int) -> int:
 
 
 def all_to_all(context: int, plan: int, x: int, out: int) -> int:
-    """out = what each rank sends to this one, in their order. EXTENTS and OFFSETS of the plan are those of out."""
+    """out = the parts that all ranks send to this one, in rank order. The plan's EXTENTS and OFFSETS describe out."""
     word, rank, world_size, step = begin(context, plan)
     if word == 0:
         return ABORTED
@@ -79,7 +81,7 @@ def all_to_all(context: int, plan: int, x: int, out: int) -> int:
 
 
 def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of a step that stages a part for each rank behind their sizes."""
+    """Compute the limits of a step that stages a part for each rank after their sizes."""
     return ChunkLimits((room - _SIZES) // world_size, (512 << 10) // world_size)
 
 

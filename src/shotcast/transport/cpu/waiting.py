@@ -1,12 +1,13 @@
-"""Waits of ranks for each other, and the events that end a wait.
+"""Synchronization between ranks: how they wait for each other, and the events that end a wait.
 
 Steps. A call consists of the same number of steps on every rank. In step ``t`` a rank writes its staging generation ``t
-% 2``. It then releases ``progress = t + 1``, which makes two statements: what it wrote in step t is there, and it has
-read all that it wanted of the steps before. So a rank may write step t once every reader of its step t - 2 shows
-progress >= t. A call ends only when that holds for the step that comes next.
+% 2``. It then releases ``progress = t + 1``, which makes two promises: its writes of step t are visible, and it has
+read everything it needs from earlier steps. A rank may therefore write step t once every reader of its step t - 2 shows
+progress >= t. A call ends only when this holds for the next step.
 
-Headers. A call begins with the header of its epoch, and no rank finishes before it has seen an equal one of every
-peer. So no rank is ever more than one call ahead, two headers suffice, and any difference between calls is found.
+Headers. A call begins with the header of its epoch, and no rank finishes before it has seen an equal one from every
+peer. No rank is therefore ever more than one call ahead, two headers suffice, and any difference between calls is
+detected.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from shotcast.transport.cpu.layout import (
 DONE, TIMED_OUT, MISMATCHED, ABORTED, PEER_GONE, INTERRUPTED = 0, 1, 2, 3, 4, 5
 """The statuses that a schedule returns."""
 PARTS_DIFFER = 6
-"""One more, of an uneven all_to_all: a rank sends a part of another size than this one expects."""
+"""An additional status of an uneven all_to_all: a peer sends a part of a different size than this rank expects."""
 
 
 @njit(error_model="numpy")
@@ -57,9 +58,9 @@ def region(context: int, rank: int) -> int:
 
 @njit(error_model="numpy")
 def _hopeless(context: int, peer: int, collective: bool) -> bool:
-    """Return whether a rank whose process has ended keeps this call from completing.
+    """Check whether a rank whose process has ended keeps this call from completing.
 
-    That is so if it is ``peer``, whose word this rank waits for, or if it has not begun this collective.
+    This is so if it is ``peer``, whose word this rank waits for, or if it has not begun this collective.
     """
     gone = load_acquire(context + GONE)
     if gone == 0:
@@ -88,7 +89,7 @@ def _wait_long(context: int, peer: int, collective: bool, address: int, target: 
     looked = begun
     store(own + WAITS_FOR, 0 if collective else peer + 1)
     while True:
-        hopeless = _hopeless(context, peer, collective)  # before the word, which the rank may have written at its end
+        hopeless = _hopeless(context, peer, collective)  # before the word, which may be the rank's last
         if load_acquire(address) - target >= 0:
             return DONE
         if load_acquire(abort) != 0:
@@ -110,9 +111,9 @@ def _wait_long(context: int, peer: int, collective: bool, address: int, target: 
 
 @njit(error_model="numpy")
 def wait(context: int, peer: int, collective: bool, address: int, target: int) -> int:
-    """Return DONE once the word of ``peer`` at ``address`` is not below ``target``, else why it will not be.
+    """Wait until the word of ``peer`` at ``address`` is not below ``target``.
 
-    ``collective`` says that the call needs all ranks.
+    Returns DONE, or the reason why it will not get there. ``collective`` says that the call needs all ranks.
     """
     for _ in range(load(context + SPINS)):
         if load_acquire(address) - target >= 0:
@@ -123,7 +124,7 @@ def wait(context: int, peer: int, collective: bool, address: int, target: int) -
 
 @njit(error_model="numpy")
 def is_stopped(context: int) -> bool:
-    """Return whether a fault is known that has stopped the communicator."""
+    """Check whether a known fault has stopped the communicator."""
     return load_acquire(region(context, load(context + RANK)) + ABORT) != 0
 
 
@@ -131,7 +132,8 @@ def is_stopped(context: int) -> bool:
 def begin(context: int, plan: int) -> tuple[int, int, int, int]:
     """Start a collective call: count the epoch and publish the header.
 
-    Returns the second word of the header, or 0 if the communicator is stopped; the rank, the ranks and the first step.
+    Returns the second word of the header, or 0 if the communicator is stopped; the rank; the number of ranks; and the
+    first step.
     """
     rank, world_size, step = load(context + RANK), load(context + WORLD), load(context + STEP)
     own = region(context, rank)
@@ -150,14 +152,15 @@ def begin(context: int, plan: int) -> tuple[int, int, int, int]:
 
 @njit(error_model="numpy")
 def publish(context: int, step: int) -> int:
-    """End the writing of step ``step``, and return the next step."""
+    """Publish the writes of step ``step``, and return the next step."""
     store_release(region(context, load(context + RANK)) + PROGRESS, step + 1)
     return step + 1
 
 
 @njit(error_model="numpy")
 def await_peer(context: int, peer: int, step: int, word: int) -> int:
-    """Wait until ``peer`` has published the steps below ``step``. Returns MISMATCHED if it makes another call."""
+    """Wait until ``peer`` has published the steps below ``step``. Returns MISMATCHED if the peer makes a different
+    call."""
     control = region(context, peer)
     status = wait(context, peer, True, control + PROGRESS, step)
     if status == DONE:
@@ -190,7 +193,7 @@ def finish(context: int, step: int) -> int:
 
 @njit(error_model="numpy")
 def meet(context: int, step: int, word: int) -> int:
-    """End a call, or a phase of it, with a step without data: once all ranks have come to it."""
+    """End a call, or a phase of it, with a step without data, once all ranks have reached it."""
     step = publish(context, step)
     status = await_all(context, step, word)
     return status if status != DONE else finish(context, step)

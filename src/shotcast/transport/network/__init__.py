@@ -11,4 +11,4 @@ HOSTS = replace(
     build="shotcast.transport.network.executor:build",
     least_nodes=2,
 )
-"""CPU ranks of several nodes."""
+"""CPU ranks on several nodes."""

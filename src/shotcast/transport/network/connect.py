@@ -1,8 +1,8 @@
 """Connections between the ranks of a communicator on different nodes.
 
-Every rank opens a port and tells all ranks where, through the job's store. It connects to its peers on lower nodes,
-and those on higher ones connect to it. A key that is new each time passes through the store as well; whoever does not
-know it, and SHOTCAST_SECRET where that is set, is turned away.
+Every rank opens a port and publishes its address through the job's store. It connects to its peers on lower nodes, and
+peers on higher nodes connect to it. A fresh key also passes through the store. A caller that does not know it, and
+SHOTCAST_SECRET if that is set, is rejected.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 PURPOSES = ("data", "control")
 _HELLO = struct.Struct("!II8s")
-"""The caller, the rank that it calls, and the purpose."""
+"""The calling rank, the rank that it calls, and the purpose."""
 _STRANGER_S = 2.0
-"""The limit for the hello of a connection, which may be a stranger's."""
+"""Time limit for the hello of a connection, which may come from a stranger."""
 _RETRY_S = 0.05
 _LEAST_ROOM, _ROOM = 1 << 20, 8 << 20
-"""Bytes of a connection's receive buffer: the least that is better than what the kernel chooses, and the most."""
+"""Bytes of a connection's receive buffer: the least that beats the kernel's choice, and the most."""
 _ADVICE = (
     "SHOTCAST_SOCKET_IFNAME names the network interface that hosts use, SHOTCAST_PORT_RANGE the ports that they open, "
     "and SHOTCAST_SECRET is to be equal on all of them"
@@ -43,7 +43,7 @@ class Connections(NamedTuple):
     """The connections of a rank."""
 
     data: dict[int, socket.socket]  # a socket to the peer on each other node
-    control: dict[int, socket.socket]  # and one more
+    control: dict[int, socket.socket]  # a second socket to each, for the control plane
     listener: socket.socket  # where other ranks connect
     hellos: Hellos  # makes and verifies hellos
 
@@ -53,11 +53,11 @@ class Connections(NamedTuple):
 
 
 def connect(host: StoreGroup, layout: NodeLayout, timeout_s: float) -> Connections:
-    """Connect this rank with its peers. Collective.
+    """Connect this rank to its peers. Collective.
 
-    The route to where the ranks meet chooses this host's address where no interface is named. Raises ConfigError on all
-    ranks if two of them did not connect, with the ranks, their addresses and the reason; and CollectiveTimeout if a
-    rank did not come. ``timeout_s`` is the limit for all of it.
+    If no interface is named, the route to the rendezvous address determines this host's address. Raises ConfigError on
+    all ranks if two of them did not connect, naming the ranks, their addresses and the reason. Raises CollectiveTimeout
+    if a rank did not arrive. ``timeout_s`` limits the whole operation.
     """
     deadline = time.monotonic() + timeout_s
     failure, listener = "", None
@@ -90,7 +90,7 @@ def connect(host: StoreGroup, layout: NodeLayout, timeout_s: float) -> Connectio
 
 
 def _connect_peers(made: Connections, rank: int, layout: NodeLayout, deadline: float) -> None:
-    """Connect to the peers on lower nodes, and accept those on higher ones."""
+    """Connect to the peers on lower nodes, and accept peers on higher ones."""
     node, peers = layout.node_of(rank), layout.peers(rank)
     for lower in range(node):
         for purpose in PURPOSES:
@@ -128,9 +128,9 @@ def _dial(hellos: Hellos, rank: int, purpose: str, deadline: float, layout: Node
 
 
 class Hellos:
-    """The beginnings of connections: both ends prove that they know the key, and the caller says who it is.
+    """The opening exchange of connections: both ends prove that they know the key, and the caller identifies itself.
 
-    ``places`` has the address and the port of each rank.
+    ``places`` holds the address and port of each rank.
     """
 
     def __init__(self, rank: int, key: bytes, places: list[tuple[str, int]]):
@@ -138,7 +138,7 @@ class Hellos:
         self.places = places
 
     def dial(self, rank: int, purpose: str, deadline: float) -> socket.socket:
-        """Connect to ``rank``, and return the socket, which never blocks. Raises OSError."""
+        """Connect to ``rank``, and return a nonblocking socket. Raises OSError."""
         address, port = self.places[rank]
         family, kind, protocol, _, place = socket.getaddrinfo(
             address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
@@ -156,7 +156,8 @@ class Hellos:
         return _ready(one)
 
     def accept(self, one: socket.socket, expected: Callable[[int, str], bool]) -> tuple[int, str] | None:
-        """Return which rank has connected, and the purpose; None, and close it, if it is a stranger.
+        """Identify the rank that has connected, and its purpose; close the connection and return None if it is a
+        stranger.
 
         ``expected(rank, purpose)`` says whether such a connection is wanted.
         """
@@ -175,10 +176,11 @@ class Hellos:
 
 
 def make_room(one: socket.socket) -> None:
-    """Let a whole slice arrive at once: before it connects, or before connections come that inherit it.
+    """Enlarge the receive buffer so that a whole slice can arrive at once.
 
-    A receiver begins with room for 64 KB, and more of a message than that waits for another round trip. Where the host
-    allows little (``net.core.rmem_max``) it is left to the kernel, whose buffers grow with time.
+    Call it before the socket connects, or on a listener before the connections that inherit the setting arrive. A
+    receiver begins with room for 64 KB, and the rest of a longer message waits for another round trip. If the host
+    allows little (``net.core.rmem_max``), the size is left to the kernel, whose buffers grow over time.
     """
     with contextlib.suppress(OSError, ValueError):
         allowed = int(Path("/proc/sys/net/core/rmem_max").read_text())

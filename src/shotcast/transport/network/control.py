@@ -1,8 +1,8 @@
-"""The control plane: what ranks of different nodes tell each other beside the data of calls.
+"""The control plane: messages between ranks on different nodes other than the data of calls.
 
-A thread of each process serves one connection to each peer. It hears of faults, and at once of the end of a peer. It
-answers which ranks of its node have begun a call, also while this rank computes something else, so a rank whose call
-has expired can tell those that are late from those that wait as it does.
+A thread in each process serves one connection to each peer. It hears of faults, and notices immediately when a peer
+ends. It reports which ranks of its node have begun a call, even while this rank is busy computing, so a rank whose call
+has timed out can tell late ranks from ranks that are also waiting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_MESSAGE = 1 << 20
 class RankState(NamedTuple):
     """One rank's state as another rank of its node sees it."""
 
-    header: HeaderWords | None  # of the call that was asked for; None if the rank has not begun it
+    header: HeaderWords | None  # of the requested call; None if the rank has not begun it
     silent_s: float  # the time since the rank was last seen waiting in a call
     progress: int  # the steps that the rank has completed
     gone: bool  # its process has ended
@@ -42,10 +42,11 @@ class ControlPlane:
 
     Args:
         connections: a socket to the peer on each other node.
-        answer: ``answer(epoch)``: the states of the ranks of this node, in the order of local ranks.
-        faulted: ``faulted(word)``: a peer reports a fault.
-        ended: ``ended(node)``: the connection to a peer has ended without a farewell, so its process has, most likely.
-        left: ``left(node)``: a peer has said farewell.
+        answer: ``answer(epoch)`` returns the states of this node's ranks, in local rank order.
+        faulted: ``faulted(word)`` is called if a peer reports a fault.
+        ended: ``ended(node)`` is called if the connection to a peer ends without a farewell, most likely because its
+            process ended.
+        left: ``left(node)`` is called if a peer says farewell.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class ControlPlane:
             self._send(node, {"fault": word})
 
     def ask(self, epoch: int, patience_s: float) -> dict[int, list[RankState]]:
-        """Return the states of the ranks of other nodes for the call ``epoch``, by node, as far as they answer."""
+        """Query the states of ranks on other nodes for call ``epoch``; return them by node, for the nodes that
+        answer."""
         number = next(self._numbers)
         self._answers[number] = {}
         try:
@@ -101,7 +103,7 @@ class ControlPlane:
             return self._flush(node)
 
     def _flush(self, node: int) -> bool:
-        """Send what the connection takes, and leave the rest to the thread. With the lock."""
+        """Send as much as the connection accepts, and leave the rest to the thread. The caller holds the lock."""
         try:
             sent = self._connections[node].send(self._unsent[node])
         except BlockingIOError:
@@ -134,7 +136,7 @@ class ControlPlane:
                         selector.modify(one, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0), node)
 
     def _read(self, node: int) -> bool:
-        """Serve what a peer has sent. Returns whether its connection continues."""
+        """Handle the messages that a peer has sent. Returns whether its connection continues."""
         try:
             data = self._connections[node].recv(1 << 16)
         except BlockingIOError:
@@ -194,14 +196,14 @@ class ControlPlane:
             self.parted.add(node)
 
     def part(self, for_good: bool = False) -> None:
-        """Say farewell and hear nothing more; connections stay until :meth:`close`. A second call does nothing.
+        """Say farewell and stop listening; connections stay open until :meth:`close`. A second call does nothing.
 
-        Peers that all part before one closes take no connection that ends for a process that does: data that comes
-        late or was not read makes the end of a connection a reset, which overtakes the farewell.
+        If all peers part before any of them closes, none mistakes a closed connection for a dead process: late or
+        unread data turns the end of a connection into a reset, which overtakes the farewell.
         """
         if self._parting:
             return
-        self._parting = True  # a peer that parts as well says no farewell to whom it has heard one from
+        self._parting = True  # a peer that also parts says no farewell to a node that it has heard one from
         for node in self._connections:
             self._send(node, {"farewell": True, "left": True} if for_good else {"farewell": True})
         with self._lock:
@@ -211,7 +213,7 @@ class ControlPlane:
             self._thread.join()
 
     def close(self) -> None:
-        """Part, and end the connections. A second call does nothing."""
+        """Part, and close the connections. A second call does nothing."""
         self.part(for_good=True)
         if self._closed:
             return

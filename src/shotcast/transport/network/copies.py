@@ -1,8 +1,8 @@
 """All-gather and broadcast between nodes: one network step, and copies inside each node.
 
-A rank sends its part to its peers, and receives theirs where they belong. Then each rank of a node has the parts of
-its local rank, and they gather those of each other. Every rank exchanges a frame with each of its peers in any case, if
-only a header, so no rank finishes before all have begun.
+A rank sends its part to its peers, and receives their parts at their final positions. Each rank of a node then has the
+parts of its local rank on all nodes, and the ranks of the node gather the rest from each other. Every rank always
+exchanges a frame with each of its peers, if only a header, so no rank finishes before all have begun.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shotcast.transport.network.layout import NODE, NODES
 
 @njit(error_model="numpy")
 def _offset_of(plan: int, local: int, ranks: int, node: int) -> int:
-    """Return where the part of a rank begins in the whole, in bytes."""
+    """Compute the offset in bytes of a rank's part in the whole."""
     return load(plan + PARTS + 16 * (node * ranks + local))
 
 
 @njit(error_model="numpy")
 def _size_of(plan: int, local: int, ranks: int, node: int) -> int:
-    """Return the bytes of the part of a rank."""
+    """Compute the bytes of a rank's part."""
     return load(plan + PARTS + 16 * (node * ranks + local) + 8)
 
 
 @njit(error_model="numpy")
 def _gather_of_node(context: int, plan: int, word: int, out: int, node: int) -> int:
-    """Gather the parts of the ranks of one node, each of which one rank of this node has in ``out``."""
+    """Gather the parts of one node's ranks; each part is in the ``out`` of one rank of this node."""
     rank, ranks = load(context + RANK), load(context + WORLD)
     longest = 0
     for peer in range(ranks):
@@ -81,7 +81,7 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
 
 
 def broadcast(context: int, plan: int, x: int, out: int) -> int:
-    """Copy x of the root to out of every rank. x, out: nbytes; they may be the same."""
+    """Copy the root's x to out on every rank. x, out: nbytes; they may be the same."""
     word, rank, ranks, step = begin(context, plan)
     status = meet(context, step, word) if word != 0 else ABORTED
     if status != DONE:

@@ -1,21 +1,22 @@
-"""Exchanges between nodes that add up the sums of all of them, and the tree in which they are added.
+"""Exchanges between nodes that add the sums of all nodes, and the tree that fixes the order of the additions.
 
-An ``exchange(context, plan, word, result, count)`` begins with ``count`` elements of the sum of this node in its
+An ``exchange(context, plan, word, result, count)`` begins with ``count`` elements of this node's sum in its
 accumulator, and ends with the sum of all nodes, rounded to the dtype of the call, at ``result``.
 
-- **doubling**: in step s, the node of leaf v exchanges its sum with that of leaf v xor 2^s, so after log2 H steps each
-  node has the sum of all H. The algorithm is that of "LLM Inference Beyond a Single Node" (arXiv 2511.09557).
-- **halving**: in step s, the nodes of leaves v and v xor 2^s halve the range that both still have, and each adds up its
+- **doubling**: in step s, the node of leaf v exchanges its sum with the node of leaf v xor 2^s, so after log2 H steps
+  each node has the sum of all H nodes. The algorithm comes from "LLM Inference Beyond a Single Node" (arXiv
+  2511.09557).
+- **halving**: in step s, the nodes of leaves v and v xor 2^s halve the range that both still have, and each sums its
   half. After log2 H steps each node has the sum of one range, and the ranges are gathered in the opposite order. It
   takes 2 log2 H network steps and sends 2 (1 - 1/H) of the slice, to log2 H peers.
-- **all pairs**: every node sends its sum to every other one, and each adds up all of them, in one network step. It has
-  the least latency, and sends H - 1 times the slice.
-- **two-shot**: a part of the slice to each peer, which adds up, then the sums to all, in the dtype of the call. This is
-  MultiShot once more, between nodes. It sends 2 (H - 1) / H of the slice, as a ring or halving does, in two steps for
-  any number of nodes.
+- **all pairs**: every node sends its sum to every other node, and each adds all sums, in one network step. It has the
+  least latency, and sends H - 1 times the slice.
+- **two-shot**: each node sends one part of its slice to each peer, adds the parts it receives, then sends their sum to
+  all peers in the dtype of the call. This is MultiShot again, between nodes. It sends 2 (H - 1) / H of the slice, as a
+  ring or halving does, in two steps for any number of nodes.
 
-Where nodes are no power of two, doubling and halving fold: odd nodes give their sums to even ones, and wait for the
-result. The tree is that of :func:`shotcast.hardware.nodes.folded`.
+If the number of nodes is not a power of two, doubling and halving fold: odd nodes give their sums to even nodes and
+wait for the result. The tree is the one in :func:`shotcast.hardware.nodes.folded`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shotcast.transport.network.layout import ACCUMULATOR, NODE, NODES, POINTERS
 from shotcast.transport.network.phases import add, add_rounded, first_slot, rounded
 
 FOLD_STEP, UNFOLD_STEP = 1000, 1001
-"""The steps of folding, as frames number them."""
+"""Step numbers of folding in frames."""
 _ALIGN = 16
 """Ranges and parts are divided at multiples of this many elements."""
 
@@ -39,7 +40,7 @@ _ALIGN = 16
 
 @njit(error_model="numpy")
 def leaves(nodes: int) -> int:
-    """Return the leaves of the tree: the largest power of two up to ``nodes``."""
+    """Count the leaves of the tree: the largest power of two up to ``nodes``."""
     count = 1
     while 2 * count <= nodes:
         count *= 2
@@ -48,21 +49,22 @@ def leaves(nodes: int) -> int:
 
 @njit(error_model="numpy")
 def leaf_of(node: int, pairs: int) -> int:
-    """Return the leaf of a node; of two that are folded into one leaf, the even one has it. ``pairs``: their number."""
+    """Map a node to its leaf. If two nodes fold into one leaf, the even one holds it. ``pairs`` is the number of folded
+    pairs."""
     return node // 2 if node < 2 * pairs else node - pairs
 
 
 @njit(error_model="numpy")
 def node_of(leaf: int, pairs: int) -> int:
-    """Return the node that has a leaf."""
+    """Map a leaf to the node that holds it."""
     return 2 * leaf if leaf < pairs else leaf + pairs
 
 
 @njit(error_model="numpy")
 def add_nodes(context: int, plan: int, result: int, count: int) -> None:
-    """Add up the slices of all nodes, whose addresses are in POINTERS, and round the sum into ``result``.
+    """Sum the slices of all nodes, whose addresses are in POINTERS, and round the sum into ``result``.
 
-    The slices are overwritten. There are at least two.
+    The slices are overwritten. There must be at least two.
     """
     network = load(context + NETWORK)
     nodes = load(network + NODES)
@@ -88,7 +90,7 @@ def add_nodes(context: int, plan: int, result: int, count: int) -> None:
 
 @njit(error_model="numpy")
 def _fold(context: int, plan: int, word: int, count: int) -> int:
-    """Add the sums of folded nodes to those of the nodes before them."""
+    """Add the sums of folded nodes to the sums of the nodes before them."""
     network = load(context + NETWORK)
     node, accumulator, received = load(network + NODE), load(network + ACCUMULATOR), first_slot(network, plan)
     begin_transfer(network)
@@ -117,7 +119,7 @@ def _unfold(context: int, plan: int, word: int, result: int, count: int) -> int:
 
 @njit(error_model="numpy")
 def _folded(between_leaves: HostFunction, context: int, plan: int, word: int, result: int, count: int) -> int:
-    """Exchange between the nodes of leaves, before and after which the other nodes fold and unfold."""
+    """Exchange between the nodes that hold leaves; the other nodes fold before it and unfold after it."""
     network = load(context + NETWORK)
     node, nodes = load(network + NODE), load(network + NODES)
     folds, status = node < 2 * (nodes - leaves(nodes)), DONE
@@ -130,7 +132,7 @@ def _folded(between_leaves: HostFunction, context: int, plan: int, word: int, re
 
 @njit(error_model="numpy")
 def _double(context: int, plan: int, word: int, result: int, count: int) -> int:
-    """Exchange sums by recursive doubling; the last of them is rounded into ``result``."""
+    """Exchange sums by recursive doubling, and round the last one into ``result``."""
     network = load(context + NETWORK)
     nodes = load(network + NODES)
     width = leaves(nodes)
@@ -162,7 +164,7 @@ def _double(context: int, plan: int, word: int, result: int, count: int) -> int:
 
 @njit(error_model="numpy")
 def doubling(context: int, plan: int, word: int, result: int, count: int) -> int:
-    """Add up the sums of all nodes by recursive doubling."""
+    """Add the sums of all nodes by recursive doubling."""
     return _folded(_double, context, plan, word, result, count)
 
 
@@ -173,7 +175,7 @@ def _middle(low: int, high: int) -> int:
 
 @njit(error_model="numpy")
 def _halve(context: int, plan: int, word: int, result: int, count: int) -> int:
-    """Add up ranges by halving, and gather them in ``result`` by doubling."""
+    """Sum ranges by halving, and gather them in ``result`` by doubling."""
     network = load(context + NETWORK)
     nodes = load(network + NODES)
     width = leaves(nodes)
@@ -225,7 +227,7 @@ def _halve(context: int, plan: int, word: int, result: int, count: int) -> int:
 
 @njit(error_model="numpy")
 def halving(context: int, plan: int, word: int, result: int, count: int) -> int:
-    """Add up the sums of all nodes by recursive halving, and gather them by doubling."""
+    """Add the sums of all nodes by recursive halving, and gather them by doubling."""
     return _folded(_halve, context, plan, word, result, count)
 
 
@@ -234,10 +236,10 @@ def halving(context: int, plan: int, word: int, result: int, count: int) -> int:
 
 @njit(error_model="numpy")
 def send_sums(root_node: int, context: int, plan: int, word: int, count: int) -> int:
-    """Send the sum of this node to the others or, unless it is -1, to ``root_node`` alone, and receive theirs.
+    """Send this node's sum to all other nodes (only to ``root_node`` unless it is -1), and receive theirs.
 
-    The addresses of all are then in POINTERS. Every rank exchanges a frame with each of its peers, if only a header, so
-    no rank finishes before all have begun.
+    The addresses of all sums are then in POINTERS. Every rank exchanges a frame with each of its peers, if only a
+    header, so no rank finishes before all have begun.
     """
     network = load(context + NETWORK)
     nodes, node, nbytes = load(network + NODES), load(network + NODE), load(plan + PARTIAL_BYTES) * count
@@ -257,7 +259,7 @@ def send_sums(root_node: int, context: int, plan: int, word: int, count: int) ->
 
 @njit(error_model="numpy")
 def all_pairs(context: int, plan: int, word: int, result: int, count: int) -> int:
-    """Send the sum of each node to all others, and add up all of them."""
+    """Send each node's sum to all other nodes, and add all sums."""
     status = send_sums(-1, context, plan, word, count)
     if status == DONE:
         add_nodes(context, plan, result, count)
@@ -266,7 +268,7 @@ def all_pairs(context: int, plan: int, word: int, result: int, count: int) -> in
 
 @njit(error_model="numpy")
 def part_of_each(count: int, nodes: int) -> int:
-    """Return the elements of the part of each node; the last parts may be shorter or empty."""
+    """Count the elements in each node's part; the last parts may be shorter or empty."""
     return ((count + nodes - 1) // nodes + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
@@ -274,10 +276,10 @@ def part_of_each(count: int, nodes: int) -> int:
 def send_parts(
     context: int, word: int, own: int, arrived: int, itemsize: int, stride: int, part: int, count: int
 ) -> int:
-    """Send each node its part of the ``count`` elements at ``own``, and receive the part of this node from all.
+    """Send each node its part of the ``count`` elements at ``own``, and receive this node's part from all nodes.
 
-    The part of node i is the ``part`` elements from i * ``stride``, as far as there are; with 0, all of them. Parts
-    arrive one behind the other at ``arrived``, and their addresses are then in POINTERS.
+    The part of node i is the ``part`` elements from i * ``stride``, clipped to ``count``; with a stride of 0, all parts
+    start at 0. Parts arrive back to back at ``arrived``, and their addresses are then in POINTERS.
     """
     network = load(context + NETWORK)
     nodes, node = load(network + NODES), load(network + NODE)
@@ -298,7 +300,7 @@ def send_parts(
 
 @njit(error_model="numpy")
 def share_parts(context: int, word: int, result: int, itemsize: int, part: int, count: int) -> int:
-    """Send the part of this node, in ``result``, to all others, and receive theirs."""
+    """Send this node's part of ``result`` to all other nodes, and receive theirs."""
     network = load(context + NETWORK)
     nodes, node = load(network + NODES), load(network + NODE)
     low, high = min(node * part, count), min((node + 1) * part, count)
@@ -315,7 +317,7 @@ def share_parts(context: int, word: int, result: int, itemsize: int, part: int, 
 
 @njit(error_model="numpy")
 def two_shot(context: int, plan: int, word: int, result: int, count: int) -> int:
-    """Send a part of the sum of each node to each other node, which adds up, and the sums to all."""
+    """Send one part of each node's sum to each other node, which adds its parts and sends their sum to all."""
     network, itemsize = load(context + NETWORK), load(plan + ITEMSIZE)
     nodes, node = load(network + NODES), load(network + NODE)
     part = part_of_each(count, nodes)

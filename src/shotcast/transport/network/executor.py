@@ -1,4 +1,4 @@
-"""The executor of CPU ranks on several nodes: shared memory inside a node, TCP between nodes."""
+"""The executor for CPU ranks on several nodes: shared memory inside a node, TCP between nodes."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ from shotcast.wire import CallPlan, HeaderWords, LaunchShape, Op, Wait
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.4
-"""The limit for answers of other nodes after a call has failed."""
+"""Time limit for answers from other nodes after a call has failed."""
 _SILENT_S = 0.25
-"""A rank that waits in a call shows it more often than this; one that does not is stopped."""
+"""A rank that waits in a call updates its heartbeat more often than this; a rank that does not is stopped."""
 _CONNECT_S = 60.0
 _KERNEL_BYTES = 64 << 10
-"""Bytes that the two ends of a new connection take while nobody receives: no less with the settings of Linux."""
+"""Bytes that the two ends of a new connection buffer while nobody receives: at least this much with Linux defaults."""
 _LEAST_PROBES, _MOST_PROBES, _PROBING_US = 2, 12, 5e5
-"""Calls that measure one thing of the network, which end after this time unless they are the least."""
+"""The least and most calls that measure one property of the network, and the time after which further calls are
+skipped."""
 _PROBE_BYTES, _MOST_PROBE_BYTES = 4 << 20, 12 << 20
-"""Bytes of such a call: to one peer, which is twice what each of several gets, and to all of them at most."""
+"""Bytes of such a call: to a single peer (each of several peers gets half), and the most to all peers together."""
 
 
 class NetworkSpeed(NamedTuple):
     """The network between the nodes, as measured when they connected."""
 
-    step_us: float  # the time of a step in which each node swaps frames without data with one other
-    gbps: float  # the rate at which each rank sends to one other node while all do, in 1e9 bytes a second
-    spread_us: float  # the time of a step in which all nodes exchange frames with all others
+    step_us: float  # the time of a step in which each node swaps empty frames with one other node
+    gbps: float  # the rate at which each rank sends to one other node while all ranks do, in 1e9 bytes per second
+    spread_us: float  # the time of a step in which all nodes exchange frames with all other nodes
     spread_gbps: float  # the rate at which each rank sends to all other nodes at once
 
 
 class HostsExecutor(CpuExecutor):
-    """Runs the calls of one communicator whose ranks are processes of several nodes, equally many on each.
+    """Runs the calls of a communicator whose ranks are processes on several nodes, with the same number on each.
 
-    Construction is collective, and raises what :class:`CpuExecutor` raises, on all ranks.
+    Construction is collective, and raises the errors of :class:`CpuExecutor` on all ranks.
     """
 
     batches = False
@@ -120,7 +121,7 @@ class HostsExecutor(CpuExecutor):
         self._links.callback(self._control.close)
 
     def _measure(self) -> NetworkSpeed:
-        """Measure the network by a few exchanges between all nodes. Collective; the same on all ranks.
+        """Measure the network with a few exchanges between all nodes. Collective; the result is the same on all ranks.
 
         Raises ConfigError on all ranks if the exchanges fail.
         """
@@ -133,7 +134,7 @@ class HostsExecutor(CpuExecutor):
 
         probes = (probe(SWAP, 0), probe(SWAP, _PROBE_BYTES), probe(BARRIER, 0), probe(ALL_PAIRS, slice_bytes * ranks))
         deadline_s = self.timeout_s
-        self.set_timeout(max(deadline_s, _CONNECT_S))  # ranks come as late as they please to a construction
+        self.set_timeout(max(deadline_s, _CONNECT_S))  # ranks may arrive at a construction arbitrarily late
         x = torch.zeros(max(_PROBE_BYTES, slice_bytes * ranks) // 4, dtype=torch.float32, device="cpu")
         out = torch.empty_like(x)
 
@@ -146,12 +147,12 @@ class HostsExecutor(CpuExecutor):
         for call in probes:
             call.load()
             self._hosts.barrier()
-            tried_us(call)  # ranks leave a barrier one after the other, and begin the next call together
+            tried_us(call)  # ranks leave a barrier one by one, but begin the next call together
             slowest_us = max(self._hosts.all_gather(tried_us(call)))
             tried_us(call)
             count = max(_LEAST_PROBES, min(_MOST_PROBES, int(_PROBING_US / slowest_us)))
-            tried = [tried_us(call) for _ in range(count)][count // 3 :]  # connections become fast in the first
-            # a rank that begins later by some time waits less by as much, and the next time it is the other way round
+            tried = [tried_us(call) for _ in range(count)][count // 3 :]  # connections speed up during the first third
+            # a rank that begins late waits less by the same amount, and the opposite holds the next time
             times.append(statistics.median(map(sum, itertools.pairwise(tried))) / 2)
         if (fault := self.fault()) is not None:
             failure = f"the network could not be measured: {fault}"
@@ -177,7 +178,7 @@ class HostsExecutor(CpuExecutor):
         self._tell_left(self._peers[node])
 
     def _mark_fault(self, word: int) -> None:
-        """Stop the calls of this node: the first fault stays, as it is the cause of those that follow."""
+        """Stop the calls of this node. The first fault is kept, as it is the cause of later ones."""
         with self._telling:
             for abort_word in self._abort_words:
                 if abort_word.value == 0:
@@ -186,7 +187,7 @@ class HostsExecutor(CpuExecutor):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def bind(self, plan: CallPlan) -> CpuBoundCall | Message:  # type: ignore[override]
-        """Return a call that can be made again and again; see :meth:`CpuExecutor.bind`."""
+        """Bind a plan to a call that can be repeated; see :meth:`CpuExecutor.bind`."""
         message = plan.op in (Op.SEND, Op.RECV)
         if message and not (0 <= plan.root < self._nodes.world_size and plan.root != self._global_rank):
             raise ConfigError(f"{plan.op.label}: rank {plan.root} is no peer of rank {self._global_rank}")
@@ -202,7 +203,7 @@ class HostsExecutor(CpuExecutor):
         return Message(self, plan, call, numbers)
 
     def record(self, plan: CallPlan, call: HostCall) -> array[int]:
-        """Return the record of a call, and make room for the slices that arrive in it."""
+        """Build the record of a call, and allocate room for the slices that arrive during it."""
         record = super().record(plan, call)
         if plan.op in (Op.SEND, Op.RECV) and plan.root in self._members:
             record[local_layout.ROOT // 8] = self._members.index(plan.root)
@@ -228,7 +229,7 @@ class HostsExecutor(CpuExecutor):
             record.extend((ends[rank] - sizes[rank], sizes[rank]))
 
     def _make_room(self, nbytes: int) -> None:
-        """Have private memory of at least ``nbytes`` for slices as nodes exchange them."""
+        """Ensure at least ``nbytes`` of private memory for slices in the form that nodes exchange."""
         if nbytes <= self._slices_bytes:
             return
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
@@ -242,7 +243,7 @@ class HostsExecutor(CpuExecutor):
     # -- faults --------------------------------------------------------------------------------------------------
 
     def fail(self, status: int, plan: CallPlan, header: HeaderWords) -> None:
-        """Tell all ranks of all nodes why a call of this one failed."""
+        """Tell all ranks on all nodes why a call on this rank failed."""
         if status == ABORTED:
             if (word := self.stopped_word.value) != 0:
                 self._control.tell(word)  # the rank that found the fault may have lost its connections
@@ -260,7 +261,7 @@ class HostsExecutor(CpuExecutor):
         self._control.tell(self.stopped_word.value)
 
     def _blame_message(self, status: int, plan: CallPlan, header: HeaderWords) -> tuple[int, list[int]]:
-        """Return the kind of a fault of a message, and the rank at fault."""
+        """Determine the kind of fault of a message, and the rank at fault."""
         self._put(layout.LOST, 0)
         if status == INTERRUPTED:
             return wire.INTERRUPTED, [self._global_rank]
@@ -282,15 +283,15 @@ class HostsExecutor(CpuExecutor):
         return wire.TIMEOUT, [plan.root]
 
     def in_message(self, wait: Wait | None) -> None:
-        """Take note of a message between nodes that begins to wait, and with None of its end."""
+        """Record that a message between nodes begins to wait, or with None that the wait has ended."""
         self._messages = wait
 
     def ended(self, rank: int) -> bool:
-        """Return whether the process of a rank on another node is known to have ended."""
+        """Check whether the process of a rank on another node is known to have ended."""
         return rank in self._gone
 
     def _blame(self, status: int) -> tuple[int, list[int]]:
-        """Return the kind of a fault, and the ranks at fault."""
+        """Determine the kind of fault, and the ranks at fault."""
         if status == INTERRUPTED:
             return wire.INTERRUPTED, [self._global_rank]
         if status == PEER_GONE:
@@ -312,7 +313,7 @@ class HostsExecutor(CpuExecutor):
         if silent:
             self._await_better_news()
             return wire.UNREACHABLE, silent
-        if absent:  # they wait in an earlier call, and it is not known for whom
+        if absent:  # they wait in an earlier call, for ranks that are not known
             return wire.TIMEOUT, list(absent)
         stopped = [rank for rank, state in states.items() if state.silent_s > _SILENT_S and rank != self._global_rank]
         if stopped:
@@ -320,13 +321,14 @@ class HostsExecutor(CpuExecutor):
         return wire.TIMEOUT, self._behind(states)
 
     def _await_better_news(self) -> None:
-        """Wait for a rank of this node that knows more: its peers may answer for the node whose rank here is silent."""
+        """Give a better-informed rank of this node time to act: its peers may answer for a node whose rank here is
+        silent."""
         until = time.monotonic() + _SILENT_S
         while len(self._members) > 1 and not self.stopped_word.value and time.monotonic() < until:
             time.sleep(0.005)
 
     def _behind(self, states: dict[int, RankState]) -> list[int]:
-        """Return the ranks of this node that are behind in the call, or the peers on other nodes if none is."""
+        """List the ranks of this node that are behind in the call, or the peers on other nodes if none is."""
         own = states[self._global_rank].progress
         behind = [rank for rank in self._members if states[rank].progress < own]
         return behind or [rank for rank in self._peers if rank != self._global_rank]
@@ -348,7 +350,7 @@ class HostsExecutor(CpuExecutor):
         return wire.DEAD if dead else self._gone_kind(guilty, wire.UNREACHABLE), guilty
 
     def _gone_kind(self, ranks: list[int], otherwise: int = wire.DEAD) -> int:
-        """Return the kind of a fault of ranks that come no more."""
+        """Determine the kind of fault for ranks that will never arrive."""
         return wire.LEFT if set(ranks) <= set(self._hosts.left) else otherwise
 
     def _missing(self) -> list[int]:
@@ -358,18 +360,20 @@ class HostsExecutor(CpuExecutor):
         return self._members[rank]
 
     def waiting(self, nbytes: int) -> int:
-        """Return how many messages of ``nbytes`` a sender may be ahead: between nodes, as many as the kernel takes."""
+        """Compute how many messages of ``nbytes`` a sender may be ahead: between nodes, as many as the kernel
+        buffers."""
         return min(super().waiting(nbytes), _KERNEL_BYTES // (nbytes + FRAME_HEADER_BYTES))
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Return each rank's header of call ``epoch``, None where it has not made that call or does not answer."""
+        """Collect each rank's header of call ``epoch``, None for a rank that has not made that call or does not
+        answer."""
         if self._network_headers is not None and self._network_headers[0] == epoch:
             return list(self._network_headers[1])
         states = self._states(epoch)
         return [states[rank].header if rank in states else None for rank in range(self._nodes.world_size)]
 
     def _states(self, epoch: int | None = None) -> dict[int, RankState]:
-        """Return the states of all ranks, but for nodes that do not answer in time."""
+        """Collect the states of all ranks, except on nodes that do not answer in time."""
         epoch = self.epoch if epoch is None else epoch
         by_node = {self._node: self._states_of_node(epoch)} | self._control.ask(epoch, _PATIENCE_S)
         found: dict[int, RankState] = {}
@@ -386,7 +390,8 @@ class HostsExecutor(CpuExecutor):
         return found
 
     def mark_gone(self, rank: int) -> None:
-        """End calls that wait for ``rank`` of this node, now and later; connections tell of those of other nodes."""
+        """End current and future calls that wait for ``rank`` of this node; connections report the ranks of other
+        nodes."""
         self._gone.add(rank)
         if rank in self._members:
             super().mark_gone(self._members.index(rank))
@@ -394,9 +399,9 @@ class HostsExecutor(CpuExecutor):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def clear(self, epoch: int) -> None:
-        """Forget faults and calls, and connect anew. On every rank, between two host barriers."""
+        """Clear faults and calls, and reconnect. Call it on every rank, between two host barriers."""
         self._control.part()
-        self._hosts.barrier(_CONNECT_S)  # no rank marks a fault of before, or hears the end of a connection, any more
+        self._hosts.barrier(_CONNECT_S)  # from here on, no rank marks an old fault or hears the end of a connection
         self._links.close()
         super().clear(epoch)
         self._network_headers = None
@@ -405,12 +410,12 @@ class HostsExecutor(CpuExecutor):
         self._connect()
 
     def close(self) -> None:
-        """Close the connections and give the memory back. A second call does nothing."""
+        """Close the connections and free the memory. A second call does nothing."""
         self._links.close()
         super().close()
 
 
 def build(ranks: Ranks) -> Built:
-    """Build the executor of CPU ranks of several nodes."""
+    """Build the executor for CPU ranks on several nodes."""
     executor = HostsExecutor(ranks)
     return Built(executor, network=Network("tcp", NetworkCost(*executor.network)))

@@ -1,11 +1,11 @@
-"""Frames between a rank and its peers on other nodes, over TCP connections that never block.
+"""Frames between a rank and its peers on other nodes, over nonblocking TCP connections.
 
 A connection carries the frames of its two ranks in the order of their calls, so the receiver knows the next frame: its
-epoch, header, step and size. It reads that much and no more, and a frame that is another one ends the call as a
-mismatch. All frames of a step are sent and received at once: no rank waits for a receiver before it sends.
+epoch, header, step and size. It reads exactly that many bytes, and any other frame ends the call as a mismatch. All
+frames of a step are sent and received at once: no rank waits for a receiver before it sends.
 
-A rank that has nothing to move waits in ``poll``, with the deadline of the call. It wakes every few milliseconds to
-look for a fault that another thread or rank has reported, and shows that it is alive.
+A rank with nothing to move waits in ``poll``, with the deadline of the call. It wakes every few milliseconds to look
+for a fault that another thread or rank has reported, and shows that it is alive.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from shotcast.transport.network.libc import EAGAIN, EINTR, ENOBUFS, POLLIN, POLL
 
 _ENDED = -1_000_000
 _POLL_MS = 5
-"""Time between two looks for faults, at most."""
+"""Maximum time between checks for faults."""
 
 
 @njit(error_model="numpy")
 def begin_transfer(network: int) -> None:
-    """Forget the frames of the last transfer."""
+    """Clear the frames of the last transfer."""
     store(network + SENDS, 0)
     store(network + RECEIVES, 0)
 
@@ -70,7 +70,7 @@ def _add_entry(context: int, network: int, header: int, word: int, node: int, da
 
 @njit(error_model="numpy")
 def add_send(context: int, network: int, word: int, node: int, data: int, nbytes: int, step: int) -> None:
-    """Add a frame to the transfer: ``nbytes`` at ``data``, for ``node``. All that are sent come before any receipt.
+    """Add a frame to the transfer: ``nbytes`` at ``data``, for ``node``. Add all sends before any receipt.
 
     ``word`` is the second word of the call's header, as ``begin`` returned it.
     """
@@ -80,16 +80,16 @@ def add_send(context: int, network: int, word: int, node: int, data: int, nbytes
 
 @njit(error_model="numpy")
 def add_receipt(context: int, network: int, word: int, node: int, data: int, nbytes: int, step: int) -> None:
-    """Add a frame to the transfer that ``node`` sends: ``nbytes``, to be stored at ``data``."""
+    """Add a frame that ``node`` sends to the transfer: ``nbytes``, stored at ``data``."""
     _add_entry(context, network, EXPECTED, word, node, data, nbytes, step)
     store(network + RECEIVES, load(network + RECEIVES) + 1)
 
 
 @njit(error_model="numpy")
 def _move(network: int, entry: int, sends: bool) -> int:
-    """Move what can be moved of a frame now.
+    """Move as much of a frame as possible now.
 
-    Returns 1 if some was, 0 if none, minus errno, or _ENDED after the end of the connection.
+    Returns 1 if some of it was moved, 0 if none, minus errno on an error, or _ENDED after the end of the connection.
     """
     moved, nbytes = load(entry + MOVED), load(entry + BYTES)
     if moved < FRAME_HEADER_BYTES:
@@ -160,7 +160,7 @@ def _wait(context: int, network: int) -> int:
 
 @njit(error_model="numpy")
 def transfer(context: int, network: int) -> int:
-    """Send and receive all frames of the transfer. Returns DONE, or why that is not possible."""
+    """Send and receive all frames of the transfer. Returns DONE, or why the transfer failed."""
     sends = load(network + SENDS)
     total = sends + load(network + RECEIVES)
     left = total
@@ -169,7 +169,7 @@ def transfer(context: int, network: int) -> int:
             entry = network + ENTRIES + number * ENTRY_BYTES
             if load(entry + READY) == 0:
                 continue
-            store(entry + READY, 0)  # less than all is all that could be moved now
+            store(entry + READY, 0)  # a partial transfer means that no more can be moved now
             whole = load(entry + BYTES) + FRAME_HEADER_BYTES
             before = load(entry + MOVED)
             result = _move(network, entry, number < sends)

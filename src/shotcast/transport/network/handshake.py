@@ -1,8 +1,8 @@
 """A handshake in which both ends of a new connection prove that they know a key, without sending it.
 
 Each end sends 32 random bytes. Then the end that connected sends HMAC-SHA256(key, role + both), and the end that
-listens answers with its own, whose role differs, so no proof can be sent back as another. What follows on the
-connection is neither encrypted nor signed.
+listens answers with its own proof, whose role differs, so a proof cannot be reflected. Later traffic on the connection
+is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class HandshakeError(ConnectionError):
 
 
 def new_key() -> bytes:
-    """Return a random key, to be passed to the ranks of a job through its store."""
+    """Generate a random key for the ranks of a job, to be passed through its store."""
     return secrets.token_bytes(32)
 
 
 def connection_key(job_key: bytes) -> bytes:
-    """Return the key of connections: that of the job, and SHOTCAST_SECRET, which does not pass through the store."""
+    """Derive the connection key from the job's key and SHOTCAST_SECRET, which does not pass through the store."""
     return hmac.digest(env.secret().encode(), job_key, hashlib.sha256)
 
 
 def handshake(connection: socket.socket, key: bytes, listens: bool, timeout_s: float) -> None:
-    """Prove the knowledge of ``key`` on a new connection, and have the other end prove it.
+    """Prove knowledge of ``key`` on a new connection, and verify the other end's proof.
 
-    The connection is blocking afterwards. ``listens`` is the end that accepted it; ``timeout_s`` is for each part.
-    Raises HandshakeError if the other end does not know the key, ended the connection, or was too slow.
+    The connection is blocking afterwards. ``listens`` is True on the end that accepted it; ``timeout_s`` limits each
+    part. Raises HandshakeError if the other end does not know the key, ended the connection, or was too slow.
     """
     connection.settimeout(timeout_s)
     try:
@@ -62,7 +62,7 @@ def handshake(connection: socket.socket, key: bytes, listens: bool, timeout_s: f
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Return the next ``size`` bytes of a connection. Raises HandshakeError if it ends before."""
+    """Read the next ``size`` bytes of a connection. Raises HandshakeError if it ends early."""
     received = b""
     while len(received) < size:
         part = connection.recv(size - len(received))

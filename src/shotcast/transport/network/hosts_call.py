@@ -1,4 +1,4 @@
-"""The parts of an operation between nodes in compiled host code."""
+"""The parts of a multi-node operation in compiled host code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shotcast.wire import CallPlan
 
 
 def partial_sums(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Return the arithmetic of sums over nodes, by word of the plan record.
+    """Look up the arithmetic of sums over nodes, by word of the plan record.
 
-    Raises UnsupportedError for a dtype that is not added up.
+    Raises UnsupportedError for a dtype without addition.
     """
     check_sum(plan, PARTIAL_SUMS)
     return {
@@ -27,9 +27,9 @@ def partial_sums(plan: CallPlan) -> dict[int, Arithmetic]:
 
 
 def node_reductions(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Return the arithmetic of sums over nodes in float32, or of a reduction in the dtype itself.
+    """Look up the arithmetic of sums over nodes in float32, or of a reduction in the dtype itself.
 
-    Raises UnsupportedError for a dtype that has none of that name.
+    Raises UnsupportedError for a dtype without that reduction.
     """
     if plan.reduction == "sum" and plan.dtype in PARTIAL_SUMS:
         return partial_sums(plan)
@@ -38,24 +38,24 @@ def node_reductions(plan: CallPlan) -> dict[int, Arithmetic]:
 
 
 def partial_bytes(plan: CallPlan) -> int:
-    """Return the bytes of an element as nodes exchange it: sums of floats are in float32."""
+    """Return the bytes of an element as nodes exchange it; sums of floats are in float32."""
     return 4 if plan.reduction == "sum" and plan.dtype in PARTIAL_SUMS else wire.DTYPES[plan.dtype]
 
 
 def whole_generation(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Return the limits of a step in which one part is staged."""
+    """Compute the limits of a step that stages one part."""
     return ChunkLimits(room, 512 << 10)
 
 
 def no_slots(nodes: int, slice_bytes: int) -> int:
-    """Return the slices that arrive at once where no data does."""
+    """Return the slots of an operation in which no data arrives."""
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsCall(HostCall):
-    """The way in which compiled code serves an operation of CPU ranks on several nodes."""
+    """The implementation of an operation of CPU ranks on several nodes, in compiled code."""
 
-    # `slots(nodes, slice_bytes)`: how many slices in float32 there is to be room for, beside the sum of this node:
-    # those that arrive at once, of `slice_bytes` in the dtype of the call
+    # `slots(nodes, slice_bytes)`: the number of float32 slices to allocate in addition to the sum of this node, for the
+    # slices that arrive at once; a slice has `slice_bytes` in the dtype of the call
     slots: Callable[[int, int], int] = no_slots

@@ -1,7 +1,7 @@
-"""The layout of the private record of a rank's network, in bytes from its beginning; all words are int64.
+"""The layout of a rank's private network record, as byte offsets from its start; all words are int64.
 
-A *transfer* is a set of frames that are sent and received at once. Each frame has an entry: first those that are sent,
-then those that are received. A frame is 32 bytes of header, then its data.
+A *transfer* is a set of frames that are sent and received at once. Each frame has an entry; sent frames come first,
+then received frames. A frame is a 32-byte header followed by its data.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from shotcast.wire import MAX_NODES
 
 NODES = 0
 NODE = 8
-ACCUMULATOR = 16  # the address of this rank's slice in float32; behind it come the slots of slices that arrive
-SENDS = 48  # frames of the transfer that are sent
-RECEIVES = 56  # frames that are received
+ACCUMULATOR = 16  # the address of this rank's slice in float32; the slots of arriving slices follow it
+SENDS = 48  # sent frames of the transfer
+RECEIVES = 56  # received frames of the transfer
 LOST = 64  # one more than the node whose connection has ended; 0 for none
-LOST_ERROR = 72  # the errno by which it ended; 0 where it was closed
-LOOKED = 80  # the time of the last look for Ctrl-C
-OPERANDS = 96  # the addresses of two slices that are added up
-IOVECS = 128  # two of struct iovec
+LOST_ERROR = 72  # the errno with which it ended; 0 if it was closed
+LOOKED = 80  # the time of the last check for Ctrl-C
+OPERANDS = 96  # the addresses of two slices to add
+IOVECS = 128  # two struct iovec
 MESSAGE = 192  # a struct msghdr
 DESCRIPTORS = 256  # of the connections, by node
-POINTERS = DESCRIPTORS + 8 * MAX_NODES  # the addresses of slices that are added up
+POINTERS = DESCRIPTORS + 8 * MAX_NODES  # the addresses of the slices to add
 RANGES = POINTERS + 8 * MAX_NODES  # the ranges that halving has divided, two words a step
-POLLED = RANGES + 128  # of struct pollfd
+POLLED = RANGES + 128  # an array of struct pollfd
 ENTRIES = POLLED + 16 * MAX_NODES
 ENTRY_BYTES = 128
 NETWORK_WORDS = (ENTRIES + 2 * MAX_NODES * ENTRY_BYTES) // 8

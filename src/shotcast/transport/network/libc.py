@@ -1,4 +1,4 @@
-"""Calls of the C library by compiled code: sockets that never block, and the wait for any of them."""
+"""C library calls from compiled code: nonblocking sockets, and waits for any of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _errno(builder: Any) -> Any:
 
 
 def _or_errno(builder: Any, result: Any) -> Any:
-    """Return ``result``, or minus errno where it is negative."""
+    """Return ``result``, or minus errno if it is negative."""
     place = cgutils.alloca_once_value(builder, result)
     with builder.if_then(builder.icmp_signed("<", result, ir.Constant(_WORD, 0))):
         builder.store(builder.neg(builder.sext(_errno(builder), _WORD)), place)
@@ -40,9 +40,9 @@ def _message_call(builder: Any, name: str, arguments: Any) -> Any:
 
 @intrinsic
 def send_message(_context: Any, descriptor: Any, message: Any) -> Any:
-    """Send what the ``struct msghdr`` at ``message`` describes, as much of it as can be sent now.
+    """Send as much of the data described by the ``struct msghdr`` at ``message`` as can be sent now.
 
-    Returns the bytes that were sent, or minus errno.
+    Returns the bytes sent, or minus errno.
     """
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -53,9 +53,9 @@ def send_message(_context: Any, descriptor: Any, message: Any) -> Any:
 
 @intrinsic
 def receive_message(_context: Any, descriptor: Any, message: Any) -> Any:
-    """Receive what has come into what the ``struct msghdr`` at ``message`` describes.
+    """Receive available data into the buffers described by the ``struct msghdr`` at ``message``.
 
-    Returns the bytes that were received, 0 after the end of the connection, or minus errno.
+    Returns the bytes received, 0 after the end of the connection, or minus errno.
     """
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -66,7 +66,7 @@ def receive_message(_context: Any, descriptor: Any, message: Any) -> Any:
 
 @intrinsic
 def poll(_context: Any, polled: Any, count: Any, timeout_ms: Any) -> Any:
-    """Wait until one of ``count`` ``struct pollfd`` at ``polled`` is ready, or the time is over."""
+    """Wait until one of ``count`` ``struct pollfd`` at ``polled`` is ready, or the timeout expires."""
 
     def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         polled_at, number, limit = arguments

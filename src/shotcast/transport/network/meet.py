@@ -1,4 +1,4 @@
-"""Calls without a result: a barrier, also the exchange of headers before a call of the vendor's library, and a swap."""
+"""Calls without a result: a barrier, which also exchanges headers before a call of the vendor's library, and a swap."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shotcast.transport.network.layout import NODE, NODES
 
 
 def meet(context: int, plan: int, x: int, out: int) -> int:
-    """Return when every rank has begun this call. ``x`` and ``out`` are not used.
+    """Wait until every rank has begun this call. ``x`` and ``out`` are unused.
 
-    A rank tells its peers after it has seen all ranks of its node, so whoever hears of all nodes knows of all ranks.
+    A rank tells its peers after it has seen all ranks of its node, so a rank that hears from all nodes knows about all
+    ranks.
     """
     word, _, _, step = begin(context, plan)
     status = meet_in_node(context, step, word) if word != 0 else ABORTED
@@ -32,9 +33,9 @@ def meet(context: int, plan: int, x: int, out: int) -> int:
 
 
 def swap(context: int, plan: int, x: int, out: int) -> int:
-    """Send nbytes at x to the peer on the neighboring node, node xor 1, and receive as many from there into out.
+    """Send nbytes at x to the peer on the neighboring node, node xor 1, and receive as many from it into out.
 
-    That is what a step of recursive doubling costs. If there is no such node, nothing is sent.
+    This has the cost of one step of recursive doubling. If there is no such node, nothing is sent.
     """
     word, _, _, step = begin(context, plan)
     status = meet_in_node(context, step, word) if word != 0 else ABORTED

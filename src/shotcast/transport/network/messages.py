@@ -1,7 +1,8 @@
-"""Messages between two ranks on different nodes, on a connection from one to the other that carries nothing else.
+"""Messages between two ranks on different nodes, on a dedicated one-way connection.
 
-The sender connects before its first message. A thread of the receiver accepts, so a short message can be sent before
-its receiver asks for it, as inside a node. A message is one frame, whose header has its number on the connection.
+The sender connects before its first message. A thread of the receiver accepts the connection, so a short message can be
+sent before its receiver asks for it, as it can inside a node. A message is one frame; its header holds its number on
+the connection.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from shotcast.transport.network.layout import (
 from shotcast.wire import CallPlan, HeaderWords, Op, Wait
 
 _SLICE_S = 0.02
-"""Time between two looks for faults while a rank waits for a connection."""
+"""Time between checks for faults while a rank waits for a connection."""
 _FIRST_TRY_S, _LAST_TRY_S = 0.25, 2.0
-"""The limits of the first try to connect, and of those after several. A try takes three round trips, and none of its
-time is spent looking for faults."""
+"""Time limits of the first attempt to connect, and of attempts after several failures. An attempt takes three round
+trips, during which faults are not checked."""
 
 
 @njit(error_model="numpy")
@@ -70,12 +71,12 @@ def _message(context: int, plan: int, data: int, header: int, count: int) -> int
 
 
 def send(context: int, plan: int, x: int, out: int) -> int:
-    """Send nbytes at x over the connection of the plan; ``out`` is not used."""
+    """Send nbytes at x over the connection of the plan; ``out`` is unused."""
     return _message(context, plan, x, FRAME_HEADER, SENDS)
 
 
 def recv(context: int, plan: int, x: int, out: int) -> int:
-    """Receive nbytes from the connection of the plan into out; ``x`` is not used.
+    """Receive nbytes from the connection of the plan into out; ``x`` is unused.
 
     Returns MISMATCHED if another message is next.
     """
@@ -92,9 +93,9 @@ RECV_HEADER = HostCall(schedule=_RECEIVING, header_only=True)
 
 
 class MessageConnections:
-    """The connections of one rank for messages, made when they are first needed.
+    """The message connections of one rank, opened when they are first needed.
 
-    The listener is closed with this object.
+    Closing this object closes the listener.
     """
 
     def __init__(self, listener: socket.socket, hellos: Hellos):
@@ -134,7 +135,7 @@ class MessageConnections:
             try:
                 one, _ = self._listener.accept()
             except OSError:
-                return  # it was closed
+                return  # the listener was closed
             caller = self._hellos.accept(one, lambda rank, purpose: purpose == "message")
             if caller is None:
                 continue
@@ -181,7 +182,7 @@ class Message:
         self._function: Callable[[int, int, int, int], int] | None = None
 
     def load(self) -> None:
-        """Compile or load what the message needs, and write its record."""
+        """Compile or load the message's function, and write its record."""
         self._record = self._executor.record(self._plan, self._call)
         self._function = self._call.schedule.get()
 
@@ -192,7 +193,7 @@ class Message:
         norm: NormTensors | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
-        """Send ``x``, or receive into ``out`` or else ``x``; block until that is done or has failed."""
+        """Send ``x``, or receive into ``out`` (``x`` without one); block until the message is done or has failed."""
         if self._function is None:
             self.load()
         assert self._function is not None
@@ -219,7 +220,7 @@ class Message:
             raise interruption
 
     def _connect(self) -> int:
-        """Put the connection and the number of the message into the record. Returns a status."""
+        """Write the connection and the number of the message to the record. Returns a status."""
         executor, rank = self._executor, self._plan.root
         deadline = time.monotonic() + executor.timeout_s
 

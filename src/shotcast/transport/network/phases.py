@@ -1,9 +1,9 @@
 """The phases of an all-reduce inside a node: before the exchange between nodes, and after it.
 
-Rank l of each node owns slice l of the message. First it adds up the node's contributions to its slice, in the order of
-ranks and in float32, without rounding. Its peers on the other nodes own the same slice, and exchange it. Then ranks of
-the node gather the slices. Between the phases nothing crosses the node, so the latency of the network is paid once for
-the whole message, whatever its size.
+Rank l of each node owns slice l of the message. First it sums the node's contributions to its slice, in rank order and
+in float32, without rounding. Its peers on the other nodes own the same slice, and exchange it. The ranks of the node
+then gather the slices. During these phases nothing leaves the node, so the network latency is paid once for the whole
+message, regardless of its size.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from shotcast.transport.network.layout import ACCUMULATOR, OPERANDS
 
 @njit(error_model="numpy")
 def slice_start(context: int, plan: int) -> int:
-    """Return where the slice of this rank begins in the message, in bytes."""
+    """Compute the offset in bytes of this rank's slice in the message."""
     nbytes = load(plan + NBYTES)
     return min(load(context + RANK) * slice_size(nbytes, load(context + WORLD)), nbytes)
 
 
 @njit(error_model="numpy")
 def slice_count(context: int, plan: int) -> int:
-    """Return the elements of the slice of this rank."""
+    """Count the elements in this rank's slice."""
     nbytes = load(plan + NBYTES)
     part = slice_size(nbytes, load(context + WORLD))
     return (min((load(context + RANK) + 1) * part, nbytes) - slice_start(context, plan)) // load(plan + ITEMSIZE)
@@ -47,13 +47,13 @@ def slice_count(context: int, plan: int) -> int:
 
 @njit(error_model="numpy")
 def first_slot(network: int, plan: int) -> int:
-    """Return the address of the first slot for a slice from another node."""
+    """Compute the address of the first slot for a slice from another node."""
     return load(network + ACCUMULATOR) + load(plan + SLOT)
 
 
 @njit(error_model="numpy")
 def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
-    """Reduce the node's contributions to the slice of this rank into the accumulator, sums in float32."""
+    """Reduce the node's contributions to this rank's slice into the accumulator; sums are in float32."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     accumulator = load(load(context + NETWORK) + ACCUMULATOR)
     start, count = slice_start(context, plan), slice_count(context, plan)
@@ -88,7 +88,7 @@ def reduce_in_node(context: int, plan: int, word: int, x: int) -> int:
 
 @njit(error_model="numpy")
 def gather(context: int, plan: int, word: int, own_slice: int, out: int, root: int) -> int:
-    """Gather the slices of the node's ranks in ``out``, at ``root`` or, with -1, at all; each has its own."""
+    """Gather the slices of the node's ranks in ``out`` on ``root`` (-1 for all ranks); each rank has its own slice."""
     rank, world_size = load(context + RANK), load(context + WORLD)
     if world_size == 1:
         return DONE
@@ -118,8 +118,8 @@ def gather(context: int, plan: int, word: int, own_slice: int, out: int, root: i
 def all_reduce_by(exchange: HostFunction, context: int, plan: int, x: int, out: int) -> int:
     """out = x_0 + ... + x_{N-1} on every rank. x, out: nbytes; they may be the same.
 
-    ``exchange(context, plan, word, result, count)`` adds up the sums of all nodes, ``count`` elements of this one in
-    the accumulator, into ``result``.
+    ``exchange(context, plan, word, result, count)`` adds the sums of all nodes into ``result``; this node's sum is the
+    ``count`` elements in the accumulator.
     """
     word = begin(context, plan)[0]
     if word == 0:
@@ -143,13 +143,13 @@ def _sum_up(context: int, function: int, target: int, first: int, second: int, t
 
 @njit(error_model="numpy")
 def add(context: int, plan: int, target: int, first: int, second: int, count: int) -> None:
-    """Store first + second at ``target``, which may be one of them; all are as nodes exchange them."""
+    """Store first + second at ``target``, which may be one of them; all are in the form that nodes exchange."""
     _sum_up(context, load(plan + ADD_PARTIAL), target, first, second, 2, count)
 
 
 @njit(error_model="numpy")
 def add_rounded(context: int, plan: int, out: int, first: int, second: int, count: int) -> None:
-    """Store first + second, which are as nodes exchange them, at ``out`` in the dtype of the call."""
+    """Store first + second, given in the form that nodes exchange, at ``out`` in the dtype of the call."""
     _sum_up(context, load(plan + ROUND), out, first, second, 2, count)
 
 

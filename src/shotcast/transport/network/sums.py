@@ -1,16 +1,16 @@
-"""Sums over CPU ranks of several nodes: the calls of :mod:`.exchanges`, alone and with residual add and norm.
+"""Sums over CPU ranks on several nodes: calls that use :mod:`.exchanges`, with or without residual add and norm.
 
 NVRAR in 16 bits sends each node's sum rounded to float16 or bfloat16, half the bytes of float32. Each node rounds its
-sum once, even for its own use, so every node that adds them gets the same bits. The sums are added in float32, in the
-tree, and rounded once more. For a short slice, or between two nodes, every node sends its sums to all others in one
-network step. Otherwise each node adds a part of the slice and sends it to all: two steps, and 2 (H - 1) / H of the
+sum once, even for its own use, so all nodes that add the sums get the same bits. The sums are added in float32, in tree
+order, and rounded once more. For a short slice, or between two nodes, every node sends its sums to all other nodes in
+one network step. Otherwise each node adds a part of the slice and sends it to all: two steps, and 2 (H - 1) / H of the
 slice for any number of nodes.
 
-A reduce sends its slices to the root's node alone. Its sums are in float32. Reductions whose order does not matter,
-those of integers and extrema, are in the dtype itself.
+A reduce sends its slices only to the root's node. Its sums are in float32. Reductions whose order does not matter
+(integers and extrema) are computed in the dtype itself.
 
-Fused calls gather the sum in private memory, and norm it there in the same compiled call. So the sums, and all that
-follows from them, have the bits of the sum and the norm as calls of their own.
+Fused calls gather the sum in private memory and normalize it there in the same compiled call. The results therefore
+match separate sum and norm calls bit for bit.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ def doubling(context: int, plan: int, x: int, out: int) -> int:
 
 
 def halving(context: int, plan: int, x: int, out: int) -> int:
-    """The same by halving."""
+    """Compute :func:`doubling`'s sum by halving."""
     return all_reduce_by(exchanges.halving, context, plan, x, out)
 
 
 def all_pairs(context: int, plan: int, x: int, out: int) -> int:
-    """The same by all pairs."""
+    """Compute :func:`doubling`'s sum by all pairs."""
     return all_reduce_by(exchanges.all_pairs, context, plan, x, out)
 
 
 def two_shot(context: int, plan: int, x: int, out: int) -> int:
-    """The same by two-shot."""
+    """Compute :func:`doubling`'s sum by two-shot."""
     return all_reduce_by(exchanges.two_shot, context, plan, x, out)
 
 
 def reduce(context: int, plan: int, x: int, out: int) -> int:
-    """out = x_0 + ... + x_{N-1} on the root. x, out: nbytes; they may be the same, and others have no out."""
+    """out = x_0 + ... + x_{N-1} on the root. x, out: nbytes; they may be the same. The other ranks have no out."""
     word, rank, _, _ = begin(context, plan)
     if word == 0:
         return ABORTED
@@ -119,7 +119,7 @@ REDUCE = HostsCall(
 
 @njit(error_model="numpy")
 def _norm_sums_of(exchange: HostFunction, context: int, plan: int, x: int) -> int:
-    """Sum and norm all rows on every rank. x: nbytes; the context's ROW says where the outputs are."""
+    """Sum and normalize all rows on every rank. x: nbytes; the context's ROW says where the outputs are."""
     total = load(load(context + NETWORK) + ACCUMULATOR) + load(plan + TOTAL)
     status = all_reduce_by(exchange, context, plan, x, total)
     if status == DONE:
@@ -130,22 +130,22 @@ def _norm_sums_of(exchange: HostFunction, context: int, plan: int, x: int) -> in
 
 
 def normed_doubling(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and norm all rows on every rank."""
+    """Sum and normalize all rows on every rank."""
     return _norm_sums_of(exchanges.doubling, context, plan, x)
 
 
 def normed_halving(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and norm all rows on every rank."""
+    """Sum and normalize all rows on every rank."""
     return _norm_sums_of(exchanges.halving, context, plan, x)
 
 
 def normed_all_pairs(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and norm all rows on every rank."""
+    """Sum and normalize all rows on every rank."""
     return _norm_sums_of(exchanges.all_pairs, context, plan, x)
 
 
 def normed_two_shot(context: int, plan: int, x: int, _out: int) -> int:
-    """Sum and norm all rows on every rank."""
+    """Sum and normalize all rows on every rank."""
     return _norm_sums_of(exchanges.two_shot, context, plan, x)
 
 
@@ -164,13 +164,14 @@ NORMED_TWO_SHOT = replace(TWO_SHOT, schedule=CompiledSchedule(normed_two_shot), 
 # --- in 16 bits -------------------------------------------------------------------------------------------------------
 
 _IN_ORDER = 3
-"""The most nodes whose tree is their order, so that one addition of all of them has its bits."""
+"""The largest number of nodes whose tree order is node order, so that one addition of all sums has the same bits."""
 
 _in_one_step = njit(error_model="numpy")(in_one_step)
 
 
 def _slots_that_arrive(nodes: int, whole: bool) -> int:
-    """Return the slots that the rounded sums of all nodes take: half of one each, or of a part each."""
+    """Compute the slots that the rounded sums of all nodes take: half a slot for each whole sum, or half of each
+    part."""
     return (nodes + 1) // 2 if whole else 1
 
 
@@ -179,9 +180,9 @@ _slots_of = njit(error_model="numpy")(_slots_that_arrive)
 
 @njit(error_model="numpy")
 def _add_rounded_nodes(context: int, plan: int, result: int, wide: int, count: int) -> None:
-    """Add up the rounded sums of all nodes, whose addresses are in POINTERS, and round the sum into ``result``.
+    """Add the rounded sums of all nodes, whose addresses are in POINTERS, and round the sum into ``result``.
 
-    ``wide``: room for all of them in float32, which more than three need.
+    ``wide`` is room for all of them in float32, which more than three nodes need.
     """
     network = load(context + NETWORK)
     nodes, pointers = load(network + NODES), network + POINTERS
@@ -197,7 +198,10 @@ def _add_rounded_nodes(context: int, plan: int, result: int, wide: int, count: i
 
 @njit(error_model="numpy")
 def _exchange_rounded(context: int, plan: int, word: int, own: int, result: int, count: int) -> int:
-    """Add up the rounded sums of all nodes, ``count`` of this one at ``own``, into ``result``; it may be ``own``."""
+    """Add the rounded sums of all nodes into ``result``, which may be ``own``.
+
+    ``own`` holds the ``count`` elements of this node's sum.
+    """
     network, itemsize = load(context + NETWORK), load(plan + ITEMSIZE)
     nodes, node = load(network + NODES), load(network + NODE)
     whole = _in_one_step(nodes, slice_size(load(plan + NBYTES), load(context + WORLD)))
@@ -219,7 +223,7 @@ def in_16_bits(context: int, plan: int, x: int, out: int) -> int:
     if word == 0:
         return ABORTED
     network, result = load(context + NETWORK), out + slice_start(context, plan)
-    own, count = x, slice_count(context, plan)  # the sum of a node of one rank is the rank's x
+    own, count = x, slice_count(context, plan)  # with one rank per node, a node's sum is the rank's x
     if world_size > 1:
         status = reduce_in_node(context, plan, word, x)
         if status != DONE:
@@ -231,9 +235,9 @@ def in_16_bits(context: int, plan: int, x: int, out: int) -> int:
 
 
 def _rounded_sums(plan: CallPlan) -> dict[int, Arithmetic]:
-    """Return the arithmetic of sums over nodes, and the addition of rounded ones.
+    """Look up the arithmetic of sums over nodes, and the addition of rounded sums.
 
-    Raises UnsupportedError for a dtype of other than 16 bits.
+    Raises UnsupportedError for a dtype that does not have 16 bits.
     """
     if plan.dtype not in SIXTEEN_BITS:
         raise UnsupportedError(f"{plan.algorithm} adds up {' and '.join(SIXTEEN_BITS)}, not {plan.dtype}")
@@ -241,7 +245,7 @@ def _rounded_sums(plan: CallPlan) -> dict[int, Arithmetic]:
 
 
 def _rounded_slots(nodes: int, slice_bytes: int) -> int:
-    """Return the slots of the local rounded sums, of those that arrive, and of all in float32 where that is needed."""
+    """Compute the slots for the local rounded sum, the arriving ones and, if needed, all of them in float32."""
     whole = in_one_step(nodes, slice_bytes)
     wide = (nodes if whole else 1) if nodes > _IN_ORDER else 0
     return 1 + _slots_that_arrive(nodes, whole) + wide

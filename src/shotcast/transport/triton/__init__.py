@@ -33,4 +33,4 @@ INTERPRETER = replace(
     serial=True,
     most_words=8192,  # the whole row of a fused call is one tile
 )
-"""CPU ranks of one host, on which Triton interprets the kernels of GPUs."""
+"""CPU ranks of one host, on which Triton's interpreter runs the GPU kernels."""

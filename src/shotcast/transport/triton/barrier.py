@@ -1,10 +1,10 @@
-"""The header exchange that every call performs, and nothing else: as a barrier, and as the gate of another call.
+"""The header exchange of every call as a kernel: as a barrier, or as the gate of another call.
 
-A *gate* is one program of one warp that waits, in place of a call's whole grid, until every rank has come to the call.
-The grid is launched behind it. A grid that waits holds SMs that others need: a product on another stream, a call of
-another communicator, a message of NCCL, and maybe what the late rank waits for. The calls of a communicator that is not
-*exclusive* are therefore launched behind a gate, so a rank that is late costs this GPU a warp, and the grid waits for
-no longer than other ranks take to launch the same kernel.
+A *gate* is one program of one warp that waits, in place of a call's whole grid, until every rank has reached the call.
+The grid is launched behind it. A waiting grid holds SMs that others need: a GEMM on another stream, a call of another
+communicator, a message of NCCL, and maybe what the late rank waits for. The calls of a communicator that is not
+*exclusive* are therefore launched behind a gate. A late rank then costs this GPU one warp, and the grid waits no longer
+than other ranks take to launch the same kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shotcast.wire import CallPlan
 
 @dataclass(frozen=True, slots=True)
 class MeetingShape:
-    """The argument SHAPE of a kernel that exchanges headers alone."""
+    """The argument SHAPE of a kernel that only exchanges headers."""
 
     PUTS: bool
     WORLD: int
@@ -32,32 +32,32 @@ class MeetingShape:
 
 @kernel(shape=MeetingShape)
 def barrier(entry: EntryWithPuts, SHAPE: tl.constexpr):
-    """Return once every rank has begun this call."""
+    """Wait until every rank has begun this call."""
     call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
     exchange_headers(call, call.rank * 0, False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)
 
 
 @kernel(shape=MeetingShape)
 def gate(entry: EntryWithPuts, SHAPE: tl.constexpr):
-    """Return once every rank has begun the call whose kernel comes next."""
+    """Wait until every rank has begun the call whose kernel comes next."""
     call = enter(entry, SHAPE.WARPS, SHAPE.PDL)
     exchange_headers(call, call.rank * 0, False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS, True)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of a barrier, or of the headers before a call of the vendor's library."""
+    """Return the launch of a barrier, or of the header exchange before a call of the vendor's library."""
     return context.launch(barrier, plan, programs=1, num_warps=1, tensors="none")
 
 
 GATE_REGISTERS = 32
-"""Registers of a thread of a gate, which needs no more.
+"""The number of registers of a gate thread, which needs no more.
 
-Fewer would not help: the largest blocks of cuBLAS for Hopper start beside no warp that waits (docs/design/progress.md).
+Fewer would not help: the largest cuBLAS blocks for Hopper start next to no waiting warp (docs/design/progress.md).
 """
 
 
 def gate_of(launch: Launch) -> Launch | None:
-    """Return the gate to launch before a kernel; None where its grid is one program, as that of a barrier is."""
+    """Return the gate to launch before a kernel, or None if its grid is one program, such as a barrier's."""
     if launch.programs <= 1:
         return None
     entry, shape = launch.arguments["entry"], launch.arguments["SHAPE"]

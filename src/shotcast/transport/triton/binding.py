@@ -1,8 +1,8 @@
-"""From a call to the kernel that serves it, with all its arguments.
+"""Binding of a call to the kernel that serves it, with all its arguments.
 
-Each kernel file has a function ``bind(plan, context)`` beside its kernel. It says which kernel runs a
-:class:`~shotcast.wire.CallPlan` on this rank, on which grid, and with which arguments; most arguments are the same for
-all kernels, and :meth:`KernelContext.launch` fills in those that the kernel has by name.
+Each kernel file has a function ``bind(plan, context)`` next to its kernel. It says which kernel runs a
+:class:`~shotcast.wire.CallPlan` on this rank, on which grid, and with which arguments. Most arguments are the same for
+all kernels; :meth:`KernelContext.launch` fills in by name those that the kernel has.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "out": ("data",),
     "none": (),
 }
-"""The tensors that a call has, with the arguments of the kernel that each call gives: mostly their addresses."""
+"""The tensors of a call, with the kernel arguments that each call supplies: mostly their addresses."""
 
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
-"""The options that all kernels are compiled with; without it, sums in float32 could be rounded once less."""
+"""Compiler options of all kernels; without them, float32 sums could skip a rounding."""
 
 _PLACES = tuple(one.name for one in dataclasses.fields(WorkspaceLayout))
 _PARTS = (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
@@ -44,7 +44,7 @@ _PARTS = (Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL)
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """The argument SHAPE of a kernel: the constants that it is compiled for, as :meth:`KernelContext.launch` says."""
+    """The argument SHAPE of a kernel: the constants that it is compiled for (see :meth:`KernelContext.launch`)."""
 
     DTYPE: tl.dtype
     UNIT: int
@@ -55,7 +55,7 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class TileShape(CallShape):
-    """The argument SHAPE of a kernel of tiles, of BLOCK words."""
+    """The argument SHAPE of a kernel that works in tiles of BLOCK words."""
 
     BLOCK: int
 
@@ -64,24 +64,24 @@ class KernelLaunch(NamedTuple):
     """A kernel on a grid."""
 
     kernel: Any  # made by `shotcast.device.triton.intrinsics.kernel`
-    programs: int  # of the grid; program 0 exchanges headers
-    num_warps: int  # of a program
-    arguments: dict[str, Any]  # every argument by name; addresses of the call's tensors stand for any
+    programs: int  # in the grid; program 0 exchanges headers
+    num_warps: int  # in a program
+    arguments: dict[str, Any]  # every argument by name; the addresses of the call's tensors are placeholders
     tensors: str  # a key of `TENSORS`
-    options: dict[str, Any]  # of the compilation, such as `maxnreg`
-    # returns the elements of `spans` of a call whose parts have these sizes; None where they have none
+    options: dict[str, Any]  # compiler options, such as `maxnreg`
+    # returns the elements of `spans` for a call whose parts have these sizes; None if parts have no sizes
     of_sizes: Callable[[tuple[int, ...]], Sequence[int]] | None = None
 
 
 class Enqueue(Protocol):
-    """A call that the host enqueues by itself, as a :class:`~shotcast.device.triton.launch.Launch` does a kernel."""
+    """A call that the host enqueues, as a :class:`~shotcast.device.triton.launch.Launch` enqueues a kernel."""
 
     def load(self) -> None: ...
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None: ...
 
 
 class EnqueuedCall(NamedTuple):
-    """A call that is more than a kernel. It meets the other ranks before it writes to them, so it needs no gate."""
+    """A call of more than one kernel. It meets the other ranks before it writes to them, so it needs no gate."""
 
     enqueue: Enqueue
     tensors: str  # a key of `TENSORS`
@@ -89,27 +89,27 @@ class EnqueuedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KernelContext:
-    """The facts of a rank that its kernels are bound with."""
+    """The facts about a rank that its kernels are bound with."""
 
     rank: int
     world_size: int
     layout: WorkspaceLayout  # of a rank's region of symmetric memory; offsets count quads of 16 bytes
     own_address: int  # the address of this rank's region
-    addresses: tuple[int, ...]  # the addresses of all regions, by rank; 0 for those that are not mapped
+    addresses: tuple[int, ...]  # the addresses of all regions, by rank; 0 for regions that are not mapped
     peers_address: int  # the address of the table of all regions' addresses, in device memory
-    cells_address: int  # the address of this GPU's own cells, by which programs of fused kernels add up rows
+    cells_address: int  # the address of this GPU's cells, through which programs of fused kernels add up rows
     cells_nbytes: int  # bytes of these cells
     blocks_address: int  # the address of the table of all ranks' blocks of tensors, in device memory
     multicast: bool  # the table ends with a multicast address that kernels may use
-    pdl: bool  # kernels begin before the kernel before them has ended (programmatic dependent launch)
-    native_fp8: bool  # the GPU converts FP8 by an instruction
-    clear_after_read_bytes: int  # calls with larger slots, in bytes, clear them as they read
-    header_of: Callable[[CallPlan], HeaderWords]  # `header_of(plan)`, the words of the header of a plan
+    pdl: bool  # kernels begin before the previous one has ended (programmatic dependent launch)
+    native_fp8: bool  # the GPU has instructions that convert FP8
+    clear_after_read_bytes: int  # calls whose slots are larger clear them as they read
+    header_of: Callable[[CallPlan], HeaderWords]  # `header_of(plan)` returns the header words of a plan
     aligned: bool = field(default=True)  # all addresses of the call are multiples of 16
-    nodes: int = field(default=1)  # the nodes that the ranks are divided into, each of as many consecutive ranks
-    # the address of the table of what puts to each rank take, in device memory; 0 where all regions are mapped
+    nodes: int = field(default=1)  # the number of nodes, which all have equally many consecutive ranks
+    # the address of the table of what puts to each rank take, in device memory; 0 if all regions are mapped
     puts_address: int = field(default=0)
-    lane: SideLane | None = field(default=None)  # of calls that go on on two streams
+    lane: SideLane | None = field(default=None)  # for calls that run on two streams
 
     def launch(
         self,
@@ -122,18 +122,19 @@ class KernelContext:
         options: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> KernelLaunch:
-        """Return ``kernel`` with the arguments given, and with those below that it has by name.
+        """Return ``kernel`` with the given arguments, and with those below that it takes by name.
 
         Addresses and offsets: ``x``, ``out``, ``data``, ``slots_at``, ``slots_quads``, ``cells_at``, ``cells_quads``,
-        ``staging_at``, ``staging_quads``, ``window_at``, ``progress_at``, ``flags_at``, ``mailboxes_at``. Numbers of
-        the plan: ``root`` and ``nbytes``. What :func:`.sync.enter` takes: ``entry``, with PUTS an EntryWithPuts.
+        ``staging_at``, ``staging_quads``, ``window_at``, ``progress_at``, ``flags_at``, ``mailboxes_at``. Plan values:
+        ``root`` and ``nbytes``. Argument of :func:`.sync.enter`: ``entry``, an EntryWithPuts if PUTS is true.
 
-        Fields of SHAPE: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 where every address and size is
-        a multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a
-        tile), ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
+        Fields of SHAPE: ``DTYPE`` (int32 for a dtype that is only moved), ``UNIT`` (16 if every address and size is a
+        multiple of 16 bytes, else the item size up to 4), ``WORLD``, ``NODES``, ``PUTS``, ``BLOCK`` (words of a tile),
+        ``WARPS``, ``PDL``, ``CLEAR_AFTER_READ``, ``MULTICAST``, ``NATIVE``.
 
-        The grid has ``programs``, by default the plan's and one for the headers, of ``num_warps``, by default the
-        plan's. ``tensors`` are a key of :data:`TENSORS`, ``options`` of the compilation, beside what all kernels take.
+        The grid has ``programs`` programs (by default the plan's and one for the headers) of ``num_warps`` warps (by
+        default the plan's). ``tensors`` is a key of :data:`TENSORS`. ``options`` are compiler options, in addition to
+        those that all kernels take.
         """
         # (a kernel without tensors exchanges the header of a call that the library makes)
         fields = [one.name for one in dataclasses.fields(kernel.shape)]
@@ -185,11 +186,11 @@ class KernelContext:
         return plan.nbytes // (self.world_size if plan.op in _PARTS else 1) > self.clear_after_read_bytes
 
     def in_one_step(self, plan: CallPlan) -> bool:
-        """Return whether rounded sums of nodes pass as :func:`shotcast.wire.in_one_step` says."""
+        """Return whether the rounded sums of nodes pass in one step (see :func:`shotcast.wire.in_one_step`)."""
         return wire.in_one_step(self.nodes, wire.slice_bytes(plan.nbytes, self.world_size // self.nodes))
 
     def unit(self, plan: CallPlan) -> int:
-        """Return 16 when every address and size of the call is a multiple of 16 bytes, else the item size up to 4."""
+        """Return 16 if every address and size of the call is a multiple of 16 bytes, else the item size up to 4."""
         item = wire.DTYPES.get(plan.dtype, 1)
         bits = plan.nbytes
         for size in plan.sizes:

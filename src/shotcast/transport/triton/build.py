@@ -1,4 +1,4 @@
-"""Build the executor of ranks with Triton kernels, or say why these cannot run between them."""
+"""Build the executor that runs Triton kernels between ranks, or say why they cannot run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NVSHMEM = "nvshmem"
 
 
 def interpreted(ranks: Ranks) -> Built:
-    """Build the executor of CPU ranks whose kernels are interpreted."""
+    """Build the executor for CPU ranks, whose kernels are interpreted."""
     extras.require("triton", "SHOTCAST_CPU_KERNELS=interpreter")
     if not ranks.one_host:
         return Built(None, "the ranks are on several hosts, and the interpreter shares memory of one")
@@ -33,7 +33,7 @@ def interpreted(ranks: Ranks) -> Built:
 
 
 def on_gpus(ranks: Ranks) -> Built:
-    """Build the executor of GPUs, which map each other's memory, or put to that of other nodes."""
+    """Build the executor for GPUs, which map each other's memory or put to other nodes."""
     host, layout, device = ranks.host, ranks.layout, ranks.device
     puts = layout.nodes > 1 and (env.network() == _NVSHMEM or not ranks.one_host)
     if why := ranks.beyond(MOST_RANKS if puts else wire.MAX_WORLD_SIZE):
@@ -78,7 +78,7 @@ def _puts_obstacle(ranks: Ranks) -> str:
 
 
 def _on_put_memory(ranks: Ranks, mates: Sequence[int]) -> Built:
-    """Build the executor of GPUs that put to those of other nodes. NVSHMEM may refuse; then the library serves."""
+    """Build the executor for GPUs that put to other nodes. If NVSHMEM refuses, the library serves the calls."""
     from shotcast.memory.nvshmem import HEAP
     from shotcast.transport.triton.hosts import HostsTritonExecutor
 
@@ -91,7 +91,7 @@ def _on_put_memory(ranks: Ranks, mates: Sequence[int]) -> Built:
 
 
 def _refuse_shared(gpus: Sequence[str]) -> None:
-    """Raise ConfigError if several ranks use one GPU, which NCCL would refuse too; ``gpus`` are UUIDs, by rank."""
+    """Raise ConfigError if several ranks share one GPU, which NCCL would refuse too; ``gpus`` are UUIDs, by rank."""
     if env.share_gpus():
         return
     for gpu in gpus:
@@ -106,7 +106,7 @@ def _refuse_shared(gpus: Sequence[str]) -> None:
 def peer_obstacle(device: torch.device, gpus: Mapping[int, str]) -> str:
     """Return why native kernels cannot run between these GPUs of one host; empty if they can.
 
-    ``gpus`` has the UUID of the GPU of each rank that stores to the others; this process need not see them.
+    ``gpus`` maps each rank that stores to the others to the UUID of its GPU, which this process need not see.
     """
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
@@ -114,7 +114,7 @@ def peer_obstacle(device: torch.device, gpus: Mapping[int, str]) -> str:
     visible, own = visible_gpus(), uuid_of(device)
     for rank, gpu in gpus.items():
         index = visible.get(gpu)
-        if index is None:  # CUDA_VISIBLE_DEVICES hides it; its memory can be mapped all the same
+        if index is None:  # CUDA_VISIBLE_DEVICES hides it; its memory can still be mapped
             access, peer = nvml.peer_access(own, gpu), f"the GPU of rank {rank}, {gpu}"
             if access is None:
                 return f"this process does not see {peer}, and NVML knows nothing of it: a container hides it"

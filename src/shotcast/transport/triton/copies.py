@@ -4,8 +4,8 @@
     all_to_all:  out_i = part_i(x_0), ..., part_i(x_{N-1})      each rank sends part j to rank j
     broadcast:   out_i = x_root                                 the root sends x to all
 
-Floating-point data goes through sentinel slots, exact but for the payload of NaNs. Any other data goes as flag cells,
-exact to the bit, at twice the bytes.
+Floating-point data goes through sentinel slots, exact except for the payload of NaNs. Any other data goes as flag
+cells, exact to the bit, at twice the bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BROADCAST = tl.constexpr(2)
 
 @dataclass(frozen=True, slots=True)
 class CopyShape(TileShape):
-    """A copy; ``KIND`` is GATHER, EXCHANGE or BROADCAST, and ``CELLS`` sends flag cells."""
+    """A copy; ``KIND`` is GATHER, EXCHANGE or BROADCAST, and ``CELLS`` sends it as flag cells."""
 
     KIND: int
     CELLS: bool
@@ -76,7 +76,7 @@ def copy(
     await_prior_kernel(SHAPE.PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, own_nbytes, offs, KIND == EXCHANGE, UNIT, WORLD)
-    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # it has already waited for the prior kernel
     quads = (part_nbytes + 15) // 16  # quads of a slot
     extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:

@@ -1,28 +1,28 @@
-"""Collectives of large messages by the copy engines of the GPUs, which leave the SMs to a product that runs meanwhile.
+"""Collectives of large messages on the GPUs' copy engines, which leave the SMs to a GEMM that runs meanwhile.
 
     reduce_scatter:  each rank copies part j to rank j, which adds up:  out_i = x_0[i] + x_1[i] + ...  in rank order,
-                     or makes another reduction
+                     or applies another reduction
     all_reduce:      the same by slices, and then rank j copies its sum to all
     all_gather:      each rank copies x to all
     all_to_all:      each rank copies part j to rank j
 
-A message passes in chunks, mostly one, through places in the region of each rank: two for parts, two for the sums of
-an all_reduce, which serve in turn. Between two meetings of all ranks, in *phase* p, a rank
+A message passes in chunks, usually one, through places in the region of each rank: two for parts, and two for the sums
+of an all_reduce, which take turns. Between two meetings of all ranks, in *phase* p, a rank
 
     adds up chunk p-2, which came in phase p-1, and copies the sums of chunk p-3 to out
     copies chunk p-1 to the others, and the sums of chunk p-2 once they are made
 
-or copies chunk p-2 to out where there are no sums. Both lines go on at once, on two streams.
+or copies chunk p-2 to out if there are no sums. Both lines run at once, on two streams.
 
-- A kernel begins when the copies before it in its stream have ended, so a meeting says that what was copied is there.
-- A rank has taken what came in phase p-1 before it comes to the meeting that ends phase p. So in phase p+1 others may
+- A kernel begins when the copies before it in its stream have ended, so a meeting shows that the copied data is there.
+- A rank has taken what came in phase p-1 before it reaches the meeting that ends phase p. So in phase p+1 others may
   write there again.
-- A first meeting, before phase 1, says the same of the call before, of this algorithm or another.
+- A first meeting, before phase 1, says the same about the previous call, of this algorithm or another.
 
-A meeting is an exchange of headers, as every call has one, with an epoch of its own; it is one program of one warp.
-Nothing stops the copies behind a meeting that failed, or that the host of this rank alone ended. So the meeting first
-tells all ranks, whose last kernel replaces what they may have taken by then with NaN. CPU ranks of the interpreter do
-the same in turn.
+A meeting is an exchange of headers, as in every call, with its own epoch; it is one program of one warp. Nothing stops
+the copies behind a meeting that failed, or that only the host of this rank ended. So the meeting first tells all ranks,
+and their last kernel replaces with NaN what they may have taken by then. CPU ranks of the interpreter do the same steps
+in turn.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan, Op
 
 BESIDE_PRODUCTS = {"maxnreg": GATE_REGISTERS}
-"""Options of kernels of one warp, which begin beside those products of the vendor's library that leave room for it."""
+"""Options of one-warp kernels, which start next to those GEMMs of the vendor's library that leave room for a warp."""
 _MEETINGS = 4
-"""Kernels that meet in turn; the headers of neighbors differ."""
+"""Meeting kernels that take turns; the headers of neighbors differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class CopyMeetingShape:
 
 @kernel(shape=CopyMeetingShape)
 def meeting(entry: Entry, SHAPE: tl.constexpr):
-    """Return once every rank has come, or all have been told why not."""
+    """Wait until every rank has come, or all have been told why not."""
     call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
     sync.exchange_headers(call, call.rank * 0, False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL)
     fault = sync.read_abort_word(call.own, SHAPE.WARPS)
@@ -80,7 +80,7 @@ def meeting(entry: Entry, SHAPE: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class CopiedSumShape(TileShape):
-    """A sum of a rank's chunk and those that were copied to it."""
+    """A sum of a rank's chunk and the chunks copied to it."""
 
     REDUCTION: int
 
@@ -93,9 +93,9 @@ def own_region(entry):
 
 @kernel(shape=CopiedSumShape)
 def sum_of_copies(x, out, came, nbytes: tl.int64, entry: Entry, stride, SHAPE: tl.constexpr):
-    """Reduce ``nbytes`` at ``x`` with those of the other ranks into ``out``.
+    """Reduce ``nbytes`` at ``x`` with the other ranks' bytes into ``out``.
 
-    Theirs lie in this rank's region, at the address ``came`` and ``stride`` quads apart by rank.
+    The others' bytes lie in this rank's region, at the address ``came`` and ``stride`` quads apart by rank.
     """
     WORLD: tl.constexpr = SHAPE.WORLD
     rank = entry.rank
@@ -117,8 +117,8 @@ def sum_of_copies(x, out, came, nbytes: tl.int64, entry: Entry, stride, SHAPE: t
 def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
     """Make the floats of ``out`` NaN, and tell the host, if the communicator was stopped.
 
-    A rank that has met all others may be told by one that gave up then, and whose copies no longer wait for it.
-    Numbers of types that are only copied stay. One warp does it, which finds room on an SM first.
+    A rank that has met all others may still be told by one that gave up, whose copies no longer wait for it. Types that
+    are only copied keep their numbers. One warp does this, because it finds room on an SM first.
     """
     own = own_region(entry)
     fault = sync.read_abort_word(own, SHAPE.WARPS)
@@ -135,11 +135,11 @@ def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
 
 
 REGION, X, OUT = range(3)
-"""Origins of addresses: none, ``x``, or ``out``."""
+"""Origins of addresses: none, ``x`` or ``out``."""
 
 
 class Copy(NamedTuple):
-    """A copy of ``nbytes``; each address has what it counts from."""
+    """A copy of ``nbytes``; each address comes with its origin."""
 
     target_base: int
     target: int
@@ -149,7 +149,7 @@ class Copy(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """The reduction of a chunk of ``nbytes``, at bytes of ``x`` and ``out``, with those that came to an address."""
+    """The reduction of a chunk of ``nbytes``, at offsets into ``x`` and ``out``, with those that came to an address."""
 
     x: int
     out: int
@@ -160,7 +160,7 @@ class Sum(NamedTuple):
 class Phase(NamedTuple):
     """The work of a rank between two meetings: it takes what came before, and sends.
 
-    ``early`` copies wait for nothing, ``late`` ones for the sums.
+    ``early`` copies wait for nothing; ``late`` copies wait for the sums.
     """
 
     sums: tuple[Sum, ...]
@@ -171,7 +171,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class CopiedParts:
-    """A message in parts and chunks, and where they go.
+    """A message in parts and chunks, and their destinations.
 
     Copies go to each rank's region from ``regions`` on. All sizes are in bytes.
     """
@@ -185,27 +185,27 @@ class CopiedParts:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a part."""
+        """The number of chunks in a part."""
         return -(-self.part // self.chunk)
 
     def place(self, chunk: int, at: int, of: int, sums: bool = False) -> int:
-        """Return the address of the place at rank ``at`` for a chunk, or its sums, that rank ``of`` copies."""
+        """Return the address of the place at rank ``at`` for a chunk that rank ``of`` copies, or for its sums."""
         turns = min(self.chunks, 2)
         return self.regions[at] + ((chunk % turns + turns * sums) * len(self.regions) + of) * self.chunk
 
     def size(self, chunk: int, of: int) -> int:
-        """Return the bytes that rank ``of`` has of a chunk of its part."""
+        """Return the size of a chunk of rank ``of``'s part."""
         start = chunk * self.chunk
         return max(0, min(self.nbytes - of * self.part, self.part, start + self.chunk) - start)
 
     def phases(self) -> Iterator[Phase]:
-        """Yield what this rank does after each meeting."""
+        """Yield the work of this rank after each meeting."""
         yield from map(self._phase, range(1, self.chunks + (3 if self.op is Op.ALL_REDUCE else 2)))
 
     def _phase(self, number: int) -> Phase:
         rank, op, part = self.rank, self.op, self.part
         world_size, chunks = len(self.regions), self.chunks
-        peers = [(rank + i) % world_size for i in range(1, world_size)]  # so each is written to by one at a time
+        peers = [(rank + i) % world_size for i in range(1, world_size)]  # so only one rank at a time writes to each
         sent, came, first = number - 1, number - 2, number - 3
         sums, taken, early, late = list[Sum](), list[Copy](), list[Copy](), list[Copy]()
         if sent < chunks:
@@ -231,15 +231,15 @@ class CopiedParts:
 
 
 class CopyEngineCall:
-    """The phases of a call, which are enqueued as a kernel is.
+    """The phases of a call, enqueued the way a kernel is.
 
     Args:
         meetings: kernels that meet in turn.
-        reduce: the kernel of sums; None where there are none.
-        last: the kernel that makes floats NaN where a meeting failed.
-        nbytes: of ``out``.
-        own: the bytes of ``out``, from where to where, that a call in place leaves alone.
-        lane: what goes on beside the stream of the call; None for nothing.
+        reduce: the kernel of sums; None if there are none.
+        last: the kernel that turns floats into NaN if a meeting failed.
+        nbytes: the size of ``out``.
+        own: the range of bytes of ``out``, from start to end, that an in-place call leaves alone.
+        lane: the stream for work next to the call's stream; None if there is no such work.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class CopyEngineCall:
 
 
 def _copy(copies: Sequence[Copy], stream: int, x: int, out: int) -> None:
-    """Enqueue copies; none to where it comes from."""
+    """Enqueue copies, except those onto their source."""
     bases = 0, x, out
     for copy in copies:
         target, source = bases[copy.target_base] + copy.target, bases[copy.source_base] + copy.source
@@ -321,7 +321,7 @@ def _copy(copies: Sequence[Copy], stream: int, x: int, out: int) -> None:
 def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     """Return the call of an all_reduce, a reduce_scatter, an all_gather or an all_to_all.
 
-    Raises ConfigError if the chunks of the launch have no room. (In a region without any, a call can only be loaded.)
+    Raises ConfigError if there is no room for the launch's chunks. (In a region with none, a call can only be loaded.)
     """
     world_size, chunk = context.world_size, plan.launch.chunk_bytes
     room = context.layout.copies_quads * layout.QUAD
@@ -335,7 +335,7 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     at = context.layout.copies_at * layout.QUAD
     regions = tuple(address + at for address in context.addresses)
     parts = CopiedParts(plan.op, plan.nbytes, part, chunk, context.rank, regions)
-    # a kernel that begins early would wait for the kernel before it in its stream alone, and not for the copies
+    # a kernel that begins early would wait only for the kernel before it in its stream, not for the copies
     waits: dict[str, Any] = {"options": {"launch_pdl": False}, "PDL": False}
     meetings = []
     for piece in range(_MEETINGS):

@@ -1,27 +1,28 @@
-"""The exchange between nodes: each rank adds up the partial sums of the ranks of its local rank on all nodes.
+"""The exchange between nodes: ranks with the same local rank on all nodes add up their partial sums.
 
-    doubling  log2 H steps for H nodes: each rank swaps its partial sum with that of its partner, leaf xor 2^s
+    doubling  log2 H steps for H nodes: each rank swaps its partial sum for its partner's, leaf xor 2^s
     pairs     one step: each rank sends its partial sum to all others, which add up the whole tree
     halving   in step s a rank swaps half of the tiles that it still has: it sends some to the partner, leaf xor 2^s,
-              and adds up what comes of the others. Then the sums, rounded, go back the same way: 2 log2 H steps, and
-              fewer bytes where messages are large
+              and adds up what comes for the others. Then the rounded sums go back the same way: 2 log2 H steps, and
+              fewer bytes if messages are large
 
-In 16 bits, partial sums pass rounded to the dtype of the call, two to a word. The own one is rounded, too:
+In 16 bits, partial sums pass rounded to the dtype of the call, two to a word. A rank rounds its own partial sum, too:
 
     pairs     as above
     two_shot  each tile has an owner, to which all send theirs; it adds up the tree, and sends the result to all
 
-Doubling and halving take a power of two. Of other numbers, the first nodes are *folded*: of each pair of them the odd
+Doubling and halving need a power of two. For other numbers, the first nodes are *folded*: in each pair of them the odd
 one, the *extra*, sends its partial sum to the even one, the *pivot*, before the exchange, and gets the result after it.
-The first three give the same bits: those of the tree in :func:`shotcast.hardware.nodes.folded`, where the operands of
-each addition are in the order of the nodes. The last two give those of the same tree over rounded partial sums.
+The first three give the same bits: the bits of the tree in :func:`shotcast.hardware.nodes.folded`, which takes the
+operands of each addition in the order of the nodes. The last two give the bits of the same tree over rounded partial
+sums.
 
-An exchange has two parts. ``begin_*`` sends what a rank has without a wait; ``finish_*`` does the rest, and returns the
-words of the result. Both are for one :class:`Tile`: its first word is ``start`` of its slice, and it has ``count``
+An exchange has two parts. ``begin_*`` sends what a rank has without waiting; ``finish_*`` does the rest, and returns
+the words of the result. Both handle one :class:`Tile`: its first word is ``start`` of its slice, and it has ``count``
 words, a multiple of 4. A *value* is a pair of tiles of float32, for the low and the high halves of words.
 
-Of SHAPE they read: NODES; DOUBLINGS, the logarithm of the largest power of two in it, and FOLDED, the pairs that are
-folded; LOCAL, the ranks in a node; PARTS, the values in a word; and the EXCHANGE, DTYPE, WORLD and PUTS.
+They read these fields of SHAPE: NODES; DOUBLINGS, the logarithm of the largest power of two in it; FOLDED, the number
+of folded pairs; LOCAL, the ranks in a node; PARTS, the values in a word; and EXCHANGE, DTYPE, WORLD and PUTS.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TWO_SHOT_16BIT = tl.constexpr(4)
 class Place(NamedTuple):
     """The place of a rank in the exchange.
 
-    ``leaf`` is that of its node in the tree. ``extra`` and ``pivot`` are 1 in a rank that is one, else 0.
+    ``leaf`` is the leaf of its node in the tree. ``extra`` and ``pivot`` are 1 for a rank that is one, else 0.
     """
 
     node: tl.tensor
@@ -57,7 +58,7 @@ class Place(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of a slice of ``slice_words``, and the numbers of its words: ``lanes``."""
+    """A tile of a slice of ``slice_words``; ``lanes`` are the numbers of its words."""
 
     number: tl.tensor
     start: tl.tensor
@@ -104,7 +105,7 @@ def folding_partner(place, SHAPE: tl.constexpr):
 
 @triton.jit
 def targets_of(entry, place, SHAPE: tl.constexpr):
-    """Return where a rank sends to: its partners step by step, then that of its pair; or each other node, in a ring."""
+    """Return a rank's targets: its partners step by step, then its folding partner; or each other node, in a ring."""
     DOUBLINGS: tl.constexpr = SHAPE.DOUBLINGS
     NODES: tl.constexpr = SHAPE.NODES
     targets = ()
@@ -122,7 +123,7 @@ def targets_of(entry, place, SHAPE: tl.constexpr):
 
 @triton.jit
 def exchange_quads(slice_quads, SHAPE: tl.constexpr):
-    """Return the quads of all slots of an exchange, for slices of ``slice_quads`` of the message."""
+    """Return the size, in quads, of all slots of an exchange for message slices of ``slice_quads``."""
     if SHAPE.NODES == 1:
         quads = slice_quads * 0
     elif SHAPE.EXCHANGE == DOUBLING:
@@ -140,7 +141,7 @@ def exchange_quads(slice_quads, SHAPE: tl.constexpr):
 
 @triton.jit
 def bits_of(value, PARTS: tl.constexpr):
-    """Return a value as PARTS tiles of 32 bits, which may be sent through slots."""
+    """Split a value into PARTS tiles of 32 bits, which may be sent through slots."""
     bits = (escape_sentinel(value[0].to(tl.int32, bitcast=True)),)
     if PARTS == 2:
         bits = bits + (escape_sentinel(value[1].to(tl.int32, bitcast=True)),)
@@ -149,7 +150,7 @@ def bits_of(value, PARTS: tl.constexpr):
 
 @triton.jit
 def value_of(bits, at, PARTS: tl.constexpr):
-    """Return the value whose PARTS tiles of bits begin at position ``at``."""
+    """Join the PARTS tiles of bits from position ``at`` on into a value."""
     low = bits[at].to(tl.float32, bitcast=True)
     high = low
     if PARTS == 2:
@@ -159,26 +160,26 @@ def value_of(bits, at, PARTS: tl.constexpr):
 
 @triton.jit
 def added(first, second):
-    """Return the sum of two values."""
+    """Add two values."""
     return first[0] + second[0], first[1] + second[1]
 
 
 @triton.jit
 def either(condition, one, other):
-    """Return one of two values."""
+    """Select one of two values."""
     return tl.where(condition, one[0], other[0]), tl.where(condition, one[1], other[1])
 
 
 @triton.jit
 def added_by_leaf(mine, theirs, place, step):
-    """Return the sum of a value and the partner's. (The payload of a NaN depends on the order.)"""
+    """Add a value and the partner's, in the order of their leaves. (The payload of a NaN depends on the order.)"""
     lower = (place.leaf >> step) & 1 == 0
     return added(either(lower, mine, theirs), either(lower, theirs, mine))
 
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    """Return the words of the result, which may be sent through slots."""
+    """Round a value to words of the result, which may be sent through slots."""
     return escape_sentinel(pack(value[0], value[1], DTYPE))
 
 
@@ -187,7 +188,7 @@ def rounded(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def begin_folded(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
-    """Send the partial sum of an extra. Its slot comes after those of the steps."""
+    """Send the partial sum of an extra. Its slot follows the slots of the steps."""
     word = SHAPE.DOUBLINGS * tile.slice_words * SHAPE.PARTS + tile.start * SHAPE.PARTS
     put_tiles(
         call,
@@ -203,7 +204,7 @@ def begin_folded(call, network, targets, place, tile, value, SHAPE: tl.constexpr
 
 @triton.jit
 def await_folded(call, network, place, tile, value, SHAPE: tl.constexpr):
-    """Add what the extra has sent, in its pivot. Returns (value, call)."""
+    """Add, in a pivot, the partial sum that its extra has sent. Returns (value, call)."""
     word = SHAPE.DOUBLINGS * tile.slice_words * SHAPE.PARTS + tile.start * SHAPE.PARTS
     other, pivots = folding_partner(place, SHAPE), tile.count * place.pivot
     bits, call = await_tiles(
@@ -226,7 +227,7 @@ def unfold(call, network, target, place, tile, word, words, DEPTH: tl.constexpr,
 
 @triton.jit
 def begin_doubling(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
-    """Send the partial sum of an extra to its pivot, and that of any other rank but a pivot in step 0."""
+    """Send an extra's partial sum to its pivot, or the step-0 partial sum of a rank that is not folded."""
     count = tile.count
     if SHAPE.FOLDED:
         begin_folded(call, network, targets, place, tile, value, SHAPE)
@@ -270,7 +271,7 @@ def finish_doubling(call, network, targets, place, tile, value, SHAPE: tl.conste
 
 @triton.jit
 def slot_of(node, other):
-    """Return the slot of a node's partial sum at another one: each has those of all but itself, in their order."""
+    """Return the slot of a node's partial sum at another node, which has slots for all but itself, in node order."""
     return node - (other < node).to(tl.int32)
 
 
@@ -308,7 +309,7 @@ def await_pairs(call, network, place, tile, count, PARTS: tl.constexpr, SHAPE: t
 
 @triton.jit
 def summed_by_tree(partial, SHAPE: tl.constexpr):
-    """Add up the values of all nodes in the order of the tree. Returns a tuple of the sum alone."""
+    """Add up the values of all nodes in the order of the tree. Returns the sum as a tuple of one."""
     DOUBLINGS: tl.constexpr = SHAPE.DOUBLINGS
     sums = ()
     for leaf in tl.static_range(SHAPE.NODES - SHAPE.FOLDED):
@@ -341,7 +342,7 @@ def finish_pairs(call, network, place, tile, value, SHAPE: tl.constexpr):
 
 @triton.jit
 def summed_rounded(words, bits, place, SHAPE: tl.constexpr):
-    """Add up the rounded partial sums of all nodes, this node's being ``words``. Returns the words of the result.
+    """Add up the rounded partial sums of all nodes; this node's is ``words``. Returns the words of the result.
 
     (None of them is -0.0: partial sums are multiples of the least subnormal, so none rounds to zero.)
     """
@@ -362,7 +363,7 @@ def finish_pairs_16bit(call, network, place, tile, words, SHAPE: tl.constexpr):
 
 @triton.jit
 def owns(place, number, SHAPE: tl.constexpr):
-    """Return 1 in a rank of the node that adds up a tile, else 0."""
+    """Return 1 if the rank is on the node that adds up a tile, else 0."""
     return (number % SHAPE.NODES == place.node).to(tl.int32)
 
 
@@ -384,7 +385,7 @@ def begin_two_shot_16bit(call, network, targets, place, tile, words, SHAPE: tl.c
 
 @triton.jit
 def finish_two_shot_16bit(call, network, targets, place, tile, words, SHAPE: tl.constexpr):
-    """Add up a tile in its owner, and send the words of the result to all. Theirs have a slot. Returns (words, call)"""
+    """Add up a tile in its owner, and send the words of the result to all, in the last slot. Returns (words, call)."""
     owned = tile.count * owns(place, tile.number, SHAPE)
     bits, call = await_pairs(call, network, place, tile, owned, 1, SHAPE)
     words = summed_rounded(words, bits, place, SHAPE)
@@ -415,7 +416,7 @@ def gives_away(place, number, step):
 
 @triton.jit
 def begin_halving(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
-    """Send the partial sum of an extra to its pivot, and what any other rank but a pivot gives away in step 0."""
+    """Send an extra's partial sum to its pivot, or what a rank that is not folded gives away in step 0."""
     count = tile.count
     if SHAPE.FOLDED:
         begin_folded(call, network, targets, place, tile, value, SHAPE)
@@ -430,8 +431,8 @@ def begin_halving(call, network, targets, place, tile, value, SHAPE: tl.constexp
 def finish_halving(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
     """Add up a tile in the rank whose leaf has the lowest bits of its number, and spread the words from there.
 
-    A rank that has given a tile away in step s gets its words from the same partner, and passes them on to those that
-    gave it theirs in the steps before. It gets them once, so all steps, and folding, share a slot. Returns
+    A rank that has given a tile away in step s gets its words from the same partner, and passes them on to the ranks
+    that gave it theirs in the steps before. It gets them once, so all steps, and folding, share a slot. Returns
     (words, call).
     """
     PARTS: tl.constexpr = SHAPE.PARTS

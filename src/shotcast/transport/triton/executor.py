@@ -1,4 +1,4 @@
-"""Runs call plans with the Triton kernels: on a GPU, or on CPU ranks under Triton's interpreter."""
+"""The executor that runs call plans with the Triton kernels: on a GPU, or on CPU ranks under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from shotcast.memory.nvshmem import HeapLease
 
 _SETTLE_S = 0.3
-"""Time from the end of a process to the mark that ends waits for it. A program that has looked for a word before the
-rank sent it, and ended, looks again by then."""
+"""The time from the end of a process to the mark that ends waits for it. Within that time, a program that looked
+for a word before the rank sent it and ended looks again."""
 
 
 class _Piece(NamedTuple):
-    """One kernel of a call, or all that copy engines do, which takes the tensors from byte ``start`` on.
+    """One kernel of a call, or everything that copy engines do, for the tensors from byte ``start`` on.
 
     ``gate`` is launched before it, unless it is None.
     """
@@ -56,7 +56,7 @@ class _Piece(NamedTuple):
 
 
 class TritonBoundCall:
-    """A call with its kernels: the addresses of its tensors are open, and the sizes of parts that two ranks know."""
+    """A call with its kernels, still open for tensor addresses and for the sizes of parts that only two ranks know."""
 
     __slots__ = ("_executor", "_of_sizes", "_pieces", "_plan", "_sizes", "_tensors")
 
@@ -74,10 +74,10 @@ class TritonBoundCall:
         norm: NormTensors | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
-        """Launch the kernels on the current stream. ``x`` and ``out`` are contiguous and of the plan's sizes.
+        """Launch the kernels on the current stream. ``x`` and ``out`` must be contiguous and of the plan's sizes.
 
-        Those of a fused call (``norm``), and its ``x``, begin at multiples of 16 bytes. ``sizes`` are those of an
-        uneven all_to_all, in place of the plan's.
+        The tensors of a fused call (``norm``), and its ``x``, must begin at multiples of 16 bytes. ``sizes`` are the
+        sizes of an uneven all_to_all, in place of the plan's.
         """
         executor = self._executor
         own = executor.own_address
@@ -138,12 +138,12 @@ class TritonBoundCall:
 
 
 def _launch(bound: KernelLaunch) -> Launch:
-    """Return what enqueues a kernel, given the addresses of its tensors."""
+    """Prepare the launch that enqueues a kernel, given the addresses of its tensors."""
     return Launch(bound.kernel, bound.programs, bound.arguments, TENSORS[bound.tensors], bound.options)
 
 
 class TritonHeaderExchange:
-    """An exchange of headers that the host waits for."""
+    """A header exchange that the host waits for."""
 
     __slots__ = ("_device", "_launch")
 
@@ -155,30 +155,30 @@ class TritonHeaderExchange:
             self._launch.load()
 
     def run(self) -> None:
-        """Return when all ranks have come to the call, or a fault is known."""
+        """Wait until all ranks have come to the call, or a fault is known."""
         with _current(self._device):
             self._launch(0 if INTERPRETED else raw_stream(self._device.index), ())
         _wait_for_stream(self._device)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Make a GPU the current one within the context."""
+    """Make a GPU the current device within the context."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _host_words(device: torch.device) -> torch.Tensor:
-    """Return the words of the host's memory that kernels of ``device`` store to and read."""
+    """Return the words of host memory that kernels of ``device`` store to and read."""
     words = torch.zeros(layout.HOST_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     _words_in_use[words.data_ptr()] = words
     return words
 
 
 _words_in_use: dict[int, torch.Tensor] = {}
-"""Words by address, until their executor is closed. If it never is, kernels may go on storing there."""
+"""Host words by address, kept until their executor is closed. If it never is, kernels may go on storing there."""
 
 
 def _interrupted(executor: TritonExecutor | None, number: int) -> None:
-    """Tell an executor, if it still exists, of a rank that was interrupted; not on the thread that hears for all."""
+    """Tell an executor, if it still exists, that a rank was interrupted, but not on the thread that listens for all."""
     if executor is not None:
         threading.Thread(
             target=executor.interrupted_by, args=(number,), name="shotcast interrupted", daemon=True
@@ -186,7 +186,7 @@ def _interrupted(executor: TritonExecutor | None, number: int) -> None:
 
 
 def _wait_for_stream(device: torch.device) -> None:
-    """Wait for the current stream alone: kernels on other streams may wait for calls that this rank has yet to make."""
+    """Wait only for the current stream: kernels on other streams may wait for calls that this rank has yet to make."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -195,25 +195,25 @@ class TritonExecutor:
     """This rank's side of a communicator whose calls are Triton kernels.
 
     It begins with a workspace for messages up to :data:`.layout.FIRST_ROOM`, and gets larger ones when calls need them
-    (:meth:`grow`). All collective calls use the last one, so calls of different sizes meet there, and are found to
-    differ. The first one stays for send and recv, whose messages may lie in its mailboxes. Those between stay if
-    kernels in captured graphs use them. Ranks on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import). The
-    ``nodes`` each have as many consecutive ranks. ``lease(nbytes)`` gives symmetric memory. Collective; raises
-    ConfigError on all ranks if one has too little.
+    (:meth:`grow`). All collective calls use the last workspace, so calls of different sizes meet there, and are found
+    to differ. The first one stays for send and recv, whose messages may lie in its mailboxes. The ones in between stay
+    if kernels in captured graphs use them. Ranks on ``cpu`` need Triton's interpreter (TRITON_INTERPRET=1 at import).
+    The ``nodes`` have equally many consecutive ranks. ``lease(nbytes)`` provides symmetric memory. Construction is
+    collective; it raises ConfigError on all ranks if one has too little memory.
 
     Attributes:
-        workspaces: the first, those that captured graphs use, and the one of collective calls, by ascending size.
+        workspaces: the first, those that captured graphs use, and the one for collective calls, in ascending size.
         room: the longest message, in bytes, that the last of these is laid out for.
-        own_address: of this rank's region of the first workspace.
-        stopped_word: of the fault that a finished kernel has seen, 0 for none.
+        own_address: the address of this rank's region in the first workspace.
+        stopped_word: the word of the fault that a finished kernel has seen, or 0 if there is none.
     """
 
     batches = False
-    """Each message is a kernel of its own."""
+    """Each message is a separate kernel."""
     _puts = False
-    """Ranks of other nodes are reached by puts, which are staged."""
+    """Ranks of other nodes are reached by staged puts."""
     _clears = 0
-    """Resets so far, on all ranks alike."""
+    """The number of resets so far, the same on all ranks."""
 
     def __init__(self, ranks: Ranks, lease: Callable[[int], Lease | HeapLease], nodes: int = 1):
         group, device, exclusive = ranks.host, ranks.device, ranks.exclusive
@@ -251,7 +251,7 @@ class TritonExecutor:
         arena_of(device).count(exclusive, 1)
 
     def _block_heap(self, ranks: Ranks) -> BlockHeap | None:
-        """Return what makes tensors in memory that all ranks map; None for puts."""
+        """Make the heap for tensors in memory that all ranks map; None for puts."""
         if ranks.peers is None or self._puts or self._group.world_size == 1:
             return None
         address, index = self._blocks.data_ptr(), self.device.index
@@ -295,7 +295,7 @@ class TritonExecutor:
         return TritonBoundCall(self, plan)
 
     def kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
-        """Return the kernel of a plan that is no longer than the last workspace, or of a piece.
+        """Return the kernel of a piece, or of a plan whose message fits the last workspace.
 
         Raises ConfigError if the workspace has no room for it yet.
         """
@@ -312,7 +312,7 @@ class TritonExecutor:
     def load(self, plans: Sequence[CallPlan]) -> None:
         """Compile and load a header exchange, and kernels of plans of any size for tensors at multiples of 16 bytes.
 
-        CUDA loads no kernel while another runs. So calls load what later ones may need beside kernels that wait.
+        CUDA loads no kernel while another runs. Calls therefore load what later ones may need next to waiting kernels.
         """
         with _current(self.device):
             self.header_exchange(plans[0]).load()
@@ -321,14 +321,14 @@ class TritonExecutor:
                 (bound.enqueue if isinstance(bound, EnqueuedCall) else _launch(bound)).load()
 
     def gate(self, plan: CallPlan, launch: Launch) -> Launch | None:
-        """Return the gate of a plan or a piece, None where it may wait for other ranks by itself."""
+        """Return the gate of a plan or a piece, or None if its kernel may wait for other ranks."""
         # a message waits for one rank, in few programs (send_recv.py)
         return None if self._exclusive or plan.op in (Op.SEND, Op.RECV) else gate_of(launch)
 
     def variants(self, plan: CallPlan) -> tuple[str, ...]:
-        """Return a name for each kernel of ``plan``: all that decides values which are known to the compiler."""
+        """Return a name for each kernel of ``plan``, formed from everything that decides its compile-time values."""
         shape, context = plan.launch, self.workspaces[0].context
-        # to and from a root go parts as large as those of an all_gather
+        # parts to and from a root are as large as those of an all_gather
         alike = dataclasses.replace(plan, op=Op.ALL_GATHER) if plan.op in (Op.GATHER, Op.SCATTER) else None
         pieces = [alike] if alike is not None else [piece for piece, _ in self.pieces(plan)]
         parts = [plan.op.label, plan.algorithm, plan.dtype, plan.reduction, shape.block_words, shape.num_warps]
@@ -340,9 +340,9 @@ class TritonExecutor:
     def pieces(self, plan: CallPlan) -> list[tuple[CallPlan, int]]:
         """Return the calls that make up ``plan``, with the byte at which each begins.
 
-        There are several where a message is beyond the workspace that it is planned for and the algorithm divides it,
-        or beyond the slots between nodes, through which all of it passes. They are as long as each other, since the
-        programs of a piece clear the slots of the one before.
+        There are several if a message exceeds the workspace that it is planned for and the algorithm divides it, or if
+        it exceeds the slots between nodes, through which all of it passes. They are equally long, since the programs of
+        a piece clear the slots of the one before.
         """
         form = self._algorithms.form(plan)
         room = next(size for size in self._rooms if size >= plan.room)
@@ -361,7 +361,7 @@ class TritonExecutor:
         return pieces
 
     def places(self, *addresses: int) -> list[int]:
-        """Return where tensors lie, as kernels take it; 0 for those that the other ranks do not map."""
+        """Return the places of tensors in the form that kernels take; 0 for tensors that the other ranks do not map."""
         if self.heap is None or not self.heap.ranges:
             return [0] * len(addresses)
         found = [None if address & 15 else self.heap.place(address) for address in addresses]
@@ -370,7 +370,7 @@ class TritonExecutor:
     # -- growth -----------------------------------------------------------------------------------------------------
 
     def header_exchange(self, plan: CallPlan) -> TritonHeaderExchange:
-        """Return a kernel that exchanges the header of ``plan`` between all ranks, and does nothing else."""
+        """Return a kernel that exchanges the header of ``plan`` between all ranks and does nothing else."""
         bound = barrier.bind(plan, self.workspaces[-1].context)
         return TritonHeaderExchange(
             Launch(bound.kernel, bound.programs, bound.arguments, (), bound.options), self.device
@@ -378,12 +378,12 @@ class TritonExecutor:
 
     @torch.inference_mode(False)  # later calls write into its tensors in any mode
     def grow(self, room: int) -> None:
-        """Let later calls use a new workspace, for messages of ``room`` bytes or more. Collective.
+        """Switch later calls to a new workspace, for messages of ``room`` bytes or more. Collective.
 
-        It waits for the other ranks and the current stream, not for others, whose calls may wait for what this rank has
-        yet to do. So the memory of the workspace before is given back but not released (:mod:`shotcast.memory.arena`).
-        Calls that were bound before go on using that workspace. Raises ConfigError on all ranks if one has too little
-        memory, and CollectiveTimeout for ranks that did not come.
+        It waits for the other ranks and the current stream, but not for other streams, whose calls may wait for what
+        this rank has yet to do. The memory of the previous workspace is therefore given back but not released
+        (:mod:`shotcast.memory.arena`). Calls that were bound earlier keep using that workspace. Raises ConfigError on
+        all ranks if one has too little memory, and CollectiveTimeout for ranks that did not come.
         """
         where = self._layout(room)
         memory = self._lease(where.nbytes)
@@ -407,9 +407,10 @@ class TritonExecutor:
         self._captured, self.room = False, where.max_bytes
 
     def more_bytes(self, room: int) -> int:
-        """Return the bytes that a workspace takes, on each rank, that is made for messages of ``room`` bytes.
+        """Return the bytes that a new workspace for messages of ``room`` bytes takes on each rank.
 
-        It is 0 if there is one. The one of collective calls before it is given back, unless captured graphs use it.
+        It is 0 if such a workspace exists. The previous one for collective calls is given back, unless captured
+        graphs use it.
         """
         return 0 if room <= self.room else self._layout(room).nbytes
 
@@ -420,7 +421,7 @@ class TritonExecutor:
         return WorkspaceLayout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts, engines)
 
     def keep(self) -> None:
-        """Keep the workspace that calls use now when there is a larger one: a graph is being captured with it."""
+        """Keep the current workspace even when there is a larger one, because a graph is being captured with it."""
         self._captured = True
 
     @torch.inference_mode(False)
@@ -446,7 +447,7 @@ class TritonExecutor:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of symmetric memory that the workspaces take on each rank."""
+        """The bytes of symmetric memory that the workspaces take on each rank."""
         return sum(one.where.nbytes for one in self.workspaces)
 
     @property
@@ -455,21 +456,22 @@ class TritonExecutor:
         return self.workspaces[0].context.multicast
 
     def waiting(self, nbytes: int) -> int:
-        """Return how many messages of ``nbytes`` may lie in a mailbox while their sender goes on."""
+        """Return how many messages of ``nbytes`` may lie in a mailbox without holding up their sender."""
         return min(
             layout.MESSAGE_SLOTS, layout.CHUNKS_IN_FLIGHT // max(1, math.ceil(nbytes / (4 * layout.CHUNK_WORDS)))
         )
 
     def fault(self) -> Fault | None:
-        """Return the fault that a finished kernel of this rank has seen, or None. Never synchronises."""
+        """Return the fault that a finished kernel of this rank has seen, or None. Never synchronizes."""
         word = self.stopped_word.value
         return Fault.decode(word & 0xFFFFFFFFFFFFFFFF) if word else None
 
     def waits(self) -> Fault | None:
         """Return the call in which this rank has waited for others for :data:`.layout.WAIT_NOTICE_NS`, or None.
 
-        It has the operation, the epoch and the late ranks, as the fault at the deadline would. Kernels say so thousands
-        of times a second; None means that none has since the last look. Never synchronises; any thread may look.
+        It has the operation, the epoch and the late ranks, like the fault at the deadline. Kernels report a wait
+        thousands of times a second; None means that none has since the last look. Never synchronizes; any thread may
+        look.
         """
         word = self._wait_word.value
         self._wait_word.value = 0
@@ -477,7 +479,7 @@ class TritonExecutor:
         return wait if wait.ranks else None
 
     def wait(self) -> Wait | None:
-        """Return the wait that this rank is in, if it has lasted for a while. One thread calls it, again and again."""
+        """Return the wait that this rank is in, if it has lasted for a while. One thread calls it repeatedly."""
         notice = self.waits()
         if notice is None:
             self._wait = None
@@ -493,7 +495,7 @@ class TritonExecutor:
 
     @property
     def stopped(self) -> bool:
-        """True if this rank or another has stopped the calls; :meth:`fault` knows it when a kernel has seen it."""
+        """True if this rank or another has stopped the calls; :meth:`fault` knows it once a kernel has seen it."""
         return any(one.stopped for one in self.workspaces)
 
     @property
@@ -502,9 +504,9 @@ class TritonExecutor:
         return last if last.stopped else next((one for one in self.workspaces if one.stopped), last)
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Return what each rank called in ``epoch``, None where no such header came.
+        """Return the header of each rank's call in ``epoch``, or None if no such header came.
 
-        The epoch is one of the workspace whose call was stopped, if one was.
+        The epoch counts in the workspace whose call was stopped, if there is one.
         """
         return self._stopped_or_last.headers(epoch)
 
@@ -514,14 +516,14 @@ class TritonExecutor:
 
     @property
     def epoch(self) -> int:
-        """The number of collective calls begun so far; replays of graphs with an earlier workspace count apart.
+        """The number of collective calls begun so far. Replays of graphs with an earlier workspace count separately.
 
-        If one of those was stopped, it is the number of its call.
+        If one of these replays was stopped, it is the number of its call.
         """
         return self._stopped_or_last.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next collective call number ``epoch`` + 1; all ranks alike, with no call under way."""
+        """Make the next collective call number ``epoch`` + 1, on all ranks alike and with no call under way."""
         for workspace in self.workspaces:
             workspace.set_epoch(epoch)
 
@@ -532,24 +534,24 @@ class TritonExecutor:
             workspace.set_timeout(timeout_s)
 
     def mark_gone(self, rank: int) -> None:
-        """End calls that wait for ``rank``, now and later: its process has ended. Any thread may call it.
+        """End calls that wait for ``rank``, now and later, because its process has ended. Any thread may call it.
 
-        It takes effect a moment later: a program that has just found a word missing may look for the mark now, though
-        the rank sent the word at its end.
+        It takes effect a moment later: a program that has just found a word missing might see the mark at once, even
+        though the rank sent the word before it ended.
         """
         timer = threading.Timer(_SETTLE_S, self._mark_gone, (rank,))
         timer.daemon = True
         timer.start()
 
     def stop(self, fault: int) -> None:
-        """End this rank's kernels that wait, now and until :meth:`clear`. A fault that is known here stays."""
+        """End this rank's waiting kernels, now and until :meth:`clear`. A fault already known here stays."""
         with self._marking:
             if not self._closed:
                 for workspace in self.workspaces:
                     workspace.stop(fault)
 
     def interrupt(self) -> None:
-        """End the kernels of the ranks of this machine with a fault that names this one. Any thread may call it."""
+        """End the kernels of this machine's ranks with a fault that names this rank. Any thread may call it."""
         self._stop_for(self._rank)
         if self._watch is not None:
             for rank in range(self._group.world_size):
@@ -557,7 +559,7 @@ class TritonExecutor:
                     self._watch.send(rank, "interrupted", self._clears << 8 | self._rank)
 
     def interrupted_by(self, number: int) -> None:
-        """End this rank's kernels for a rank that was interrupted, unless all ranks have been reset since."""
+        """End this rank's kernels because another rank was interrupted, unless all ranks have been reset since."""
         if number >> 8 == self._clears:
             self._stop_for(number & 255)
 
@@ -579,13 +581,13 @@ class TritonExecutor:
         return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     def drain(self) -> None:
-        """Wait for this rank's kernels. Memory that was given back is released."""
+        """Wait for this rank's kernels, and release memory that was given back."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         arena_of(self.device).release()
 
     def clear(self, epoch: int) -> None:
-        """Reset all memory to its first state, the last call being number ``epoch``. Between two host barriers."""
+        """Reset all memory to its initial state after call ``epoch``. Call it between two host barriers."""
         with self._marking:
             self._clears += 1
             for workspace in self.workspaces:
@@ -596,7 +598,7 @@ class TritonExecutor:
             self.drain()  # peers may store there once all ranks have cleared theirs
 
     def close(self) -> None:
-        """Give the memory back. This rank has drained; other ranks may not have. A second call does nothing."""
+        """Give the memory back. This rank must have drained; other ranks may not have. A second call does nothing."""
         with self._marking:
             if not self._closed:
                 arena_of(self.device).count(self._exclusive, -1)

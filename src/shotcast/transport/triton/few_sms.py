@@ -1,17 +1,17 @@
-"""Collectives of large messages on few SMs: a grid of as many programs as the call may have SMs, one for each.
+"""Collectives of large messages on few SMs: the grid has one program for each SM that the call may use.
 
     reduce_scatter:  each rank sends part j to rank j, which adds up:  out_i = x_0[i] + x_1[i] + ...  in rank order,
-                     or makes another reduction
+                     or applies another reduction
     all_reduce:      the same by slices, and then rank j sends its sum to all
     all_gather:      each rank sends x to all
     all_to_all:      each rank sends part j to rank j
-    broadcast:       an all_gather where the root alone has a part
+    broadcast:       an all_gather in which only the root has a part
 
 Other kernels here have thousands of programs, which pass over the message like a window as long as the GPU has room for
-them. Beside a product that fills the GPU they wait for its end. This one leaves most of the GPU to others: few programs
-of many warps, each of which passes a share of the message through the window of the peers' regions, chunk by chunk.
-Words carry no flags and nothing is cleared: a program tells its namesakes on the other ranks how many steps it has done
-(:func:`~.sync.raise_progress`). In step s a program
+them. Next to a GEMM that fills the GPU, they wait for it to end. This kernel leaves most of the GPU to others: it has
+few programs of many warps, each of which passes a share of the message through the window of the peers' regions, chunk
+by chunk. Words carry no flags and nothing is cleared: a program tells its namesakes on the other ranks how many steps
+it has done (:func:`~.sync.raise_progress`). In step s a program
 
     waits until all its namesakes have done s - 1 steps: chunk s-2 is here, and all sums of chunk s-4
     passes tile by tile over three chunks at once:
@@ -19,15 +19,15 @@ Words carry no flags and nothing is cleared: a program tells its namesakes on th
         chunk s-2                          is added up, and the sum sent into place s % 4 of the second part
         the sums of chunk s-4              are taken (all_reduce)
 
-and then says that it has done s + 1. All words that a tile needs are asked for at once, from own memory and from the
-window, so one program keeps its SM busy. A wait is for a step that ended one step ago, whose stores had that long to
-arrive. While one warp waits for the stores of its program, the others go on, as each waits for the namesakes by itself.
-One SM moves 44 GB/s in and as much out (H200, ``research/sm_wires.py``), which bounds an all_reduce of two
-ranks, whose programs read and write each byte of the message twice. Copies move any dtype, exact to the bit.
+and then reports s + 1 steps. It requests all words that a tile needs at once, from local memory and from the window, so
+one program keeps its SM busy. It waits for a step that ended one step ago, whose stores had that long to arrive. While
+one warp waits for the stores of its program, the others go on, because each warp waits for the namesakes by itself. One
+SM moves 44 GB/s in and as much out (H200, ``research/sm_wires.py``). That bounds an all_reduce of two ranks, whose
+programs read and write each byte of the message twice. Copies move any dtype, exact to the bit.
 
-Where the tensors of all ranks lie in memory that the ranks map, nothing passes through a window: each rank reads the
+If the tensors of all ranks lie in memory that the ranks map, nothing passes through a window: each rank reads the
 others' x in place, and in an all_reduce writes its sums into their out. Ranks say where their tensors lie as they
-enter, so all take the same way. They meet once more at the end: until then a rank's tensors are in use.
+enter, so all take the same route. They meet once more at the end: until then a rank's tensors are in use.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ ALL_TO_ALL = tl.constexpr(3)
 FLAG_ROW_QUADS = tl.constexpr(layout.FLAG_ROW_QUADS)
 PLACE_ROW_QUADS = tl.constexpr(layout.PLACE_ROW_QUADS)
 LAG = tl.constexpr(layout.STEPS_IN_FLIGHT)
-"""Steps between sending a chunk and taking it."""
+"""The number of steps between sending a chunk and taking it."""
 TURNS = tl.constexpr(2 * layout.STEPS_IN_FLIGHT)
-"""Places of a program in either part of the window."""
+"""The number of places that a program has in either part of the window."""
 
 
 class SentParts(NamedTuple):
     """The parts of a message, in bytes: the longest, where each begins, and this rank's.
 
-    ``copied_nbytes`` is what this rank copies to its own ``out`` in an all_gather: nothing where that is in place.
+    ``copied_nbytes`` is what this rank copies to its ``out`` in an all_gather: nothing if that is in place.
     """
 
     longest: tl.tensor
@@ -84,31 +84,31 @@ def bytes_in_chunk(part_nbytes, start, chunk_nbytes):
 
 @triton.jit
 def words_in(nbytes):
-    """Return the words of whole quads that hold ``nbytes``."""
+    """Return the number of words in the whole quads that hold ``nbytes``."""
     return (nbytes + 15) // 16 * 4
 
 
 @triton.jit
 def load_window(call, quads, offs, mask):
-    """Load words of this rank's own window, past the first cache, which may hold what lay there before."""
+    """Load words of this rank's window, bypassing the first cache, which may hold what lay there before."""
     return tl.load(sync.words_at(call.own.to(tl.int64), quads) + offs, mask=mask, other=0, cache_modifier=".cg")
 
 
 @triton.jit
 def other_rank(call, i):
-    """Return the ``i``-th of the other ranks, in their order."""
+    """Return the ``i``-th of the other ranks, in rank order."""
     return i + (i >= call.rank).to(tl.int32)
 
 
 @triton.jit
 def load_of(call, place, i, offs, size, stride):
-    """Load a tile of the chunk of the ``i``-th of the other ranks, ``size`` bytes in its place in the window."""
+    """Load a tile of the ``i``-th other rank's chunk, which is ``size`` bytes in its place in the window."""
     return load_window(call, place + other_rank(call, i) * stride, offs, offs < words_in(size))
 
 
 @triton.jit
 def by_rank(others, own, rank, WORLD: tl.constexpr):
-    """Return tiles by rank, of those of the other ranks in their order and this rank's."""
+    """Order tiles by rank, given the other ranks' tiles in rank order and this rank's."""
     tiles = (tl.where(rank == 0, own, others[0]),)
     for r in tl.static_range(1, WORLD - 1):
         tiles = tiles + (tl.where(rank == r, own, tl.where(rank < r, others[r - 1], others[r])),)
@@ -117,9 +117,9 @@ def by_rank(others, own, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def load_where_they_lie(x, xs, source, start, own_nbytes, sizes, SHAPE: tl.constexpr):
-    """Load the tile at byte ``start`` of a part, this rank's and (in their order) those of the other ranks.
+    """Load the tile at byte ``start`` of a part: this rank's, and those of the other ranks in rank order.
 
-    ``source`` is where the part begins in ``x`` and ``xs``, and ``sizes`` are the bytes that an all_gather has of each.
+    ``source`` is where the part begins in ``x`` and ``xs``. ``sizes`` are the bytes of each part in an all_gather.
     """
     TILE: tl.constexpr = 4 * SHAPE.MAPPED_BLOCK
     offs = tl.arange(0, TILE // 4)
@@ -162,14 +162,14 @@ def where_they_lie(call, x, out, addresses, row, progress, parts, SHAPE: tl.cons
         begins = begins + (begin,)
         sizes = sizes + (end - begin,)
     tiles = (((parts.own_nbytes if ADDS else parts.longest) + TILE - 1) // TILE).to(tl.int32)
-    tiles = (tiles - worker + workers - 1) // workers  # those of this program
+    tiles = (tiles - worker + workers - 1) // workers  # for this program
     own_part = call.rank * parts.longest
     source = own_part * 0 if KIND == ALL_GATHER else own_part
     offs = tl.arange(0, TILE // 4)
     start = (call.epoch * 0 + worker) * TILE
     own_words, others = load_where_they_lie(x, xs, source, start, parts.own_nbytes, sizes, SHAPE)
     for _ in range(0, tiles):
-        # those of the next tile are on their way while this one is added up and stored
+        # the words of the next tile are on their way while this one is added up and stored
         following = start + workers * TILE
         next_own, next_others = load_where_they_lie(x, xs, source, following, parts.own_nbytes, sizes, SHAPE)
         own_size = bytes_in_chunk(parts.own_nbytes, start, TILE)
@@ -220,7 +220,7 @@ def through_window(call, x, out, addresses, progress, window_at, chunk_nbytes, p
     place_quads = stride * WORLD
     window = window_at + worker * PLACES * place_quads
     chunks = ((part_nbytes + chunk_nbytes - 1) // chunk_nbytes).to(tl.int32)
-    chunks = (chunks - worker + workers - 1) // workers  # those of this program
+    chunks = (chunks - worker + workers - 1) // workers  # for this program
     steps = tl.where(chunks > 0, chunks + (2 * LAG if KIND == ALL_REDUCE else LAG), 0)
     own_part = rank * part_nbytes
     for step in range(0, steps):
@@ -229,7 +229,7 @@ def through_window(call, x, out, addresses, progress, window_at, chunk_nbytes, p
         late_ranks = rank * 0
         if step >= LAG:
             call, late_ranks = sync.await_progress_by_warp(call, progress, step - LAG + 1, WORLD)
-        # a chunk that begins at the end of a part is empty, as are those after the last
+        # a chunk that begins at the end of a part is empty, like those after the last
         start = ((call.epoch * 0 + step) * workers + worker) * chunk_nbytes
         before = tl.where(turn >= LAG, start - LAG * workers * chunk_nbytes, part_nbytes)
         first = tl.where(turn >= 2 * LAG, start - 2 * LAG * workers * chunk_nbytes, part_nbytes)
@@ -310,9 +310,9 @@ def through_window(call, x, out, addresses, progress, window_at, chunk_nbytes, p
 
 @dataclass(frozen=True, slots=True)
 class FewSmsShape(TileShape):
-    """A kernel of few SMs; ``KIND`` is its operation.
+    """A kernel on few SMs; ``KIND`` is its operation.
 
-    ``MAPPED_BLOCK`` are the words of a tile of tensors that all ranks map.
+    ``MAPPED_BLOCK`` is the number of words in a tile of tensors that all ranks map.
     """
 
     KIND: int
@@ -325,7 +325,7 @@ def few_sms(
     x,
     out,
     entry: Entry,
-    part_nbytes: tl.int64,  # bytes of the largest part, and in x the distance between parts
+    part_nbytes: tl.int64,  # bytes of the largest part; in x also the distance between parts
     starts,  # part r of the message is the bytes from starts[r] to starts[r + 1], of 64 bits
     chunk_nbytes,  # a multiple of 16
     window_at,
@@ -334,7 +334,7 @@ def few_sms(
     blocks: Blocks,
     SHAPE: tl.constexpr,
 ):
-    """Carry out the operation of KIND on x into out."""
+    """Carry out the operation KIND on x into out."""
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD
     KIND: tl.constexpr = SHAPE.KIND
@@ -342,7 +342,7 @@ def few_sms(
     worker = tl.program_id(0)
     addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     call = sync.enter(entry, WARPS, SHAPE.PDL)
-    part_nbytes = part_nbytes + call.epoch * 0  # the interpreter takes a small number for one of 32 bits
+    part_nbytes = part_nbytes + call.epoch * 0  # the interpreter takes a small number for a 32-bit one
     nbytes = starts[8] + call.epoch * 0
     own_start = nbytes * 0
     own_nbytes = nbytes * 0
@@ -352,7 +352,7 @@ def few_sms(
     copied_nbytes = own_nbytes
     if KIND == ALL_GATHER:
         copied_nbytes = tl.where(x.to(tl.int64) == out.to(tl.int64) + own_start, 0, own_nbytes)
-    # A program of its own for the headers would take an SM. Nothing is sent before all ranks have come anyway.
+    # A separate program for the headers would take an SM. Nothing is sent before all ranks have come anyway.
     if worker == 0:
         sync.exchange_headers(call, rank * 0, False, WORLD, WARPS, False)
         call = sync.with_status(call, (sync.read_abort_word(call.own, WARPS) == 0).to(tl.int32), call.started)
@@ -363,7 +363,7 @@ def few_sms(
     row = blocks.rows + (worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS
     sync.tell_places(call, row, places, WORLD, WARPS)
     sync.raise_progress(call, progress, 0, WORLD, WARPS)
-    # the peers no longer read what a call before left there
+    # the peers no longer read what an earlier call left there
     call = sync.await_progress(call, progress, 0, WORLD, WARPS)
     mapped = call.live != 0
     for r in tl.static_range(WORLD):
@@ -377,7 +377,7 @@ def few_sms(
 
 
 MAPPED_WORDS = 16384
-"""Words of all ranks that a program holds, while as many are on their way, where tensors are mapped."""
+"""The number of words of all ranks that a program holds, with as many more on their way, if tensors are mapped."""
 
 _KINDS = {
     Op.ALL_REDUCE: ALL_REDUCE,
@@ -389,10 +389,10 @@ _KINDS = {
 
 
 def mapped_block(block: int, warps: int, world_size: int, unit: int) -> int:
-    """Return the words of a tile of tensors that all ranks map, where those of the window have ``block``."""
+    """Return the words in a tile of tensors that all ranks map, given ``block`` words in a tile of the window."""
     if unit != layout.QUAD:
         return min(block, 64 * warps)  # each word takes several registers
-    if warps == 1:  # of the interpreter
+    if warps == 1:  # in the interpreter
         return block
     return max(128 * warps, min(MAPPED_WORDS // triton.next_power_of_2(world_size), 512 * warps))
 
@@ -432,7 +432,7 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
         found = reduction_arguments(plan, context)
         reduces = {name: found[name] for name in ("DTYPE", "REDUCTION")}
         if found["CELLS"] or plan.reduction not in ("sum", "avg"):
-            unit = 1  # each word takes several registers, as where a word is not loaded as a whole
+            unit = 1  # each word takes several registers, as if words were not loaded whole
     if unit != layout.QUAD:
         block = min(block, 64 * shape.num_warps)
     return context.launch(

@@ -1,13 +1,13 @@
 """Tiles of FP8 words: from the values of a message to slot words with scales, and back.
 
 Several blocks of 128 elements become one block of slot words, so that no value moves to another thread: four blocks of
-float32, or two of 16-bit floats, are a *group*. Each word of a group takes its bytes from all of its blocks, from the
-same position in each.
+float32, or two of 16-bit floats, are a *group*. Each word of a group takes its bytes from all blocks of the group, at
+the same position in each.
 
-A tile is [quads, rows, 4 words], or [rows, quads, 4 words] with ROWS_FIRST. A row is the words of a block or the slot
-words of a group, which are equally many; a quad is what a thread moves at once. In this order a row stays within one
-warp, and so does the search for its largest value. ``docs/reference/numerics.md`` ("FP8 transport") defines the values
-and scales to the bit.
+A tile is [quads, rows, 4 words], or [rows, quads, 4 words] with ROWS_FIRST. A row holds the words of a block or the
+slot words of a group, which are equally many; a quad is what a thread moves at once. In this order a row stays within
+one warp, and so does the search for its largest value. ``docs/reference/numerics.md`` ("FP8 transport") defines the
+values and scales to the bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AMAX_FLOOR = tl.constexpr(wire.FP8_FLOOR)
 
 @triton.jit
 def to_rows(values):
-    """Return a value for each row as a matrix with one quad."""
+    """Return one value per row as a matrix with one quad."""
     if ROWS_FIRST:
         matrix = values[:, None]
     else:
@@ -37,7 +37,7 @@ def to_rows(values):
 
 @triton.jit
 def to_quads(values):
-    """Return a value for each quad as a matrix with one row."""
+    """Return one value per quad as a matrix with one row."""
     if ROWS_FIRST:
         matrix = values[None, :]
     else:
@@ -57,8 +57,8 @@ def tile_offsets(rows, PITCH: tl.constexpr, DTYPE: tl.constexpr):
 def load_group(address, start, rows, nbytes, DTYPE: tl.constexpr, UNIT: tl.constexpr):
     """Load the groups ``rows`` of a slice as four tiles of float32.
 
-    The slice begins at byte ``start`` and has ``nbytes`` bytes. With float32 the tiles are four blocks. With 16-bit
-    floats they are the even and the odd elements of one block, then of the other.
+    The slice begins at byte ``start`` and has ``nbytes`` bytes. For float32, the tiles are four blocks. For 16-bit
+    floats, they are the even and the odd elements of one block, then of the other.
     """
     if DTYPE == tl.float32:
         offs = tile_offsets(rows, 512, DTYPE)
@@ -77,7 +77,7 @@ def load_group(address, start, rows, nbytes, DTYPE: tl.constexpr, UNIT: tl.const
 
 @triton.jit
 def store_group(address, start, rows, values, nbytes, live, DTYPE: tl.constexpr, UNIT: tl.constexpr):
-    """Store the tiles of :func:`load_group`, rounded to DTYPE; NaN when the call was stopped."""
+    """Store the tiles of :func:`load_group`, rounded to DTYPE; NaN if the call was stopped."""
     a, b, c, d = values
     if DTYPE == tl.float32:
         offs = tile_offsets(rows, 512, DTYPE)
@@ -93,9 +93,9 @@ def store_group(address, start, rows, values, nbytes, live, DTYPE: tl.constexpr,
 
 @triton.jit
 def magnitude(value):
-    """Return the bits without the sign.
+    """Return the bits of a float without its sign.
 
-    As integers they compare like the absolute values, with infinity above all numbers and NaN above infinity.
+    As integers, these compare like the absolute values, with infinity above all numbers and NaN above infinity.
     """
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -104,8 +104,8 @@ def magnitude(value):
 def scale_of(magnitudes):
     """Return the bits of each block's scale, and the factor for its values, repeated for each quad.
 
-    A row of ``magnitudes`` is a block. With an infinity in the block, the scale is infinite and the values become 0 or
-    NaN. With a NaN, both are NaN. In either case the block is dequantized to NaN.
+    A row of ``magnitudes`` is a block. If the block contains an infinity, the scale is infinite and the values become
+    0 or NaN. If it contains a NaN, both are NaN. In either case the block is dequantized to NaN.
     """
     largest = tl.max(tl.max(magnitudes, axis=2), axis=1 if ROWS_FIRST else 0)
     amax = tl.maximum(largest, AMAX_FLOOR).to(tl.float32, bitcast=True)
@@ -117,7 +117,7 @@ def scale_of(magnitudes):
 
 @triton.jit
 def quantize(values, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Quantize the tiles of :func:`load_group`: return a tile of slot words, and the bits of its scales.
+    """Quantize the tiles of :func:`load_group`. Returns a tile of slot words, and the bits of its scales.
 
     The scales are a tuple of matrices.
     """
@@ -146,7 +146,7 @@ def quantize(values, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def dequantize(words, scales, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Return the four tiles that :func:`quantize` had, up to its rounding."""
+    """Recover the four tiles that :func:`quantize` was given, up to its rounding."""
     a, b, c, d = from_words(words, NATIVE)
     if DTYPE == tl.float32:
         scale_a, scale_b, scale_c, scale_d = scales

@@ -1,12 +1,12 @@
 """All-reduce over nodes with residual add, norm and FP8 in the same kernel.
 
     scatter   in the node: local rank l gets slice l of the tiles of all ranks, and adds up in rank order, in float32
-    exchange  between the ranks of one local rank (``exchanges.py``)
+    exchange  between the ranks with the same local rank (``exchanges.py``)
     gather    in the node: local rank l sends its tiles of the result to all others
     every rank norms every row
 
-Slices consist of whole tiles, ROW_TILES to a row. A program has the tile of its number in every slice, and norms these
-together with the other programs of their rows (``fused_tiles.py``).
+Slices consist of whole tiles, ROW_TILES to a row. A program has the tile with its number in every slice, and norms
+these tiles together with the other programs of their rows (``fused_tiles.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def nvrar_norm(
     staging_quads,
     SHAPE: tl.constexpr,
 ):
-    """Sum x over all ranks, add the residual, and norm the rows. There are as many programs as a slice has tiles."""
+    """Sum x over all ranks, add the residual, and norm the rows. There is one program for each tile of a slice."""
     rank = entry.rank
     BLOCK: tl.constexpr = SHAPE.BLOCK
     DTYPE: tl.constexpr = SHAPE.DTYPE
@@ -77,7 +77,7 @@ def nvrar_norm(
             peer_tile = sync.rotated_peer(local, worker, i, LOCAL) * slice_tiles + worker
             _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(peer_tile, tiles, SHAPE)
             words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     inner_quads = slice_tiles * (2 * LOCAL * TILE if LOCAL > 1 else 0)
     extent = inner_quads + exchanges.exchange_quads(slice_tiles * TILE, SHAPE)
     if SHAPE.CLEAR_AFTER_READ:
@@ -140,18 +140,18 @@ def nvrar_norm(
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all-reduce and norm whose exchange between nodes is by doubling."""
+    """Return the launch of an all-reduce and norm that exchanges between nodes by doubling."""
     arguments = fused_tiles.tile_arguments(plan, context) | nodes_arguments(plan, context)
     return context.launch(nvrar_norm, plan, tensors="x and norm", EXCHANGE=DOUBLING.value, **arguments)
 
 
 def bind_pairs(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all-reduce and norm whose exchange between nodes is between all pairs at once."""
+    """Return the launch of an all-reduce and norm that exchanges between all pairs of nodes at once."""
     arguments = fused_tiles.tile_arguments(plan, context) | nodes_arguments(plan, context)
     return context.launch(nvrar_norm, plan, tensors="x and norm", EXCHANGE=PAIRS.value, **arguments)
 
 
 def bind_halving(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all-reduce and norm whose exchange between nodes is by halving and doubling."""
+    """Return the launch of an all-reduce and norm that exchanges between nodes by halving and doubling."""
     arguments = fused_tiles.tile_arguments(plan, context) | nodes_arguments(plan, context)
     return context.launch(nvrar_norm, plan, tensors="x and norm", EXCHANGE=HALVING.value, **arguments)

@@ -2,11 +2,11 @@
 
     row_i = sum over r of x_r[i];  every rank norms every row
 
-It wins for small messages, as one-shot does. A program has one tile of one row, or with a launch that says so a few
-tiles of different rows. It sends a tile to all ranks, sums it with those of the peers, and norms it together with the
-other programs of the row (``fused_tiles.py``). The tiles, and so the bits, are the same in every launch. Each program
-reads the epoch, the generation, the extent and the abort word and counts itself, all in two lines of memory that one
-slice of a cache serves, so many programs wait for each other there.
+It wins for small messages, as one-shot does. A program has one tile of one row, or a few tiles of different rows if the
+launch says so. It sends a tile to all ranks, sums it with the peers' tiles, and norms it together with the other
+programs of the row (``fused_tiles.py``). The tiles, and so the bits, are the same in every launch. Each program reads
+the epoch, the generation, the extent and the abort word and counts itself, all in two lines of memory that one slice of
+a cache serves, so many programs wait for each other there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shotcast.wire import CallPlan
 
 @dataclass(frozen=True, slots=True)
 class OneShotNormShape(RowTileShape):
-    """The fused one-shot; a program has ``EACH`` tiles."""
+    """The fused one-shot, with ``EACH`` tiles per program."""
 
     EACH: int
 
@@ -39,9 +39,9 @@ def one_shot_norm(
 ):
     """Sum x over all ranks, add the residual, and norm the rows.
 
-    There is one program for EACH tiles of BLOCK words, ROW_TILES tiles to a row. The next kernel, which usually loads
-    weights first, is allowed to launch at once. And the words to sum are loaded while the epoch is read. Each of these
-    saves half a microsecond between matrix products.
+    There is one program for every EACH tiles of BLOCK words, with ROW_TILES tiles to a row. The next kernel, which
+    usually loads weights first, may launch at once. The words to sum are loaded while the epoch is read. Each of these
+    saves half a microsecond between GEMMs.
     """
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD
@@ -53,7 +53,7 @@ def one_shot_norm(
     tiles = nbytes // ROW * SHAPE.ROW_TILES
     extent = tiles * (TILE * WORLD)
     worker = tl.program_id(0) - 1
-    workers = tl.num_programs(0) - 1  # a program has every so many-th tile
+    workers = tl.num_programs(0) - 1  # the step between a program's tiles
     offs = tl.arange(0, BLOCK)
     addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     await_prior_kernel(SHAPE.PDL)
@@ -62,7 +62,7 @@ def one_shot_norm(
         _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(worker + i * workers, tiles, SHAPE)
         words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
     operands = fused_tiles.load_operands(norm, worker, workers, tiles, EACH, SHAPE)
-    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     if tl.program_id(0) == 0:
         sync.exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, False)
     else:

@@ -4,8 +4,8 @@
     with gather:     and sends them, normed, to all                               sequence parallelism in one kernel
 
 The gather form is a two-shot whose second shot carries the norm, or its FP8 values and scales, instead of the sum.
-Program 0 exchanges the headers. Then come programs that push tiles, and then programs that norm whole rows, because a
-row's sum of squares needs all of it at once. A program waits only for programs of lower index, or of its own index on
+Program 0 exchanges the headers. The programs after it push tiles, and the last ones norm whole rows, because a row's
+sum of squares needs all of the row at once. A program waits only for programs of lower index, or of the same index on
 other ranks.
 """
 
@@ -54,9 +54,9 @@ def sum_of_slots(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Sum SPAN words of each rank's slot, in rank order. Returns (words, call).
+    """Sum SPAN words from each rank's slot, in rank order. Returns (words, call).
 
-    GROUP slots are polled at once, as many as fit in registers. With OWN, this rank's words are ``own_words``, which
+    GROUP slots, as many as fit in registers, are polled at once. With OWN, this rank's words are ``own_words``, which
     are in no slot; then all slots are one group.
     """
     offs = tl.arange(0, BLOCK)
@@ -86,7 +86,7 @@ def take_rows(
     SKIP_SELF: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """Copy row ``row`` of COUNT ranks, from rank FIRST on, from the second shot to the outputs. Returns the call."""
+    """Copy row ``row`` of COUNT ranks, beginning with FIRST, from the second shot to the outputs. Returns the call."""
     HIDDEN: tl.constexpr = SHAPE.HIDDEN
     QUANTIZE: tl.constexpr = SHAPE.QUANTIZE
     WORLD: tl.constexpr = SHAPE.WORLD
@@ -167,9 +167,9 @@ def scatter_norm(
     FP8_WORDS: tl.constexpr = FP8_QUADS * 4
     FP8_BLOCK: tl.constexpr = ROW_BLOCK // (DTYPE.primitive_bitwidth // 8)
     EARLY: tl.constexpr = ROW_BLOCK <= 4096  # longer rows leave no registers for this while they poll
-    OWN: tl.constexpr = GROUP == WORLD  # this rank reads its own part of its rows from x
+    OWN: tl.constexpr = GROUP == WORLD  # this rank reads its part of its rows from x
     # This rank's rows go directly to the output. With MULTICAST the switch sends them back here too, and they must have
-    # arrived before their slots are cleared; so this rank waits for them as for those of others.
+    # arrived before their slots are cleared; so this rank waits for them as for other ranks' rows.
     SKIP_SELF: tl.constexpr = GROUP == WORLD and not SHAPE.MULTICAST
     PEERS: tl.constexpr = WORLD - SKIP_SELF
     call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
@@ -260,7 +260,7 @@ def scatter_norm(
 
 
 COMPILE_OPTIONS = {"maxnreg": 128}
-"""Programs hold rows; :func:`shotcast.collectives.fused_rows.scatter_launch` counts on 16 warps a multiprocessor."""
+"""Programs hold rows; :func:`shotcast.collectives.fused_rows.scatter_launch` relies on 16 warps per multiprocessor."""
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:

@@ -1,14 +1,14 @@
-"""The norm of a row by programs that hold one tile of it each: the last part of the fused all-reduces.
+"""The norm of a row by programs that each hold one tile of it: the last part of the fused all-reduces.
 
-Tiles are as small as those of the plain all-reduce, because that is what makes it fast. The programs of a row tell each
-other their part of the sum of squares (for a LayerNorm, their mean and the sum of squares of what differs from it; for
-FP8 with a scale for each row, their largest value) through cells in this GPU's memory. A cell holds 32 bits of value
-and 32 of the number of the call, so it is its own flag and is never cleared. A program polls all cells of a row at
-once, except its own: a load seems to wait for the program's own store to the same 128 bytes. In calls of few rows,
-cells are so far apart (``cell_stride``, in cells) that those of other programs are not in the same 128 bytes.
+Tiles are as small as in the plain all-reduce, because that is what makes it fast. The programs of a row tell each other
+their part of the sum of squares through cells in this GPU's memory. For a LayerNorm, they tell their mean and the sum
+of squared differences from it; for FP8 with a scale for each row, also their largest value. A cell holds 32 bits of
+value and 32 bits of the call's number, so it is its own flag and is never cleared. A program polls all cells of a row
+at once, except its own: a load seems to wait for the program's own store to the same 128 bytes. In calls of few rows,
+cells are far enough apart (``cell_stride``, in cells) that no two programs' cells are in the same 128 bytes.
 
-Every program writes its cell, also when the call was stopped, so no program waits here for longer than the programs of
-its row wait for their peers. Programs start in the order of their numbers, and those of one row fit on any GPU
+Every program writes its cell, even if the call was stopped, so no program waits here longer than the programs of its
+row wait for their peers. Programs start in the order of their numbers, and the programs of one row fit on any GPU
 together.
 """
 
@@ -63,7 +63,7 @@ class RowCells(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Tiles that programs load: words of the residual, and weights and biases (no bias: anything)."""
+    """Tiles that programs load: words of the residual, and weights and biases (anything if there is no bias)."""
 
     residual: tl.tuple
     weight: tl.tuple
@@ -82,7 +82,7 @@ def tile_bounds(tile, tiles, SHAPE: tl.constexpr):
 
 @triton.jit
 def tag_of(epoch):
-    """Return 32 bits that identify a call. They are odd, so memory that was never written identifies no call."""
+    """Return 32 bits that identify a call. They are odd, so memory that was never written matches no call."""
     return (epoch * 2 + 1) & 0xFFFFFFFF
 
 
@@ -132,7 +132,7 @@ def await_parts(
     """Wait until all parts of each row are stored, and return their bits.
 
     ``own_cells`` is what :func:`store_parts` returned. The bits are tensors of ROW_TILES rounded up to a power of two,
-    0 beyond ROW_TILES. Where ``present[i]`` is 0 there is no tile. Only programs of one warp may call this, because the
+    0 beyond ROW_TILES. If ``present[i]`` is 0, there is no tile. Only programs of one warp may call this, because the
     warps of a larger program could see different results of the reduction.
     """
     base = cells.to(tl.int64).to(tl.pointer_type(tl.int64))
@@ -152,7 +152,7 @@ def await_parts(
 def finish_tiles(call, cells, first, stride, tiles, sums, operands, norm, COUNT: tl.constexpr, SHAPE: tl.constexpr):
     """Write all outputs of tiles ``first + i * stride``, i < COUNT, given the words of their sums.
 
-    ``operands`` are those of :func:`load_operands`. All outputs are NaN when the call was stopped.
+    ``operands`` come from :func:`load_operands`. All outputs are NaN if the call was stopped.
     """
     ROW_TILES: tl.constexpr = SHAPE.ROW_TILES
     DTYPE: tl.constexpr = SHAPE.DTYPE
@@ -274,7 +274,7 @@ def load_weight_tiles(address, first, stride, tiles, COUNT: tl.constexpr, SHAPE:
 
 
 def tile_arguments(plan: CallPlan, context: KernelContext, cell_stride: int = 1) -> dict[str, Any]:
-    """Return the arguments that kernels of tiles have for the norm of ``plan``, and for the cells of its rows."""
+    """Return the arguments of tile kernels for the norm of ``plan`` and for the cells of its rows."""
     assert plan.norm is not None
     row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
     base, part = context.cells_address, context.cells_nbytes // 3

@@ -5,7 +5,7 @@
     every rank norms every row of s_0, s_1, ..., s_{N-1}
 
 It wins from the size at which two-shot beats one-shot. Slices consist of whole tiles, ROW_TILES to a row. A program has
-the tile of its number in every slice, and norms these together with the other programs of their rows
+the tile with its number in every slice, and norms these tiles together with the other programs of their rows
 (``fused_tiles.py``).
 """
 
@@ -37,7 +37,7 @@ class TwoShotNormShape(RowTileShape):
 def two_shot_norm(
     x, norm: NormAddresses, entry: Entry, nbytes, cells: RowCells, slots_at, slots_quads, SHAPE: tl.constexpr
 ):
-    """Sum x over all ranks, add the residual, and norm the rows. There are as many programs as a slice has tiles."""
+    """Sum x over all ranks, add the residual, and norm the rows. There is one program for each tile of a slice."""
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD
     BLOCK: tl.constexpr = SHAPE.BLOCK
@@ -54,7 +54,7 @@ def two_shot_norm(
         peer_tile = sync.rotated_peer(rank, worker, i, WORLD) * slice_tiles + worker
         _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(peer_tile, tiles, SHAPE)
         words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     extent = 0 if SHAPE.CLEAR_AFTER_READ else slice_tiles * (2 * WORLD * TILE)
     if tl.program_id(0) == 0:
         sync.exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, SHAPE.PDL)
@@ -96,5 +96,5 @@ def two_shot_norm(
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all-reduce whose rows are normed."""
-    # cells of rows need not stand apart here: with four rows a program nothing is gained by it
+    # cells of rows need no spacing here: with four rows a program, it gains nothing
     return context.launch(two_shot_norm, plan, tensors="x and norm", **fused_tiles.tile_arguments(plan, context))

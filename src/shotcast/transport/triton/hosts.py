@@ -1,9 +1,9 @@
-"""The executor of GPU ranks on several hosts: mapped memory inside a node, NVSHMEM's puts between nodes.
+"""The executor of GPU ranks on several hosts: mapped memory within a node, NVSHMEM puts between nodes.
 
 A rank's region lies in NVSHMEM's memory. Kernels store to the regions of the ranks of their node, and put words and
-headers into those of others. What a kernel cannot put, because it must arrive whatever happens to the call, the hosts
-tell each other: that a call is stopped, and that a process has ended. A thread looks at the word that kernels of this
-rank report faults to, and tells the peers.
+headers into the regions of other nodes. Some news must arrive no matter what happens to the call, so a kernel cannot
+put it and the hosts tell each other instead: that a call is stopped, and that a process has ended. A thread watches the
+word that this rank's kernels report faults to, and tells the peers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shotcast.transport.triton.executor import TritonExecutor
 
 _LONGEST_LOOK_S, _SHORTEST_LOOK_S = 0.01, 0.001
 _LOOKS_PER_TIMEOUT = 500
-"""Looks at the word of faults in the time of a deadline: each rank that data pass through waits a 32nd longer."""
+"""The number of looks at the fault word within a deadline: each rank that data pass through waits a 32nd longer."""
 _WORD = 1 << 64
 _CONNECT_S = 60.0
 
@@ -30,9 +30,9 @@ _CONNECT_S = 60.0
 class HostsTritonExecutor(TritonExecutor):
     """This rank's side of a communicator whose ranks are on several nodes, equally many on each.
 
-    Each node has consecutive ranks. Raises ConfigError on all ranks if NVSHMEM is missing or has too little memory or
-    peers cannot connect, and CollectiveTimeout for ranks that did not come. ``lease(nbytes)`` gives memory of NVSHMEM.
-    Collective; it raises on all ranks or on none.
+    Each node has consecutive ranks. ``lease(nbytes)`` provides NVSHMEM memory. Construction is collective; it raises on
+    all ranks or on none: ConfigError if NVSHMEM is missing or has too little memory or peers cannot connect, and
+    CollectiveTimeout for ranks that did not come.
     """
 
     _puts = True
@@ -56,7 +56,7 @@ class HostsTritonExecutor(TritonExecutor):
         return ControlPlane(made.control, lambda epoch: [], self._hear, self._peer_ended)
 
     def _look(self) -> None:
-        """Tell the peers of faults of this rank's calls, until the executor is closed."""
+        """Watch for faults of this rank's calls and tell the peers, until the executor is closed."""
         while not self._stop_looking.wait(
             min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, self.timeout_s / _LOOKS_PER_TIMEOUT))
         ):
@@ -70,7 +70,7 @@ class HostsTritonExecutor(TritonExecutor):
                 self._control.tell(number * _WORD + word)
 
     def _hear(self, message: int) -> None:
-        """Stop the calls of a workspace for a fault of another node."""
+        """Stop the calls of a workspace because of a fault on another node."""
         number, word = divmod(message, _WORD)
         with self._marking:
             if self._closed or number >= len(self.workspaces):
@@ -87,15 +87,15 @@ class HostsTritonExecutor(TritonExecutor):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def clear(self, epoch: int) -> None:
-        """Forget faults and calls, and connect anew. On every rank, between two host barriers.
+        """Forget faults and calls, and reconnect. Every rank calls it, between two host barriers.
 
-        Puts of calls that failed could land in what is cleared, so all of them have to end first.
+        Puts of failed calls could land in what is cleared, so all of them must end first.
 
         Raises ConfigError on a rank whose puts do not end.
         """
         self._control.part()
         settled = all(cast(HeapLease, one.memory).settle() for one in self.workspaces)
-        all_settled = all(self._hosts.all_gather(settled))  # no rank hears the end of a connection any more
+        all_settled = all(self._hosts.all_gather(settled))  # from here on, no rank listens for the end of a connection
         self._control.close()
         if not all_settled:
             raise ConfigError("puts of NVSHMEM to another node do not end; start the processes again")
@@ -107,7 +107,7 @@ class HostsTritonExecutor(TritonExecutor):
     def close(self) -> None:
         """Close the connections and give the memory back. A second call does nothing."""
         self._stop_looking.set()
-        with contextlib.suppress(RuntimeError):  # this is the thread itself, at the end of the process
+        with contextlib.suppress(RuntimeError):  # at the end of the process, this is the thread itself
             self._looker.join()
         self._control.close()
         super().close()

@@ -1,10 +1,9 @@
 """The layout of a rank's region of symmetric memory: plain numbers for the host and the kernels.
 
 A region consists, in this order, of the control block, the mailboxes of send and recv, the flags of programs, their
-progress, two generations of flag cells, three generations of sentinel slots, where ranks put to other nodes two
-generations of what is staged for that, the window, and in large regions what copy engines bring. Offsets never depend
-on a call, so calls of different sizes cannot overlap; only the window is divided anew by each call that passes through
-it.
+progress, two generations of flag cells, three generations of sentinel slots, two generations of staged data if ranks
+put to other nodes, the window, and in large regions the data that copy engines bring. Offsets never depend on a call,
+so calls of different sizes cannot overlap; only the window is divided anew by each call that passes through it.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from shotcast.units import align_up
 from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, REDUCIBLE, Norm, Op, slice_bytes
 
 # Control block, in 64-bit words. Peers write only ABORT, HEADERS, CREDITS, MESSAGE_HEADERS and RECEIVES_BEGUN, which
-# have cache lines of their own.
+# have separate cache lines.
 EPOCH = 0  # number of the next call
 READERS = 1  # programs of the current call that have read EPOCH
 GENERATION = 2  # 0, 1 or 2: the generation that the next call with slots uses
-EXTENT = 3  # [3 generations] quads of slots that the latest call of each has used
+EXTENT = 3  # [3 generations] quads of slots used by the latest call of each
 TIMEOUT = 6  # deadline of a call, in ns
-STATUS = 7  # address of the host's words (pinned), which are below
+STATUS = 7  # address of the host's words (pinned), listed below
 CLOCK = 8  # latest time that any waiting program has read
 GONE = 9  # a bit for each rank whose process has ended, as programs have found it in the host's word
 ABORT = 16  # 0, or the fault that stopped the communicator (wire.Fault)
@@ -36,87 +35,87 @@ RECEIVES_BEGUN = MESSAGE_HEADERS + 8 * 16 * 2  # [8 peers] messages from this ra
 MESSAGE_COUNTS = RECEIVES_BEGUN + 16
 MESSAGE_READERS = MESSAGE_COUNTS + 32  # programs of the current send or recv that have read MESSAGE_COUNTS
 MESSAGE_MISMATCH = MESSAGE_READERS + 1  # [2][HEADER_WORDS] the header received, and the one that this rank expected
-WIDE_HEADERS = 1152  # [2 parities of the epoch][16 ranks][HEADER_WORDS], in place of HEADERS, of more than 8 ranks
-PARTS_CAME = 1216  # the epoch of an all_to_all of which a part differs, then [8 ranks] bytes that came, and expected
+WIDE_HEADERS = 1152  # [2 parities of the epoch][16 ranks][HEADER_WORDS], in place of HEADERS, for more than 8 ranks
+PARTS_CAME = 1216  # the epoch of an all_to_all with a part that differs, then [8 ranks] bytes that came, and expected
 CONTROL_WORDS = 2048
 
-# Words of the host's memory, in 64-bit words from the address in STATUS; each has a cache line of its own.
+# Words of the host's memory, in 64-bit words from the address in STATUS; each has a separate cache line.
 HOST_FAULT = 0  # the abort word, once a call of this rank has seen it
 HOST_GONE = 8  # a bit for each rank whose process has ended; the host sets it, past all streams
-HOST_WAIT = 16  # what the fault of a call would be that has waited for WAIT_NOTICE_NS; stored again at every check
+HOST_WAIT = 16  # the fault to expect of a call that has waited for WAIT_NOTICE_NS; stored again at every check
 HOST_WORDS = 24
 
 HOST_LOOK_NS = 2_000_000
-"""The wait, in ns, after which a program looks for marks of the host, which takes it several microseconds."""
+"""The wait, in ns, after which a program looks for the host's marks; a look takes several microseconds."""
 
 WAIT_NOTICE_NS = 5_000_000_000
 """The wait, in ns, after which a call tells the host which ranks it waits for."""
 
 MOST_RANKS = 16
-"""The most ranks that kernels serve which put to other hosts: those that a fault can name at once."""
+"""The most ranks served by kernels that put to other hosts: as many as a fault can name at once."""
 
 HEADER_WORDS = 2
-"""64-bit words of a header; each has the epoch in its 16 highest bits."""
+"""The number of 64-bit words in a header; each has the epoch in its 16 highest bits."""
 
 CHANNELS = 32
-"""Programs that carry the chunks of a message; each channel has its own chunks and credits."""
+"""The number of programs that carry the chunks of a message; each channel has its own chunks and credits."""
 MESSAGE_SLOTS = 16
-"""Messages that may be in flight between two ranks, as far as there is room for their chunks."""
+"""The number of messages that may be in flight between two ranks, if there is room for their chunks."""
 CHUNK_WORDS = 512
-"""32-bit words of a chunk of a message. Two chunks a channel may be in flight."""
+"""The number of 32-bit words in a chunk of a message. Two chunks per channel may be in flight."""
 CHUNKS_IN_FLIGHT = 2 * CHANNELS
-"""Chunks that may be in flight between two ranks. Each chunk uses the channel after that of the chunk before it."""
+"""The number of chunks that may be in flight between two ranks. Each uses the channel after the previous one's."""
 
 FLAG_ROWS = 1024
-"""Programs of a grid that can raise flags; each has a row of one 64-bit word for each rank."""
+"""The number of programs in a grid that can raise flags; each has a row with one 64-bit word for each rank."""
 FLAG_ROW_QUADS = MAX_WORLD_SIZE // 2
 
 PROGRESS_ROWS = MAX_SMS
-"""Programs of a grid that can publish their progress; each has a row of one 64-bit word for each rank."""
+"""The number of programs in a grid that can publish their progress; each has a row with a 64-bit word for each rank."""
 PROGRESS_STEP_BITS = 20
-"""Bits of such a word that count the steps of a call; the epoch is above them."""
+"""Bits of a progress word that count the steps of a call; the epoch is above them."""
 
 BLOCKS = 64
-"""The most blocks of memory in which a rank makes tensors that all map (:mod:`shotcast.memory.block_heap`)."""
+"""The most blocks of memory in which a rank makes tensors that all ranks map (:mod:`shotcast.memory.block_heap`)."""
 PLACE_AT = 48
-"""The bit of a tensor's place above which the number of its block is, plus one; its first byte in there is below."""
+"""The lowest bit of the block number, plus one, in a tensor's place; its first byte in the block is below."""
 PLACE_ROWS = 2 * PROGRESS_ROWS
-"""Rows of the places of all ranks' tensors: one for each program that publishes its progress, in every other call."""
+"""Rows for the places of all ranks' tensors: each program that publishes its progress has two, for alternate calls."""
 PLACE_ROW_QUADS = MAX_WORLD_SIZE
-"""A row has two 64-bit words for each rank: the places of ``x`` and of ``out``."""
+"""Quads of such a row, which has two 64-bit words for each rank: the places of ``x`` and of ``out``."""
 
 WINDOW_BYTES = 16 << 20
-"""The most bytes of a window. They should stay in the cache of a GPU while a message of any size passes."""
+"""The most bytes of a window, which should stay in a GPU's cache while a message of any size passes."""
 ENGINE_ROOM = 32 << 20
-"""The longest message of the smallest region that calls by copy engines can have."""
+"""The longest message of the smallest region that supports calls by copy engines."""
 _ENGINE_BYTES = {False: 256 << 20, True: 64 << 20}
-"""The bytes of such a region for what copy engines bring: all at once of an all_reduce of 128 MiB; of 32 MiB where the
-communicator is exclusive, whose calls take them only by name."""
+"""Bytes of such a region for data that copy engines bring: enough for an all_reduce of 128 MiB at once, or of 32 MiB if
+the communicator is exclusive, whose calls use copy engines only by name."""
 CHUNKS_IN_WINDOW = 3
-"""Places in the window for uneven parts: one is sent while the one before is read, and it may be sent before the reader
-of the one before that has said that it is done."""
+"""Places in the window for uneven parts: one is sent while the previous one is read, possibly before the reader of the
+one before that has said that it is done."""
 STEPS_IN_FLIGHT = 2
-"""Steps from sending a chunk through the window to taking it; a place serves again after twice as many."""
+"""Steps from sending a chunk through the window to taking it; a place is reused after twice as many."""
 
 
 CELLS_TAKE = 4
-"""The room of a divided message in flag cells, in that of as long a one in slots: twice its bytes of half the room."""
+"""The room that a divided message takes in flag cells, relative to slots: twice its bytes, out of half the room."""
 
 QUAD = 16
 """Bytes of a quad: four 32-bit words, the unit of extents and offsets, and the widest access of a GPU thread."""
 
 MAX_SPREAD_CELLS = 1024
-"""A fused call with at most this many cells has them 128 bytes apart."""
+"""A fused call with at most this many cells spaces them 128 bytes apart."""
 
 CLEAR_AFTER_READ_BYTES = 4 << 20
 """Calls with larger slots clear them after reading them. Smaller slots are cleared by the next call while it waits."""
 
 NETWORK_BYTES = 8 << 20
-"""The most bytes of a generation of the slots between nodes; a longer message passes in pieces."""
+"""The most bytes in a generation of the slots between nodes; a longer message passes in pieces."""
 _NETWORK_SLACK = 64
 """Words of such a slot beyond those of a slice, of which the last is rounded up."""
 GRACE = 32
-"""The part of the timeout, as a divisor, that a wait is longer for each rank that its data pass through."""
+"""The divisor of the timeout that gives the extra wait for each rank that the data pass through."""
 
 _MAILBOX_BYTES = MAX_WORLD_SIZE * CHANNELS * 2 * CHUNK_WORDS * 8
 _FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
@@ -124,14 +123,14 @@ _PROGRESS_BYTES = PROGRESS_ROWS * FLAG_ROW_QUADS * QUAD
 _PLACE_BYTES = align_up(PLACE_ROWS * PLACE_ROW_QUADS * QUAD, 4096)
 
 FIRST_ROOM = 8 << 20
-"""The longest message of a communicator's first region, which takes some 82 MiB."""
+"""The longest message of a communicator's first region, which takes about 82 MiB."""
 _GROWTH = 4
 
 
 def rooms(max_bytes: int) -> tuple[int, ...]:
     """Return the longest messages of the regions that a communicator for messages up to ``max_bytes`` may have.
 
-    They ascend. All together would take at most twice as much as the last.
+    They ascend. All together take at most twice as much as the last.
     """
     between = [room for power in range(1, 8) if 2 * (room := FIRST_ROOM * _GROWTH**power) <= max_bytes]
     return (*([FIRST_ROOM] if FIRST_ROOM < max_bytes else []), *between, max_bytes)
@@ -172,13 +171,13 @@ class WorkspaceLayout:
         staged: bool = False,
         engine_bytes: int = 0,
     ) -> WorkspaceLayout:
-        """Lay a region out for messages up to ``max_bytes``.
+        """Lay out a region for messages up to ``max_bytes``.
 
         Two-shot needs room for a message twice (once for each shot). Flag cells carry half as much data in as many
-        bytes. Send and recv use the mailboxes of one region, whatever others a communicator has. A rank exchanges a
-        slice of a message between nodes, of which a word of two 16-bit floats takes two words of float32; their slots
-        lie behind the others of a generation. If they are ``staged`` to be put, they have as much room again, twice,
-        and there is no window, whose ranks are all mapped. Copy engines bring up to ``engine_bytes`` at once.
+        bytes. Send and recv use the mailboxes of one region, no matter how many a communicator has. Between nodes, a
+        rank exchanges a slice of a message, and a word of two 16-bit floats takes two words of float32; the slots for
+        that lie behind the others of a generation. If they are ``staged`` to be put, they take the same room again,
+        twice, and there is no window, which needs all ranks mapped. Copy engines bring up to ``engine_bytes`` at once.
         """
         slack = 2 * MAX_WORLD_SIZE * QUAD
         slot_bytes = 8 * network_slots(nodes)
@@ -222,42 +221,42 @@ class WorkspaceLayout:
 def piece(dtype: str, max_bytes: int) -> int:
     """Return the longest piece of a divided message in a region for messages up to ``max_bytes``.
 
-    A piece takes its bytes twice, once for each shot: in slots, or in flag cells, which hold half as much in half as
+    A piece takes up its bytes twice, once for each shot: in slots, or in flag cells, which hold half as much in half as
     many bytes.
     """
     return max_bytes // (1 if dtype in REDUCIBLE else CELLS_TAKE) // QUAD * QUAD
 
 
 def places_in_window(op: Op) -> int:
-    """Return the places in the window for chunks of a program from each rank; an all_reduce has as many for sums."""
+    """Return the number of window places for a program's chunks from each rank; an all_reduce has as many for sums."""
     return (4 if op is Op.ALL_REDUCE else 2) * STEPS_IN_FLIGHT
 
 
 def places_of_copies(op: Op, chunks: int) -> int:
-    """Return the places for chunks of each rank that copy engines bring: two that serve in turn, as many for sums."""
+    """Return the number of places for each rank's chunks from copy engines: two in turn, and as many for sums."""
     return min(chunks, 2) * (2 if op is Op.ALL_REDUCE else 1)
 
 
 def bytes_of_copies(exclusive: bool) -> int:
-    """Return the bytes for what copy engines bring in large regions of a communicator."""
+    """Return the bytes that a communicator's large regions set aside for the data of copy engines."""
     return _ENGINE_BYTES[exclusive]
 
 
 def window_bytes(max_bytes: int) -> int:
-    """Return the bytes of the window in a region for messages up to ``max_bytes``, or in a larger one at least."""
+    """Return the bytes of the window in a region for messages up to ``max_bytes``, or the least in a larger one."""
     return min(align_up(2 * max_bytes, 4096), WINDOW_BYTES)
 
 
 def network_slots(nodes: int) -> int:
-    """Return the most slots, each of the partial sums of a slice, that an exchange between nodes takes at a rank.
+    """Return the most slots, each for the partial sums of a slice, that an exchange between nodes takes at a rank.
 
-    Pairs take one for each other node. Doubling and halving take one for each step, one for folding, and one of words.
+    Pairs take one for each other node. Doubling and halving take one for each step, one for folding, and one for words.
     """
     return max(nodes - 1, nodes.bit_length() + (folded(nodes) > 0))
 
 
 def row_cell_count(max_bytes: int) -> int:
-    """Return how many 64-bit cells the programs need that hold tiles of a row and add up its sum of squares.
+    """Return how many 64-bit cells programs need to add up the sum of squares of a row whose tiles they hold.
 
     There is one cell for each tile of 128 words, rounded up to a power of two for each row. Rows of one tile need none.
     """
@@ -265,15 +264,15 @@ def row_cell_count(max_bytes: int) -> int:
 
 
 def row_cell_stride(rows: int, parts: int) -> int:
-    """Return the distance, in cells, between the cells of neighbouring tiles: 128 bytes in a call of few cells.
+    """Return the distance, in cells, between the cells of neighboring tiles: 128 bytes in a call of few cells.
 
-    Each row has a power of two of cells.
+    The number of cells in a row is a power of two.
     """
     return 16 if rows << (parts - 1).bit_length() <= MAX_SPREAD_CELLS else 1
 
 
 def fp8_slot_quads(nbytes: int, world_size: int, dtype: str) -> int:
-    """Return the quads of a slot of ``two_shot_fp8``: the words of a slice, then its scales.
+    """Return the size of a ``two_shot_fp8`` slot, in quads: the words of a slice, then its scales.
 
     Each shot has one slot for each rank.
     """
@@ -284,7 +283,7 @@ def fp8_slot_quads(nbytes: int, world_size: int, dtype: str) -> int:
 
 
 def gathered_row_quads(norm: Norm, dtype: str) -> int:
-    """Return the quads in which a normed row is sent to all ranks: the outputs asked for, and the row's own scale."""
+    """Return the quads of a normed row as it is sent to all ranks: the requested outputs and the row's scale."""
     quads = norm.hidden * DTYPES[dtype] // QUAD if norm.keeps_normed else 0
     if norm.quantize:
         quads += -(-norm.hidden // QUAD) + (norm.quantize == "dynamic")

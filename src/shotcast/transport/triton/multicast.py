@@ -24,7 +24,7 @@ if INTERPRETED:
 
     @dataclass(slots=True)
     class Emulated:
-        """A range of emulated multicast addresses, and how many quads were stored and summed through it.
+        """A range of emulated multicast addresses, with counts of the quads stored and summed through it.
 
         Addresses from ``start`` to ``start + nbytes`` stand for the memory at each of ``bases``.
         """
@@ -69,7 +69,7 @@ if INTERPRETED:
                 tl.store(pointers + place, word, mask=mask)
 
     def multicast_sum(address: Any, quads: Any, mask: Any, DTYPE: Any) -> Any:
-        """Load four words at each of ``quads`` quads past ``address``: the sums over all ranks, added in rank order."""
+        """Load four words at each of ``quads`` quads past ``address``: sums over all ranks, added in rank order."""
         area = _find(address, quads, mask)
         area.summed_quads += int(mask.handle.data.sum())
         words = ()

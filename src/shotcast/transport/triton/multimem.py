@@ -1,17 +1,17 @@
 """MultiShot with the sum in the switch: two shots through a multicast address.
 
-    staging:  rank i copies x_i to its own slots, and tells all ranks by a flag of each program
+    staging:  rank i copies x_i to its own slots, and each program raises a flag at all ranks
     shot 1:   rank j loads slice j of all ranks by one multicast address; the switch adds:  s_j = x_0[j] + x_1[j] + ...
     shot 2:   rank j sends s_j to all by one multicast store
     out_i = s_0, s_1, ..., s_{N-1}
 
-Each rank sends and receives (N+1)/N of the message, where two-shot by peer stores takes 2 (N-1)/N. So it pays from four
-ranks on. The switch adds in an order of its own, which determines the bits of the sum (16-bit floats are added in
-float32 and rounded once). All ranks get the same bits, since one rank loads each sum. The kernel is compiled and
-inspected, and run with an emulated multicast address; it has not been run on hardware.
+Each rank sends and receives (N+1)/N of the message, compared with 2 (N-1)/N for two-shot by peer stores, so it pays
+from four ranks on. The order of the additions is the switch's, and it determines the bits of the sum (16-bit floats are
+added in float32 and rounded once). All ranks get the same bits, since one rank loads each sum. The kernel is compiled
+and inspected, and run with an emulated multicast address; it has not been run on hardware.
 
-A tile belongs to the same program on every rank, so a program waits only for the programs of its own number. The
-staging holds x unescaped, because nobody polls it; the next call clears it with the rest of the generation.
+A tile belongs to the same program on every rank, so a program waits only for the programs with its number. The staging
+area holds x unescaped, because nobody polls it; the next call clears it with the rest of the generation.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def multimem_all_reduce(x, out, entry: Entry, nbytes, flags_at, slots_at, slots_
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of an all_reduce. Raises ConfigError if the workspace has no multicast address.
 
-    Others of the communicator may have one: the switch has room for a limited number.
+    Other workspaces of the communicator may have one, because the switch has room for a limited number.
     """
     if not context.multicast:
         raise ConfigError(f"multimem: the workspace for messages of {plan.nbytes} bytes got no multicast address")
     block, warps = plan.launch.block_words, plan.launch.num_warps
     if not INTERPRETED:
-        # a quad that two threads of a program summed could come out in two ways, so each quad has one thread
+        # two threads of a program could get different sums for one quad, so each quad has one thread
         block = max(block, 128 * warps)
     programs = 1 + min(plan.launch.programs, layout.FLAG_ROWS)
     return context.launch(multimem_all_reduce, plan, programs=programs, BLOCK=block)

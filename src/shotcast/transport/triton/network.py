@@ -1,20 +1,21 @@
-"""The vocabulary of kernels for what passes between nodes: tiles that are put to another rank, and waits for them.
+"""The vocabulary of kernels for traffic between nodes: tiles that are put to another rank, and waits for them.
 
 A kernel looks up where to put tiles with :func:`destination`, opens the slots of its call with :func:`enter_network`,
 sends with :func:`put_tiles` and waits with :func:`await_tiles`; ``docs/reference/protocols.md`` explains why that is
-correct. A put has two forms. Where the ranks of all nodes have their memory mapped (logical nodes of one host), it is
-stores. Else the words are *staged* in this rank's own region, and NVSHMEM puts them from there, without a wait for the
-end. A kernel has the constexpr argument PUTS for that, and ``puts``, the address of a table with the PE and the address
-that puts take for each rank.
+correct. A put has two forms. If the ranks of all nodes have their memory mapped (logical nodes of one host), it
+consists of stores. Otherwise the words are *staged* in this rank's region, and NVSHMEM puts them from there, without
+waiting for completion. The constexpr argument PUTS of a kernel selects the form; ``puts`` is the address of a table
+with the PE and the address that puts take for each rank.
 
-What passes are the words of sentinel slots (:mod:`.sync`): 32 bits, the bits of a float32 (a partial sum is not
-rounded) or a word of the result, which is its own flag because slots hold the sentinel until it comes. So words need no
-order, no fence, no signal and no bytes beside the data. The slots between nodes lie behind those within the node in the
-generation of the call, and are cleared with them. Each step of an exchange has a slot of its own at the receiver.
+The words that pass belong to sentinel slots (:mod:`.sync`). A word is the 32 bits of a float32 (a partial sum is not
+rounded) or a word of the result. It is its own flag because slots hold the sentinel until it comes. So words need no
+order, no fence, no signal and no bytes in addition to the data. The slots between nodes lie behind those within the
+node in the generation of the call, and are cleared with them. Each step of an exchange has a separate slot at the
+receiver.
 
-A tile travels whole: its words lie side by side, so that a put may be one message of the network. Those of its low
-halves come first, then those of its high halves (:func:`shotcast.device.triton.words.unpack`), as many of each as the
-tile has words.
+A tile travels whole: its words are contiguous, so that a put may be one network message. The words of its low halves
+come first, then the words of its high halves (:func:`shotcast.device.triton.words.unpack`); there are as many of each
+as the tile has words.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ GRACE = tl.constexpr(layout.GRACE)
 class GpuNetwork(NamedTuple):
     """The network as a program sees it in one call.
 
-    ``quads`` is the offset, in quads, of the slots of this call in the region of every rank, and ``staging`` that of
-    what this rank stages. ``puts`` is PUTS, and ``clears`` says that slots are cleared after they are read; both are
+    ``quads`` is the offset, in quads, of the slots of this call in the region of every rank, and ``staging`` the offset
+    of what this rank stages. ``puts`` is PUTS, and ``clears`` says that slots are cleared after they are read; both are
     known at compile time.
     """
 
@@ -47,10 +48,10 @@ class GpuNetwork(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """A rank, as :func:`put_tiles` needs to know it.
+    """A rank in the form that :func:`put_tiles` takes.
 
-    ``address`` is that of its region, or with PUTS what puts take in its place, and ``pe`` its number in NVSHMEM. Use
-    their positions: in Triton 3.6 what is taken from a tuple of these has lost the names.
+    ``address`` is the address of its region, or with PUTS what puts take in its place; ``pe`` is its number in NVSHMEM.
+    Access both by position: in Triton 3.6, an element taken from a tuple of these has lost the names.
     """
 
     address: tl.tensor
@@ -59,7 +60,7 @@ class Destination(NamedTuple):
 
 @triton.jit
 def destination(peers, puts, rank, PUTS: tl.constexpr):
-    """Return the destination of what goes to a rank. It never changes: look it up as early as you like."""
+    """Return the destination of what goes to a rank. It never changes, so look it up as early as you like."""
     if PUTS:
         address = sync.region_address(puts, 2 * rank)
         pe = sync.region_address(puts, 2 * rank + 1).to(tl.int32)
@@ -71,20 +72,20 @@ def destination(peers, puts, rank, PUTS: tl.constexpr):
 
 @triton.jit
 def enter_network(call, quads, staging_at, staging_quads, PUTS: tl.constexpr, CLEARS: tl.constexpr):
-    """Open the slots of the call, which begin at ``quads``. There are two generations of what is staged."""
+    """Open the slots of the call, which begin at ``quads``. Staged data has two generations."""
     return GpuNetwork(quads, sync.cells_offset(call.epoch, staging_at, staging_quads), PUTS, CLEARS)
 
 
 @triton.jit
 def put_tiles(call, network, target, word, lanes, parts, count, PARTS: tl.constexpr):
-    """Put the first ``count`` words of each of PARTS tiles to a rank, from its word ``word`` between nodes on.
+    """Put the first ``count`` words of each of PARTS tiles to a rank, beginning at its word ``word`` between nodes.
 
     ``word`` and ``count`` are multiples of 4, the same in the :func:`await_tiles` that waits for them; ``lanes`` are
     the numbers of a tile's words. No word may be the sentinel. Nothing is put if the call is stopped.
 
     A word is staged at its own number, and has the same content for all ranks that it goes to in a call. So what a put
-    still reads does not change before the call after the next, which no rank begins before all have what they were sent
-    in this one.
+    still reads does not change before the call after the next. No rank begins that call before all ranks have what they
+    were sent in this one.
     """
     mask = lanes < count
     if network.puts:
@@ -104,7 +105,7 @@ def put_tiles(call, network, target, word, lanes, parts, count, PARTS: tl.conste
 
 @triton.jit
 def load_tiles(call, network, words, lanes, counts, PARTS: tl.constexpr, COUNT: tl.constexpr):
-    """Load what has come of COUNT puts of PARTS tiles. All loads are issued before one is used.
+    """Load what has arrived of COUNT puts of PARTS tiles. All loads are issued before any is used.
 
     Words beyond the counts read as arrived.
     """
@@ -119,7 +120,7 @@ def load_tiles(call, network, words, lanes, counts, PARTS: tl.constexpr, COUNT: 
 
 @triton.jit
 def clear_tiles(call, network, words, lanes, counts, PARTS: tl.constexpr, COUNT: tl.constexpr):
-    """Restore the sentinels that :func:`load_tiles`, called with the same arguments, has found words in place of."""
+    """Restore the sentinels in place of the words that :func:`load_tiles`, called with the same arguments, found."""
     clean = tl.full([lanes.shape[0]], SENTINEL, tl.int32)
     for i in tl.static_range(COUNT):
         for part in tl.static_range(PARTS):
@@ -143,13 +144,13 @@ def await_tiles(
 ):
     """Wait for COUNT puts of this call, of PARTS tiles each. Returns (tiles, call).
 
-    Put i has ``counts[i]`` words a tile from ``words[i]`` on, and comes from rank ``first + i * step``; its tiles are
-    those from ``i * PARTS`` on. Each put is waited for once, as its slots may be cleared here. Use the returned
-    ``call`` from here on: if the call was stopped, ``live`` is 0 and the tiles are not valid.
+    Put i has ``counts[i]`` words per tile, beginning at ``words[i]``, and comes from rank ``first + i * step``; its
+    tiles are those from ``i * PARTS`` on. Wait for each put only once, as its slots may be cleared here. Use the
+    returned ``call`` from here on: if the call was stopped, ``live`` is 0 and the tiles are not valid.
 
-    DEPTH is the number of ranks that the data pass through on their way here, beyond the sender. The deadline is so
-    many times a little later (``layout.GRACE`` of them make the timeout twice as long): a rank that waits for one that
-    stopped names it before those that wait for the first name that.
+    DEPTH is the number of ranks that the data pass through on their way here, beyond the sender. Each makes the
+    deadline a little later (``layout.GRACE`` of them make the timeout twice as long). That way, a rank that waits for a
+    rank that stopped names it before the ranks that wait for the waiting rank name that one.
     """
     tiles = load_tiles(call, network, words, lanes, counts, PARTS, COUNT)
     waiting = sync.any_missing(tiles, call.epoch, False, PARTS * COUNT) & call.live

@@ -1,11 +1,11 @@
-"""All-reduce over nodes (NVRAR) in one launch, for any number of nodes and of ranks in a node.
+"""All-reduce over nodes (NVRAR) in one launch, for any number of nodes and of ranks per node.
 
     scatter   in the node: local rank l gets slice l of all ranks, and adds up in rank order, in float32
-    exchange  between the ranks of one local rank, in one of the ways of ``exchanges.py``: the partial sums of the nodes
+    exchange  between ranks with the same local rank, as ``exchanges.py`` describes: the partial sums of the nodes
               are added up in one fixed tree, in float32, and rounded once
     gather    in the node: local rank l sends its slice of the result to all others
 
-Scatter and gather go through sentinel slots, as in two-shot. So does the exchange, whose slots lie behind theirs
+Scatter and gather go through sentinel slots, as in two-shot. So does the exchange, whose slots lie behind the others
 (``network.py``).
 
 A program carries its tile through all phases, and the grid passes over the message as a window, so the phases of
@@ -34,7 +34,7 @@ from shotcast.wire import SIXTEEN_BITS, CallPlan
 
 @triton.jit
 def load_slice(x, local, slice_quads, nbytes, offs, UNIT: tl.constexpr):
-    """Load a tile of the slice of a local rank; zero beyond the slice."""
+    """Load a tile of a local rank's slice; zero beyond the slice."""
     start = local * slice_quads * 16
     return load_words(x, start, offs, tl.minimum(nbytes - start, slice_quads * 16), UNIT)
 
@@ -52,7 +52,7 @@ def tiles_to_send(
     UNIT: tl.constexpr,
     LOCAL: tl.constexpr,
 ):
-    """Load tiles of the slices of mates FIRST to END - 1, in the order of ``rotated_peer``; a lone rank has its own."""
+    """Load tiles of the slices of local peers FIRST to END - 1, in ``rotated_peer`` order; a lone rank has its own."""
     tiles = ()
     for i in tl.static_range(FIRST, END):
         mate = local
@@ -64,20 +64,20 @@ def tiles_to_send(
 
 @triton.jit
 def partial_sum(parts, DTYPE: tl.constexpr, COUNT: tl.constexpr):
-    """Return ((+0.0 + parts[0]) + parts[1]) + ... in float32, of low and of high halves."""
+    """Sum tiles as ((+0.0 + parts[0]) + parts[1]) + ... in float32, for low and for high halves."""
     low, high = unpack(parts[0], DTYPE)
     return accumulate(low + 0.0, high + 0.0, parts[1:], COUNT - 1, DTYPE)
 
 
 @triton.jit
 def slice_span(local, slice_words, total):
-    """Return the words of the slice of a local rank; not above 0 if it is empty."""
+    """Return the number of words in a local rank's slice; 0 or less if it is empty."""
     return tl.minimum(slice_words, total - local * slice_words)
 
 
 @triton.jit
 def begin_exchange(call, network, targets, place, tile, value, SHAPE: tl.constexpr):
-    """Send what a rank has of its partial sums without waiting for other nodes."""
+    """Send the partial sums that a rank has, without waiting for other nodes."""
     if SHAPE.NODES > 1:
         if SHAPE.EXCHANGE == PAIRS:
             exchanges.begin_pairs(
@@ -151,11 +151,11 @@ def nvrar_all_reduce(
     await_prior_kernel(SHAPE.PDL)
     lanes = tl.arange(0, BLOCK)
     offs = tl.maximum(worker, 0) * BLOCK + lanes
-    # as in two-shot: all of a small message is loaded before the epoch is known, of a large one the first tile
+    # as in two-shot: load all of a small message, but only the first tile of a large one, before the epoch is known
     SENT: tl.constexpr = LOCAL - 1 if LOCAL > 1 else 1
     EARLY: tl.constexpr = SENT if SHAPE.WARPS == 1 else 1
     tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, LOCAL)
-    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     inner_quads = slice_quads * (2 * LOCAL if LOCAL > 1 else 0)
     extent = inner_quads + exchanges.exchange_quads(slice_quads, SHAPE)
@@ -240,7 +240,7 @@ def nvrar_all_reduce(
 
 
 def nodes_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
-    """Return the fields of :class:`.exchanges.NodesShape` that describe the nodes, and words."""
+    """Return the fields of :class:`.exchanges.NodesShape` that describe the nodes and words."""
     return {
         "FOLDED": folded(context.nodes),
         "DOUBLINGS": context.nodes.bit_length() - 1,
@@ -250,24 +250,24 @@ def nodes_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce whose exchange between nodes is by doubling."""
+    """Return the launch of an all_reduce that exchanges between nodes by doubling."""
     return context.launch(nvrar_all_reduce, plan, EXCHANGE=DOUBLING.value, **nodes_arguments(plan, context))
 
 
 def bind_pairs(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce whose exchange between nodes is between all pairs at once."""
+    """Return the launch of an all_reduce that exchanges between all pairs of nodes at once."""
     return context.launch(nvrar_all_reduce, plan, EXCHANGE=PAIRS.value, **nodes_arguments(plan, context))
 
 
 def bind_halving(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce whose exchange between nodes is by halving and doubling."""
+    """Return the launch of an all_reduce that exchanges between nodes by halving and doubling."""
     return context.launch(nvrar_all_reduce, plan, EXCHANGE=HALVING.value, **nodes_arguments(plan, context))
 
 
 def bind_16bit(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_reduce whose partial sums pass between nodes rounded to 16 bits.
+    """Return the launch of an all_reduce that rounds the partial sums passed between nodes to 16 bits.
 
-    Raises UnsupportedError for a dtype of other than 16 bits.
+    Raises UnsupportedError for a dtype that does not have 16 bits.
     """
     if plan.dtype not in SIXTEEN_BITS:
         raise UnsupportedError(f"{plan.algorithm} adds up {' and '.join(SIXTEEN_BITS)}, not {plan.dtype}")

@@ -41,7 +41,7 @@ def tiles_to_send(x, rank, rotation, nbytes, offs, SCATTER: tl.constexpr, UNIT: 
 
 @dataclass(frozen=True, slots=True)
 class OneShotShape(TileShape):
-    """A kernel of one-shot; ``SCATTER`` makes a reduce_scatter, and ``CELLS`` sends flag cells."""
+    """A one-shot kernel; ``SCATTER`` makes it a reduce_scatter, and ``CELLS`` makes it send flag cells."""
 
     SCATTER: bool
     CELLS: bool
@@ -54,8 +54,8 @@ def one_shot_reduce(
     x,
     out,
     entry: Entry,
-    nbytes,  # bytes of the result of each rank
-    slots_at,  # with CELLS, those of the flag cells
+    nbytes,  # bytes of each rank's result
+    slots_at,  # with CELLS, the place of the flag cells
     slots_quads,
     SHAPE: tl.constexpr,
 ):
@@ -70,7 +70,7 @@ def one_shot_reduce(
     await_prior_kernel(SHAPE.PDL)
     offs = tl.maximum(worker, 0) * BLOCK + tl.arange(0, BLOCK)
     tiles = tiles_to_send(x, rank, worker, nbytes, offs, SHAPE.SCATTER, SHAPE.UNIT, WORLD)
-    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     quads = (nbytes + 15) // 16  # quads of one slot
     extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * WORLD
     if tl.program_id(0) == 0:

@@ -1,4 +1,4 @@
-"""The arguments of kernels that reduce: which numbers, by which reduction, and through slots or flag cells."""
+"""Arguments of kernels that reduce: which numbers, by which reduction, and through slots or flag cells."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def dtype_of(dtype: str) -> tl.dtype:
 
 
 def reduction_of(dtype: str, reduction: str) -> int:
-    """Return the code of the reduction that kernels make of these numbers."""
+    """Return the code of the reduction that kernels apply to these numbers."""
     return wire.REDUCTIONS.index(wire.OF_BOOL.get(reduction, reduction) if dtype == "bool" else reduction)
 
 
 def reduction_arguments(plan: CallPlan, context: KernelContext) -> dict[str, Any]:
     """Return the arguments DTYPE, REDUCTION and CELLS of a kernel, and its slots, which are flag cells with CELLS.
 
-    Floats of up to 32 bits go through sentinel slots; other data have words of any bits, and go as flag cells. Raises
-    UnsupportedError for a reduction that native kernels do not have.
+    Floats of up to 32 bits go through sentinel slots. The words of other data can have any bits, so they go as flag
+    cells. Raises UnsupportedError for a reduction that native kernels do not have.
     """
     if plan.reduction not in wire.REDUCED.get(plan.dtype, ()):
         raise UnsupportedError(f"kernels have no {plan.reduction} of {plan.dtype}")

@@ -24,7 +24,7 @@ from shotcast.wire import CallPlan, Op, slice_bytes
 
 @dataclass(frozen=True, slots=True)
 class RingShape(TileShape):
-    """A kernel of the ring, for the operations that :func:`ring` says."""
+    """A ring kernel, for the operations that :func:`ring` describes."""
 
     REDUCE: bool
     GATHER: bool

@@ -3,8 +3,8 @@
     gather:   out_root = x_0, x_1, ..., x_{N-1}       each rank sends x to the root
     scatter:  out_i = part_i(x_root)                  the root sends part j to rank j
 
-As in :mod:`.copies`, floating-point data goes through sentinel slots, exact but for the payload of NaNs, and any other
-data as flag cells, exact to the bit, at twice the bytes.
+As in :mod:`.copies`, floating-point data goes through sentinel slots, exact except for the payload of NaNs. Any other
+data goes as flag cells, exact to the bit, at twice the bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shotcast.wire import CallPlan, Op
 
 @dataclass(frozen=True, slots=True)
 class RootedShape(TileShape):
-    """A copy from the root (``SCATTER``) or to it; ``CELLS`` sends flag cells."""
+    """A copy from the root (``SCATTER``) or to it; ``CELLS`` sends it as flag cells."""
 
     SCATTER: bool
     CELLS: bool
@@ -36,7 +36,7 @@ class RootedShape(TileShape):
 def rooted_copy(
     x, out, entry: Entry, root, part_nbytes, slots_at, slots_quads, cells_at, cells_quads, SHAPE: tl.constexpr
 ):
-    """Copy x of all ranks into out of the root, or with SCATTER each part of the root's x into out of its rank."""
+    """Copy all ranks' x into the root's out, or with SCATTER each part of the root's x into its rank's out."""
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD
     BLOCK: tl.constexpr = SHAPE.BLOCK
@@ -50,10 +50,10 @@ def rooted_copy(
         addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
     else:
         addresses = (sync.region_address(entry.peers, root),)
-    own_nbytes = tl.where(rank == root, part_nbytes, 0)  # that the root keeps
-    sent_nbytes = own_nbytes if SCATTER else part_nbytes - own_nbytes  # that this rank sends to each of some others
+    own_nbytes = tl.where(rank == root, part_nbytes, 0)  # kept by the root
+    sent_nbytes = own_nbytes if SCATTER else part_nbytes - own_nbytes  # sent by this rank to each of some others
     await_prior_kernel(SHAPE.PDL)
-    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     quads = (part_nbytes + 15) // 16  # quads of a slot
     extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * senders
     if tl.program_id(0) == 0:
@@ -113,7 +113,7 @@ def rooted_copy(
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     """Return the launch of a gather or a scatter."""
     cells = plan.dtype not in wire.REDUCIBLE
-    alike = dataclasses.replace(plan, op=Op.ALL_GATHER)  # whose parts are as large
+    alike = dataclasses.replace(plan, op=Op.ALL_GATHER)  # its parts are as large
     return context.launch(
         rooted_copy,
         plan,

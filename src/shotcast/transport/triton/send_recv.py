@@ -1,10 +1,10 @@
 """Send and receive between two ranks, independent of what the other ranks do.
 
 Each ordered pair of ranks has a mailbox at the receiver, divided into channels; one program carries the chunks of a
-channel. A chunk travels as flag cells with the chunk's number in its channel, so data needs no fence. Two chunks a
+channel. A chunk travels as flag cells with the chunk's number in its channel, so data needs no fence. Two chunks per
 channel may be in flight: the sender waits for the receiver's credit before it reuses a slot. A message begins with the
-channel after the last one of the message before it. So 64 chunks may be in flight, however many messages they belong
-to.
+channel after the last one of the previous message. So 64 chunks may be in flight, no matter how many messages they
+belong to.
 
 Each message has a header, which the receiver compares with its own; 16 headers may be in flight. A send completes once
 the rest of the message lies in the mailbox.
@@ -86,7 +86,7 @@ def await_header(call, peer, peer_region, WORLD: tl.constexpr, WARPS: tl.constex
 
 @triton.jit
 def await_count(call, cell, needed, peer, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Wait until the peer has counted up to ``needed`` in ``cell``."""
+    """Wait until the peer's count in ``cell`` reaches ``needed``."""
     threads = sync.thread_ids(WARPS)
     counted = tl.max(tl.load(call.own + cell + threads * 0, volatile=True), axis=0)
     waiting = (counted < needed).to(tl.int32) & call.live
@@ -132,7 +132,7 @@ class MessageShape(CallShape):
 
 @kernel(shape=MessageShape)
 def send_recv(data, entry: Entry, peer, nbytes, mailboxes_at, SHAPE: tl.constexpr):
-    """Send ``data`` to ``peer``, or receive it from there.
+    """Send ``data`` to ``peer``, or receive it from ``peer``.
 
     Program 0 handles the header; every other program carries the chunks of one channel.
     """
@@ -141,7 +141,7 @@ def send_recv(data, entry: Entry, peer, nbytes, mailboxes_at, SHAPE: tl.constexp
     counter = call.own + MESSAGE_COUNTS + peer * 4 + SIDE * 2
     message_number = tl.load(counter, volatile=True)
     chunks_begun = tl.load(counter + 1, volatile=True)
-    span = (nbytes.to(tl.int64) + 15) // 16 * 4  # words, of which there may be more than 2^31
+    span = (nbytes.to(tl.int64) + 15) // 16 * 4  # words; there may be more than 2^31
     # the epoch of this call is the number of the message
     call = Call(
         call.own,

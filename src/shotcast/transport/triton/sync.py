@@ -1,4 +1,4 @@
-"""The synchronisation primitives of the Triton transport, for the kernels here and for kernels of your own.
+"""The synchronization primitives of the Triton transport, for the kernels here and for kernels that you write.
 
 ``docs/reference/protocols.md`` explains why each protocol is correct. A kernel
 
@@ -17,15 +17,15 @@ Terms. Every rank owns a *region* of symmetric memory (``layout.py``); offsets i
 *epoch* is the number of the call. It lies in the region and the kernels advance it, so a CUDA graph replays without the
 host. *Slots* hold words of floating-point data; they are filled with the sentinel 0xFFFFFFFF until a peer stores a
 word. Three *generations* of slots take turns. *Flag cells* are 64 bits wide, 32 of data and 32 of the epoch, and hold
-data of any dtype. The *extent* of a call is how many quads of its generation it uses.
+data of any dtype. The *extent* of a call is the number of quads of its generation that it uses.
 
 Ordering. A word is its own flag, so data needs no fence: words are compared with the sentinel as integers, one by one,
 through volatile (uncached) loads. Between calls, the kernel boundary orders the clearing of slots before the next push
 to them. A decision that leads to a branch comes from a reduction or an atomic, never from a plain load, whose result
 the warps of a program could see differently.
 
-Latency. Loads that wait for one another were a seventh of the time of a small call. Therefore a program issues all the
-loads that it needs first before it uses, or branches on, the result of any: the addresses of peers before the prior
+Latency. Loads that waited for one another took a seventh of the time of a small call. Therefore a program first issues
+all the loads that it needs, before it uses, or branches on, the result of any: the addresses of peers before the prior
 kernel has ended, the words to send together with the epoch, the extent to clear together with the count of readers. One
 warp issues in order, so a use holds up everything after it.
 """
@@ -91,10 +91,10 @@ POLLS_PER_CHECK = tl.constexpr(16 if INTERPRETED else 256)
 
 
 class Entry(NamedTuple):
-    """The arguments of a kernel with which it opens a call.
+    """The kernel arguments that open a call.
 
-    ``own`` is the address of this rank's region, and ``peers`` that of the table of the addresses of all regions.
-    ``header_size`` and ``header_call`` are the words of the header (:class:`shotcast.wire.HeaderWords`).
+    ``own`` is the address of this rank's region, and ``peers`` the address of the table of the addresses of all
+    regions. ``header_size`` and ``header_call`` are the words of the header (:class:`shotcast.wire.HeaderWords`).
     """
 
     own: tl.tensor
@@ -116,9 +116,9 @@ class EntryWithPuts(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The places of this rank's tensors of a call in its blocks, 0 for memory that the other ranks do not map.
+    """The places of this rank's tensors of a call in its blocks; 0 for memory that the other ranks do not map.
 
-    A place has the number of the block plus one at bit PLACE_AT, and the first byte in it below.
+    A place holds the number of the block, plus one, at bit PLACE_AT, and the first byte within the block below it.
     """
 
     x: tl.tensor
@@ -126,8 +126,11 @@ class Places(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """All ranks' blocks of tensors: ``rows``, the quads of a region at which the places of a call are told, and
-    ``addresses``, the table of where this rank has the blocks."""
+    """The blocks of tensors of all ranks.
+
+    ``rows`` is the offset, in quads of a region, at which the places of a call are told. ``addresses`` is the table of
+    where this rank has the blocks.
+    """
 
     rows: tl.tensor
     addresses: tl.tensor
@@ -136,9 +139,9 @@ class Blocks(NamedTuple):
 class Call(NamedTuple):
     """One call as a program sees it.
 
-    The first fields are those of its :class:`Entry`, ``own`` and ``peers`` as pointers. ``epoch`` is the number of the
-    call, ``generation`` the slots that it uses. ``live`` is 1 until the call is stopped. ``started`` is the time of the
-    first check of the deadline, 0 before that.
+    The first fields are those of its :class:`Entry`, with ``own`` and ``peers`` as pointers. ``epoch`` is the number of
+    the call, and ``generation`` says which slots it uses. ``live`` is 1 until the call is stopped. ``started`` is the
+    time of the first check of the deadline, or 0 before that.
     """
 
     own: tl.tensor
@@ -154,7 +157,7 @@ class Call(NamedTuple):
 
 @triton.jit
 def with_status(call, live, started):
-    """Return the call with another ``live`` and ``started``."""
+    """Return the call with new values of ``live`` and ``started``."""
     return Call(
         call.own, call.peers, call.rank, call.header_size, call.header_call, call.epoch, call.generation, live, started
     )
@@ -162,7 +165,7 @@ def with_status(call, live, started):
 
 @triton.jit
 def words_at(address, quads):
-    """Return a pointer to 32-bit words, ``quads`` quads past an address, which is a multiple of 16."""
+    """Return a pointer to 32-bit words, ``quads`` quads past an address that is a multiple of 16."""
     base = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
     return base + quads * 4
 
@@ -182,10 +185,11 @@ def enter(entry, WARPS: tl.constexpr, PDL: tl.constexpr):
     """Open the call of an :class:`Entry`: read its epoch and generation.
 
     ``live`` is 0 if the communicator was stopped before.
+
     Call it once in every program, before any other use of the region. All stores of the prior kernel on this rank are
     visible from here on. With PDL, the call first waits for the prior kernel, in every program, because that wait is
-    not transitive (see "How a kernel learns its epoch" in ``docs/reference/protocols.md``); pass PDL as false if the
-    program has called ``await_prior_kernel`` itself.
+    not transitive (see "How a kernel learns its epoch" in ``docs/reference/protocols.md``). Pass PDL as false if the
+    program has already called ``await_prior_kernel``.
 
     The load of the epoch is volatile, because a line of the L1 cache may hold the value from before the prior kernel.
     If the call was stopped before, :func:`leave_epoch` reports the fault to the host.
@@ -232,9 +236,9 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
     clears, and moves on to the next generation. A call without slots leaves all generations as they are.
 
     Graph safety: the epoch, the generation and the extents live in device memory, so a replayed kernel finds what the
-    kernel before it has left there. Every thread has the epoch (by the branch) and the generation (by the address of
-    the extent) before it passes the barrier that precedes the count. So the stores of the last program follow the loads
-    of all readers.
+    previous kernel left there. Every thread has the epoch (because of the branch) and the generation (because of the
+    address of the extent) before it passes the barrier that precedes the count. So the stores of the last program
+    follow the loads of all readers.
     """
     report_fault_if_stopped(call)
     dirty = call.generation * 0
@@ -273,7 +277,7 @@ def cells_offset(epoch, cells_at, cells_quads):
 def clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK: tl.constexpr):
     """Restore the sentinels in the slots of the previous call: ``dirty`` quads, as returned by :func:`leave_epoch`.
 
-    All programs but program 0 call it, at any time in the call; they share the work evenly as ``worker`` of
+    All programs except program 0 call it, at any time in the call; they share the work evenly as ``worker`` of
     ``workers``. Nothing needs to wait for the stores: the kernel boundary makes them land before this rank starts the
     next call.
 
@@ -291,9 +295,9 @@ def clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK: t
 def clear_parts(call, quads, stride, offs, masks, COUNT: tl.constexpr):
     """Restore the sentinels in the slots that :func:`await_words`, called with the same arguments, has read.
 
-    This is for kernels with CLEAR_AFTER_READ, which record an extent of 0. Large slots are better cleared while their
-    lines are in the cache than in a separate pass, during which the links would be idle. The caller must have used
-    :func:`await_words` for all words in ``masks`` first.
+    This is for kernels with CLEAR_AFTER_READ, which record an extent of 0. It is better to clear large slots while
+    their lines are in the cache than in a separate pass, during which the links would be idle. The caller must first
+    have used :func:`await_words` for all words in ``masks``.
     """
     clean = tl.full([offs.shape[0]], SENTINEL, tl.int32)
     for r in tl.static_range(COUNT):
@@ -302,13 +306,13 @@ def clear_parts(call, quads, stride, offs, masks, COUNT: tl.constexpr):
 
 @triton.jit
 def escape_sentinel(words):
-    """Return words that may be sent through slots: the sentinel, which is a NaN, becomes another NaN."""
+    """Make words safe to send through slots: the sentinel, which is a NaN, becomes another NaN."""
     return tl.where(words == SENTINEL, SENTINEL_ESCAPE, words)
 
 
 @triton.jit
 def rotated_peer(rank, rotation, i, WORLD: tl.constexpr, SKIP_SELF: tl.constexpr = True):
-    """Return the rank that a program sends to as its i-th: every rank but this one, or with SKIP_SELF false every rank.
+    """Return the i-th rank that a program sends to: every rank but this one, or with SKIP_SELF false every rank.
 
     Programs with different ``rotation`` begin with different ranks, which keeps all links busy.
     """
@@ -337,7 +341,7 @@ def peer_addresses(peers, rank, rotation, WORLD: tl.constexpr, SKIP_SELF: tl.con
 def store_to(call, address, quads, offs, words, mask, CELLS: tl.constexpr):
     """Push words to ``quads`` quads past the start of the region at ``address``.
 
-    ``offs`` and ``mask`` say which words. With CELLS, they go as flag cells of this epoch. Without CELLS, no word may
+    ``offs`` and ``mask`` select the words. With CELLS, they go as flag cells of this epoch. Without CELLS, no word may
     be the sentinel (:func:`escape_sentinel`), and the target must be slots of this call's generation. Nothing is stored
     if the call is stopped.
 
@@ -362,7 +366,7 @@ def multicast_address(call, quads):
 def store_to_all(
     call, addresses, quads, offs, words, mask, CELLS: tl.constexpr, MULTICAST: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Push words to the same offset in the COUNT regions at ``addresses``, on the terms of :func:`store_to`.
+    """Push words to the same offset in the COUNT regions at ``addresses``, under the terms of :func:`store_to`.
 
     With MULTICAST this is one store, which the switch repeats for all ranks, this one included. ``mask`` must then
     select whole quads, and CELLS must be false.
@@ -378,8 +382,8 @@ def store_to_all(
 def arrival_masks(call, offs, span, step, total, COUNT: tl.constexpr, SKIP_SELF: tl.constexpr = False):
     """Return the masks of the words that arrive in COUNT tiles.
 
-    In tile r those are the words up to ``min(span, total - r * step)``; with SKIP_SELF, none in the tile of this rank,
-    which then sends nothing to itself.
+    In tile r these are the words up to ``min(span, total - r * step)``. With SKIP_SELF, there are none in the tile of
+    this rank, which then sends nothing to itself.
     """
     masks = ()
     for r in tl.static_range(COUNT):
@@ -392,9 +396,9 @@ def arrival_masks(call, offs, span, step, total, COUNT: tl.constexpr, SKIP_SELF:
 
 @triton.jit
 def load_parts(call, quads, stride, offs, masks, CELLS: tl.constexpr, COUNT: tl.constexpr):
-    """Load COUNT tiles of this rank's region, ``stride`` quads apart. All loads are issued before one is used.
+    """Load COUNT tiles of this rank's region, ``stride`` quads apart. All loads are issued before any is used.
 
-    Words that ``masks`` leave out read as arrived.
+    Words outside ``masks`` read as arrived.
     """
     parts = ()
     for r in tl.static_range(COUNT):
@@ -424,8 +428,8 @@ def any_missing(parts, epoch, CELLS: tl.constexpr, COUNT: tl.constexpr):
     """Return 1 while a word of any tile has not arrived, else 0.
 
     The sentinel is the largest word, so the maximum of many words shows whether one of them is the sentinel. That takes
-    a fifth of the instructions of as many comparisons, and a small call executes them between the arrival of a word and
-    its use.
+    a fifth of the instructions that separate comparisons would, all of which a small call executes between the arrival
+    of a word and its use.
     """
     if CELLS:
         hit = missing_words(parts[0], epoch, CELLS)
@@ -456,8 +460,8 @@ def await_words(
     """Wait until all words of COUNT tiles (see :func:`load_parts`) have arrived. Returns (tiles, call).
 
     Tile r holds the words of rank ``(first + r) % WORLD``. Each returned word is the one that its rank pushed in this
-    call; nothing else that the peer has stored is thereby visible. The slots or cells must be those of this call, and
-    ``masks`` must select only words that a peer pushes in this call (:func:`arrival_masks`).
+    call; this does not make anything else that the peer has stored visible. The slots or cells must belong to this
+    call, and ``masks`` must select only words that a peer pushes in this call (:func:`arrival_masks`).
 
     Use the returned ``call`` from here on: if the call was stopped, the wait ends at once, ``live`` is 0 and the tiles
     are not valid. For EXTENDED_DEADLINE see :func:`check_deadline`.
@@ -496,21 +500,23 @@ def check_deadline(
     EXTENDED_DEADLINE: tl.constexpr = False,
     TELLS: tl.constexpr = False,
 ):
-    """Check for a program that waits: has a peer stopped the call, or has the deadline passed? Returns (started, live).
+    """Check for a waiting program: has a peer stopped the call, or has the deadline passed? Returns (started, live).
 
     The deadline counts from the program's first check, over all waits of the call. When it passes, this rank stops the
     call on every rank. The fault names the ranks whose header is missing. If all headers came, or without BY_HEADERS,
-    it names the ranks in the bit mask ``late_ranks``, whose data is missing. A rank whose process has ended, which the
-    host marks, is not waited for: the fault names it at once. With TELLS, a program that has waited for WAIT_NOTICE_NS
-    tells the host, at every check, whom it would name; programs that hold tiles leave that to those that do not.
+    it names the ranks in the bit mask ``late_ranks``, whose data is missing. The check does not wait for a rank whose
+    process has ended, which the host marks: the fault names it at once. With TELLS, a program that has waited for
+    WAIT_NOTICE_NS tells the host, at every check, which ranks it would name. Programs that hold tiles leave that to
+    those that do not.
 
-    The host marks in its own memory, since a store to the GPU's would be queued behind kernels that wait. A load from
-    there takes so long that peers of many programs which load come to their own checks, and so on call after call;
-    therefore only long waits load it. Warps could read different marks there. So each program adds what it reads to a
-    word of the region, by an atomic, and reads that by another, which gives all warps one value.
+    The host marks ended ranks in its own memory, since a store to the GPU's memory would be queued behind kernels that
+    wait. A load from there takes so long that, if many programs load, their peers come to their own checks, and so on
+    call after call; therefore only long waits load it. Warps could read different marks there. So each program adds
+    what it reads to a word of the region with one atomic, and reads that word with another, which gives all warps one
+    value.
 
     With EXTENDED_DEADLINE the program waits a quarter longer. This is for a wait for data that peers compute from the
-    data of others: a peer that lacks those data then expires first, and names the rank that did not send them.
+    data of other ranks. A peer that lacks such data then expires first, and names the rank that did not send it.
     """
     tl.atomic_max(call.own + CLOCK, now_ns(), sem="relaxed", scope="gpu")
     now = tl.atomic_max(call.own + CLOCK, call.epoch * 0, sem="relaxed", scope="gpu")
@@ -560,7 +566,7 @@ def check_deadline(
 
 @triton.jit
 def fault_word(call, kind, ranks):
-    """Return a fault of the call as the abort word holds it (:class:`shotcast.wire.Fault`)."""
+    """Return a fault of the call in the form of the abort word (:class:`shotcast.wire.Fault`)."""
     op = (call.header_call >> OP_AT) & 63
     fault = (call.epoch & 0xFFFFFFFF) | (ranks.to(tl.int64) << FAULT_MASK_AT)  # up to 16 ranks: block 0
     return fault | (op << FAULT_OP_AT) | (op * 0 + kind << FAULT_KIND_AT)
@@ -568,7 +574,7 @@ def fault_word(call, kind, ranks):
 
 @triton.jit
 def stop(call, kind, ranks, WORLD: tl.constexpr):
-    """Stop the call on every rank: set the abort word in every region, and this host's copy of it."""
+    """Stop the call on every rank: set the abort word in every region, and the copy on this host."""
     fault = fault_word(call, kind, ranks)
     lanes = tl.arange(0, MAX_WORLD if WORLD <= MAX_WORLD else MOST_RANKS)
     bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
@@ -578,7 +584,7 @@ def stop(call, kind, ranks, WORLD: tl.constexpr):
 
 @triton.jit
 def header_row(call, WORLD: tl.constexpr):
-    """Return the offset, in words, of the header cells of this epoch in a region, those of rank 0 first."""
+    """Return the offset, in words, of the header cells of this epoch in a region, which begin with rank 0's."""
     if WORLD <= MAX_WORLD:
         row = HEADERS + (call.epoch % 2) * (MAX_WORLD * HEADER_WORDS)
     else:
@@ -594,7 +600,7 @@ def header_word(call, number):
 
 @triton.jit
 def ranks_of_cells(mask, RANKS: tl.constexpr):
-    """Return the ranks, as a bit mask, of which a cell is in the bit mask ``mask`` of header cells."""
+    """Return the bit mask of the ranks that have a cell in ``mask``, a bit mask of header cells."""
     ranks = mask * 0
     for r in tl.static_range(RANKS):
         ranks = ranks | (((mask >> (r * HEADER_WORDS)) & (2**HEADER_WORDS - 1)) != 0).to(tl.int32) << r
@@ -605,8 +611,8 @@ def ranks_of_cells(mask, RANKS: tl.constexpr):
 def thread_ids(WARPS: tl.constexpr):
     """Return the numbers of the program's threads.
 
-    A reduction over these passes through all warps, so all of them see the same result. A reduction over a shorter
-    range is done by each warp for itself, and the warps could part at a branch on it.
+    A reduction over these passes through all warps, so all of them see the same result. Each warp does a reduction over
+    a shorter range by itself, and the warps could diverge at a branch on it.
     """
     return tl.arange(0, 32 * WARPS)
 
@@ -616,7 +622,7 @@ def raise_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Tell all ranks that what this program has stored in its own region so far may be read (a release).
 
     The flag of rank r is a 64-bit word at ``quads`` quads past the start of each region, plus r words. It is set to the
-    epoch, which never repeats. Each program of the grid needs flags of its own.
+    epoch, which never repeats. Each program of the grid needs separate flags.
     """
     tl.debug_barrier()
     threads = thread_ids(WARPS)
@@ -630,7 +636,8 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait until every rank has raised its flag of this epoch (an acquire).
 
     Afterwards all threads may read what each rank stored before :func:`raise_flags`, through any address. Each thread
-    has seen the flag of one rank; the barrier joins what they know. If the call is stopped, it returns with ``live`` 0.
+    has seen the flag of one rank; the barrier combines what they know. If the call is stopped, it returns with ``live``
+    0.
 
     A rank's next flag overwrites this one. So a program may wait only if no rank can end the call without this program.
     """
@@ -662,9 +669,9 @@ def await_flags(call, quads, WORLD: tl.constexpr, WARPS: tl.constexpr):
 def raise_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Tell all ranks that this program has done ``steps`` steps of the call (a release).
 
-    Whoever sees it may read what the program has stored there in these steps, and store over what the program has read
-    in them. The word of rank r is at ``quads`` quads past the start of each region, plus r words. It holds the epoch
-    above the steps, so it only ever grows, from call to call too. Each program of the grid needs words of its own.
+    Whoever sees it may read what the program has stored there in these steps, and may overwrite what the program has
+    read in them. The word of rank r is at ``quads`` quads past the start of each region, plus r words. It holds the
+    epoch above the steps, so it only ever grows, even from call to call. Each program of the grid needs separate words.
 
     One warp waits for the stores of the program to arrive, while the others go on.
     """
@@ -679,15 +686,15 @@ def raise_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr)
 def await_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Wait until this program's namesake on every rank has done ``steps`` steps of this call (an acquire).
 
-    A rank that has begun a later call has done all of them. If the call is stopped, it returns with ``live`` 0. A
-    thread has seen the word of one rank; the barrier joins what they know. No fence is needed, which would wait for the
-    program's own stores.
+    A rank that has begun a later call has done all of them. If the call is stopped, it returns with ``live`` 0. Each
+    thread has seen the word of one rank; the barrier combines what they know. No fence is needed, which would wait for
+    the program's own stores.
     """
     threads = thread_ids(WARPS)
     ranks = threads < WORLD
     wanted = (call.epoch << PROGRESS_STEP_BITS) + steps
     found = load_acquire(call.own + quads * 2 + threads % MAX_WORLD, ranks)
-    late = ranks & (found - wanted < 0)  # the difference, as the epoch passes the highest bit some day
+    late = ranks & (found - wanted < 0)  # the difference, as the epoch eventually passes the highest bit
     waiting = tl.max(late.to(tl.int32), axis=0) & call.live
     started = call.started
     live = call.live
@@ -710,8 +717,8 @@ def await_progress(call, quads, steps, WORLD: tl.constexpr, WARPS: tl.constexpr)
 def tell_places(call, quads, places, WORLD: tl.constexpr, WARPS: tl.constexpr):
     """Tell all ranks the :class:`Places` of this rank's tensors.
 
-    :func:`raise_progress` follows, and whoever has seen that reads the words, at ``quads`` quads past the start of its
-    region. A row serves every other call of a program.
+    :func:`raise_progress` must follow. Whoever has seen that progress reads the words at ``quads`` quads past the start
+    of its region. Each row serves every other call of a program.
     """
     threads = thread_ids(WARPS)
     ranks = threads // 2
@@ -722,13 +729,13 @@ def tell_places(call, quads, places, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def place_of(call, quads, rank, OUT: tl.constexpr):
-    """Return what a rank has told by :func:`tell_places` of its ``x`` or, with OUT, of its ``out``."""
+    """Return the place of a rank's ``x``, or with OUT of its ``out``, as told by :func:`tell_places`."""
     return tl.load(call.own + quads * 2 + rank * 2 + (1 if OUT else 0), volatile=True)
 
 
 @triton.jit
 def tensor_at(call, blocks, quads, rank, OUT: tl.constexpr):
-    """Return the address of a tensor of a rank whose place is not 0; ``blocks`` has the addresses of all blocks."""
+    """Return the address of a rank's tensor whose place is not 0; ``blocks`` has the addresses of all blocks."""
     place = place_of(call, quads, rank, OUT)
     table = blocks.to(tl.int64).to(tl.pointer_type(tl.int64))
     base = tl.load(table + rank * BLOCKS + ((place >> PLACE_AT) - 1).to(tl.int32))
@@ -737,12 +744,13 @@ def tensor_at(call, blocks, quads, rank, OUT: tl.constexpr):
 
 @triton.jit
 def await_progress_by_warp(call, quads, steps, WORLD: tl.constexpr):
-    """Wait as :func:`await_progress` does, each warp for itself. Returns (call, late ranks), other ones in each warp.
+    """Wait as :func:`await_progress` does, each warp for itself. Returns (call, late ranks), which differ by warp.
 
-    No warp waits for one that is still waiting for its stores. A warp that must not wait any longer, as the deadline
-    has passed, a rank has ended, or the call was stopped, gives up: its ``live`` is 0. :func:`join_warps` follows.
+    No warp waits for one that is still waiting for its stores. A warp gives up if it must not wait any longer, because
+    the deadline has passed, a rank has ended, or the call was stopped: its ``live`` is then 0. :func:`join_warps` must
+    follow.
     """
-    lanes = tl.arange(0, 32)  # of a warp: the reductions here are each warp's own
+    lanes = tl.arange(0, 32)  # of a warp: each warp does the reductions here for itself
     ranks = lanes < WORLD
     wanted = (call.epoch << PROGRESS_STEP_BITS) + steps
     found = load_acquire(call.own + quads * 2 + lanes % MAX_WORLD, ranks)
@@ -777,9 +785,9 @@ def await_progress_by_warp(call, quads, steps, WORLD: tl.constexpr):
 
 @triton.jit
 def join_warps(call, late_ranks, running, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Join the warps after :func:`await_progress_by_warp`: if one has given up, all do, and the fault is told.
+    """Join the warps after :func:`await_progress_by_warp`: if one has given up, all do, and the fault is reported.
 
-    ``running`` is ``live`` of the call before. Returns the call, the same in all warps.
+    ``running`` is the previous ``live`` of the call. Returns the call, the same in all warps.
     """
     threads = thread_ids(WARPS)
     live = tl.min(threads * 0 + call.live, axis=0)
@@ -799,8 +807,8 @@ def join_warps(call, late_ranks, running, WORLD: tl.constexpr, WARPS: tl.constex
 def put_header(call, puts, row, WORLD: tl.constexpr):
     """Put this rank's header to all ranks whose regions are not mapped.
 
-    It is put from its place in this rank's own row, which the same call after the next overwrites: all ranks have it
-    by then, as no call ends before that.
+    It is put from its place in this rank's row, which the call after the next overwrites. By then all ranks have it,
+    as no call ends before that.
     """
     if call.live != 0:
         offset = (row + call.rank * HEADER_WORDS) * 8
@@ -826,17 +834,16 @@ def exchange_headers(
 ):
     """Send this rank's header to every rank, and wait until every rank has sent the same one.
 
-    For program 0 of the grid, which calls nothing else but :func:`enter`: :func:`leave_epoch` is called in between,
-    with ``extent`` and SLOTS. It returns when every rank has begun this call. Because no call ends before that, slots
-    can be used again. A header of this epoch that differs stops the call with a mismatch.
+    It is for program 0 of the grid, which calls nothing else but :func:`enter`. :func:`leave_epoch` is called in
+    between, with ``extent`` and SLOTS. It returns when every rank has begun this call. Because no call ends before
+    that, slots can be used again. A header of this epoch that differs stops the call with a mismatch.
 
-    Each word of a header carries the epoch and has a thread of its own, so both are sent, and polled, by one
-    instruction, and no order between them is needed. With RELEASE_NEXT, the next kernel is allowed to launch before the
-    wait. With PUTS, ranks whose regions are not mapped get it by puts, through the table ``puts``
-    (:mod:`.network`).
+    Each word of a header carries the epoch and has a separate thread. So one instruction sends both words, another
+    polls both, and no order between them is needed. With RELEASE_NEXT, the next kernel may launch before the wait. With
+    PUTS, ranks whose regions are not mapped get the header by puts, through the table ``puts`` (:mod:`.network`).
 
-    With GATE, the kernel of the call comes behind this one: the epoch stays, and the next kernel may launch only after
-    the wait. That kernel sends the same header again, and finds those of all ranks.
+    With GATE, the kernel of the call follows this one: the epoch stays, and the next kernel may launch only after the
+    wait. That kernel sends the same header again, and finds the headers of all ranks.
     """
     RANKS: tl.constexpr = MAX_WORLD if WORLD <= MAX_WORLD else MOST_RANKS
     threads = thread_ids(WARPS)

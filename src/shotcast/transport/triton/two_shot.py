@@ -1,7 +1,7 @@
-"""Two-shot (MultiShot): reduce-scatter, then all-gather. Two steps for any number of ranks, where a ring takes 2N-2.
+"""Two-shot (MultiShot): reduce-scatter, then all-gather. Two steps for any number of ranks, while a ring takes 2N-2.
 
     shot 1: rank i sends slice j of x_i to rank j, which sums:  s_j = x_0[j] + x_1[j] + ... in float32, in rank order
-    shot 2: rank j sends s_j to all: one multicast store where the switch offers it, a store to each peer elsewhere
+    shot 2: rank j sends s_j to all: one multicast store if the switch offers it, else a store to each peer
     out_i = s_0, s_1, ..., s_{N-1}
 
 and likewise for other reductions. Floats of up to 32 bits go through sentinel slots, any other data as flag cells.
@@ -9,7 +9,7 @@ and likewise for other reductions. Floats of up to 32 bits go through sentinel s
 It wins from the size at which the (N-1) messages that one-shot puts on the link cost more than a second step. Each rank
 sends 2 (N-1)/N of the message.
 
-A program sends all its tiles first. Then it sums and sends one tile while it gathers the tile before. By default a
+A program sends all its tiles first. Then it sums and sends one tile while it gathers the previous one. By default a
 program has one tile, and the grid passes over the message as a window (``docs/design/all_reduce.md``).
 """
 
@@ -43,7 +43,7 @@ def tiles_to_send(
     UNIT: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """Load tiles of the slices of peers FIRST to END - 1, in the order of ``rotated_peer``; zero beyond a slice."""
+    """Load tiles of the slices of peers FIRST to END - 1, in ``rotated_peer`` order; zero beyond a slice."""
     tiles = ()
     for i in tl.static_range(FIRST, END):
         start = sync.rotated_peer(rank, rotation, i, WORLD) * slice_quads * 16
@@ -53,7 +53,7 @@ def tiles_to_send(
 
 @dataclass(frozen=True, slots=True)
 class TwoShotShape(TileShape):
-    """A kernel of two-shot; ``CELLS`` sends flag cells."""
+    """A two-shot kernel; ``CELLS`` makes it send flag cells."""
 
     CELLS: bool
     REDUCTION: int
@@ -67,7 +67,7 @@ def two_shot_all_reduce(
     out,
     entry: Entry,
     nbytes,
-    slots_at,  # with CELLS, those of the flag cells
+    slots_at,  # with CELLS, the place of the flag cells
     slots_quads,
     SHAPE: tl.constexpr,
 ):
@@ -89,7 +89,7 @@ def two_shot_all_reduce(
     # the links would wait for the loads.
     EARLY: tl.constexpr = WORLD - 1 if SHAPE.WARPS == 1 else 1
     tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, offs, 0, EARLY, UNIT, WORLD)
-    call = sync.enter(entry, SHAPE.WARPS, False)  # the prior kernel has been waited for
+    call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     rounds = (slice_words + workers * BLOCK - 1) // (workers * BLOCK)
     extent = 0 if SHAPE.CLEAR_AFTER_READ else slice_quads * (2 * WORLD)
     if tl.program_id(0) == 0:

@@ -1,15 +1,16 @@
-"""Two-shot whose words are FP8: a quarter (float32) or half of the bytes, at the price of precision.
+"""Two-shot with FP8 words: a quarter (float32) or half of the bytes, at the cost of precision.
 
     shot 1: rank i sends Q(x_i[j]) to rank j, which sums:  s_j = D(Q(x_0[j])) + D(Q(x_1[j])) + ... in rank order
     shot 2: rank j sends Q(s_j) to all
     out_i = D(Q(s_0)), D(Q(s_1)), ..., D(Q(s_{N-1}))
 
 Q turns 128 elements, a *block*, into 128 bytes and a scale; D is its inverse. ``docs/reference/numerics.md`` ("FP8
-transport") defines both to the bit, and bounds the error. It wins where the bandwidth of the links sets the time.
+transport") defines both to the bit, and bounds the error. It wins if the bandwidth of the links sets the time.
 
 Several blocks make a *group*; :mod:`shotcast.transport.triton.fp8_groups` describes how tiles hold its words. A slot
-holds the words of its groups, then their scales. The passes are those of :mod:`shotcast.transport.triton.two_shot`. A
-rank's own slice does not travel here either, but it is rounded as if it had.
+holds the words of its groups, then their scales. The passes are the same as in
+:mod:`shotcast.transport.triton.two_shot`. A rank's own slice does not travel here either, but it is rounded as if it
+had.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from shotcast.wire import CallPlan
 
 @triton.jit
 def slot_quads_of(quads, DTYPE: tl.constexpr):
-    """Return the quads of slot words that ``quads`` of a message become.
+    """Return how many quads of slot words ``quads`` of a message become.
 
-    A group that is not full has as many as its first block.
+    A partial group has as many as its first block.
     """
     if DTYPE == tl.float32:
         words = quads // 128 * 32 + tl.minimum(quads % 128, 32)
@@ -57,7 +58,7 @@ def slot_quads_of(quads, DTYPE: tl.constexpr):
 
 @triton.jit
 def groups_of(quads, DTYPE: tl.constexpr):
-    """Return the groups that ``quads`` of a message become; the last may not be full."""
+    """Return how many groups ``quads`` of a message become; the last may be partial."""
     if DTYPE == tl.float32:
         groups = (quads + 127) // 128
     else:
@@ -67,7 +68,7 @@ def groups_of(quads, DTYPE: tl.constexpr):
 
 @triton.jit
 def quads_of_slice(rank, quads, slice_quads):
-    """Return the quads of a rank's slice of a message; the last slices may be shorter, or empty."""
+    """Return the number of quads in a rank's slice of a message; the last slices may be shorter or empty."""
     return tl.minimum(slice_quads, tl.maximum(quads - rank * slice_quads, 0))
 
 
@@ -89,7 +90,7 @@ def add_tiles(total, values):
 
 @triton.jit
 def choose_scales(part, own, is_own, GROUP_SCALES: tl.constexpr):
-    """Return ``own`` scales if the slot is this rank's, else those of the slot."""
+    """Return the ``own`` scales if the slot is this rank's, else the scales of the slot."""
     chosen = ()
     for block in tl.static_range(GROUP_SCALES):
         chosen = chosen + (tl.where(is_own, own[block], part[block]),)
@@ -135,10 +136,10 @@ def load_slots(
     DTYPE: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """Load a tile of COUNT slots: (words of each, scales of each). All loads are issued before one is used.
+    """Load a tile of COUNT slots: (words of each, scales of each). All loads are issued before any is used.
 
-    Slot i is that of rank ``(first + i) % WORLD``. It holds the slice of that rank with OF_SENDER, else the slice of
-    this rank. Words beyond it read as arrived, and so does the slot of this rank itself.
+    Slot i belongs to rank ``(first + i) % WORLD``. With OF_SENDER it holds that rank's slice, else this rank's slice.
+    Words beyond the slice read as arrived, and so does the slot of this rank itself.
     """
     ROW: tl.constexpr = 128 if DTYPE == tl.float32 else 64
     GROUP_SCALES: tl.constexpr = 4 if DTYPE == tl.float32 else 2
@@ -198,8 +199,8 @@ def await_slots(
 ):
     """Wait until a tile of COUNT slots (see :func:`load_slots`) has arrived completely. Returns (words, scales, call).
 
-    If the call is stopped, it returns at once, with ``live`` 0. With OF_SENDER, the words are computed from those of
-    others, so the deadline is extended (see :func:`shotcast.transport.triton.sync.check_deadline`).
+    If the call is stopped, it returns at once, with ``live`` 0. With OF_SENDER, the words are computed from other
+    ranks' words, so the deadline is extended (see :func:`shotcast.transport.triton.sync.check_deadline`).
     """
     words, scales = load_slots(
         call, quads, stride, word_quads, rows, total_quads, slice_quads, first, OF_SENDER, COUNT, DTYPE, WORLD
@@ -257,7 +258,7 @@ def clear_slots(
 
 @dataclass(frozen=True, slots=True)
 class Fp8Shape(TileShape):
-    """A kernel of two-shot by FP8; ``NATIVE`` GPUs convert it by instructions."""
+    """An FP8 two-shot kernel; ``NATIVE`` says that the GPU has FP8 conversion instructions."""
 
     NATIVE: bool
     CLEAR_AFTER_READ: bool
@@ -265,7 +266,7 @@ class Fp8Shape(TileShape):
 
 @kernel(shape=Fp8Shape)
 def two_shot_fp8_all_reduce(x, out, entry: Entry, nbytes, slots_at, slots_quads, SHAPE: tl.constexpr):
-    """Sum x over all ranks into out, by FP8 words."""
+    """Sum x over all ranks into out, with FP8 words."""
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD
     NATIVE: tl.constexpr = SHAPE.NATIVE
@@ -376,9 +377,9 @@ def two_shot_fp8_all_reduce(x, out, entry: Entry, nbytes, slots_at, slots_quads,
 
 
 def compile_options(world_size: int, native_fp8: bool) -> dict[str, int]:
-    """Return as few registers a thread as hold the tiles: more where values are converted by integer arithmetic.
+    """Return as few registers per thread as hold the tiles: more if integer arithmetic converts the values.
 
-    Left alone, the assembler takes twice as many to reorder loads, and a GPU holds half the warps.
+    Without a limit, the assembler takes twice as many to reorder loads, and a GPU holds half the warps.
     """
     if world_size <= 4:
         return {"maxnreg": 128}

@@ -1,13 +1,13 @@
-"""An all_to_all of parts of any sizes, which only their two ranks know.
+"""An all_to_all with parts of any size, each known only to its two ranks.
 
     out_i = part_i(x_0), ..., part_i(x_{N-1})      each rank sends part j to rank j
 
-No rank knows the longest part of all before the call, so neither the grid nor the way of the data may depend on it. The
-first bytes of each part, its *head*, go as flag cells in one step, at twice their bytes. In front of them lie the size
-of the part and the number of chunks that its sender has beyond the heads. Program 0 compares the sizes with those that
-this rank expects. Where some rank has chunks, all ranks pass them through the window, in as many steps as the longest
-part takes; parts that have ended are empty there. The protocol of the window is that of :mod:`.few_sms`, but chunk s-1
-is taken in step s, after chunk s was sent. All data is exact to the bit.
+No rank knows the longest part of all before the call, so neither the grid nor the route of the data may depend on it.
+The first bytes of each part, its *head*, go as flag cells in one step, at twice their bytes. In front of them lie the
+size of the part and the number of chunks that its sender has beyond the heads. Program 0 compares the sizes with the
+ones that this rank expects. If some rank has chunks, all ranks pass them through the window, in as many steps as the
+longest part takes; parts that have ended are empty there. The window uses the protocol of :mod:`.few_sms`, except that
+chunk s-1 is taken in step s, after chunk s was sent. All data is exact to the bit.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ FAULT_PARTS_DIFFER = tl.constexpr(wire.PARTS_DIFFER)
 SIZE_WORDS = tl.constexpr(4)
 """Words in front of a head: the bytes of the part, low word first, the chunks of its sender beyond the heads, and 0."""
 HEAD_QUADS_BEFORE = tl.constexpr(2)
-"""Quads of the flag cells of these words."""
+"""The number of quads that the flag cells of these words take."""
 
 
 class Spans(NamedTuple):
-    """The parts of a call, in bytes, which its sizes decide; all but ``chunks_sent`` take 64 bits."""
+    """The parts of a call, in bytes, as its sizes determine them; all but ``chunks_sent`` take 64 bits."""
 
-    firsts: tuple[int, ...]  # of the part of x for the i-th peer, rank + 1 + i: where it begins
+    firsts: tuple[int, ...]  # where the part of x for the i-th peer, rank + 1 + i, begins
     sizes: tuple[int, ...]  # and how long it is
-    own_first: int  # of the part that the rank keeps: where it begins in x
+    own_first: int  # where the part that the rank keeps begins in x
     own_start: int  # and in out
     own_nbytes: int
     starts: tuple[int, ...]  # part r of out is the bytes from `starts[r]` to `starts[r + 1]`
@@ -57,7 +57,7 @@ class Spans(NamedTuple):
 
 
 _OPEN = Spans((Wide(),) * 7, (Wide(),) * 7, Wide(), Wide(), Wide(), (Wide(),) * 9, Wide(), Wide(), 0)
-"""The argument of a kernel whose calls give their sizes."""
+"""The argument of a kernel whose calls supply their sizes."""
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def await_sizes(call, buffer, stride, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def compare_sizes(call, buffer, stride, starts, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Stop the call if a rank sends a part of another size than ``starts``, those of out, have room for."""
+    """Stop the call if a rank sends a part whose size does not match ``starts``, which describe out."""
     came, call = await_sizes(call, buffer, stride, WORLD, WARPS)
     lanes = sync.thread_ids(WARPS)
     sizes = lanes < 2
@@ -104,7 +104,7 @@ def compare_sizes(call, buffer, stride, starts, WORLD: tl.constexpr, WARPS: tl.c
 
 @triton.jit
 def most_chunks(call, came, chunks, WORLD: tl.constexpr, WARPS: tl.constexpr):
-    """Return the most chunks beyond the heads that a rank has, 0 if the call is stopped."""
+    """Return the most chunks beyond the heads that any rank has, or 0 if the call is stopped."""
     lanes = sync.thread_ids(WARPS)
     most = tl.where(lanes == 2, chunks, 0)
     for r in tl.static_range(WORLD):
@@ -114,7 +114,7 @@ def most_chunks(call, came, chunks, WORLD: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def keep_part(x, spans, out, step, steps, worker, workers, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy this program's share in a step of the part that the rank keeps, so that ``steps`` of them copy all of it."""
+    """Copy this program's share of one step of the part that the rank keeps; ``steps`` steps copy all of it."""
     shares = (spans.own_first.to(tl.int64) * 0 + workers) * steps
     share = ((spans.own_nbytes + shares - 1) // shares + 15) // 16 * 16
     start = (step * workers + worker) * share
@@ -129,7 +129,7 @@ def keep_part(x, spans, out, step, steps, worker, workers, UNIT: tl.constexpr, B
 def send_parts(
     call, addresses, x, spans, place, first_word, stride, start, nbytes, CELLS: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """Send each peer ``nbytes`` from byte ``start`` of its part on: tiles at ``first_word``, ``stride`` words apart."""
+    """Send each peer ``nbytes`` of its part from ``start`` on: tiles at ``first_word``, ``stride`` words apart."""
     for at in range(first_word, words_in(bytes_in_chunk(spans.longest_sent, start, nbytes)), stride):
         offs = at + tl.arange(0, SHAPE.HEAD_BLOCK if CELLS else SHAPE.BLOCK)
         tiles = ()
@@ -174,8 +174,8 @@ def exchange_parts(
     addresses = sync.peer_addresses(entry.peers, rank, 0, WORLD)
     starts = spans.starts
     await_prior_kernel(SHAPE.PDL)
-    call = sync.enter(entry, WARPS, False)  # the prior kernel has been waited for
-    zero = call.epoch * 0  # 64 bits wide, as sizes are; the interpreter takes a small number for one of 32 bits
+    call = sync.enter(entry, WARPS, False)  # the program has already waited for the prior kernel
+    zero = call.epoch * 0  # 64 bits wide, as sizes are; the interpreter takes a small number for a 32-bit one
     buffer = sync.cells_offset(call.epoch, cells_at, cells_quads)
     stride = HEAD_QUADS_BEFORE + head_nbytes // 16 * 2
     mine = buffer + rank * stride
@@ -221,7 +221,7 @@ def exchange_parts(
                 store_words(out, starts[r], offs, nan_unless(call.live, parts[r], SHAPE.DTYPE), came_nbytes[r], UNIT)
         came, call = await_sizes(call, buffer, stride, WORLD, WARPS)
         most = most_chunks(call, came, spans.chunks_sent, WORLD, WARPS)
-        steps = (most + workers - 1) // workers  # the most that a program has, so that all divide the kept part alike
+        steps = (most + workers - 1) // workers  # the most of any program, so that all divide the kept part alike
         turns = tl.maximum(steps, 1)
         if steps == 0:
             keep_part(x, spans, out, zero, turns, worker, workers, UNIT, BLOCK)
@@ -230,7 +230,7 @@ def exchange_parts(
             place_quads = chunk_nbytes // 16 * WORLD
             window = window_at + worker * CHUNKS_SENT * place_quads
             sync.raise_progress(call, progress, 0, WORLD, WARPS)
-            # the peers no longer read what a call left there
+            # the peers no longer read what an earlier call left there
             call = sync.await_progress(call, progress, 0, WORLD, WARPS)
             for step in range(0, steps + 1):
                 turn = rank * 0 + step
@@ -261,11 +261,11 @@ def exchange_parts(
 
 
 HEAD_BYTES = 128 << 10
-"""The most bytes of a head: from there on, passing through the window is quicker than cells at twice the bytes."""
+"""The most bytes of a head: beyond that, the window is faster than cells at twice the bytes."""
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
-    """Return the launch of an all_to_all of uneven parts; their sizes are those of each call."""
+    """Return the launch of an all_to_all with uneven parts, whose sizes each call supplies."""
     bound = context.launch(
         exchange_parts,
         plan,
@@ -279,9 +279,9 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
 
 
 def sized_arguments(plan: CallPlan, context: KernelContext, sizes: tuple[int, ...]) -> Sequence[int]:
-    """Return the elements of :class:`Spans` for the elements that this rank sends to each rank, and then receives.
+    """Return the elements of :class:`Spans`, given how many elements this rank sends to, then receives from, each rank.
 
-    Raises ConfigError if a part takes more steps through the window than are counted.
+    Raises ConfigError if a part takes more steps through the window than can be counted.
     """
     item, world_size, rank, shape = wire.DTYPES[plan.dtype], context.world_size, context.rank, plan.launch
     nbytes = [item * size for size in sizes]
@@ -310,6 +310,6 @@ def sized_arguments(plan: CallPlan, context: KernelContext, sizes: tuple[int, ..
 
 
 def head_bytes(context: KernelContext) -> int:
-    """Return the bytes of a head: what there is room for in the cells of a call, all ranks having as much."""
+    """Return the bytes of a head: as many as fit in the cells of a call, the same on all ranks."""
     room = context.layout.cells_quads // context.world_size - HEAD_QUADS_BEFORE.value
     return min(HEAD_BYTES, room // 2 * layout.QUAD)

@@ -1,6 +1,6 @@
 """A workspace: one region of symmetric memory on every rank, with the state of the protocols that use it.
 
-A communicator has one or several, each with its own epochs; calls meet only those of the same workspace.
+A communicator has one or several, each with its own epochs; calls meet only within the same workspace.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class GpuWorkspace:
     The memory has a multicast address on all ranks or on none.
 
     Args:
-        host_address: of the host's words (:data:`.layout.HOST_FAULT` and others), which kernels store to and read.
-        nodes: the nodes that the ranks are divided into, each of as many consecutive ranks.
-        targets: what puts to each rank take, where ranks of other nodes are reached by puts; else none.
-        blocks_address: of the table of all ranks' blocks of tensors; 0 where there are none.
+        host_address: the address of the host's words (:data:`.layout.HOST_FAULT` and others), which kernels read and
+            write.
+        nodes: the number of nodes, which all have equally many consecutive ranks.
+        targets: what puts to each rank take if ranks of other nodes are reached by puts; else none.
+        blocks_address: the address of the table of all ranks' blocks of tensors; 0 if there are none.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class GpuWorkspace:
         return self._read(layout.EPOCH)[0] - 1
 
     def _read(self, first: int, count: int = 1) -> list[int]:
-        """Return words of this rank's control memory as they are now, whatever its streams wait for."""
+        """Return words of this rank's control memory as they are now, no matter what its streams wait for."""
         if not self._control.numel():
             raise ClosedError("this workspace was given back")
         address = self.context.own_address + 8 * first
@@ -98,18 +99,18 @@ class GpuWorkspace:
         return list((ctypes.c_int64 * count).from_address(address))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next collective call number ``epoch`` + 1; all ranks alike, with no call under way."""
+        """Make the next collective call number ``epoch`` + 1, on all ranks alike and with no call under way."""
         self._control[layout.EPOCH] = epoch + 1
         self._flag_cells(epoch)
 
     def _flag_cells(self, epoch: int) -> None:
-        """Give all flag cells the flag of call ``epoch``, which is over: zero would be the flag of call 2^32."""
+        """Give all flag cells the flag of finished call ``epoch``, because zero would be the flag of call 2^32."""
         where, flag = self.where, epoch & 0xFFFFFFFF
         cells = self.memory.view(self._rank, where.cells_at * layout.QUAD, (4 * where.cells_quads,), torch.int64)
         cells.fill_((flag - (1 << 32) if flag >> 31 else flag) << 32)
 
     def headers(self, epoch: int) -> list[HeaderWords | None]:
-        """Return what each rank called in ``epoch``, None where no such header came.
+        """Return the header of each rank's call in ``epoch``, or None if no such header came.
 
         After a mismatch between a send and a recv, it gives the headers of the two ranks.
         """
@@ -141,9 +142,9 @@ class GpuWorkspace:
         return texts
 
     def stop(self, fault: int) -> None:
-        """Stop the calls of this workspace for a fault that another node has found. Any thread may call it.
+        """Stop the calls of this workspace because of a fault found by another node. Any thread may call it.
 
-        A fault that is known here stays, as it is the cause of those that follow.
+        A fault already known here stays, because it causes the ones that follow.
         """
         address = self.context.own_address + 8 * layout.ABORT
         if self._read(layout.ABORT)[0]:
@@ -158,7 +159,7 @@ class GpuWorkspace:
         self._control[layout.TIMEOUT] = int(timeout_s * 1e9)
 
     def clear(self, epoch: int, timeout_s: float) -> None:
-        """Reset all memory to its first state, the last call being number ``epoch``. Between two host barriers."""
+        """Reset all memory to its initial state after call ``epoch``. Call it between two host barriers."""
         where = self.where
         self._control.zero_()
         self._cells.zero_()
@@ -170,7 +171,7 @@ class GpuWorkspace:
         self.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Give the memory back. This rank's calls have ended; those of other ranks may not have.
+        """Give the memory back. This rank's calls must have ended; other ranks' calls may not have.
 
         A second call does nothing.
         """
