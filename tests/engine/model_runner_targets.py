@@ -86,7 +86,7 @@ def outputs_of(
         def scheduler() -> Scheduler:
             if proposer is None:
                 return Scheduler(config)
-            guesses = Oracle(proposer if isinstance(proposer, dict) else {})
+            guesses = Oracle(proposer, 24, 8) if isinstance(proposer, dict) else Oracle({}, 24, 4)
             source = guesses if isinstance(proposer, dict) else RankProposer()
             return Scheduler(config, Speculation(3, proposals, source, guesses))
 
@@ -111,15 +111,18 @@ def outputs_of(
 
 
 class Oracle:
-    """Proposes the tokens of outputs that are known, some of them wrong, in two of three steps."""
+    """Proposes the tokens of outputs that are known, some of them wrong.
 
-    def __init__(self, outputs: dict[str, list[int]]):
-        self._outputs, self._steps = outputs, 0
+    Of each ``every`` steps, the first ``without`` have no proposals. A draft model then has to catch up.
+    """
+
+    def __init__(self, outputs: dict[str, list[int]], every: int, without: int):
+        self._outputs, self._every, self._without, self._steps = outputs, every, without, 0
         self._draw = random.Random(3)
 
     def speculates(self, running: int) -> bool:
         self._steps += 1
-        return self._steps // 8 % 3 > 0
+        return self._steps % self._every >= self._without
 
     def record(self, running: int, speculated: bool, tokens: float, seconds: float) -> None:
         """Learn nothing."""

@@ -295,7 +295,7 @@ def run_constrained(
     proposer: dict[str, list[int]] | str | None,
 ) -> tuple[Outputs, dict[str, int]]:
     """Run requests of every kind, with proposals if there is a proposer."""
-    wanted = [one for one in constrained_requests()[5::2] if one.request_id != "dead end"] + requests()[1:7]
+    wanted = [one for one in constrained_requests()[5::2] if one.request_id != "dead end"] + requests()[1:13]
     tokens = vocabulary(VOCAB, tuple(range(0, 24, 3)))
     options = str(folder), wanted, 7, blocks, static, int(bool(static)), stages, "cpu", "off", tokens, proposer
     ranks = interpret(targets.outputs_of, tensor * stages, *options)
@@ -374,8 +374,8 @@ def test_a_draft_model_changes_no_output(
         draft = tmp_path
     found, counts = run_constrained(folder, tensor, stages, static, blocks, str(draft))
     assert_equal(found, without_proposals)
-    assert counts["proposed"] > 12
-    assert counts["accepted"] > 3 if same else counts["accepted"] < 0.3 * counts["proposed"]
+    assert counts["proposed"] > (10 if (tensor, stages) == (2, 1) else 30)
+    assert counts["accepted"] > 6 if same else counts["accepted"] < 0.3 * counts["proposed"]
     assert (counts["preemptions"] > 0) == (blocks == 24)
 
 
