@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -108,12 +109,13 @@ class TestThreads:
 class _Stream:
     def wait_stream(self, other: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
+    def record_event(self) -> _Event:
+        return _Event()
 
 
 class _Event:
     """An event of a capture, which must not be asked."""
 
-    def record(self, stream: Any) -> None: ...
     def query(self) -> bool:
         raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
 
@@ -127,14 +129,18 @@ class _Recorded(torch.Tensor):
 
 @pytest.fixture
 def starter(monkeypatch: pytest.MonkeyPatch) -> started.StreamStarter:
-    """Return a starter on streams that are not there."""
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    """Return a starter on streams that are not there. Its calls come from GPU 0."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: _Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: _Stream())
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: _current.append(stream))
+    _current[:] = [_Stream()]
+    monkeypatch.setattr(started, "current_stream", lambda _: _current[-1])
+    monkeypatch.setattr(started, "current_device", lambda: 0)
     monkeypatch.setattr(started, "capturing", lambda: False)
     return started.StreamStarter(torch.device("cuda", 0))
+
+
+_current: list[_Stream] = []
+"""The streams that have been current, the latest last."""
 
 
 class TestStreams:
@@ -148,6 +154,29 @@ class TestStreams:
         with pytest.raises(ValueError, match="half enqueued"):
             starter.start(fail, ((x,), {}))
         assert x.streams == [starter.stream]
+        first, *_, last = _current
+        assert last is first
+
+    def test_calls_run_on_the_stream_and_return_to_the_caller_s(self, starter: started.StreamStarter) -> None:
+        first = _current[-1]
+        assert starter.start(lambda: _current[-1], ()).result is starter.stream
+        assert _current[-1] is first
+
+    def test_calls_from_another_gpu_run_on_the_stream_s(
+        self, starter: started.StreamStarter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        at = [1]
+
+        @contextlib.contextmanager
+        def device(of: torch.device) -> Iterator[None]:
+            at.append(of.index)
+            yield
+            at.pop()
+
+        monkeypatch.setattr(torch.cuda, "device", device)
+        monkeypatch.setattr(started, "current_device", lambda: at[-1])
+        assert starter.start(lambda: at[-1], ()).result == 0
+        assert at == [1]
 
     def test_a_captured_call_is_not_asked_after_its_wait(
         self, starter: started.StreamStarter, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturin
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a GPU's current stream, which can wait for others; slower than getting its handle."""
-    return torch.cuda.current_stream(device)
+    return torch.cuda.current_stream(device.index)  # a torch.device would be checked for 15 us
 
 
 def capture_id(stream: torch.cuda.Stream) -> int:
