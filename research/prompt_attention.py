@@ -22,7 +22,7 @@ from rich.table import Table
 from torch.nn.attention.varlen import varlen_attn
 
 from shotcast.bench import kernels
-from shotcast.device.triton.intrinsics import num_sms
+from shotcast.device.triton.intrinsics import is_hopper, num_sms
 from shotcast.engine.input_batch import InputBatch, attention_tiles
 from shotcast.kernels.triton import prompt_attention
 
@@ -62,7 +62,9 @@ def measure(name: str, heads: int, kv_heads: int, head_dim: int) -> dict[str, An
     nothing = np.zeros(0, np.int32)
     batch = InputBatch(np.zeros(tokens, np.int32), nothing, nothing, rows, before, new, firsts, nothing.astype(bool))
     device = queries.device
-    most = prompt_attention.tile_tokens(tokens, group, kv_heads, head_dim, queries.dtype, num_sms(device))
+    most = prompt_attention.tile_tokens(
+        tokens, group, kv_heads, head_dim, queries.dtype, num_sms(device), is_hopper(device)
+    )
     tiles = torch.from_numpy(attention_tiles(batch, most)).cuda()
     first_heads = torch.arange(0, heads + 1, group, dtype=torch.int32, device="cuda")
     out = torch.empty_like(queries)
@@ -117,7 +119,11 @@ def main() -> None:
         view.add_row(name, *(f"{figure:.1f}" for figure in figures), f"{row['apart']:.1e}")
     Console(width=150).print(view)
     if options.json:
-        write(options.json, rows, kernels.of_modules("kernels.triton.prompt_attention"))
+        write(
+            options.json,
+            rows,
+            kernels.of_modules("kernels.triton.prompt_attention", "kernels.triton.hopper_prompt_attention"),
+        )
 
 
 if __name__ == "__main__":

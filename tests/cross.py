@@ -14,6 +14,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from shotcast.device.triton import tiles
@@ -308,6 +309,7 @@ def compiled_fused(
     multicast: bool = False,
     weight: str = "",
     kind: str = RMS,
+    tile_words: int = 128,
     each: int = 1,
 ) -> Any:
     """Return a compiled kernel that norms rows, as the executor launches it."""
@@ -327,9 +329,9 @@ def compiled_fused(
         "DTYPE": DTYPES[dtype],
         "UNIT": 16,
         "WORLD": world_size,
-        "BLOCK": 128 * warps,
+        "BLOCK": tile_words * warps,
         "ROW_BLOCK": block,
-        "ROW_TILES": -(-words // 128),
+        "ROW_TILES": -(-words // tile_words),
         "EACH": each,
         "GROUP": min(world_size, tiles.slots_at_once(block, warps)),
         "WARPS": warps,
@@ -365,8 +367,9 @@ def build(
         for inner, field in enumerate(getattr(signature.get(name), "_fields", ())):
             if field in aligned:
                 known[place, inner] = [["tt.divisibility", 16]]
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     return triton.compile(
-        ASTSource(kernel, signature=signature, constexprs=constants, attrs=known),
+        source(kernel, signature=signature, constexprs=constants, attrs=known),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": capability >= 90, **(options or {})},
     )

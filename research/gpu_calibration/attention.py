@@ -102,7 +102,7 @@ class PromptShape(NamedTuple):
 
     def cases(self, device: torch.device, filled: bool) -> Iterator[Case]:
         """Yield the attention of each step. All have random keys and values, also where nothing is measured."""
-        from shotcast.device.triton.intrinsics import num_sms
+        from shotcast.device.triton.intrinsics import is_hopper, num_sms
         from shotcast.kernels.triton import prompt_attention
 
         group = self.heads // self.kv_heads
@@ -117,7 +117,8 @@ class PromptShape(NamedTuple):
             order = torch.randperm(int(blocks.sum()), device=device).int()
             for number, part in enumerate(order.split(blocks.tolist())):
                 tables[number, : len(part)] = part
-            most = prompt_attention.tile_tokens(tokens, group, self.kv_heads, HEAD_DIM, cache.keys.dtype, sms)
+            shape = group, self.kv_heads, HEAD_DIM
+            most = prompt_attention.tile_tokens(tokens, *shape, cache.keys.dtype, sms, is_hopper(device))
             tiles = torch.from_numpy(attention_tiles(_inputs(new, before), most)).to(device)
             queries = _normal((tokens, self.heads, HEAD_DIM), device)
             out = torch.empty_like(queries)

@@ -42,22 +42,24 @@ def test_any_step_is_attended_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "group", "kv_heads", "head_dim", "dtype", "wanted"),
+    ("tokens", "group", "kv_heads", "head_dim", "dtype", "wanted", "on_hopper"),
     [
-        (2048, 4, 8, 128, torch.bfloat16, ROWS // 4),
-        (512, 4, 2, 128, torch.bfloat16, FEW_ROWS // 4),  # 32 programs of ROWS
-        (4224, 4, 1, 128, torch.float16, ROWS // 4),  # as many as there are SMs
-        (4192, 4, 1, 128, torch.float16, FEW_ROWS // 4),
-        (8192, 3, 8, 128, torch.bfloat16, ROWS // 3),
-        (8192, 4, 8, 192, torch.bfloat16, FEW_ROWS // 4),
-        (8192, 1, 8, 128, torch.float32, FLOAT32_ROWS),
-        (8192, 71, 1, 64, torch.float32, 1),
+        (2048, 4, 8, 128, torch.bfloat16, ROWS // 4, ROWS // 4),
+        (512, 4, 2, 128, torch.bfloat16, FEW_ROWS // 4, FEW_ROWS // 4),  # 32 programs of ROWS
+        (4224, 4, 1, 128, torch.float16, ROWS // 4, ROWS // 4),  # as many as there are SMs
+        (4192, 4, 1, 128, torch.float16, FEW_ROWS // 4, FEW_ROWS // 4),
+        (8192, 3, 8, 128, torch.bfloat16, ROWS // 3, ROWS // 3),
+        (8192, 4, 8, 192, torch.bfloat16, FEW_ROWS // 4, FEW_ROWS // 4),
+        (8192, 4, 8, 256, torch.bfloat16, FEW_ROWS // 4, ROWS // 4),
+        (8192, 1, 8, 128, torch.float32, FLOAT32_ROWS, FLOAT32_ROWS),
+        (8192, 71, 1, 64, torch.float32, 1, 1),
     ],
 )
 def test_tiles_fill_the_processors(
-    tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, wanted: int
+    tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, wanted: int, on_hopper: int
 ) -> None:
-    assert tile_tokens(tokens, group, kv_heads, head_dim, dtype, 132) == wanted
+    shape = tokens, group, kv_heads, head_dim, dtype, 132
+    assert (tile_tokens(*shape, hopper=False), tile_tokens(*shape, hopper=True)) == (wanted, on_hopper)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import prompt_attention_targets as targets
 import pytest
 import torch
 
-from shotcast.device.triton.intrinsics import num_sms
+from shotcast.device.triton.intrinsics import is_hopper, num_sms
 from shotcast.kernels.triton.prompt_attention import tile_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -29,6 +29,6 @@ def test_long_steps(kv_head_of: tuple[int, ...], head_dim: int, window: int, dty
     group = max(len(list(heads)) for _, heads in itertools.groupby(kv_head_of))
     for sequences in (((0, 1500), (900, 548)), ((3000, 1), (1, 1), (2000, 60), (0, 66)), ((0, 3000),)):
         tokens = sum(new for _, new in sequences)
-        most = tile_tokens(tokens, group, max(kv_head_of) + 1, head_dim, dtype, num_sms(device))
+        most = tile_tokens(tokens, group, max(kv_head_of) + 1, head_dim, dtype, num_sms(device), is_hopper(device))
         case = targets.Case(sequences, kv_head_of, head_dim, 16, window, dtype, 10, 3, most, 5)
         assert targets.is_right(case, "cuda"), sequences

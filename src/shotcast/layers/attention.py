@@ -142,11 +142,12 @@ class Attention:
 
     def max_tile_tokens(self, tokens: int, dtype: torch.dtype) -> int:
         """Return the largest number of tokens in a tile of :class:`~shotcast.layers.batch.AttentionTiles`."""
-        from shotcast.device.triton.intrinsics import num_sms
+        from shotcast.device.triton.intrinsics import is_hopper, num_sms
         from shotcast.kernels.triton.prompt_attention import tile_tokens
 
         device = self._cosines.device
-        return tile_tokens(tokens, self._group, self.kv_heads, self.head_dim, dtype, num_sms(device))
+        shape = self._group, self.kv_heads, self.head_dim
+        return tile_tokens(tokens, *shape, dtype, num_sms(device), is_hopper(device))
 
     def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, part: slice) -> torch.Tensor:
         """Return rotated queries [tokens, heads, head_dim], and write keys and values to the cache."""

@@ -16,9 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
-from shotcast.device.triton.intrinsics import await_prior_kernel, dot, launch_options, release_next_kernel
+from shotcast.device.triton.intrinsics import (
+    INTERPRETED,
+    await_prior_kernel,
+    dot,
+    is_hopper,
+    launch_options,
+    release_next_kernel,
+)
 from shotcast.device.triton.words import round_float
 from shotcast.kernels.step_fields import TILE_FIELDS
+from shotcast.kernels.triton import hopper_prompt_attention
 from shotcast.kernels.triton.paged_attention import Scoring, squashed
 from shotcast.kernels.triton.rope import CacheScales, from_cache, stored
 
@@ -180,14 +188,18 @@ def prompt_kernel(queries, cache, tables, tiles, first_heads, result, scoring, b
         _attend_tile(queries, cache, table, first_heads, result, kv, tokens, scoring, SHAPE, SHAPE.ROWS)
 
 
-def tile_tokens(tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int) -> int:
+def tile_tokens(
+    tokens: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int, hopper: bool
+) -> int:
     """Choose the largest number of tokens of a sequence that a program processes.
 
-    ``group`` is the largest number of query heads per key-value head.
+    ``group`` is the largest number of query heads per key-value head, and ``hopper`` says whether the GPU has compute
+    capability 9.
     """
+    wide = head_dim > _WIDE and not (hopper and head_dim in hopper_prompt_attention.HEAD_DIMS)
     if dtype == torch.float32:
         rows = FLOAT32_ROWS
-    elif head_dim > _WIDE or triton.cdiv(tokens * group, ROWS) * kv_heads < num_sms:
+    elif wide or triton.cdiv(tokens * group, ROWS) * kv_heads < num_sms:
         rows = FEW_ROWS
     else:
         rows = ROWS
@@ -245,6 +257,12 @@ def attend(
     rows, short = (
         max(16, triton.next_power_of_2(tokens * group)) for tokens in (max_tile_tokens, 1)
     )  # tl.dot takes 16 or more
+    scoring = Scoring((cap or scale) * _LOG2_E, window, scale / cap if cap else None)
+    served = hopper_prompt_attention.serves(rows, head_dim, block_size, queries.dtype, keys.dtype)
+    if served and not INTERPRETED and is_hopper(queries.device):
+        cache = keys, values, tables
+        hopper_prompt_attention.attend(queries, cache, tiles, first_heads, group, block_size, scoring, out)
+        return
     keys_at_once, stages, warps = tile_options(rows, head_dim, queries.dtype)
     options = launch_options(queries.device, warps)
     prompt_kernel[(tiles.shape[0], keys.shape[1])](
@@ -254,7 +272,7 @@ def attend(
         tiles,
         first_heads,
         out,
-        Scoring((cap or scale) * _LOG2_E, window, scale / cap if cap else None),
+        scoring,
         tables.shape[1],
         PromptShape(
             heads,
