@@ -861,9 +861,17 @@ class TestFused:
         for candidate in candidates(case)[:-1]:
             shape = candidate.launch
             assert shape.num_warps == 1
-            assert shape.block_words == 128 or row_words <= shape.block_words < max(2 * row_words, 33)
+            one_shot, narrow = candidate.algorithm == "one_shot", count * -(-row_words // 128)
             tiles = count * -(-row_words // shape.block_words)
-            one_shot = candidate.algorithm == "one_shot"
+            if shape.block_words > 128:  # a program's tiles of all slices fit in its registers, and pad no row further
+                assert not one_shot
+                assert narrow >= 1024 * world_size
+                assert shape.block_words * world_size <= 1024
+                assert tiles * shape.block_words == narrow * 128
+            else:
+                assert shape.block_words == 128 or row_words <= shape.block_words < max(2 * row_words, 33)
+                large = world_size <= 4 and narrow >= 1024 * world_size
+                assert one_shot or not large or -(-row_words // 128) % 2, "larger tiles would have been possible"
             several = shape.chunk_bytes // (4 * shape.block_words) or 1
             assert several == 1 or (one_shot and world_size == 2 and tiles >= 1024)
             sharing = several if one_shot else world_size
