@@ -127,7 +127,10 @@ class Ranks:
         self, plan: StepPlan, prompts: dict[str, tuple[int, ...]]
     ) -> tuple[list[int], list[TokenLogprob | None], list[TokenLogprob]]:
         size = self.config.block_size
-        assert plan.tokens <= self.config.max_num_batched_tokens
+        limits = self.config
+        decodes = any(not s.is_new and len(s.tokens) == 1 + s.drafts and s.do_sample for s in plan.sequences)
+        most = limits.max_num_batched_tokens
+        assert plan.tokens <= (most if decodes else max(most, limits.max_prompt_step_tokens))
         assert 0 < len({s.slot for s in plan.sequences}) == len(plan.sequences) <= self.config.max_num_seqs
         chunks = [len(s.tokens) > 1 + s.drafts for s in plan.sequences]
         assert chunks == sorted(chunks)
@@ -291,6 +294,7 @@ configs = st.builds(
     SchedulerConfig,
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.integers(1, 12),
+    max_prompt_step_tokens=st.sampled_from([0, 0, 20]),
     block_size=st.integers(1, 4),
     num_blocks=st.integers(3, 12),
     max_model_len=st.integers(4, 24),
@@ -544,6 +548,20 @@ def test_decoding_sequences_go_first_and_prompts_get_the_rest() -> None:
         engine.update()
     assert [[len(s.tokens) for s in plan.sequences] for plan in engine.made[1:]] == [[1, 5], [1, 5], [1, 2]]
     assert [plan.sequences[1].do_sample for plan in engine.made[1:]] == [False, False, True]
+    engine.drain()
+    engine.check()
+
+
+def test_prompts_have_larger_steps_while_nothing_decodes() -> None:
+    engine = Engine(config(max_num_batched_tokens=6, max_prompt_step_tokens=10))
+    engine.add(request("a", tuple(range(14)), max_tokens=20))
+    engine.add(request("b", tuple(range(30, 50)), max_tokens=2))
+    for _ in range(4):
+        engine.schedule()
+        engine.update()
+    plans = [[(s.slot, len(s.tokens)) for s in plan.sequences] for plan in engine.made]
+    first, second = plans[0][0][0], plans[1][1][0]
+    assert plans == [[(first, 10)], [(first, 4), (second, 6)], [(first, 1), (second, 5)], [(first, 1), (second, 5)]]
     engine.drain()
     engine.check()
 

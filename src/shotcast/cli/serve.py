@@ -44,7 +44,9 @@ def serve(
         str, typer.Option(help="Tokens in and out that --layout auto plans for. Default: 2048+128, or what fits.")
     ] = "",
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in one batch.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 2048,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens in one step; twice as many on GPUs while no sequence decodes.")
+    ] = 2048,
     kv_cache: Annotated[
         str, typer.Option(help="Bytes of the KV cache on each rank, such as 512M. Default: what memory allows.")
     ] = "0",

@@ -102,6 +102,7 @@ def scheduler_config(config: EngineConfig, info: EngineInfo, lookahead: int) -> 
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prompt_step_tokens=config.max_step_tokens,
         block_size=info.block_size,
         num_blocks=info.kv_blocks,
         max_model_len=info.max_model_len,

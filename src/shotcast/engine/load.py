@@ -76,7 +76,7 @@ def load(
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=world.device)
     world.broadcast(salt, 0)
     decode_sizes = decode_capture_sizes(config.max_num_seqs) if device == "cuda" else ()
-    prefill_sizes = prefill_capture_sizes(config.max_num_batched_tokens) if device == "cuda" else ()
+    prefill_sizes = prefill_capture_sizes(config.max_step_tokens) if device == "cuda" else ()
 
     decisions: dict[int, Decision] = {}  # a trial runner makes them
 
@@ -93,7 +93,7 @@ def load(
             draft=drafting,
             reports=world.rank == config.output_rank,
             overlap=config.overlap,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.max_step_tokens,
             decisions=decisions,
             max_proposals=config.max_proposals,
         )
@@ -164,7 +164,7 @@ def communicators(
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Return the size of the longest message of a stage's collectives, up to the communicator's limit."""
-    largest = config.max_num_batched_tokens * model.hidden
+    largest = config.max_step_tokens * model.hidden
     if config.device == "cuda":  # the logits of a step must fit, or the project's own kernels would not gather them
         largest = max(largest, (config.max_num_seqs + config.max_proposals) * model.vocab)
     return min(max(_MIN_WORKSPACE, largest * dtype.itemsize), MAX_WORKSPACE_MESSAGE)
@@ -262,7 +262,7 @@ def _measure(
 
     Graphs of this trial refer to its cache, so they are captured again on the real one.
     """
-    largest = f"running the largest step ({config.max_num_batched_tokens} tokens, {config.max_num_seqs} sequences)"
+    largest = f"running the largest step ({config.max_step_tokens} tokens, {config.max_num_seqs} sequences)"
     budget.memory.release()  # what was needed only to read the weights
     with budget.explained(largest, "Lower max_num_batched_tokens or max_num_seqs, or use more ranks"):
         trial = new_runner(1)

@@ -45,6 +45,7 @@ class SchedulerConfig:
     # 1 plans a sequence's next step while its last token is still being sampled, so that one more step is enqueued than
     # the ranks are computing; 0 does not
     lookahead: int = 0
+    max_prompt_step_tokens: int = 0  # tokens of a step at most while no sequence decodes; 0 for as many as otherwise
     pipeline: int = 1  # pipeline stages, which work on different plans at the same time
     eos: tuple[int, ...] = ()  # the model's end tokens
 
@@ -200,14 +201,17 @@ class Scheduler:
         if speculates:
             self._add_proposals(chosen)
         decodes = len(chosen)
+        most = config.max_num_batched_tokens
+        if not num_decoding:
+            most = max(most, config.max_prompt_step_tokens)
         if prefilling is None or prefilling.slot is None:
-            self._admit(chosen)
+            self._admit(chosen, most)
         else:
-            count = min(prefilling.num_uncomputed, config.max_num_batched_tokens - sum(chosen.values()))
+            count = min(prefilling.num_uncomputed, most - sum(chosen.values()))
             # It arrived last, so if it lacks blocks it waits for them, and no other sequence takes them meanwhile.
             if count and self._reserve(prefilling, count, chosen):
                 chosen[prefilling] = count
-                self._admit(chosen)
+                self._admit(chosen, most)
         if not chosen:
             self._choose_decodes(blocked, num_decoding, chosen)
             decodes = len(chosen)
@@ -284,9 +288,9 @@ class Scheduler:
             sequence.blocks += self._blocks.allocate(blocks)
         return True
 
-    def _admit(self, chosen: dict[SequenceState, int]) -> None:
-        """Start waiting sequences in order, as far as slots, blocks and the step allow."""
-        budget = self.config.max_num_batched_tokens - sum(chosen.values())
+    def _admit(self, chosen: dict[SequenceState, int], most: int) -> None:
+        """Start waiting sequences in order, as far as slots, blocks and a step of ``most`` tokens allow."""
+        budget = most - sum(chosen.values())
         while self._waiting and self._slots and budget:
             sequence = next(iter(self._waiting.values()))
             if sequence.num_pending:
@@ -327,7 +331,7 @@ class Scheduler:
         scheduled = []
         sampling = []
         targets = []
-        self._draft_room = self.config.max_num_batched_tokens - sum(chosen.values())
+        self._draft_room = max(0, self.config.max_num_batched_tokens - sum(chosen.values()))
         for sequence, count in sorted(chosen.items(), key=lambda item: item[1] > 1 + len(item[0].drafts)):
             part = self._scheduled_sequence(sequence, count)
             scheduled.append(part)
