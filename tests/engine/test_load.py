@@ -31,6 +31,7 @@ LARGE = 4 << 20
         ("cpu", 64, 64, 1 << 20),
         ("cpu", 4096, 64, 4096 * 4096 * 2),
         ("cuda", 128, 64, 64 * 128256 * 2),
+        ("cuda", 1024, 4, 2048 * 4096 * 2),
         ("cuda", 4096, 4096, MAX_WORKSPACE_MESSAGE),
     ],
 )
@@ -41,6 +42,12 @@ def test_a_workspace_holds_the_longest_message_up_to_the_limit(
     model = preset("llama-3.1-8b")
     assert (model.hidden, model.vocab) == (4096, 128256)
     assert _workspace_bytes(config, model, torch.bfloat16) == expected
+
+
+def test_steps_of_prompts_alone_are_larger_on_gpus_without_a_pipeline() -> None:
+    settings = [("cpu", 1), ("cuda", 1), ("cuda", 2)]
+    steps = [EngineConfig("m", device=device, pipeline_parallel=stages).max_step_tokens for device, stages in settings]
+    assert steps == [2048, 4096, 2048]
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,9 @@ class EngineConfig:
         max_model_len: maximum number of tokens of a sequence, prompt and output together; 0 means the model's maximum,
             at most 8192.
         max_num_seqs: maximum number of sequences computed together.
-        max_num_batched_tokens: maximum number of tokens of a step; longer prompts are computed in chunks. On GPUs, a
-            step of prompts alone may have twice as many, since no sequence waits for its next token.
+        max_num_batched_tokens: maximum number of tokens of a step; longer prompts are computed in chunks. On GPUs,
+            without pipeline stages, a step of prompts alone may have twice as many: no sequence waits for its next
+            token.
         block_size: tokens per block of the paged cache.
         kv_cache_bytes: bytes of keys and values on each rank; 0 means enough for all sequences at full length, within
             the limit of ``gpu_memory_utilization`` (on the CPU, a quarter of what ``memory_fraction`` leaves).
@@ -298,8 +299,11 @@ class EngineConfig:
 
     @property
     def max_step_tokens(self) -> int:
-        """The most tokens of any step, on the selected device."""
-        return self.max_num_batched_tokens * (2 if self.device == "cuda" else 1)
+        """The most tokens of any step, on the selected device.
+
+        Stages of a pipeline work on different steps of a prompt, so larger steps would leave them idle for longer.
+        """
+        return self.max_num_batched_tokens * (2 if self.device == "cuda" and self.pipeline_parallel == 1 else 1)
 
     @property
     def dtype_name(self) -> str:

@@ -45,9 +45,9 @@ class SchedulerConfig:
     # 1 plans a sequence's next step while its last token is still being sampled, so that one more step is enqueued than
     # the ranks are computing; 0 does not
     lookahead: int = 0
-    max_prompt_step_tokens: int = 0  # tokens of a step at most while no sequence decodes; 0 for as many as otherwise
     pipeline: int = 1  # pipeline stages, which work on different plans at the same time
     eos: tuple[int, ...] = ()  # the model's end tokens
+    max_prompt_step_tokens: int = 0  # tokens of a step at most while no sequence decodes; 0 for as many as otherwise
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "pipeline"):
