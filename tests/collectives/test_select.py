@@ -914,6 +914,18 @@ class TestSharedCommunicators:
             for other in launch_shapes(shared, found.algorithm):
                 assert other.programs * other.num_warps <= 1024
 
+    def test_fused_tiles_stay_small(self) -> None:
+        """Larger ones take more registers, and only warps are counted."""
+        topology = make_topology("triton", 2, 64 << 20)
+        words = []
+        for exclusive in (True, False):
+            shared = dataclasses.replace(topology, exclusive=exclusive)
+            case = dataclasses.replace(
+                problem(Op.ALL_REDUCE_RMS_NORM, 1 << 20, "bfloat16", shared), norm=wire.Norm(8192)
+            )
+            words += [one.launch.block_words for one in candidates(case) if one.algorithm == "two_shot"]
+        assert words == [512, 128]
+
     def test_a_tuned_launch_that_would_fill_the_gpu_is_replaced(self) -> None:
         topology = make_topology("triton", 2, 64 << 20, exclusive=False)
         case = problem(nbytes=64 << 20, dtype="bfloat16", topology=topology)

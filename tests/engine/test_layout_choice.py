@@ -115,7 +115,7 @@ def accepted(config: EngineConfig, model: ModelConfig, layout: Layout, total: in
         MemoryBudget.find(divided, Memory(), 1, weights, "bfloat16")  # type: ignore[arg-type]
     except ConfigError:
         return False
-    memory = fullest_rank(model, config.quantization, layout, 0, config.max_num_batched_tokens)
+    memory = fullest_rank(model, config.quantization, layout, 0, divided.max_step_tokens)
     blocks = -(-max_model_len_of(config, model) // config.block_size) + 1
     taken = weights + memory.steps(config.max_num_seqs) + blocks * config.block_size * memory.per_token
     return divided.tensor_parallel <= 8 and taken <= int(total * config.gpu_memory_utilization)

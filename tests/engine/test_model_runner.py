@@ -536,6 +536,7 @@ def test_a_step_with_prompts_takes_the_next_size(most: int, data: st.DataObject)
 def test_prefill_sizes_match_the_documentation() -> None:
     assert prefill_capture_sizes(16) == (16,)
     assert prefill_capture_sizes(100) == (16, 32, 64, 100)
+    assert prefill_capture_sizes(50, 100) == (16, 32, 50, 64, 100)
     assert prefill_capture_sizes(2048) == (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 

@@ -51,11 +51,12 @@ _WORDS_OF_SLICES = 1024
 def tiles_of_slices(problem: CollectiveProblem) -> tuple[int, int]:
     """Return the number of tiles of a fused two-shot, and the words of a tile.
 
-    On two H200s, 512 rows of 8192 bfloat16 take 41.0 us with tiles of 128 words, 30.8 with 256 and 30.2 with 512, and
-    32 rows 5.9, 6.5 and 6.8 (``exploration/fused_tiles_x2.txt``).
+    Programs with larger tiles take up to three times as many registers, so communicators that share a GPU have small
+    ones. On two H200s, 512 rows of 8192 bfloat16 take 41.0 us with tiles of 128 words, 30.8 with 256 and 30.2 with 512,
+    and 32 rows 5.9, 6.5 and 6.8 (``exploration/fused_tiles_x2.txt``).
     """
     world_size = problem.topology.world_size
-    if tiles_of_rows(problem)[0] < _MANY_PROGRAMS * world_size:
+    if not problem.topology.exclusive or tiles_of_rows(problem)[0] < _MANY_PROGRAMS * world_size:
         return tiles_of_rows(problem)
     return tiles_of_rows(problem, max(TILE_WORDS, _WORDS_OF_SLICES // (1 << (world_size - 1).bit_length())))
 

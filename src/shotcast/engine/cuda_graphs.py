@@ -37,18 +37,18 @@ def decode_capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs)
 
 
-def prefill_capture_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Return the numbers of tokens for which graphs of steps with prompts are captured, ascending up to ``max_tokens``.
+def prefill_capture_sizes(*limits: int) -> tuple[int, ...]:
+    """Return the numbers of tokens for which graphs of steps with prompts are captured, ascending.
 
-    They are powers of two from 16 to 128, and from there powers of two with one size between: 16, 32, 64, 128, 192,
-    256, 384, 512, 768, ... A smaller step takes as long as reading the weights, and more sizes would make capture
-    expensive.
+    They are ``limits``, which steps often have, and up to the largest of these powers of two from 16 to 128, and from
+    there powers of two with one size between: 16, 32, 64, 128, 192, 256, 384, 512, 768, ... A smaller step takes as
+    long as reading the weights, and more sizes would make capture expensive.
     """
-    sizes, size = [], 16
-    while size < max_tokens:
-        sizes.append(size)
+    sizes, size = set(limits), 16
+    while size < max(limits):
+        sizes.add(size)
         size += size if size < 128 else (1 << (size.bit_length() - 1)) // 2
-    return (*sizes, max_tokens)
+    return tuple(sorted(sizes))
 
 
 def decode_capture_size(plan: StepPlan, sizes: tuple[int, ...]) -> int | None:

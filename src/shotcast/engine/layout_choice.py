@@ -211,7 +211,9 @@ def _with_memory(
     """Offer a layout if it fits in memory by the engine's estimate."""
     item, limit = DTYPES[config.dtype_name], max_model_len_of(config, model)
     cache_item = _cache_item(config, model)
-    memory = fullest_rank(model, config.quantization, layout, 0, config.max_step_tokens, item, cache_item)
+    memory = fullest_rank(
+        model, config.quantization, layout, 0, config.divided(str(layout)).max_step_tokens, item, cache_item
+    )
     steps = memory.steps(config.max_num_seqs) if machine.gpus else 0  # of CPUs, the cache leaves as much as that
     block = memory.per_token * config.block_size
     needed = memory.weights + steps + (config.kv_cache_bytes or -(-limit // config.block_size) * block)

@@ -76,7 +76,8 @@ def load(
     salt = torch.tensor([config.seed if config.seed is not None else secrets.randbits(62)], device=world.device)
     world.broadcast(salt, 0)
     decode_sizes = decode_capture_sizes(config.max_num_seqs) if device == "cuda" else ()
-    prefill_sizes = prefill_capture_sizes(config.max_step_tokens) if device == "cuda" else ()
+    limits_of_steps = {config.max_num_batched_tokens, config.max_step_tokens}
+    prefill_sizes = prefill_capture_sizes(*sorted(limits_of_steps)) if device == "cuda" else ()
 
     decisions: dict[int, Decision] = {}  # a trial runner makes them
 
@@ -103,7 +104,9 @@ def load(
         config, [part, *([draft] if draft is not None else [])], budget, max_model_len, world, new_runner
     )
     allocating = f"allocating a cache of {blocks * config.block_size} tokens and capturing graphs on it"
-    with budget.explained(allocating, "Lower gpu_memory_utilization, kv_cache_bytes or max_num_seqs"):
+    with budget.explained(
+        allocating, "Lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
+    ):
         runner = new_runner(blocks)
         stack.callback(runner.close)
         runner.capture(stamped=config.stamp_every > 0)

@@ -140,14 +140,17 @@ class Attention:
         dtype = cache.keys.dtype if cache.scales is None else qkv.dtype
         return qkv.new_empty(qkv.shape[0], self.heads, self.head_dim, dtype=dtype)
 
-    def max_tile_tokens(self, tokens: int, dtype: torch.dtype) -> int:
-        """Return the largest number of tokens in a tile of :class:`~shotcast.layers.batch.AttentionTiles`."""
+    def max_tile_tokens(self, tokens: int, dtype: torch.dtype, stored: torch.dtype) -> int:
+        """Return the largest number of tokens in a tile of :class:`~shotcast.layers.batch.AttentionTiles`.
+
+        ``stored`` is the dtype of cached keys and values.
+        """
         from shotcast.device.triton.intrinsics import is_hopper, num_sms
         from shotcast.kernels.triton.prompt_attention import tile_tokens
 
         device = self._cosines.device
         shape = self._group, self.kv_heads, self.head_dim
-        return tile_tokens(tokens, *shape, dtype, num_sms(device), is_hopper(device))
+        return tile_tokens(tokens, *shape, dtype, num_sms(device), is_hopper(device) and stored == dtype)
 
     def _rotate(self, qkv: torch.Tensor, cache: KVCache, batch: Batch, part: slice) -> torch.Tensor:
         """Return rotated queries [tokens, heads, head_dim], and write keys and values to the cache."""

@@ -87,7 +87,7 @@ class CausalLM:
     def max_tile_tokens(self, tokens: int) -> int:
         """Return the largest number of tokens in a tile of :class:`~shotcast.layers.batch.AttentionTiles`, in a step of
         ``tokens``."""
-        return self.blocks[0].attention.max_tile_tokens(tokens, self._attention_dtype)
+        return self.blocks[0].attention.max_tile_tokens(tokens, self._attention_dtype, self._cache_dtype)
 
     def allocate_caches(self, blocks: int, block_size: int) -> list[KVCache]:
         """Allocate caches for this rank's layers and heads: ``blocks`` blocks of ``block_size`` tokens each."""

@@ -35,9 +35,9 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(96)
 _KEYS, _WIDE_KEYS, _NARROW = 128, 64, 128
 """Keys multiplied at a time: by default; for heads wider than _NARROW."""
 STAGES = 2
+"""Tiles of keys and of values in shared memory."""
 HEAD_DIMS = (128, 256)
 """The head dimensions served. The other kernel is as fast for 64, whose weights take as long as their products."""
-"""Tiles of keys and of values in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ def _produce(key_ring, value_ring, keys, values, table, kv, begin, stop, SHAPE: 
     table += key // SHAPE.BLOCK_SIZE
     blocks = gl.load(table + last // SHAPE.BLOCK_SIZE, mask=exists, other=0)
     _fill(key_ring, 0, keys, blocks, exists, SHAPE, True)
-    following = gl.load(table + gl.maximum(last - KEYS, 0) // SHAPE.BLOCK_SIZE)
+    before = last - KEYS + key >= 0  # a short table has no more blocks than the only tile
+    following = gl.load(table + gl.maximum(last - KEYS, 0) // SHAPE.BLOCK_SIZE, mask=before, other=0)
     if count > 0:
         _fill(key_ring, 1, keys, following, exists, SHAPE, False)
     _fill(value_ring, 0, values, blocks, exists, SHAPE, True)

@@ -194,7 +194,7 @@ def tile_tokens(
     """Choose the largest number of tokens of a sequence that a program processes.
 
     ``group`` is the largest number of query heads per key-value head, and ``hopper`` says whether the GPU has compute
-    capability 9.
+    capability 9 and the caches have the dtype of the queries.
     """
     wide = head_dim > _WIDE and not (hopper and head_dim in hopper_prompt_attention.HEAD_DIMS)
     if dtype == torch.float32:
