@@ -194,7 +194,7 @@ def ours(shape: Shape, rows: Rows, over: str, *algorithms: str) -> None:
         settings["SHOTCAST_NETWORK"] = "nvshmem"
     with communicator(**settings) as comm:
         if over == "puts" and not comm.topology.network.puts:
-            raise RuntimeError(f"GPUs do not put to each other: {comm.topology.obstacle}")
+            raise RuntimeError(f"GPUs do not put to each other: {comm.topology.unsupported_reason}")
         for algorithm in algorithms:
             way = algorithm if over == "node" else f"{over}/{algorithm}"
             for nbytes in shape.sizes:

@@ -137,7 +137,7 @@ class Stress:
         self._small = comm.split(0, max_bytes=SMALL_BYTES)
         self._rank, self._size = comm.rank, comm.world_size
         self._cuda, topology = comm.device.type == "cuda", comm.topology
-        self._compiled = not (topology.obstacle or topology.runs_grids)
+        self._compiled = not (topology.unsupported_reason or topology.runs_grids)
         self._own = random.Random(f"{plan.seed} rank {comm.rank}")
         self._wrong = torch.zeros(BLOCK, dtype=torch.int64, device=comm.device)
         self._pools = {name: self._floats(name) for name in FLOATS}

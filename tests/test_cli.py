@@ -101,7 +101,7 @@ def test_doctor_for_programs() -> None:
     assert found["host"]["cores"] >= 1
     assert found["processes"][str(os.getpid())] == {"cpu": {"bytes": 1 << 20, "used": 0, "shared": 0, "exclusive": 0}}
     assert {one["name"] for one in found["integrations"]} == {"torch.distributed", "Ray", "vLLM", "SGLang"}
-    assert all(one["active"] == (not one["obstacle"]) for one in found["integrations"])
+    assert all(one["active"] == (not one["unsupported_reason"]) for one in found["integrations"])
     assert {one["level"] for one in found["findings"]} <= {"good", "note", "problem"}
 
 

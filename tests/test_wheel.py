@@ -120,7 +120,7 @@ def test_pytorch_finds_the_backend_by_the_entry_point_alone(installed: Path, tmp
     states = {one["name"]: one for one in json.loads(told.stdout)["integrations"]}
     assert states["torch.distributed"]["active"], states
     for name in ("vLLM", "SGLang"):
-        assert states[name]["obstacle"] == f"SHOTCAST_{name.upper()} is not 1"
+        assert states[name]["unsupported_reason"] == f"SHOTCAST_{name.upper()} is not 1"
 
 
 @pytest.mark.full

@@ -31,7 +31,12 @@ from shotcast.bench.tune import (
 )
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
-from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, launch_shapes, unsupported_reason
+from shotcast.collectives.choice.candidates import (
+    keeps_bits,
+    launch_shapes,
+    launch_unsupported_reason,
+    unsupported_reason,
+)
 from shotcast.collectives.choice.choice import Candidate
 from shotcast.collectives.choice.table import parse
 from shotcast.collectives.registry import registered
@@ -200,7 +205,7 @@ class TestSearch:
             return
         best = found.best
         assert unsupported_reason(asked, best.algorithm) == ""
-        assert launch_obstacle(named(kernels), registered()[best.algorithm], best.launch) == ""
+        assert launch_unsupported_reason(named(kernels), registered()[best.algorithm], best.launch) == ""
         assert any_bits or best.algorithm == "vendor" or keeps_bits(asked, best.algorithm)
         assert {c for c, time_us in times.items() if time_us is None} == set(found.wrong)
         assert best.time_us == times[Candidate(best.algorithm, best.launch)]
@@ -233,8 +238,8 @@ class TestSms:
             assert len(set(shapes)) == len(shapes) > 1
             for shape in shapes:
                 assert shape.programs <= sms
-                assert launch_obstacle(GPUS, registered()["few_sms"], shape) == ""
-                assert registered()["few_sms"].forms[Op.ALL_REDUCE].launch_obstacle(asked, shape) == ""
+                assert launch_unsupported_reason(GPUS, registered()["few_sms"], shape) == ""
+                assert registered()["few_sms"].forms[Op.ALL_REDUCE].launch_unsupported_reason(asked, shape) == ""
 
     def test_where_the_library_alone_serves_it_is_the_choice(self) -> None:
         asked = dataclasses.replace(problem(Op.REDUCE), sms=24)

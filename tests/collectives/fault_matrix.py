@@ -120,7 +120,7 @@ class Case:
     ending: str
 
 
-def obstacle(cell: Cell, device: str) -> str:
+def unsupported_reason(cell: Cell, device: str) -> str:
     """Return why a cell cannot exist on ``device``; empty if it can."""
     if cell.mode == "graph" and device == "cpu":
         return "CPU ranks have no graphs"
@@ -146,7 +146,7 @@ def _product() -> list[Cell]:
 
 def cells(device: str) -> list[Cell]:
     """Return every cell that exists, those of one path, mode and operation side by side, killed ranks last."""
-    found = [cell for cell in _product() if not obstacle(cell, device)]
+    found = [cell for cell in _product() if not unsupported_reason(cell, device)]
     return sorted(found, key=lambda cell: (PATHS.index(cell.path), MODES.index(cell.mode), *_place(cell)))
 
 
@@ -158,7 +158,7 @@ def missing(device: str) -> dict[str, int]:
     """Return the reasons for which cells do not exist, with the number of cells of each."""
     reasons: dict[str, int] = {}
     for cell in _product():
-        if why := obstacle(cell, device):
+        if why := unsupported_reason(cell, device):
             reasons[why] = reasons.get(why, 0) + 1
     return reasons
 

@@ -48,17 +48,17 @@ def ranks_that_put(nodes: int, local: int, fn: Callable[..., Any], *args: Any, *
 
 
 def facts() -> tuple[str, str, list[str], list[str]]:
-    """Return the network, the obstacle, the own candidates of a sum, and those of a gather."""
+    """Return the network, why it has no native kernels, the native candidates of a sum, and those of a gather."""
     with shotcast.Communicator(device="cuda", timeout_s=20) as comm:
         x = torch.ones(1000, device=comm.device)
         own = [name for name in comm.candidates(x) if name != "vendor"]
         others = [name for name in comm.candidates(x, "all_gather") if name != "vendor"]
-        return comm.topology.network.name, comm.topology.obstacle, own, others
+        return comm.topology.network.name, comm.topology.unsupported_reason, own, others
 
 
 def test_a_communicator_over_puts() -> None:
-    for network, obstacle, own, others in ranks_that_put(2, 1, facts, timeout_s=100):
-        assert (network, obstacle) == ("nvshmem", "")
+    for network, unsupported_reason, own, others in ranks_that_put(2, 1, facts, timeout_s=100):
+        assert (network, unsupported_reason) == ("nvshmem", "")
         assert set(KINDS) <= set(own) <= {*KINDS, "nvrar_two_shot"}
         assert others == []
 

@@ -26,7 +26,13 @@ import shared_ranks
 import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
-from shotcast.collectives.choice.candidates import candidates, launch_obstacle, launch_shape, room, unsupported_reason
+from shotcast.collectives.choice.candidates import (
+    candidates,
+    launch_shape,
+    launch_unsupported_reason,
+    room,
+    unsupported_reason,
+)
 from shotcast.collectives.choice.select import choose, predicted_us
 from shotcast.errors import ConfigError
 from shotcast.transport.triton import GPUS, layout
@@ -189,7 +195,7 @@ def test_the_library_serves_a_message_of_too_many_steps() -> None:
 @pytest.mark.parametrize("chunk_bytes", [0, 8, 24, -16])
 def test_a_launch_without_whole_chunks_is_refused(chunk_bytes: int) -> None:
     shape = LaunchShape(8, 2048, 16, chunk_bytes)
-    why = launch_obstacle(GPUS, make_topology("triton", 4, 64 << 20).algorithms["few_sms"], shape)
+    why = launch_unsupported_reason(GPUS, make_topology("triton", 4, 64 << 20).algorithms["few_sms"], shape)
     assert why == f"chunk_bytes is a multiple of 16 from 16 up, not {chunk_bytes}"
 
 
@@ -246,14 +252,14 @@ def test_launches_fit_into_the_window(
     case = CollectiveProblem(op, nbytes, dtype, topology, sizes=sizes, sms=sms)
     shape = launch_shape(case, "few_sms")
     assert 1 <= shape.programs <= sms
-    assert not launch_obstacle(topology.transport, topology.algorithms["few_sms"], shape)
+    assert not launch_unsupported_reason(topology.transport, topology.algorithms["few_sms"], shape)
     where = layout.WorkspaceLayout.for_messages(room(case, "few_sms"))
     assert shape.chunk_bytes >= 16
     assert shape.chunk_bytes % 16 == 0
     form = topology.algorithms["few_sms"].forms[op]
-    assert form.launch_obstacle(case, shape) == form.obstacle(case)
+    assert form.launch_unsupported_reason(case, shape) == form.unsupported_reason(case)
     short = topology.max_bytes < 1 << 20 or topology.transport.serial  # 4 KiB a step where there is no GPU
-    assert not form.obstacle(case) or short, "only of a small window, or of short steps"
+    assert not form.unsupported_reason(case) or short, "only of a small window, or of short steps"
     used = shape.programs * layout.places_in_window(op) * world_size * shape.chunk_bytes
     assert used <= where.window_quads * layout.QUAD
     if topology.max_bytes >= 8 << 20 and nbytes >= 64 << 20 and topology.transport.name == "triton" and not sizes:

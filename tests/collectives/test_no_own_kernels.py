@@ -11,7 +11,7 @@ from shotcast.collectives.choice.select import choose
 from shotcast.collectives.registry import registered
 from shotcast.hardware.nodes import NodeLayout
 from shotcast.transport.transport import NO_TRANSPORT
-from shotcast.transport.triton.build import peer_obstacle
+from shotcast.transport.triton.build import peer_unsupported_reason
 from shotcast.wire import Op
 
 
@@ -22,11 +22,13 @@ def test_gpus_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     factory = "shotcast.transport.triton.build"
     monkeypatch.setattr(f"{factory}.visible_gpus", lambda: gpus)
     monkeypatch.setattr(f"{factory}.uuid_of", lambda device: list(gpus)[device.index])
-    assert peer_obstacle(torch.device("cuda", 1), dict(enumerate(gpus))) == ""
-    obstacle = peer_obstacle(torch.device("cuda", 0), dict(enumerate(gpus)))
-    assert obstacle == "GPU 0 has no peer access to GPU 2"
+    assert peer_unsupported_reason(torch.device("cuda", 1), dict(enumerate(gpus))) == ""
+    unsupported_reason = peer_unsupported_reason(torch.device("cuda", 0), dict(enumerate(gpus)))
+    assert unsupported_reason == "GPU 0 has no peer access to GPU 2"
     layout = NodeLayout.one_node(3)
-    topology = Topology(layout, "cuda", "NVIDIA X", NO_TRANSPORT, f"rank 0: {obstacle}", False, 1 << 20, registered())
+    topology = Topology(
+        layout, "cuda", "NVIDIA X", NO_TRANSPORT, f"rank 0: {unsupported_reason}", False, 1 << 20, registered()
+    )
     choice = choose(CollectiveProblem(Op.ALL_REDUCE, 1024, "float32", topology), "auto", "auto", ())
     assert choice.candidate.algorithm == "vendor"
     assert "GPU 0 has no peer access to GPU 2" in choice.reason

@@ -19,9 +19,9 @@ from shotcast.collectives.choice.candidates import (
     candidates,
     fitted,
     keeps_bits,
-    launch_obstacle,
     launch_shape,
     launch_shapes,
+    launch_unsupported_reason,
     room,
     unsupported_reason,
 )
@@ -48,7 +48,7 @@ def make_topology(
     kernels: str = "compiled",
     world_size: int = 4,
     max_bytes: int = 1 << 20,
-    obstacle: str = "",
+    unsupported_reason: str = "",
     multicast: bool = False,
     allow_fp8: bool = False,
     nodes: int = 1,
@@ -59,7 +59,7 @@ def make_topology(
     layout = NodeLayout.of_keys([f"n{node}" for node in range(nodes) for _ in range(world_size)])
     network = Network("some wires", NetworkCost(50.0, 2.0)) if nodes > 1 else NO_NETWORK
     transport = named(kernels, nodes)
-    facts = layout, device, "cpu", transport, obstacle, multicast, max_bytes, registered(), allow_fp8, network
+    facts = layout, device, "cpu", transport, unsupported_reason, multicast, max_bytes, registered(), allow_fp8, network
     return Topology(*facts, exclusive=exclusive)
 
 
@@ -370,7 +370,7 @@ class TestLegality:
             (problem(dtype="float8_e5m2"), "two_shot", "native kernels have no sum of float8_e5m2"),
             (problem(Op.BROADCAST, dtype="qint8"), "one_shot", "dtype qint8 has no code of its own"),
             (problem(Op.ALL_GATHER, sizes=(1, 2, 3, 4)), "ring", "the ring takes equal parts only"),
-            (problem(topology=make_topology("", obstacle="no reason")), "ring", "no reason"),
+            (problem(topology=make_topology("", unsupported_reason="no reason")), "ring", "no reason"),
             (
                 problem(Op.ALL_GATHER, dtype="int8", topology=make_topology("triton")),
                 "ring",
@@ -393,7 +393,7 @@ class TestLegality:
             ),
         ],
     )
-    def test_obstacles(self, case: CollectiveProblem, algorithm: str, message: str) -> None:
+    def test_unsupported_reasons(self, case: CollectiveProblem, algorithm: str, message: str) -> None:
         assert unsupported_reason(case, algorithm) == message
         assert algorithm not in [candidate.algorithm for candidate in candidates(case)]
         with pytest.raises(ConfigError) as caught:
@@ -461,7 +461,7 @@ class TestLegality:
         choice = choose(problem(dtype="float8_e5m2"), "auto", "auto", ())
         assert (choice.source, choice.candidate.algorithm) == ("legality", "vendor")
         assert choice.reason == "native kernels have no sum of float8_e5m2"
-        choice = choose(problem(topology=make_topology("", obstacle="several hosts")), "auto", "auto", ())
+        choice = choose(problem(topology=make_topology("", unsupported_reason="several hosts")), "auto", "auto", ())
         assert choice.reason == "several hosts"
 
 
@@ -646,7 +646,7 @@ class TestLaunch:
         if case.topology.transport.name == "compiled":
             assert shape == LaunchShape(programs=0, block_words=0, num_warps=0, chunk_bytes=0)
             return
-        assert launch_obstacle(case.topology.transport, registered()[algorithm], shape) == ""
+        assert launch_unsupported_reason(case.topology.transport, registered()[algorithm], shape) == ""
         assert shape.block_words & (shape.block_words - 1) == 0, "Triton's tiles are powers of two"
         assert shape.block_words >= 16
         assert shape.num_warps in (1, 2, 4, 8, 16)
@@ -658,7 +658,7 @@ class TestLaunch:
         assert shapes[0] == launch_shape(case, algorithm)
         assert len(set(shapes)) == len(shapes)
         for shape in shapes:
-            assert launch_obstacle(case.topology.transport, registered()[algorithm], shape) == ""
+            assert launch_unsupported_reason(case.topology.transport, registered()[algorithm], shape) == ""
         if algorithm == "vendor" or case.topology.transport.name == "interpreter":
             assert len(shapes) == 1
 

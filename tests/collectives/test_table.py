@@ -15,7 +15,7 @@ from shotcast import wire
 from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.choice import table as tables
-from shotcast.collectives.choice.candidates import keeps_bits, launch_obstacle, unsupported_reason
+from shotcast.collectives.choice.candidates import keeps_bits, launch_unsupported_reason, unsupported_reason
 from shotcast.collectives.choice.table import (
     MODES,
     PassedOver,
@@ -428,7 +428,7 @@ class TestPackaged:
                     assert unsupported_reason(problem, row.algorithm) == "", (mode, op, dtype, row)
                     assert row.algorithm == "vendor" or keeps_bits(problem, row.algorithm), (mode, op, dtype, row)
                     if row.launch is not None:
-                        assert launch_obstacle(GPUS, registered()[row.algorithm], row.launch) == ""
+                        assert launch_unsupported_reason(GPUS, registered()[row.algorithm], row.launch) == ""
                 least = int(min(row.nbytes, 1 << 30)) + 1
 
     @pytest.mark.parametrize("file", PACKAGED, ids=lambda file: file.name)

@@ -48,7 +48,7 @@ def forms_of(
         setattr(parallel, name, value)
     block = SimpleNamespace(qkv=SimpleNamespace(takes_float8=lambda rows: False))
     model: Any = SimpleNamespace(
-        parallel=parallel, dtype=dtype, blocks=[block], overlap_unsupported_reason=others.get("obstacle", "")
+        parallel=parallel, dtype=dtype, blocks=[block], overlap_unsupported_reason=others.get("unsupported_reason", "")
     )
     return PrefillForms(model, overlap, {} if decisions is None else decisions)
 
@@ -113,7 +113,7 @@ def test_what_is_decided_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) 
         ("auto", {"size": 1}, "one stage of several ranks"),
         ("on", {"stages": 2}, "one stage of several ranks"),
         ("plain", {"divides_residual": lambda tokens: True}, "sequence_parallel divides the residual"),
-        ("plain", {"obstacle": "the family has other norms"}, "other norms"),
+        ("plain", {"unsupported_reason": "the family has other norms"}, "other norms"),
     ],
 )
 def test_steps_that_are_never_divided(

@@ -19,7 +19,7 @@ from shotcast.integrations.status import Integration, integrations
 
 def state(name: str) -> Integration:
     (found,) = [one for one in integrations() if one.name == name]
-    assert found.active == (found.obstacle == "")
+    assert found.active == (found.unsupported_reason == "")
     assert found.use
     return found
 
@@ -76,30 +76,33 @@ def test_pytorch_was_imported_and_does_not_have_the_backend(
     environment: SimpleNamespace, module: Any, why: str
 ) -> None:
     environment.imported["torch.distributed"] = module
-    assert why in state("torch.distributed").obstacle
+    assert why in state("torch.distributed").unsupported_reason
 
 
 def test_pytorch_that_is_not_told(environment: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1" in state("torch.distributed").obstacle
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1" in state("torch.distributed").unsupported_reason
     environment.points.clear()
-    assert state("torch.distributed").obstacle == (
+    assert state("torch.distributed").unsupported_reason == (
         "this installation has no entry point in torch.backends: install shotcast again"
     )
 
 
 def test_programs_that_are_not_installed(environment: SimpleNamespace) -> None:
     environment.folders.clear()
-    assert state("torch.distributed").obstacle == "PyTorch is not installed"
-    assert state("Ray").obstacle == "Ray is not installed"
+    assert state("torch.distributed").unsupported_reason == "PyTorch is not installed"
+    assert state("Ray").unsupported_reason == "Ray is not installed"
 
 
 def test_an_old_ray(environment: SimpleNamespace) -> None:
     environment.version = "2.40.0"
-    assert state("Ray").obstacle == "Ray 2.40.0 is not served; from 2.60 to below 3 is"
+    assert state("Ray").unsupported_reason == "Ray 2.40.0 is not served; from 2.60 to below 3 is"
     environment.version = "2.61.0"
     (environment.folders["ray"] / "util" / "collective" / "backend_registry.py").unlink()
-    assert "Ray 2.61.0 is not as expected: the source of ray.util.collective.backend_registry" in state("Ray").obstacle
+    assert (
+        "Ray 2.61.0 is not as expected: the source of ray.util.collective.backend_registry"
+        in state("Ray").unsupported_reason
+    )
 
 
 def test_plug_ins_are_asked_after_their_entry_points(
@@ -107,11 +110,11 @@ def test_plug_ins_are_asked_after_their_entry_points(
 ) -> None:
     for name, group in (("vLLM", "vllm.platform_plugins"), ("SGLang", "sglang.srt.plugins")):
         monkeypatch.delenv(f"SHOTCAST_{name.upper()}", raising=False)
-        assert f"no entry point in {group}" in state(name).obstacle
+        assert f"no entry point in {group}" in state(name).unsupported_reason
         environment.points[group] = ["shotcast"]
-        assert state(name).obstacle == f"{name} is not installed"
+        assert state(name).unsupported_reason == f"{name} is not installed"
         environment.folders[name.lower()] = environment.folders["torch"]
-        assert state(name).obstacle == f"SHOTCAST_{name.upper()} is not 1"
+        assert state(name).unsupported_reason == f"SHOTCAST_{name.upper()} is not 1"
 
 
 def test_no_program_is_imported() -> None:
@@ -125,5 +128,5 @@ def test_no_program_is_imported() -> None:
 
 def test_as_json() -> None:
     assert Integration("A", "use()", "why").as_json() == {
-        "name": "A", "use": "use()", "obstacle": "why", "active": False,
+        "name": "A", "use": "use()", "unsupported_reason": "why", "active": False,
     }  # fmt: skip

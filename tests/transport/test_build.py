@@ -35,9 +35,11 @@ class TwoRanks:
 
     world_size, order, name = 2, (0, 1), "two"
 
-    def __init__(self, others_obstacle: str = "", others_multicast: bool = True, rank: int = 1, others_number: int = 0):
+    def __init__(
+        self, others_unsupported_reason: str = "", others_multicast: bool = True, rank: int = 1, others_number: int = 0
+    ):
         self.rank, self.others_number = rank, others_number
-        self.others_obstacle = others_obstacle
+        self.others_unsupported_reason = others_unsupported_reason
         self.others_multicast = others_multicast
 
     def all_gather(self, value: Any, timeout_s: float | None = None, what: str = "") -> list[Any]:
@@ -47,7 +49,7 @@ class TwoRanks:
             return [("GPU-0", self.others_number), value]
         if isinstance(value, bool):
             return [self.others_multicast, value]
-        return [self.others_obstacle, value]
+        return [self.others_unsupported_reason, value]
 
 
 class Buffer:
@@ -118,7 +120,10 @@ def test_gpus_with_peer_access() -> None:
 def test_gpus_older_than_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     built_executor = made_for(TwoRanks(), ONE_NODE, GPU)
-    assert built_executor.obstacle == "rank 1: kernels need compute capability 8.0, as Triton does, and GPU 1 has 7.5"
+    assert (
+        built_executor.unsupported_reason
+        == "rank 1: kernels need compute capability 8.0, as Triton does, and GPU 1 has 7.5"
+    )
     assert not built
 
 
@@ -145,13 +150,13 @@ def test_one_gpu_under_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_visible(monkeypatch: pytest.MonkeyPatch, access: bool | None) -> str:
-    """Build where this rank sees GPU-1 alone, as number 0, and NVML says ``access``. Return the obstacle."""
+    """Build where this rank sees GPU-1 alone, as number 0, and NVML says ``access``. Return the reason."""
     factory = "shotcast.transport.triton.build"
     monkeypatch.setattr(f"{factory}.uuid_of", lambda device: "GPU-1")
     monkeypatch.setattr(f"{factory}.visible_gpus", lambda: {"GPU-1": 0})
     monkeypatch.setattr(f"{factory}.nvml.peer_access", lambda *gpus: access if gpus == ("GPU-1", "GPU-0") else None)
     made = made_for(TwoRanks(), ONE_NODE, torch.device("cuda", 0))
-    return made.obstacle
+    return made.unsupported_reason
 
 
 def test_gpus_that_their_processes_see_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +218,8 @@ def test_logical_nodes_put_if_that_is_asked_for(heap: None, monkeypatch: pytest.
 def test_gpus_that_put_are_as_many_as_a_fault_can_name() -> None:
     layout = NodeLayout.of_keys([str(rank // 6) for rank in range(18)])
     host: Any = SimpleNamespace(world_size=18, rank=1)
-    obstacle = made_for(host, Nodes(layout, False), GPU).obstacle
-    assert obstacle == "native kernels serve up to 16 ranks, not 18"
+    unsupported_reason = made_for(host, Nodes(layout, False), GPU).unsupported_reason
+    assert unsupported_reason == "native kernels serve up to 16 ranks, not 18"
 
 
 @pytest.mark.parametrize(
@@ -241,11 +246,11 @@ def test_gpus_of_several_hosts_that_cannot_put(
         monkeypatch.setattr(hosts, "HostsTritonExecutor", refuse)
     made = made_for(TwoRanks(), nodes, GPU)
     assert made.executor is None
-    assert made.obstacle.startswith(said)
+    assert made.unsupported_reason.startswith(said)
 
 
 @pytest.mark.parametrize(
-    ("keys", "obstacle"),
+    ("keys", "unsupported_reason"),
     [
         ("aab", "native kernels serve nodes of equally many ranks, and there are 2 on a, 1 on b"),
         ("a" * 9 + "b" * 9, "native kernels serve up to 8 ranks of a node, not 9"),
@@ -253,10 +258,10 @@ def test_gpus_of_several_hosts_that_cannot_put(
         ([str(rank // 8) for rank in range(1040)], "native kernels serve up to 64 nodes, not 130"),
     ],
 )
-def test_nodes_that_own_kernels_do_not_serve(keys: Any, obstacle: str) -> None:
+def test_nodes_that_own_kernels_do_not_serve(keys: Any, unsupported_reason: str) -> None:
     nodes = Nodes(NodeLayout.of_keys(list(keys)), False)
     for device in (GPU, torch.device("cpu")):
-        assert made_for(TwoRanks(), nodes, device).obstacle == obstacle
+        assert made_for(TwoRanks(), nodes, device).unsupported_reason == unsupported_reason
 
 
 def test_multicast_is_for_all_ranks_or_none() -> None:
@@ -266,7 +271,7 @@ def test_multicast_is_for_all_ranks_or_none() -> None:
     assert made.executor.memory.multicast_address == 0
 
 
-def test_an_obstacle_of_another_rank_counts_for_all() -> None:
+def test_an_unsupported_reason_of_another_rank_counts_for_all() -> None:
     built_executor = made_for(TwoRanks("Triton is not installed"), ONE_NODE, GPU)
     assert built_executor == (None, "rank 0: Triton is not installed", False, NO_NETWORK)
     assert not built
@@ -278,12 +283,14 @@ def test_the_interpreter_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         build.interpreted(ranks_of(TwoRanks(), ONE_NODE, torch.device("cpu")))
 
 
-def test_an_obstacle_is_said_once_by_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unsupported_reason_is_said_once_by_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("shotcast.transport.registry._said", set())
     for rank in (1, 0, 0):
-        for obstacle in ("no peer access", "too old"):
-            made_for(TwoRanks(obstacle, rank=rank), ONE_NODE, GPU)
+        for unsupported_reason in ("no peer access", "too old"):
+            made_for(TwoRanks(unsupported_reason, rank=rank), ONE_NODE, GPU)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", f"the vendor library serves all calls of communicator two: rank 0: {obstacle}")
-        for obstacle in ("no peer access", "too old")
+        ("WARNING", f"the vendor library serves all calls of communicator two: rank 0: {unsupported_reason}")
+        for unsupported_reason in ("no peer access", "too old")
     ]

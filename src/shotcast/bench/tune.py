@@ -368,8 +368,8 @@ def measure(config: TuneConfig) -> tuple[str, NodeShape, list[TunePoint]]:
     largest = align_up(config.sizes[-1], max(wire.DTYPES[dtype] for dtype in config.dtypes) * wire.MAX_WORLD_SIZE)
     comm = Communicator(device=config.device, max_bytes=harness.workspace_bytes(config.device, largest), exclusive=True)
     with comm:
-        if comm.topology.obstacle:
-            raise ConfigError(f"there is nothing to tune: {comm.topology.obstacle}")
+        if comm.topology.unsupported_reason:
+            raise ConfigError(f"there is nothing to tune: {comm.topology.unsupported_reason}")
         group = dist.group.WORLD
         assert group is not None
         part = cpu_model() if config.device == "cpu" else comm.topology.part

@@ -33,7 +33,7 @@ def doctor(
         for name, use, lacks in _parts(facts)
     ]
     states += [
-        ("[green]active[/]" if one.active else "[yellow]off[/]", one.name, escape(one.obstacle or one.use))
+        ("[green]active[/]" if one.active else "[yellow]off[/]", one.name, escape(one.unsupported_reason or one.use))
         for one in integrations()
     ]
     console.print(_listed(states, "", "bold"))

@@ -46,7 +46,7 @@ class Topology:
         device: ``"cuda"`` or ``"cpu"``.
         part: name of the GPU, or ``"cpu"``; tuned tables are made for one part.
         transport: the transport that runs native algorithms.
-        obstacle: why there are no native kernels; empty if there are.
+        unsupported_reason: why there are no native kernels; empty if there are.
         multicast: kernels may use a multicast address.
         max_bytes: the largest message of the workspace, in bytes.
         algorithms: the algorithms registered when the communicator was created.
@@ -60,7 +60,7 @@ class Topology:
     device: str
     part: str
     transport: Transport
-    obstacle: str
+    unsupported_reason: str
     multicast: bool
     max_bytes: int
     algorithms: Algorithms
@@ -161,11 +161,11 @@ class Form:
             are not tuned.
         between_nodes: it exchanges the sums of nodes, so it serves only ranks on several nodes.
         workspace: ``workspace(problem)``: the workspace that a call needs.
-        obstacle: ``obstacle(problem)``: why this form cannot serve a problem, beyond what the other fields say; empty
-            if it can.
+        unsupported_reason: ``unsupported_reason(problem)``: why this form cannot serve a problem, beyond what the other
+            fields say; empty if it can.
         launches: ``launches(problem)``: alternative launches worth trying.
-        launch_obstacle: ``launch_obstacle(problem, launch)``: why a launch that the kernel accepts does not fit the
-            workspace for this problem; empty if it fits.
+        launch_unsupported_reason: ``launch_unsupported_reason(problem, launch)``: why a launch that the kernel accepts
+            does not fit the workspace for this problem; empty if it fits.
         divides: a message larger than the workspace is sent in pieces.
         uneven: it takes parts of different sizes (all_gather).
         any_reduction: it has every reduction of :data:`shotcast.wire.REDUCED`; if False, only sums of
@@ -187,9 +187,9 @@ class Form:
     launch: Callable[[CollectiveProblem], LaunchShape] | None = None
     between_nodes: bool = False
     workspace: Callable[[CollectiveProblem], Workspace] = message_fits
-    obstacle: Callable[[CollectiveProblem], str] = lambda problem: ""
+    unsupported_reason: Callable[[CollectiveProblem], str] = lambda problem: ""
     launches: Callable[[CollectiveProblem], Sequence[LaunchShape]] = lambda problem: ()
-    launch_obstacle: Callable[[CollectiveProblem, LaunchShape], str] = lambda problem, launch: ""
+    launch_unsupported_reason: Callable[[CollectiveProblem, LaunchShape], str] = lambda problem, launch: ""
     divides: bool = False
     uneven: bool = True
     any_reduction: bool = False

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shotcast import wire
 from shotcast.collectives.algorithm import CollectiveProblem, Form, Workspace, slice_in_node
-from shotcast.collectives.fused_rows import rows_obstacle, tile_launch, tiles_of_rows
+from shotcast.collectives.fused_rows import rows_unsupported_reason, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.hardware.nodes import folded
 from shotcast.transport.triton.layout import WorkspaceLayout
@@ -78,7 +78,7 @@ def rows_workspace(problem: CollectiveProblem) -> Workspace:
     return Workspace(nbytes, most) if nbytes > most else Workspace(2 * nbytes, 2 * max_bytes)
 
 
-def order_obstacle(problem: CollectiveProblem) -> str:
+def order_unsupported_reason(problem: CollectiveProblem) -> str:
     """Return why the order in which nodes are reduced would matter; empty if it does not.
 
     Float sums in float32 have a defined node order. No order changes the bits of extrema, integers or bool.
@@ -110,7 +110,12 @@ def forms_of(
     tree = "shotcast.collectives.reference:tree_all_reduce"
     sums: dict[str, Any] = {"reference": tree, "share": slice_in_node, "divides": True, **others}
     normed = Form(
-        work=work, triton=normed_triton, hosts=normed_hosts, obstacle=rows_obstacle, between_nodes=True, **rows
+        work=work,
+        triton=normed_triton,
+        hosts=normed_hosts,
+        unsupported_reason=rows_unsupported_reason,
+        between_nodes=True,
+        **rows,
     )
     plain = Form(work=work, triton=triton, hosts=hosts, between_nodes=True, **sums)
     return {Op.ALL_REDUCE: plain, **dict.fromkeys(wire.ALL_REDUCE_NORMS, normed)}

@@ -294,7 +294,15 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         )
         if self._executor is None and self.world_size > 1:
             self._vendor.connect(SETUP_TIMEOUT_S)
-        facts = self._host.layout, self.device.type, part, transport, built.obstacle, built.multicast, self.max_bytes
+        facts = (
+            self._host.layout,
+            self.device.type,
+            part,
+            transport,
+            built.unsupported_reason,
+            built.multicast,
+            self.max_bytes,
+        )
         modes = self._batch_invariant, exclusive
         topology = Topology(*facts, self._algorithms, self._allow_fp8, built.network, *modes)
         graphs = self._chain is not None

@@ -9,7 +9,7 @@ from shotcast.units import align_up, format_size
 from shotcast.wire import LaunchShape
 
 
-def rows_obstacle(problem: CollectiveProblem) -> str:
+def rows_unsupported_reason(problem: CollectiveProblem) -> str:
     """Return why the fused kernels, which hold a row in the registers of one program, cannot hold these rows; empty if
     they can. Host code takes any rows."""
     row = problem.row_bytes

@@ -20,11 +20,11 @@ class Integration:
 
     name: str  # of the program
     use: str  # how its users get shotcast
-    obstacle: str  # why they would not; empty where the integration is active
+    unsupported_reason: str  # why they would not; empty where the integration is active
 
     @property
     def active(self) -> bool:
-        return not self.obstacle
+        return not self.unsupported_reason
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "active": self.active}

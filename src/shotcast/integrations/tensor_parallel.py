@@ -229,7 +229,7 @@ def make_sums(
     try:
         asked = env.batch_invariant()
         sums = TensorParallelSums(make, group_name)
-        why = sums.communicator.topology.obstacle
+        why = sums.communicator.topology.unsupported_reason
     except Exception as error:  # also what a compiler, the driver or the system raises on this rank alone
         why = f"{type(error).__name__}: {error}"
     try:

@@ -55,9 +55,11 @@ def build_executor(transport: Transport, ranks: Ranks) -> tuple[Transport, Built
     built = Built(None, why) if why else pkgutil.resolve_name(transport.build)(ranks)
     if built.executor is not None:
         return transport, built
-    if ranks.host.rank == 0 and built.obstacle not in _said:
-        _said.add(built.obstacle)
-        logger.warning("the vendor library serves all calls of communicator %s: %s", ranks.host.name, built.obstacle)
+    if ranks.host.rank == 0 and built.unsupported_reason not in _said:
+        _said.add(built.unsupported_reason)
+        logger.warning(
+            "the vendor library serves all calls of communicator %s: %s", ranks.host.name, built.unsupported_reason
+        )
     return NO_TRANSPORT, built
 
 

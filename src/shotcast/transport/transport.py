@@ -62,7 +62,7 @@ class Built(NamedTuple):
     """
 
     executor: Any
-    obstacle: str = ""
+    unsupported_reason: str = ""
     multicast: bool = False
     network: Network = NO_NETWORK
 

@@ -66,7 +66,7 @@ def _workspace(problem: CollectiveProblem) -> Workspace:
     return Workspace(ENGINE_ROOM, problem.topology.max_bytes)
 
 
-def _obstacle(problem: CollectiveProblem) -> str:
+def _unsupported_reason(problem: CollectiveProblem) -> str:
     if problem.topology.shape.nodes > 1:
         return "all ranks are not on one node"
     chunks = math.ceil(slice_of_message(problem) / launch(problem).chunk_bytes)
@@ -80,7 +80,7 @@ def _form(**fields: Any) -> Form:
     return Form(
         triton="shotcast.transport.triton.copy_engines:bind",
         launch=launch,
-        obstacle=_obstacle,
+        unsupported_reason=_unsupported_reason,
         workspace=_workspace,
         uneven=False,
         flags_words=False,

@@ -65,12 +65,12 @@ def launches(problem: CollectiveProblem) -> list[LaunchShape]:
     for warps, block, tiles in itertools.product((8, 16, 32), (2048, 4096, 8192), (1, 2, 4)):
         shape = dataclasses.replace(default, num_warps=warps, block_words=block, chunk_bytes=tiles * 4 * block)
         in_registers = block >= 128 * warps and block * _tiles(problem) <= _MOST_WORDS_OF_WARP * warps
-        if in_registers and not launch_obstacle(problem, shape):
+        if in_registers and not launch_unsupported_reason(problem, shape):
             found.append(shape)
     return found
 
 
-def launch_obstacle(problem: CollectiveProblem, shape: LaunchShape) -> str:
+def launch_unsupported_reason(problem: CollectiveProblem, shape: LaunchShape) -> str:
     """Return why a launch, such as a tuned one, does not fit the window or takes too many steps; empty if it works.
 
     Binding the kernel checks this again for the actual workspace.
@@ -85,9 +85,9 @@ def launch_obstacle(problem: CollectiveProblem, shape: LaunchShape) -> str:
     return f"{launch} take {steps} steps" if steps >= most else ""
 
 
-def _own_obstacle(problem: CollectiveProblem) -> str:
+def _own_unsupported_reason(problem: CollectiveProblem) -> str:
     """Return why no launch works: the window is too small for the message."""
-    return launch_obstacle(problem, launch(problem))
+    return launch_unsupported_reason(problem, launch(problem))
 
 
 def _part(problem: CollectiveProblem) -> int:
@@ -102,9 +102,9 @@ def _form(**fields: Any) -> Form:
     return Form(
         triton=bind,
         launch=launch,
-        obstacle=_own_obstacle,
+        unsupported_reason=_own_unsupported_reason,
         launches=launches,
-        launch_obstacle=launch_obstacle,
+        launch_unsupported_reason=launch_unsupported_reason,
         workspace=window_alone,
         keeps_to_sms=True,
         flags_words=False,

@@ -46,7 +46,7 @@ nothing is lost, since its numbers have 16 bits.
 from __future__ import annotations
 
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, slice_in_node
-from shotcast.collectives.between_nodes import doublings, forms_of, in_pairs, order_obstacle, slice_of, to_all
+from shotcast.collectives.between_nodes import doublings, forms_of, in_pairs, order_unsupported_reason, slice_of, to_all
 from shotcast.cost.collective import Work
 from shotcast.wire import SIXTEEN_BITS, NodeShape, Op, in_one_step
 
@@ -85,7 +85,7 @@ def rounded_work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
     return to_all(nbytes, shape, 2, 2 * others / shape.nodes * rounded)
 
 
-def _obstacle_of_16_bits(problem: CollectiveProblem) -> str:
+def _unsupported_reason_of_16_bits(problem: CollectiveProblem) -> str:
     if problem.dtype in SIXTEEN_BITS:
         return ""
     return f"it sends sums of nodes in the 16 bits of {' or '.join(SIXTEEN_BITS)}, and this is {problem.dtype}"
@@ -122,7 +122,7 @@ ALGORITHMS = (
                 hosts="shotcast.transport.network.sums:IN_16_BITS",
                 reference="shotcast.collectives.reference:rounded_nodes_all_reduce",
                 share=slice_in_node,
-                obstacle=_obstacle_of_16_bits,
+                unsupported_reason=_unsupported_reason_of_16_bits,
                 between_nodes=True,
                 divides=True,
             )
@@ -156,7 +156,7 @@ ALGORITHMS = (
                 triton="shotcast.transport.triton.nvrar:bind_pairs",
                 normed_triton="shotcast.transport.triton.fused_nvrar:bind_pairs",
                 any_reduction=True,
-                obstacle=order_obstacle,
+                unsupported_reason=order_unsupported_reason,
             ),
             Op.REDUCE: Form(
                 work=pairs_work,
@@ -165,7 +165,7 @@ ALGORITHMS = (
                 share=slice_in_node,
                 between_nodes=True,
                 any_reduction=True,
-                obstacle=order_obstacle,
+                unsupported_reason=order_unsupported_reason,
             ),
         },
     ),

@@ -15,7 +15,7 @@ from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, W
 from shotcast.collectives.fused_rows import (
     launches_of_tiles,
     one_shot_launch,
-    rows_obstacle,
+    rows_unsupported_reason,
     scatter_launch,
     tiles_of_rows,
 )
@@ -155,7 +155,7 @@ ALGORITHM = Algorithm(
                 launch=one_shot_launch,
                 launches=launches_of_tiles,
                 workspace=_fused_workspace,
-                obstacle=rows_obstacle,
+                unsupported_reason=rows_unsupported_reason,
             ),
         ),
         **dict.fromkeys(
@@ -165,7 +165,7 @@ ALGORITHM = Algorithm(
                 triton="shotcast.transport.triton.fused_reduce_scatter:bind",
                 cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER",
                 launch=scatter_launch,
-                obstacle=rows_obstacle,
+                unsupported_reason=rows_unsupported_reason,
             ),
         ),
     },

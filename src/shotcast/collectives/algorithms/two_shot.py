@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
-from shotcast.collectives.fused_rows import rows_obstacle, scatter_launch, tiles_of_slices
+from shotcast.collectives.fused_rows import rows_unsupported_reason, scatter_launch, tiles_of_slices
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import QUAD, gathered_row_quads
 from shotcast.units import align_up
@@ -77,7 +77,7 @@ ALGORITHM = Algorithm(
                 cpu="shotcast.transport.cpu.fused:TWO_SHOT",
                 launch=_fused_launch,
                 workspace=_fused_workspace,
-                obstacle=rows_obstacle,
+                unsupported_reason=rows_unsupported_reason,
             ),
         ),
         **dict.fromkeys(
@@ -88,7 +88,7 @@ ALGORITHM = Algorithm(
                 cpu="shotcast.transport.cpu.fused:REDUCE_SCATTER_ALL_GATHER",
                 launch=scatter_launch,
                 workspace=_gathered_workspace,
-                obstacle=rows_obstacle,
+                unsupported_reason=rows_unsupported_reason,
             ),
         ),
     },

@@ -26,8 +26,8 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
         serving = [one for one in topology.algorithms.serving(op) if not one.library]
         own = [one.name for one in serving if _is_to_name(problem, one.forms[op])]
         return f"there is no {name} {op.label}; there is {', '.join(own)}"
-    if topology.obstacle:
-        return topology.obstacle
+    if topology.unsupported_reason:
+        return topology.unsupported_reason
     if problem.sms and not form.keeps_to_sms:
         return "it does not keep to a number of SMs"
     if form.keeps_to_sms and not problem.sms:
@@ -52,7 +52,7 @@ def unsupported_reason(problem: CollectiveProblem, name: str) -> str:
         return "it stores to all ranks, and those of other hosts are reached by puts"
     if form.between_nodes and transport.consecutive and not topology.layout.consecutive:
         return "its kernel takes nodes of consecutive ranks"
-    if why := form.obstacle(problem):
+    if why := form.unsupported_reason(problem):
         return why
     launch = None if form.keeps_to_sms else form.launch
     if launch is not None and (why := _beyond_others(problem, form, launch(problem))):
@@ -232,7 +232,7 @@ _MAX_SENT_WORDS, _MAX_SENT_WARPS = 16384, 32
 """The same for SM-limited kernels, which do not poll words of a tile and have no header program."""
 
 
-def launch_obstacle(transport: Transport, algorithm: Algorithm, shape: LaunchShape) -> str:
+def launch_unsupported_reason(transport: Transport, algorithm: Algorithm, shape: LaunchShape) -> str:
     """Return why kernels of a transport cannot launch ``algorithm`` with ``shape``; empty if they can.
 
     On a GPU every thread needs separate words. If a tile has fewer words than threads, several threads poll one word

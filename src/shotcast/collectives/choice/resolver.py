@@ -13,7 +13,7 @@ from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.algorithms.copy_engines import COPY_ENGINES
 from shotcast.collectives.arguments import operation, sm_budget
-from shotcast.collectives.choice.candidates import candidates, launch_obstacle, room, unsupported_reason
+from shotcast.collectives.choice.candidates import candidates, launch_unsupported_reason, room, unsupported_reason
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import LOSSLESS, choose
 from shotcast.collectives.choice.table import MODES, Table
@@ -178,7 +178,7 @@ class Resolver:
             code = norm.code
         shape = candidate.launch if launch is None else launch
         chosen = self.topology.algorithms[candidate.algorithm]
-        if why := launch_obstacle(self.topology.transport, chosen, shape):
+        if why := launch_unsupported_reason(self.topology.transport, chosen, shape):
             raise ConfigError(f"{op.label} by {candidate.algorithm} cannot be launched so: {why}")
         needed = room(problem, candidate.algorithm)
         made = op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm

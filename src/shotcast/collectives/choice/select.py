@@ -96,7 +96,7 @@ def choose(
         candidate = legal[row.algorithm]
         if tuned is not None and not algorithms[row.algorithm].library:
             candidate = Candidate(row.algorithm, fitted(problem, row.algorithm, tuned))
-            if why := algorithms[row.algorithm].forms[problem.op].launch_obstacle(problem, candidate.launch):
+            if why := algorithms[row.algorithm].forms[problem.op].launch_unsupported_reason(problem, candidate.launch):
                 passed.append(f"{table.name} has {row.algorithm}, but {why}")
                 continue
         limit = "any size" if row.nbytes == float("inf") else f"up to {format_size(int(row.nbytes))}"

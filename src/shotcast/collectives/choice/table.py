@@ -36,7 +36,7 @@ from typing import Any
 
 from shotcast import wire
 from shotcast.collectives.algorithm import FUSED, Algorithms
-from shotcast.collectives.choice.candidates import launch_obstacle
+from shotcast.collectives.choice.candidates import launch_unsupported_reason
 from shotcast.errors import ConfigError
 from shotcast.transport.transport import Transport
 from shotcast.wire import LaunchShape, NodeShape
@@ -221,7 +221,7 @@ def fit_for(table: Table, transport: Transport, algorithms: Algorithms) -> Table
     for (mode, op, dtype), rows in table.rows.items():
         for row in rows:
             if row.launch is not None and (
-                trouble := launch_obstacle(transport, algorithms[row.algorithm], row.launch)
+                trouble := launch_unsupported_reason(transport, algorithms[row.algorithm], row.launch)
             ):
                 raise ConfigError(f"table {table.name}, {mode}/{op}/{dtype}, {row.algorithm}: {trouble}")
     return table

@@ -57,13 +57,15 @@ def operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[...,
     _library.define(schema)
     try:
         torch.library._register_effectful_op(f"shotcast::{name}", torch.library.EffectType.ORDERED, lib=_library)
-        obstacle = ""
+        unsupported_reason = ""
     except AttributeError as error:  # there is no public name for it
-        obstacle = str(error)
+        unsupported_reason = str(error)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        if obstacle:
-            raise UnsupportedError(f"PyTorch {torch.__version__} cannot order operators in a graph: {obstacle}")
+        if unsupported_reason:
+            raise UnsupportedError(
+                f"PyTorch {torch.__version__} cannot order operators in a graph: {unsupported_reason}"
+            )
         inductor.order(OPERATORS)
         return shaped(*args, **kwargs)
 

@@ -41,8 +41,10 @@ def on_gpus(ranks: Ranks) -> Built:
     gpus, numbers = zip(*host.all_gather((uuid_of(device), device.index), what="construction"), strict=True)
     _refuse_shared(gpus)
     mates = layout.members[layout.node_of(host.rank)] if puts else range(host.world_size)
-    obstacle = peer_obstacle(device, {rank: gpus[rank] for rank in mates}) or (_puts_obstacle(ranks) if puts else "")
-    for rank, text in enumerate(host.all_gather(obstacle, what="construction")):
+    unsupported_reason = peer_unsupported_reason(device, {rank: gpus[rank] for rank in mates}) or (
+        _puts_unsupported_reason(ranks) if puts else ""
+    )
+    for rank, text in enumerate(host.all_gather(unsupported_reason, what="construction")):
         if text:
             return Built(None, f"rank {rank}: {text}")
     if puts:
@@ -66,7 +68,7 @@ def _on_mapped_memory(ranks: Ranks, allocate: Allocate, link: LinkCost) -> Built
     return Built(executor, "", executor.multicast, joined)
 
 
-def _puts_obstacle(ranks: Ranks) -> str:
+def _puts_unsupported_reason(ranks: Ranks) -> str:
     """Return why GPUs of several hosts cannot put to each other, as far as this rank knows; empty if they can."""
     if not ranks.layout.consecutive:
         return "kernels that put to other hosts take nodes of consecutive ranks"
@@ -103,7 +105,7 @@ def _refuse_shared(gpus: Sequence[str]) -> None:
             )
 
 
-def peer_obstacle(device: torch.device, gpus: Mapping[int, str]) -> str:
+def peer_unsupported_reason(device: torch.device, gpus: Mapping[int, str]) -> str:
     """Return why native kernels cannot run between these GPUs of one host; empty if they can.
 
     ``gpus`` maps each rank that stores to the others to the UUID of its GPU, which this process need not see.
