@@ -98,7 +98,7 @@ def work(nbytes: int, shape: shotcast.NodeShape, itemsize: int) -> shotcast.Work
 def workspace(problem: shotcast.CollectiveProblem) -> shotcast.Workspace:
     """Return what a call needs of the workspace, and what there is: two messages of the largest size."""
     slots = problem.topology.world_size + 1
-    return shotcast.Workspace(needed=slots * problem.nbytes, room=2 * problem.topology.max_bytes)
+    return shotcast.Workspace(needed=slots * problem.nbytes, capacity=2 * problem.topology.max_bytes)
 
 
 shotcast.register_algorithm(

@@ -230,8 +230,8 @@ class CallPlan:
     elements that this rank sends to each rank, then the ones that it receives; otherwise empty. ``norm`` belongs to the
     fused operations; their ``nbytes`` counts ``x``. A call that multiplies has no algorithm, and ``nbytes`` counts the
     product or the gathered tensor. A call may be split into pieces, each with a separate plan: then ``whole_nbytes`` is
-    the ``nbytes`` of the whole call, and ``piece`` is the number of the piece. ``room`` is the message size, in bytes,
-    that the workspace of GPU kernels must at least be laid out for. ``reduction``, of all_reduce, reduce and
+    the ``nbytes`` of the whole call, and ``piece`` is the number of the piece. ``capacity`` is the message size, in
+    bytes, that the workspace of GPU kernels must at least be laid out for. ``reduction``, of all_reduce, reduce and
     reduce_scatter, is one of :data:`REDUCTIONS`.
     """
 
@@ -245,7 +245,7 @@ class CallPlan:
     norm: Norm | None = None
     whole_nbytes: int = 0
     piece: int = 0
-    room: int = 0
+    capacity: int = 0
     reduction: str = REDUCTIONS[0]
 
 

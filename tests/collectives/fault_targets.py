@@ -420,19 +420,19 @@ def missing_messages() -> list[BaseException | None]:
     errors: list[BaseException | None] = []
     with shotcast.Communicator(device="cpu", timeout_s=1.0) as comm:
         x = torch.ones(8)
-        room = comm.waiting_messages(x)
+        capacity = comm.waiting_messages(x)
         for waiting in (1, 0):
             error: BaseException | None = None
             try:
                 if comm.rank == waiting == 1:
                     comm.recv(x, 0)
                 elif comm.rank == waiting == 0:
-                    for number in range(room + 1):
+                    for number in range(capacity + 1):
                         sent = number
                         comm.send(x, 1)
             except shotcast.CollectiveTimeout as caught:
                 error = caught
-                assert waiting == 1 or sent == room
+                assert waiting == 1 or sent == capacity
             errors.append(error)
             time.sleep(1.5)
             comm.reset()

@@ -162,7 +162,7 @@ def forms_of_sizes() -> int:
 
 def copies_with_late_ranks() -> list[tuple[str, int]]:
     """Make calls that only the library has room for, with rank 1 late; return kernels, and forms that were loaded."""
-    layout.FIRST_ROOM = 1 << 12
+    layout.FIRST_CAPACITY = 1 << 12
     seen = []
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         assert comm._compile_barrier is not None
@@ -188,7 +188,7 @@ def copies_with_late_ranks() -> list[tuple[str, int]]:
 
 def growth_with_late_ranks() -> list[tuple[int, int]]:
     """Make calls that need a larger workspace, for which rank 1 is late at first; return workspaces and decisions."""
-    layout.FIRST_ROOM = 1 << 12
+    layout.FIRST_CAPACITY = 1 << 12
     seen = []
     with shotcast.Communicator(device="cpu", max_bytes=1 << 16, timeout_s=60) as comm:
         assert comm._executor is not None

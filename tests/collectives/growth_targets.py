@@ -31,7 +31,7 @@ ROOMS = (FIRST, 4 * FIRST, LARGEST)
 @contextmanager
 def communicator(timeout_s: float = 30.0) -> Iterator[Any]:
     """Yield a communicator that begins with a workspace for messages of 4 KiB and may grow twice."""
-    layout.FIRST_ROOM = FIRST
+    layout.FIRST_CAPACITY = FIRST
     with shotcast.Communicator(device="cpu", max_bytes=LARGEST, timeout_s=timeout_s) as comm:
         yield comm
 

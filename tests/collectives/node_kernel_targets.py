@@ -82,7 +82,7 @@ def executor_of(comm: shotcast.Communicator, nodes: int, max_bytes: int, timeout
     ranks = Ranks(host, comm.topology.layout, True, device, max_bytes, timeout_s, ALGORITHMS)
     executor = TritonExecutor(ranks, lambda nbytes: arena.lease(host, nbytes, allocate, False), nodes)
     try:
-        if max_bytes > executor.room:
+        if max_bytes > executor.capacity:
             executor.grow(max_bytes)
         yield executor
         executor.drain()

@@ -31,7 +31,7 @@ def executor_of(comm: shotcast.Communicator, nodes: int, max_bytes: int, timeout
     ranks = Ranks(host, layout, False, comm.device, max_bytes, timeout_s, ALGORITHMS)
     executor = HostsTritonExecutor(ranks, lambda nbytes: emulated_puts.EmulatedLease(host, nbytes, mates))
     try:
-        if max_bytes > executor.room:
+        if max_bytes > executor.capacity:
             executor.grow(max_bytes)
         yield executor
         executor.drain()

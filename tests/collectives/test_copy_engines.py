@@ -24,7 +24,7 @@ import shotcast
 from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.bench.tune import eligible_candidates
 from shotcast.collectives.algorithm import CollectiveProblem
-from shotcast.collectives.choice.candidates import launch_shape, launch_shapes, room, unsupported_reason
+from shotcast.collectives.choice.candidates import capacity, launch_shape, launch_shapes, unsupported_reason
 from shotcast.collectives.choice.resolver import Resolver
 from shotcast.collectives.choice.select import choose
 from shotcast.transport.triton import copy_engines
@@ -156,7 +156,7 @@ def test_other_launches_and_reasons_of_copy_engines() -> None:
 def test_copy_engines_serve_regions_with_room_and_no_number_of_sms() -> None:
     asked = problem(Op.ALL_REDUCE, 1 << 26)
     assert unsupported_reason(asked, "copy_engines") == ""
-    assert room(asked, "copy_engines") == 32 << 20
+    assert capacity(asked, "copy_engines") == 32 << 20
     assert "max_bytes" in unsupported_reason(problem(Op.ALL_REDUCE, 1 << 26, max_bytes=16 << 20), "copy_engines")
     assert "SMs" in unsupported_reason(problem(Op.ALL_REDUCE, 1 << 26, sms=16), "copy_engines")
     assert "512 are the most" in unsupported_reason(problem(Op.ALL_REDUCE, 8 << 30), "copy_engines")
@@ -169,7 +169,7 @@ def test_places_are_written_again_only_when_all_have_taken_what_was_there(
 ) -> None:
     """All that ranks do in a phase may go on at once. A chunk is read in the phase after the one it was written in."""
     part = 16 * quads
-    room = 16 * chunk * world_size * places_of_copies(op, -(-quads // chunk))
+    capacity = 16 * chunk * world_size * places_of_copies(op, -(-quads // chunk))
     regions = tuple(10**9 * rank for rank in range(world_size))
     parts = [CopiedParts(op, part * world_size, part, 16 * chunk, rank, regions) for rank in range(world_size)]
     phases = [list(one.phases()) for one in parts]
@@ -181,7 +181,7 @@ def test_places_are_written_again_only_when_all_have_taken_what_was_there(
             for copy in (*phase.early, *phase.late):
                 assert copy.target_base == REGION
                 assert read.get(copy.target, -1) < number
-                assert copy.target % 10**9 + copy.nbytes <= room
+                assert copy.target % 10**9 + copy.nbytes <= capacity
                 written[copy.target] = number
         for rank, phase in enumerate(of_ranks):
             found = [copy.source for copy in phase.taken if copy.source_base == REGION]
@@ -288,6 +288,6 @@ def test_chunks_have_room(op: Op, nbytes: int, exclusive: bool) -> None:
     chunks = max(1, math.ceil(nbytes / 4 / chunk))
     assert chunk > 0
     assert chunk % 16 == 0
-    room = bytes_of_copies(exclusive)
-    assert 4 * chunk * places_of_copies(op, chunks) <= room
-    assert chunks == 1 or nbytes > room // places_of_copies(op, 1), "a message that has room passes at once"
+    capacity = bytes_of_copies(exclusive)
+    assert 4 * chunk * places_of_copies(op, chunks) <= capacity
+    assert chunks == 1 or nbytes > capacity // places_of_copies(op, 1), "a message that has room passes at once"

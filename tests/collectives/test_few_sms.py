@@ -28,9 +28,9 @@ from quick_interpreter import GPU_COLLECTIVES, interpret
 from shotcast.collectives.algorithm import CollectiveProblem, Topology
 from shotcast.collectives.choice.candidates import (
     candidates,
+    capacity,
     launch_shape,
     launch_unsupported_reason,
-    room,
     unsupported_reason,
 )
 from shotcast.collectives.choice.select import choose, predicted_us
@@ -253,7 +253,7 @@ def test_launches_fit_into_the_window(
     shape = launch_shape(case, "few_sms")
     assert 1 <= shape.programs <= sms
     assert not launch_unsupported_reason(topology.transport, topology.algorithms["few_sms"], shape)
-    where = layout.WorkspaceLayout.for_messages(room(case, "few_sms"))
+    where = layout.WorkspaceLayout.for_messages(capacity(case, "few_sms"))
     assert shape.chunk_bytes >= 16
     assert shape.chunk_bytes % 16 == 0
     form = topology.algorithms["few_sms"].forms[op]

@@ -15,11 +15,11 @@ from test_select import make_topology, problems
 
 from shotcast import wire
 from shotcast.collectives.algorithm import CollectiveProblem
-from shotcast.collectives.choice.candidates import room, unsupported_reason
+from shotcast.collectives.choice.candidates import capacity, unsupported_reason
 from shotcast.collectives.growth import grow
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
-from shotcast.transport.triton.layout import FIRST_ROOM, WorkspaceLayout, rooms
+from shotcast.transport.triton.layout import FIRST_CAPACITY, WorkspaceLayout, capacities
 from shotcast.wire import Op
 
 FIRST, LARGEST = targets.FIRST, targets.LARGEST
@@ -29,21 +29,21 @@ FIRST, LARGEST = targets.FIRST, targets.LARGEST
 
 def test_rooms_from_small_to_the_largest() -> None:
     mib = 1 << 20
-    assert rooms(64 * mib) == (8 * mib, 32 * mib, 64 * mib)
-    assert rooms(512 * mib) == (8 * mib, 32 * mib, 128 * mib, 512 * mib)
-    assert rooms(10 * mib) == (8 * mib, 10 * mib)
-    assert rooms(8 * mib) == (8 * mib,)
-    assert rooms(100) == (100,)
-    assert WorkspaceLayout.for_messages(FIRST_ROOM).nbytes < 83 * mib
+    assert capacities(64 * mib) == (8 * mib, 32 * mib, 64 * mib)
+    assert capacities(512 * mib) == (8 * mib, 32 * mib, 128 * mib, 512 * mib)
+    assert capacities(10 * mib) == (8 * mib, 10 * mib)
+    assert capacities(8 * mib) == (8 * mib,)
+    assert capacities(100) == (100,)
+    assert WorkspaceLayout.for_messages(FIRST_CAPACITY).nbytes < 83 * mib
 
 
 @given(st.integers(1, 512 << 20))
 def test_all_rooms_take_at_most_twice_the_largest(max_bytes: int) -> None:
-    sizes = rooms(max_bytes)
+    sizes = capacities(max_bytes)
     assert sizes[-1] == max_bytes
     assert list(sizes) == sorted(set(sizes))
     assert sum(sizes) <= 2 * max_bytes
-    assert sizes[0] <= FIRST_ROOM
+    assert sizes[0] <= FIRST_CAPACITY
 
 
 def test_only_the_first_region_has_mailboxes() -> None:
@@ -61,18 +61,18 @@ def test_a_call_needs_the_smallest_room_in_which_it_is_legal(case: CollectivePro
 
 
 def _check_room(case: CollectiveProblem, name: str, kernels: str) -> None:
-    needed = room(case, name)
+    needed = capacity(case, name)
     if kernels == "compiled" or name == "vendor" or case.op in (Op.SEND, Op.RECV, Op.BARRIER):
         assert needed == 0
         return
-    chosen = next(size for size in rooms(64 << 20) if size >= needed)
+    chosen = next(size for size in capacities(64 << 20) if size >= needed)
     assert not unsupported_reason(_within(case, chosen), name)
     form = registered()[name].forms[case.op]
     if form.divides:
         cells = case.dtype not in wire.REDUCIBLE  # twice the bytes, in half the room
         assert needed == min(case.nbytes * (4 if cells else 1), 64 << 20)
     else:
-        assert all(unsupported_reason(_within(case, size), name) for size in rooms(64 << 20) if size < needed)
+        assert all(unsupported_reason(_within(case, size), name) for size in capacities(64 << 20) if size < needed)
 
 
 def _within(case: CollectiveProblem, max_bytes: int) -> CollectiveProblem:
@@ -83,11 +83,11 @@ def _within(case: CollectiveProblem, max_bytes: int) -> CollectiveProblem:
 
 
 def test_a_capture_cannot_grow_and_says_what_to_do() -> None:
-    executor: Any = SimpleNamespace(room=10)
-    call: Any = SimpleNamespace(room=11, label="shotcast.all_reduce", plan=None)
+    executor: Any = SimpleNamespace(capacity=10)
+    call: Any = SimpleNamespace(capacity=11, label="shotcast.all_reduce", plan=None)
     with pytest.raises(ConfigError, match=r"shotcast\.all_reduce needs a larger workspace.*call it once before"):
         grow(executor, call, True, lambda form, load: None)
-    call.room = 10
+    call.capacity = 10
     assert grow(executor, call, True, lambda form, load: None) is False
 
 

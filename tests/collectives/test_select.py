@@ -17,12 +17,12 @@ from shotcast.collectives.algorithm import FUSED, Algorithm, Algorithms, Collect
 from shotcast.collectives.choice import select
 from shotcast.collectives.choice.candidates import (
     candidates,
+    capacity,
     fitted,
     keeps_bits,
     launch_shape,
     launch_shapes,
     launch_unsupported_reason,
-    room,
     unsupported_reason,
 )
 from shotcast.collectives.choice.choice import Candidate, Explanation
@@ -445,9 +445,9 @@ class TestLegality:
 
     def test_a_divided_message_of_flag_cells_needs_four_times_the_room(self) -> None:
         topology = make_topology("triton", max_bytes=512 << 20)
-        assert room(problem(nbytes=1 << 20, dtype="int64", topology=topology), "two_shot") == 4 << 20
-        assert room(problem(nbytes=1 << 20, reduction="max", topology=topology), "two_shot") == 1 << 20
-        assert room(problem(nbytes=1 << 30, dtype="int64", topology=topology), "two_shot") == 512 << 20
+        assert capacity(problem(nbytes=1 << 20, dtype="int64", topology=topology), "two_shot") == 4 << 20
+        assert capacity(problem(nbytes=1 << 20, reduction="max", topology=topology), "two_shot") == 1 << 20
+        assert capacity(problem(nbytes=1 << 30, dtype="int64", topology=topology), "two_shot") == 512 << 20
 
     def test_reductions_are_in_rank_order_on_any_nodes(self) -> None:
         topology = make_topology("triton", 4, nodes=4)

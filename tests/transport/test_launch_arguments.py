@@ -42,7 +42,7 @@ def launches(
 def executor_of_four(multicast: bool = False, nodes: int = 1, max_bytes: int = MAX_BYTES) -> TritonExecutor:
     """Return the executor of rank 1 of four, with no memory."""
     executor: Any = object.__new__(TritonExecutor)
-    executor._rooms, executor.room, executor._algorithms = (max_bytes,), max_bytes, registered()
+    executor._capacities, executor.capacity, executor._algorithms = (max_bytes,), max_bytes, registered()
     executor._nodes, executor._group, executor._exclusive = nodes, SimpleNamespace(world_size=4), True
     where = WorkspaceLayout.for_messages(max_bytes, nodes=nodes, ranks_per_node=4 // nodes)
     context = KernelContext(

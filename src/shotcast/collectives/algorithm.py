@@ -112,7 +112,7 @@ class Workspace(NamedTuple):
     """The workspace bytes that a call needs, and the most that it may use."""
 
     needed: int
-    room: int
+    capacity: int
 
 
 def window_alone(problem: CollectiveProblem) -> Workspace:

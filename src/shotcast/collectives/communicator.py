@@ -468,11 +468,11 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         executor = self._executor
         assert executor is not None
         assert self._growths is not None
-        if call.room <= executor.room or self._batch_invariant:  # where what fits may have no algorithm
+        if call.capacity <= executor.capacity or self._batch_invariant:  # where what fits may have no algorithm
             return call
         if not capturing and self._growths.all_there():
             return call
-        within = self._resolver.within(executor.room)
+        within = self._resolver.within(executor.capacity)
         makeshift = within.resolve(*within.makeshift(within.problem(*problem)), capturing)
         makeshift.is_makeshift = True
         return makeshift
@@ -762,12 +762,14 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         members = sorted((k, rank) for rank, (c, k) in enumerate(colors) if c == color)
         child = object.__new__(Communicator)
         order = [self._host.order[rank] for _, rank in members]
-        room = self.max_bytes if max_bytes is None else max_bytes
+        capacity = self.max_bytes if max_bytes is None else max_bytes
         name = f"{self.name}/split {number}/{color}"
         modes = self._allow_fp8, self._batch_invariant, self._exclusive if exclusive is None else exclusive
         parent = f"{self._host.members.group}." if self._host.members.group else ""
         title = f"{parent}split(color={color})"
-        child._start(self._rendezvous, self.device, room, self._timeout_s, *modes, order=order, name=name, title=title)
+        child._start(
+            self._rendezvous, self.device, capacity, self._timeout_s, *modes, order=order, name=name, title=title
+        )
         return child
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ def grow(
     for calls bound from now on; or the fault that ended the header exchange. Raises ConfigError if the call is being
     captured in a graph, and on all ranks if one has too little memory.
     """
-    if call.room <= executor.room:
+    if call.capacity <= executor.capacity:
         return False
     if capturing:
         raise ConfigError(
@@ -47,7 +47,7 @@ def grow(
     exchange.run()
     if fault := executor.fault():
         return fault
-    executor.grow(call.room)
+    executor.grow(call.capacity)
     return True
 
 

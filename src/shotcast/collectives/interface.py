@@ -37,7 +37,7 @@ class Executor(Protocol):
     """Runs call plans: :class:`shotcast.transport.triton.executor.TritonExecutor` or the CPU's ``CpuExecutor``.
 
     Attributes:
-        room: the longest message, in bytes, that the workspace is currently laid out for.
+        capacity: the longest message, in bytes, that the workspace is currently laid out for.
         held_bytes: bytes of shared memory that the workspace takes on each rank.
         stopped_word: a word whose ``value`` is 0 until a fault is known. It is gone after :meth:`close`.
     """
@@ -45,7 +45,7 @@ class Executor(Protocol):
     stopped_word: Any
 
     @property
-    def room(self) -> int: ...
+    def capacity(self) -> int: ...
     @property
     def batches(self) -> bool:
         """True if it runs several messages at once, as a :class:`BatchExecutor`."""
@@ -53,8 +53,8 @@ class Executor(Protocol):
 
     @property
     def held_bytes(self) -> int: ...
-    def more_bytes(self, room: int) -> int:
-        """Return the bytes per rank of a workspace laid out for messages of ``room`` bytes."""
+    def more_bytes(self, capacity: int) -> int:
+        """Return the bytes per rank of a workspace laid out for messages of ``capacity`` bytes."""
         ...
 
     def bind(self, plan: CallPlan) -> BoundCall: ...
@@ -146,6 +146,6 @@ class GrowingExecutor(Executor, Protocol):
         ...
 
     def header_exchange(self, plan: CallPlan) -> HeaderExchange: ...
-    def grow(self, room: int) -> None:
-        """Enlarge the workspace for messages of ``room`` bytes. Collective; raises ConfigError on all ranks."""
+    def grow(self, capacity: int) -> None:
+        """Enlarge the workspace for messages of ``capacity`` bytes. Collective; raises ConfigError on all ranks."""
         ...

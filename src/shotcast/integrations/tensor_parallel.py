@@ -224,8 +224,8 @@ def make_sums(
     if group.group_desc in ("", "undefined"):
         group._set_group_desc(group_name)  # as errors name it
     sums, asked, why = None, False, ""
-    room, invariant = min(largest, DEFAULT_MAX_BYTES[device.type]), batch_invariant or None
-    make = functools.partial(Communicator, group, device, room, batch_invariant=invariant, exclusive=True)
+    capacity, invariant = min(largest, DEFAULT_MAX_BYTES[device.type]), batch_invariant or None
+    make = functools.partial(Communicator, group, device, capacity, batch_invariant=invariant, exclusive=True)
     try:
         asked = env.batch_invariant()
         sums = TensorParallelSums(make, group_name)

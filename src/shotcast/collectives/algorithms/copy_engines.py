@@ -51,11 +51,11 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
     Few chunks are faster: each adds a rendezvous, and its sum waits for the end of a product that occupies all SMs.
     """
     part = max(1, slice_of_message(problem))
-    room = bytes_of_copies(problem.topology.exclusive) // problem.topology.world_size
+    capacity = bytes_of_copies(problem.topology.exclusive) // problem.topology.world_size
     chunk = next(
         align_up(math.ceil(part / chunks), QUAD)
         for chunks in itertools.count(1)
-        if align_up(math.ceil(part / chunks), QUAD) * places_of_copies(problem.op, chunks) <= room
+        if align_up(math.ceil(part / chunks), QUAD) * places_of_copies(problem.op, chunks) <= capacity
     )
     if problem.topology.transport.serial:
         return LaunchShape(2, 256, 1, chunk)

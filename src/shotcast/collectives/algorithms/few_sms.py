@@ -36,15 +36,15 @@ def launch(problem: CollectiveProblem) -> LaunchShape:
     """Launch one program per SM, with chunks that together fill the window unless the message is smaller."""
     world_size, interpreted = problem.topology.world_size, problem.topology.transport.serial
     part = _part(problem)
-    room = window_bytes(problem.topology.max_bytes) // (places_in_window(problem.op) * world_size)
+    capacity = window_bytes(problem.topology.max_bytes) // (places_in_window(problem.op) * world_size)
     least = QUAD if interpreted else _LEAST_CHUNK
-    programs = max(1, min(problem.sms, -(-part // least), room // QUAD))
+    programs = max(1, min(problem.sms, -(-part // least), capacity // QUAD))
     if interpreted:  # its programs run one after the other
         programs = min(programs, 2)
-        chunk = min(room // programs // QUAD * QUAD, align_up(-(-part // (3 * programs)), QUAD), 4096)
+        chunk = min(capacity // programs // QUAD * QUAD, align_up(-(-part // (3 * programs)), QUAD), 4096)
         return LaunchShape(programs, 256, 1, max(chunk, QUAD))
     warps = 16 if world_size <= 3 else 8  # the tiles of more ranks need more registers
-    chunk = min(max(-(-part // (programs * _CHUNKS)), least), room // programs, _MOST_CHUNK)
+    chunk = min(max(-(-part // (programs * _CHUNKS)), least), capacity // programs, _MOST_CHUNK)
     words = _WORDS // 2 if problem.op is Op.ALL_GATHER and problem.sms >= _MANY_SMS else _WORDS
     block = max(1 << (words // _tiles(problem)).bit_length() - 1, 128 * warps)
     while 4 * block > chunk and block > 128 * warps:
@@ -75,11 +75,11 @@ def launch_unsupported_reason(problem: CollectiveProblem, shape: LaunchShape) ->
 
     Binding the kernel checks this again for the actual workspace.
     """
-    room = window_bytes(problem.topology.max_bytes)
+    capacity = window_bytes(problem.topology.max_bytes)
     needed = shape.programs * places_in_window(problem.op) * problem.topology.world_size * shape.chunk_bytes
     launch = f"{shape.programs} programs with chunks of {shape.chunk_bytes} bytes"
-    if needed > room:
-        return f"{launch} take {needed} bytes of a window of {room}"
+    if needed > capacity:
+        return f"{launch} take {needed} bytes of a window of {capacity}"
     steps = -(-_part(problem) // (shape.programs * shape.chunk_bytes))
     most = (1 << PROGRESS_STEP_BITS) - 2 * STEPS_IN_FLIGHT
     return f"{launch} take {steps} steps" if steps >= most else ""

@@ -79,9 +79,9 @@ def _uneven_launch(problem: CollectiveProblem) -> LaunchShape:
     programs, block, warps = (64, 4096, 16) if world_size == 2 else (64, 2048, 16) if world_size <= 4 else (64, 1024, 8)
     if interpreted:
         programs, block, warps = 2, 64, 1
-    room = window_bytes(problem.topology.max_bytes) // (CHUNKS_IN_WINDOW * world_size)
-    programs = max(1, min(programs, room // QUAD))
-    chunk = room // programs
+    capacity = window_bytes(problem.topology.max_bytes) // (CHUNKS_IN_WINDOW * world_size)
+    programs = max(1, min(programs, capacity // QUAD))
+    chunk = capacity // programs
     return LaunchShape(programs, block, warps, chunk // (4 * block) * 4 * block or chunk // QUAD * QUAD)
 
 

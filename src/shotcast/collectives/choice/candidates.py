@@ -8,7 +8,7 @@ from shotcast import wire
 from shotcast.collectives.algorithm import FUSED, REDUCING, Algorithm, CollectiveProblem, Form, Topology
 from shotcast.collectives.choice.choice import Candidate
 from shotcast.transport.transport import Transport
-from shotcast.transport.triton.layout import CELLS_TAKE, QUAD, rooms
+from shotcast.transport.triton.layout import CELLS_TAKE, QUAD, capacities
 from shotcast.units import format_size
 from shotcast.wire import MAX_WORLD_SIZE, LaunchShape, Op
 
@@ -140,15 +140,15 @@ def _beyond_workspace(problem: CollectiveProblem, algorithm: Algorithm, form: Fo
     cells = by_cells(problem.topology, problem.dtype, form)
     if cells and not form.any_dtype:
         return f"the {algorithm.label} moves {', '.join(wire.REDUCIBLE)} only, and this is {problem.dtype}"
-    needed, room = form.workspace(problem)
+    needed, capacity = form.workspace(problem)
     if cells:
-        needed, room = 2 * needed, problem.topology.max_bytes
-    if needed > room:
-        return f"it would take {format_size(needed)} of a workspace that has {format_size(room)} (max_bytes)"
+        needed, capacity = 2 * needed, problem.topology.max_bytes
+    if needed > capacity:
+        return f"it would take {format_size(needed)} of a workspace that has {format_size(capacity)} (max_bytes)"
     return ""
 
 
-def room(problem: CollectiveProblem, name: str) -> int:
+def capacity(problem: CollectiveProblem, name: str) -> int:
     """Return the longest message, in bytes, that the workspace must be laid out for to hold a legal candidate's call.
 
     It is 0 if any workspace will do: the smallest always exists. Pieces of a divided message are as long as the largest
@@ -163,7 +163,7 @@ def room(problem: CollectiveProblem, name: str) -> int:
     if form.divides:
         cells = by_cells(topology, problem.dtype, form)
         return min(problem.nbytes * (CELLS_TAKE if cells else 1), topology.max_bytes)
-    for size in rooms(topology.max_bytes):
+    for size in capacities(topology.max_bytes):
         smaller = dataclasses.replace(problem, topology=dataclasses.replace(topology, max_bytes=size))
         if not _beyond_workspace(smaller, algorithm, form):
             return size

@@ -13,7 +13,7 @@ from shotcast.collectives import fingerprints
 from shotcast.collectives.algorithm import FUSED, CollectiveProblem, Topology
 from shotcast.collectives.algorithms.copy_engines import COPY_ENGINES
 from shotcast.collectives.arguments import operation, sm_budget
-from shotcast.collectives.choice.candidates import candidates, launch_unsupported_reason, room, unsupported_reason
+from shotcast.collectives.choice.candidates import candidates, capacity, launch_unsupported_reason, unsupported_reason
 from shotcast.collectives.choice.choice import Explanation
 from shotcast.collectives.choice.select import LOSSLESS, choose
 from shotcast.collectives.choice.table import MODES, Table
@@ -80,7 +80,7 @@ class ResolvedCall:
     needs: tuple[Needed, ...]
     # the longest message, in bytes, that the workspace must be laid out for before the call, its captured variant
     # included; 0 where any workspace will do
-    room: int
+    capacity: int
     label: str  # a name for profilers and errors
     is_makeshift: bool = False  # it is made once, as the workspace has no room for the call that would be made
 
@@ -180,9 +180,9 @@ class Resolver:
         chosen = self.topology.algorithms[candidate.algorithm]
         if why := launch_unsupported_reason(self.topology.transport, chosen, shape):
             raise ConfigError(f"{op.label} by {candidate.algorithm} cannot be launched so: {why}")
-        needed = room(problem, candidate.algorithm)
+        needed = capacity(problem, candidate.algorithm)
         made = op, candidate.algorithm, problem.dtype, problem.nbytes, code, sizes, shape, norm
-        plan, by_library = CallPlan(*made, room=needed, reduction=problem.reduction), chosen.library
+        plan, by_library = CallPlan(*made, capacity=needed, reduction=problem.reduction), chosen.library
         how = "" if plan.reduction == "sum" else f" {plan.reduction}"
         label = f"shotcast.{op.label}{how} {plan.algorithm} {plan.dtype} {format_size(plan.nbytes)}"
         # a message is of two ranks, and headers of GPUs on several hosts are for all
@@ -203,7 +203,7 @@ class Resolver:
         if self.graphs and not capturing and launch is None:
             captured = self.resolve(problem, algorithm, True)
             needs |= {one.variant: one for one in captured.needs}
-            needed = max(needed, captured.room)
+            needed = max(needed, captured.capacity)
         return ResolvedCall(plan, by_library, bound, tuple(needs.values()), needed, label)
 
     def plans_of_sizes(self, like: CallPlan) -> dict[CompiledVariant, CallPlan]:
@@ -215,14 +215,14 @@ class Resolver:
         problem = CollectiveProblem(like.op, most, like.dtype, self.topology, like.root, reduction=like.reduction)
         fitting = itertools.takewhile(most.__ge__, sizes)
         asked = [(dataclasses.replace(problem, nbytes=nbytes), "auto") for nbytes in fitting]
-        if executor.room < most:
-            within = self.within(executor.room)
+        if executor.capacity < most:
+            within = self.within(executor.capacity)
             asked.append(within.makeshift(dataclasses.replace(problem, topology=within.topology)))
         for (problem, algorithm), mode in itertools.product(asked, MODES):
             taken = choose(problem, algorithm, self.environment, self.tables, mode).candidate
             if not self.topology.algorithms[taken.algorithm].library:
-                name, nbytes, needed = taken.algorithm, problem.nbytes, room(problem, taken.algorithm)
-                plan = dataclasses.replace(like, algorithm=name, nbytes=nbytes, launch=taken.launch, room=needed)
+                name, nbytes, needed = taken.algorithm, problem.nbytes, capacity(problem, taken.algorithm)
+                plan = dataclasses.replace(like, algorithm=name, nbytes=nbytes, launch=taken.launch, capacity=needed)
                 found |= {one: plan for one in map(CompiledVariant, executor.variants(plan)) if one not in found}
         return found
 
@@ -254,7 +254,7 @@ class Resolver:
         size, taken = (problem.nbytes, problem.dtype), (candidate.algorithm, candidate.launch)
         by_library = self.topology.algorithms[candidate.algorithm].library
         executor = self.executor
-        memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(room(problem, taken[0])))
+        memory = (0, 0) if executor is None else (executor.held_bytes, executor.more_bytes(capacity(problem, taken[0])))
         gated = self.topology.device == "cuda" and not self.topology.exclusive and not by_library
         gated = gated and asked not in (Op.SEND, Op.RECV, Op.BARRIER)
         sms, invariant = problem.sms, self.topology.batch_invariant

@@ -181,7 +181,7 @@ class CpuExecutor:
         generation = max(_MIN_GENERATION, min(_MAX_GENERATION, (max_bytes - outboxes) // 2))
         self._generation = generation // 4096 * 4096
 
-        self.room = sys.maxsize
+        self.capacity = sys.maxsize
         workspace = layout.CONTROL_BYTES + 2 * self._generation + outboxes
         self._buffer = ShmBuffer(group, workspace, self.heap_nbytes)
         self.held_bytes = self._buffer.nbytes
@@ -545,7 +545,7 @@ class CpuExecutor:
         with self._marking:
             self._set(layout.GONE, self.context[layout.GONE // 8] | 1 << rank)
 
-    def more_bytes(self, room: int) -> int:
+    def more_bytes(self, capacity: int) -> int:
         """Return 0: no message needs a larger workspace."""
         return 0
 

@@ -24,14 +24,14 @@ class ChunkLimits(NamedTuple):
     multiple: int = LINE_BYTES
 
 
-def one_generation(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Compute the limits of schedules in which a rank stages only its part; ``room`` is the bytes of a generation."""
-    return ChunkLimits(room, 256 << 10)
+def one_generation(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
+    """Compute the limits of schedules in which a rank stages its part only; ``capacity`` is a generation's bytes."""
+    return ChunkLimits(capacity, 256 << 10)
 
 
-def for_all_ranks(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+def for_all_ranks(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
     """Compute the limits of schedules that stage a part for each rank."""
-    return ChunkLimits(room // world_size, (512 << 10) // world_size)
+    return ChunkLimits(capacity // world_size, (512 << 10) // world_size)
 
 
 def no_arithmetic(plan: CallPlan) -> dict[int, Arithmetic]:
@@ -79,7 +79,7 @@ class HostCall:
     """The implementation of an operation in compiled host code."""
 
     schedule: CompiledSchedule  # the compiled function
-    # `chunk(plan, world_size, room)`, the limits of a pipeline step
+    # `chunk(plan, world_size, capacity)`, the limits of a pipeline step
     chunk: Callable[[CallPlan, int, int], ChunkLimits] = one_generation
     # `arithmetic(plan)`, the functions that the schedule calls, by word of the plan record
     arithmetic: Callable[[CallPlan], dict[int, Arithmetic]] = no_arithmetic

@@ -103,9 +103,9 @@ def reduce_scatter(context: int, plan: int, x: int, out: int) -> int:
     return read_blocks(add, True, context, plan, word, x, out) if word != 0 else ABORTED
 
 
-def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
-    """Compute the limits of a step in which a rank stages its message; ``room`` is the bytes of a generation."""
-    return ChunkLimits(room, (512 << 10) // world_size)
+def chunk_limits(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
+    """Compute the limits of a step in which a rank stages its message; ``capacity`` is the bytes of a generation."""
+    return ChunkLimits(capacity, (512 << 10) // world_size)
 
 
 ALL_REDUCE = HostCall(schedule=CompiledSchedule(all_reduce), chunk=chunk_limits, arithmetic=reductions)

@@ -121,9 +121,9 @@ def all_gather(context: int, plan: int, x: int, out: int) -> int:
     return _pass_slices(context, plan, x, out, 0, load(plan + CHUNK), world_size - 1, 2 * world_size - 2)
 
 
-def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+def chunk_limits(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
     """Compute the limits of a step in which a rank stages one slice."""
-    return ChunkLimits(room * world_size, (256 << 10) * world_size)
+    return ChunkLimits(capacity * world_size, (256 << 10) * world_size)
 
 
 ALL_REDUCE = HostCall(

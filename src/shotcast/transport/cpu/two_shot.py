@@ -118,9 +118,9 @@ def _in_mapped_tensors(context: int, plan: int, word: int, step: int, out: int) 
     return meet(context, step, word)
 
 
-def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+def chunk_limits(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
     """Compute the limits of a step: a chunk and a slice of it, with room for slices that are rounded up."""
-    return ChunkLimits((room - 64) * world_size // (world_size + 1), 256 << 10)
+    return ChunkLimits((capacity - 64) * world_size // (world_size + 1), 256 << 10)
 
 
 ALL_REDUCE = HostCall(schedule=CompiledSchedule(all_reduce), chunk=chunk_limits, arithmetic=reductions)

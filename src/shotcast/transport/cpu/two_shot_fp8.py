@@ -41,7 +41,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         return ABORTED
     nbytes, piece, itemsize = sizes(plan)
     part = slice_size(nbytes, world_size)
-    room = encoded_bytes(piece // itemsize)
+    capacity = encoded_bytes(piece // itemsize)
     own = region(context, rank)
     done = 0
     while True:
@@ -49,7 +49,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         for index in range(world_size):
             length = _piece_bytes(nbytes, part, index, done, piece)
             if length > 0:
-                target = own + staging + room * (1 + index)
+                target = own + staging + capacity * (1 + index)
                 call_arithmetic(load(plan + ENCODE), target, x + index * part + done, length // itemsize, 0)
         step = publish(context, step)
         status = await_all(context, step, word)
@@ -59,7 +59,7 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         length = _piece_bytes(nbytes, part, rank, done, piece)
         if length > 0:
             for peer in range(world_size):
-                store(context + SOURCES + 8 * peer, region(context, peer) + staging + room * (1 + rank))
+                store(context + SOURCES + 8 * peer, region(context, peer) + staging + capacity * (1 + rank))
             # Every peer has published this step, so it has read the other generation, which may be written now.
             result = own + generation(context, step)
             call_arithmetic(load(plan + ARITHMETIC), result, context + SOURCES, world_size, length // itemsize)
@@ -77,10 +77,10 @@ def all_reduce(context: int, plan: int, x: int, out: int) -> int:
         done += piece
 
 
-def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+def chunk_limits(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
     """Compute the limits of a piece of a slice: blocks of this piece of all slices, and of the sums of one."""
     block = wire.FP8_BLOCK * wire.DTYPES[plan.dtype]
-    most = room // ((world_size + 1) * fp8_blocks.BLOCK_BYTES) * block
+    most = capacity // ((world_size + 1) * fp8_blocks.BLOCK_BYTES) * block
     return ChunkLimits(most, (256 << 10) // world_size, block)
 
 

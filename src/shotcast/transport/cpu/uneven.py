@@ -80,9 +80,9 @@ def all_to_all(context: int, plan: int, x: int, out: int) -> int:
             return finish(context, step)
 
 
-def chunk_limits(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+def chunk_limits(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
     """Compute the limits of a step that stages a part for each rank after their sizes."""
-    return ChunkLimits((room - _SIZES) // world_size, (512 << 10) // world_size)
+    return ChunkLimits((capacity - _SIZES) // world_size, (512 << 10) // world_size)
 
 
 ALL_TO_ALL = HostCall(schedule=CompiledSchedule(all_to_all), chunk=chunk_limits)

@@ -217,9 +217,9 @@ class HostsExecutor(CpuExecutor):
             record[local_layout.PARTIAL_BYTES // 8] = partial_bytes(plan)
             slot = align_up(partial_bytes(plan) * count, 64) + 64 * self._nodes.nodes
             record[local_layout.SLOT // 8] = slot
-            room = slot * (1 + slots)
-            record[local_layout.TOTAL // 8] = room
-            self._make_room(room + (plan.nbytes if call.norms else 0))
+            capacity = slot * (1 + slots)
+            record[local_layout.TOTAL // 8] = capacity
+            self._make_room(capacity + (plan.nbytes if call.norms else 0))
         return record
 
     def _put_parts(self, record: array[int], plan: CallPlan) -> None:

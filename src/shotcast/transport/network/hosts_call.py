@@ -42,9 +42,9 @@ def partial_bytes(plan: CallPlan) -> int:
     return 4 if plan.reduction == "sum" and plan.dtype in PARTIAL_SUMS else wire.DTYPES[plan.dtype]
 
 
-def whole_generation(plan: CallPlan, world_size: int, room: int) -> ChunkLimits:
+def whole_generation(plan: CallPlan, world_size: int, capacity: int) -> ChunkLimits:
     """Compute the limits of a step that stages one part."""
-    return ChunkLimits(room, 512 << 10)
+    return ChunkLimits(capacity, 512 << 10)
 
 
 def no_slots(nodes: int, slice_bytes: int) -> int:

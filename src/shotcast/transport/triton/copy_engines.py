@@ -324,14 +324,14 @@ def bind(plan: CallPlan, context: KernelContext) -> EnqueuedCall:
     Raises ConfigError if there is no room for the launch's chunks. (In a region with none, a call can only be loaded.)
     """
     world_size, chunk = context.world_size, plan.launch.chunk_bytes
-    room = context.layout.copies_quads * layout.QUAD
+    capacity = context.layout.copies_quads * layout.QUAD
     part = wire.slice_bytes(plan.nbytes, world_size) if plan.op is Op.ALL_REDUCE else plan.nbytes // world_size
     if (
         chunk < layout.QUAD
         or chunk % layout.QUAD
-        or 0 < room < layout.places_of_copies(plan.op, -(-part // chunk)) * world_size * chunk
+        or 0 < capacity < layout.places_of_copies(plan.op, -(-part // chunk)) * world_size * chunk
     ):
-        raise ConfigError(f"copy_engines: chunks of {chunk} bytes (a multiple of 16) do not go into {room}")
+        raise ConfigError(f"copy_engines: chunks of {chunk} bytes (a multiple of 16) do not go into {capacity}")
     at = context.layout.copies_at * layout.QUAD
     regions = tuple(address + at for address in context.addresses)
     parts = CopiedParts(plan.op, plan.nbytes, part, chunk, context.rank, regions)

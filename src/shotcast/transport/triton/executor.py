@@ -203,7 +203,7 @@ class TritonExecutor:
 
     Attributes:
         workspaces: the first, those that captured graphs use, and the one for collective calls, in ascending size.
-        room: the longest message, in bytes, that the last of these is laid out for.
+        capacity: the longest message, in bytes, that the last of these is laid out for.
         own_address: the address of this rank's region in the first workspace.
         stopped_word: the word of the fault that a finished kernel has seen, or 0 if there is none.
     """
@@ -222,7 +222,7 @@ class TritonExecutor:
         if on_gpu == INTERPRETED:
             where = "the interpreter (TRITON_INTERPRET=1)" if INTERPRETED else "a GPU"
             raise ConfigError(f"Triton was imported to run kernels on {where}; it cannot serve {device.type} ranks now")
-        self._lease, self._group, self._rooms = lease, group, layout.rooms(ranks.max_bytes)
+        self._lease, self._group, self._capacities = lease, group, layout.capacities(ranks.max_bytes)
         self.device = device
         self._algorithms, self._nodes, self._exclusive = ranks.algorithms, nodes, exclusive
         failure = ""
@@ -245,7 +245,7 @@ class TritonExecutor:
         self.workspaces: list[GpuWorkspace] = []
         self.heap = self._block_heap(ranks)
         self._captured = False
-        self.room = 0
+        self.capacity = 0
         self.grow(1)
         self.own_address = self.workspaces[0].context.own_address
         arena_of(device).count(exclusive, 1)
@@ -299,8 +299,10 @@ class TritonExecutor:
 
         Raises ConfigError if the workspace has no room for it yet.
         """
-        if plan.room > self.room:
-            raise ConfigError(f"{plan.op.label} needs a workspace for messages of {plan.room} bytes, not {self.room}")
+        if plan.capacity > self.capacity:
+            raise ConfigError(
+                f"{plan.op.label} needs a workspace for messages of {plan.capacity} bytes, not {self.capacity}"
+            )
         return self._kernel(plan, aligned)
 
     def _kernel(self, plan: CallPlan, aligned: bool) -> KernelLaunch | EnqueuedCall:
@@ -345,8 +347,8 @@ class TritonExecutor:
         a piece clear the slots of the one before.
         """
         form = self._algorithms.form(plan)
-        room = next(size for size in self._rooms if size >= plan.room)
-        most = self._layout(room).piece_bytes if form.between_nodes else layout.piece(plan.dtype, room)
+        capacity = next(size for size in self._capacities if size >= plan.capacity)
+        most = self._layout(capacity).piece_bytes if form.between_nodes else layout.piece(plan.dtype, capacity)
         if plan.nbytes <= most or not form.divides:
             return [(plan, 0)]
         pieces = []
@@ -377,15 +379,15 @@ class TritonExecutor:
         )
 
     @torch.inference_mode(False)  # later calls write into its tensors in any mode
-    def grow(self, room: int) -> None:
-        """Switch later calls to a new workspace, for messages of ``room`` bytes or more. Collective.
+    def grow(self, capacity: int) -> None:
+        """Switch later calls to a new workspace, for messages of ``capacity`` bytes or more. Collective.
 
         It waits for the other ranks and the current stream, but not for other streams, whose calls may wait for what
         this rank has yet to do. The memory of the previous workspace is therefore given back but not released
         (:mod:`shotcast.memory.arena`). Calls that were bound earlier keep using that workspace. Raises ConfigError on
         all ranks if one has too little memory, and CollectiveTimeout for ranks that did not come.
         """
-        where = self._layout(room)
+        where = self._layout(capacity)
         memory = self._lease(where.nbytes)
         failure = ""
         try:
@@ -404,18 +406,18 @@ class TritonExecutor:
             self.workspaces.append(workspace)
         if unused is not None:
             unused.close()
-        self._captured, self.room = False, where.max_bytes
+        self._captured, self.capacity = False, where.max_bytes
 
-    def more_bytes(self, room: int) -> int:
-        """Return the bytes that a new workspace for messages of ``room`` bytes takes on each rank.
+    def more_bytes(self, capacity: int) -> int:
+        """Return the bytes that a new workspace for messages of ``capacity`` bytes takes on each rank.
 
         It is 0 if such a workspace exists. The previous one for collective calls is given back, unless captured
         graphs use it.
         """
-        return 0 if room <= self.room else self._layout(room).nbytes
+        return 0 if capacity <= self.capacity else self._layout(capacity).nbytes
 
-    def _layout(self, room: int) -> WorkspaceLayout:
-        size = next(size for size in self._rooms if size >= room)
+    def _layout(self, capacity: int) -> WorkspaceLayout:
+        size = next(size for size in self._capacities if size >= capacity)
         ranks_per_node = self._group.world_size // self._nodes
         engines = bytes_of_copies(self._exclusive) if self._nodes == 1 else 0
         return WorkspaceLayout.for_messages(size, not self.workspaces, self._nodes, ranks_per_node, self._puts, engines)

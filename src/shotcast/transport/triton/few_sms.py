@@ -415,14 +415,14 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     elif plan.op is Op.BROADCAST:
         starts = [part * (rank > plan.root) for rank in range(world_size + 1)]
     starts += [starts[-1]] * (wire.MAX_WORLD_SIZE - world_size)
-    room = context.layout.window_quads * layout.QUAD
+    capacity = context.layout.window_quads * layout.QUAD
     places = layout.places_in_window(plan.op)
     needed = shape.programs * places * world_size * shape.chunk_bytes
     steps = -(-part // (shape.programs * shape.chunk_bytes)) if shape.chunk_bytes else 0
-    if shape.chunk_bytes < layout.QUAD or shape.chunk_bytes % layout.QUAD or needed > room:
+    if shape.chunk_bytes < layout.QUAD or shape.chunk_bytes % layout.QUAD or needed > capacity:
         raise ConfigError(
             f"few_sms: {shape.programs} programs with chunks of {shape.chunk_bytes} bytes (a multiple of 16) do not go "
-            f"into a window of {room} bytes, which holds {places} chunks of each rank for each program"
+            f"into a window of {capacity} bytes, which holds {places} chunks of each rank for each program"
         )
     if steps + 2 * layout.STEPS_IN_FLIGHT >= 1 << layout.PROGRESS_STEP_BITS or shape.programs > layout.PROGRESS_ROWS:
         raise ConfigError(f"few_sms: {shape.programs} programs would take {steps} steps with {shape.chunk_bytes} bytes")

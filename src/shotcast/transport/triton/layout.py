@@ -122,18 +122,18 @@ _FLAG_BYTES = FLAG_ROWS * FLAG_ROW_QUADS * QUAD
 _PROGRESS_BYTES = PROGRESS_ROWS * FLAG_ROW_QUADS * QUAD
 _PLACE_BYTES = align_up(PLACE_ROWS * PLACE_ROW_QUADS * QUAD, 4096)
 
-FIRST_ROOM = 8 << 20
+FIRST_CAPACITY = 8 << 20
 """The longest message of a communicator's first region, which takes about 82 MiB."""
 _GROWTH = 4
 
 
-def rooms(max_bytes: int) -> tuple[int, ...]:
+def capacities(max_bytes: int) -> tuple[int, ...]:
     """Return the longest messages of the regions that a communicator for messages up to ``max_bytes`` may have.
 
     They ascend. All together take at most twice as much as the last.
     """
-    between = [room for power in range(1, 8) if 2 * (room := FIRST_ROOM * _GROWTH**power) <= max_bytes]
-    return (*([FIRST_ROOM] if FIRST_ROOM < max_bytes else []), *between, max_bytes)
+    between = [capacity for power in range(1, 8) if 2 * (capacity := FIRST_CAPACITY * _GROWTH**power) <= max_bytes]
+    return (*([FIRST_CAPACITY] if FIRST_CAPACITY < max_bytes else []), *between, max_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,5 +311,5 @@ def sized_arguments(plan: CallPlan, context: KernelContext, sizes: tuple[int, ..
 
 def head_bytes(context: KernelContext) -> int:
     """Return the bytes of a head: as many as fit in the cells of a call, the same on all ranks."""
-    room = context.layout.cells_quads // context.world_size - HEAD_QUADS_BEFORE.value
-    return min(HEAD_BYTES, room // 2 * layout.QUAD)
+    capacity = context.layout.cells_quads // context.world_size - HEAD_QUADS_BEFORE.value
+    return min(HEAD_BYTES, capacity // 2 * layout.QUAD)
