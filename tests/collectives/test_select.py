@@ -914,17 +914,26 @@ class TestSharedCommunicators:
             for other in launch_shapes(shared, found.algorithm):
                 assert other.programs * other.num_warps <= 1024
 
-    def test_fused_tiles_stay_small(self) -> None:
-        """Larger ones take more registers, and only warps are counted."""
-        topology = make_topology("triton", 2, 64 << 20)
-        words = []
-        for exclusive in (True, False):
-            shared = dataclasses.replace(topology, exclusive=exclusive)
-            case = dataclasses.replace(
-                problem(Op.ALL_REDUCE_RMS_NORM, 1 << 20, "bfloat16", shared), norm=wire.Norm(8192)
-            )
-            words += [one.launch.block_words for one in candidates(case) if one.algorithm == "two_shot"]
-        assert words == [512, 128]
+    @pytest.mark.parametrize(
+        ("world_size", "exclusive", "mib", "launches"),
+        [
+            (2, True, 1, [(256, 512)]),
+            (2, False, 1, [(256, 512)]),
+            (2, False, 2, []),  # 512 programs of up to 255 registers a thread, or 2048 of 72
+            (2, True, 2, [(512, 512)]),
+            (4, True, 2, [(512, 256)]),
+            (4, False, 2, [(1024, 128)]),  # larger tiles would take more registers in all
+        ],
+    )
+    def test_fused_tiles_leave_registers(
+        self, world_size: int, exclusive: bool, mib: int, launches: list[tuple[int, int]]
+    ) -> None:
+        topology = make_topology("triton", world_size, 64 << 20, exclusive=exclusive)
+        case = dataclasses.replace(
+            problem(Op.ALL_REDUCE_RMS_NORM, mib << 20, "bfloat16", topology), norm=wire.Norm(8192)
+        )
+        found = [one.launch for one in candidates(case) if one.algorithm == "two_shot"]
+        assert [(launch.programs, launch.block_words) for launch in found] == launches
 
     def test_a_tuned_launch_that_would_fill_the_gpu_is_replaced(self) -> None:
         topology = make_topology("triton", 2, 64 << 20, exclusive=False)

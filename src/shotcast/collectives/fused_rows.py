@@ -44,6 +44,9 @@ def tiles_of_rows(problem: CollectiveProblem, most: int = TILE_WORDS) -> tuple[i
 
 _MANY_PROGRAMS = 1024
 """From this many programs on, programs are fewer and larger: each takes about 5 ns."""
+_MOST_BESIDE_OTHERS = 256
+"""The most programs with larger tiles that leave room for calls of other communicators: with 255 registers a thread,
+24% of an H200's."""
 _WORDS_OF_SLICES = 1024
 """The most words that a program of two-shot holds, in a tile of every slice, without spilling registers."""
 
@@ -51,14 +54,16 @@ _WORDS_OF_SLICES = 1024
 def tiles_of_slices(problem: CollectiveProblem) -> tuple[int, int]:
     """Return the number of tiles of a fused two-shot, and the words of a tile.
 
-    Programs with larger tiles take up to three times as many registers, so communicators that share a GPU have small
-    ones. On two H200s, 512 rows of 8192 bfloat16 take 41.0 us with tiles of 128 words, 30.8 with 256 and 30.2 with 512,
-    and 32 rows 5.9, 6.5 and 6.8 (``exploration/fused_tiles_x2.txt``).
+    Programs with larger tiles take up to three times as many registers, so of the communicators that share a GPU, only
+    those of two ranks have some, in calls of up to a quarter of its registers. On two H200s, 512 rows of 8192 bfloat16
+    take 41.0 us with tiles of 128 words, 30.8 with 256 and 30.2 with 512, and 32 rows 5.9, 6.5 and 6.8
+    (``exploration/fused_tiles_x2.txt``).
     """
     world_size = problem.topology.world_size
-    if not problem.topology.exclusive or tiles_of_rows(problem)[0] < _MANY_PROGRAMS * world_size:
-        return tiles_of_rows(problem)
-    return tiles_of_rows(problem, max(TILE_WORDS, _WORDS_OF_SLICES // (1 << (world_size - 1).bit_length())))
+    large = tiles_of_rows(problem, max(TILE_WORDS, _WORDS_OF_SLICES // (1 << (world_size - 1).bit_length())))
+    fits = problem.topology.exclusive or (world_size == 2 and large[0] <= _MOST_BESIDE_OTHERS * world_size)
+    small = tiles_of_rows(problem)
+    return large if fits and small[0] >= _MANY_PROGRAMS * world_size else small
 
 
 def tile_launch(problem: CollectiveProblem, programs: int) -> LaunchShape:
