@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from shotcast.kernels.triton.hopper_prompt_attention import (
 )
 
 SPILLED = {128: (0, 104), 256: (88, 96)}
-"""Bytes of stack that compiled kernels may have, without and with windows or caps. Only the loops without masks count
-for long prompts, and these spill nothing."""
+"""Bytes of stack that compiled kernels may have, without and with windows or caps."""
+RELOADS = {128: 0, 256: 3}
+"""Registers that a tile without a mask may reload, which counts for long prompts."""
 
 
 def compiled(head_dim: int, dtype: str, windowed: bool, capped: bool) -> Any:
@@ -32,6 +34,23 @@ def compiled(head_dim: int, dtype: str, windowed: bool, capped: bool) -> Any:
     kinds |= {"scale": "fp32", "window": "i32", "blocks": "i32"} | ({"squash": "fp32"} if capped else {})
     options = {"enable_fp_fusion": True}
     return cross.build_of_kinds(hopper_prompt_kernel, kinds, shape, WARPS, 90, options, (*floats, *ints))
+
+
+def loops_with_products(text: str) -> list[list[str]]:
+    """Return the innermost loops of disassembled machine code that multiply, as the names of their instructions."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_\S+):", line):
+            labels[label[1]] = len(names)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ +)?([A-Z]\w*)([^;]*);", line):
+            names.append(found[1])
+            target = re.search(r"`\((\.L_\S+)\)", found[2])
+            if found[1] == "BRA" and target and target[1] in labels:
+                loops.append((labels[target[1]], len(names)))
+    bodies = [names[first:end] for first, end in loops if not any(first <= a < b < end for a, b in loops)]
+    return [body for body in bodies if "HGMMA" in body]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +84,10 @@ def test_consumers_multiply_and_the_producer_copies(
     found = cross.resources(kernel, tmp_path)
     assert found["STACK"] <= SPILLED[head_dim][windowed or capped]
     assert found["LOCAL"] == 0
+    bodies = loops_with_products(cross.sass(kernel, tmp_path))
+    assert len(bodies) == 2 * loops
+    without_masks = sorted(bodies, key=len)[:2]  # the shortest loop of each consumer
+    assert max(body.count("LDL") for body in without_masks) <= RELOADS[head_dim]
 
 
 @pytest.mark.parametrize(
