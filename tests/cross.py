@@ -310,7 +310,6 @@ def compiled_fused(
     weight: str = "",
     kind: str = RMS,
     tile_words: int = 128,
-    each: int = 1,
 ) -> Any:
     """Return a compiled kernel that norms rows, as the executor launches it."""
     kernel, fixed = FUSED[name]
@@ -332,7 +331,6 @@ def compiled_fused(
         "BLOCK": tile_words * warps,
         "ROW_BLOCK": block,
         "ROW_TILES": -(-words // tile_words),
-        "EACH": each,
         "GROUP": min(world_size, tiles.slots_at_once(block, warps)),
         "WARPS": warps,
         "PDL": capability >= 90,

@@ -224,7 +224,7 @@ class TestOrder:
             wanted = "legality", "vendor"
         else:
             may = [name for name in legal if name != "two_shot_fp8" or (case.topology.allow_fp8 and argument == "auto")]
-            may = [name for name in may if name != "nvrar_16bit"]
+            may = [name for name in may if not case.topology.algorithms[name].by_name]
             named = [(source, name) for (source, _), name in zip(tables, rows, strict=False) if name in may]
             own = [name for name in may if name != "vendor" and (keeps_bits(case, name) or name == "two_shot_fp8")]
             wanted = named[0] if named else ("cost model" if own else "legality", choice.candidate.algorithm)
@@ -730,22 +730,12 @@ class TestLaunch:
         words = (64 << 20) // 4 // 4
         assert {shape.programs for shape in shapes} == {1024} | {words // block for block, _ in tiles}
 
-    def test_fused_kernels_have_few_launches(self) -> None:
-        """One-shot may have fewer programs with several tiles each, as far as they fill a GPU; two-shot has none."""
+    @pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+    def test_fused_kernels_have_one_launch(self, name: str) -> None:
         fused = dataclasses.replace(
             problem(Op.ALL_REDUCE_RMS_NORM, nbytes=1 << 20, topology=make_topology("triton")), norm=Norm(4096)
         )
-        assert launch_shapes(fused, "two_shot") == (launch_shape(fused, "two_shot"),)
-        shapes = launch_shapes(fused, "one_shot")
-        assert shapes[0] == launch_shape(fused, "one_shot")
-        assert [(shape.programs, shape.chunk_bytes // 512) for shape in shapes] == [
-            (2048, 0),
-            (1024, 2),
-            (512, 4),
-            (256, 8),
-        ]
-        few = dataclasses.replace(fused, nbytes=1 << 17)
-        assert [shape.programs for shape in launch_shapes(few, "one_shot")] == [256, 128]
+        assert launch_shapes(fused, name) == (launch_shape(fused, name),)
 
     def test_chunks_up_to_the_message(self) -> None:
         chunks = [shape.chunk_bytes for shape in launch_shapes(problem(nbytes=100_000), "one_shot")]
@@ -755,6 +745,13 @@ class TestLaunch:
     def test_larger_tiles_from_half_a_mebibyte_a_rank(self, share: int) -> None:
         case = problem(nbytes=4 * share, topology=make_topology("triton", max_bytes=1 << 28))
         assert launch_shape(case, "two_shot").num_warps == (4 if share == 512 << 10 else 1)
+
+    @pytest.mark.parametrize("mib", [1, 64])
+    @pytest.mark.parametrize("op", [Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER])
+    def test_two_ranks_keep_small_tiles(self, op: Op, mib: int) -> None:
+        topology = make_topology("triton", 2, max_bytes=1 << 28)
+        words = (mib << 20) // 4 // (1 if op is Op.ALL_REDUCE else 2)
+        assert launch_shape(problem(op, mib << 20, topology=topology), "one_shot") == LaunchShape(words // 128, 128, 1)
 
     @pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL])
     def test_large_parts_by_half_the_warps_of_two_shot(self, op: Op) -> None:
@@ -853,30 +850,26 @@ class TestFused:
             assert shape.block_words == 128 * shape.num_warps
 
     @given(st.integers(1, 2048), st.integers(0, 4096), st.sampled_from(["bfloat16", "float32"]), st.integers(2, 8))
-    def test_a_fused_all_reduce_has_a_warp_for_each_tile_or_of_two_ranks_for_several(
+    def test_a_fused_all_reduce_has_a_warp_for_each_tile(
         self, eighths: int, count: int, dtype: str, world_size: int
     ) -> None:
         case = rows(8 * eighths, count=count, dtype=dtype, topology=make_topology("triton", world_size, 1 << 28))
         row_words = 8 * eighths * wire.DTYPES[dtype] // 4
+        padded = -(-row_words // 128) * 128
         for candidate in candidates(case)[:-1]:
             shape = candidate.launch
             assert shape.num_warps == 1
-            one_shot, narrow = candidate.algorithm == "one_shot", count * -(-row_words // 128)
+            one_shot = candidate.algorithm == "one_shot"
             tiles = count * -(-row_words // shape.block_words)
-            if shape.block_words > 128:  # a program's tiles of all slices fit in its registers, and pad no row further
-                assert not one_shot
-                assert narrow >= 1024 * world_size
-                assert shape.block_words * world_size <= 1024
-                assert tiles * shape.block_words == narrow * 128
+            if shape.block_words > 128:  # they pad no row further
+                assert (shape.block_words, padded % 256) == (256, 0)
+                assert world_size == 2
             else:
                 assert shape.block_words == 128 or row_words <= shape.block_words < max(2 * row_words, 33)
-                large = world_size <= 4 and narrow >= 1024 * world_size
-                assert one_shot or not large or -(-row_words // 128) % 2, "larger tiles would have been possible"
-            several = shape.chunk_bytes // (4 * shape.block_words) or 1
-            assert several == 1 or (one_shot and world_size == 2 and tiles >= 1024)
-            sharing = several if one_shot else world_size
+                assert world_size > 2 or row_words <= 128 or padded % 256, "larger tiles would have been possible"
+            sharing = 1 if one_shot else world_size
             assert shape.programs * sharing >= tiles > (shape.programs - 1) * sharing or tiles == 0
-            slots = shape.programs * several * shape.block_words * 4 * world_size * (1 if one_shot else 2)
+            slots = shape.programs * shape.block_words * 4 * world_size * (1 if one_shot else 2)
             assert slots <= 2 << 28
 
 
@@ -917,11 +910,11 @@ class TestSharedCommunicators:
     @pytest.mark.parametrize(
         ("world_size", "exclusive", "mib", "launches"),
         [
-            (2, True, 1, [(256, 512)]),
-            (2, False, 1, [(256, 512)]),
-            (2, False, 2, []),  # 512 programs of up to 255 registers a thread, or 2048 of 72
-            (2, True, 2, [(512, 512)]),
-            (4, True, 2, [(512, 256)]),
+            (2, True, 1, [(512, 256)]),
+            (2, False, 1, [(1024, 128)]),
+            (2, False, 2, []),
+            (2, True, 2, [(1024, 256)]),
+            (4, True, 2, [(1024, 128)]),
             (4, False, 2, [(1024, 128)]),  # larger tiles would take more registers in all
         ],
     )
@@ -934,6 +927,18 @@ class TestSharedCommunicators:
         )
         found = [one.launch for one in candidates(case) if one.algorithm == "two_shot"]
         assert [(launch.programs, launch.block_words) for launch in found] == launches
+
+    @pytest.mark.parametrize(
+        ("kib", "launch"),
+        [
+            (512, LaunchShape(1024, 128, 1)),
+            (1024, LaunchShape(1024, 256, 1)),  # half the programs are enough
+            (1025, LaunchShape(128, 2048, 8)),
+        ],
+    )
+    def test_grids_of_two_ranks_leave_warps(self, kib: int, launch: LaunchShape) -> None:
+        topology = make_topology("triton", 2, 64 << 20, exclusive=False)
+        assert launch_shape(problem(nbytes=kib << 10, dtype="bfloat16", topology=topology), "one_shot") == launch
 
     def test_a_tuned_launch_that_would_fill_the_gpu_is_replaced(self) -> None:
         topology = make_topology("triton", 2, 64 << 20, exclusive=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import test_epoch_advance as epoch_advance
-from .kernel_traces import Event
+from .kernel_traces import COPIES, Event
 from .machine import Add, Await, Fail, Fence, KernelBoundary, Load, Start, Steps, Store
 from .words import SENTINEL, Header
 
@@ -250,7 +250,7 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
 
     ``extents[n]`` is that of call n, None if it uses no slots.
     """
-    regions = ("epoch", "generation", "readers", "extent")
+    regions = ("epoch", "generation", "readers", "copies_read")
     accesses = of_regions(events, number, *regions)
     programs = sorted({event.program for event in events if event.call == number})
     for program in programs:
@@ -259,8 +259,8 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
         flat = [(e.action, place[1:], value) for e in mine for place, value in e.words.items()]
         stores = [entry[1:] for entry in flat if entry[0] == "store"]
         counts = [position for position, entry in enumerate(flat) if entry[0] == "add"]
-        if len(counts) != 1:
-            raise ReplayError(f"{where} counts itself in {len(counts)} times")
+        if not counts:
+            raise ReplayError(f"{where} does not count itself in")
         if not waits_for_prior_kernel(mine):
             raise ReplayError(f"{where} reads the epoch before the prior kernel has ended")
         if not _barrier_before_count(mine):
@@ -269,9 +269,11 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
         for position, (action, place, _) in enumerate(flat):
             if action == "plain load":
                 raise ReplayError(f"{where} loads {place}, which may be cached")
-            if (position > counts[0]) != (action == "store") and position != counts[0]:
+            if (position > counts[0]) != (action == "store") and position not in counts:
                 raise ReplayError(f"{where}: {action} of {place} on the wrong side of the count of readers")
-        steps = epoch_advance.program_of(number, program, len(programs), epoch_advance.Rules(), extents)
+        rules = epoch_advance.Rules()
+        steps = epoch_advance.program_of(number, program, len(programs), rules, extents, COPIES)
+        adds = iter(counts)
         step, wanted = next(steps), []
         while True:
             result: Any = None
@@ -280,9 +282,13 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
             if isinstance(step, Load):
                 if step.address[1:] not in loads:
                     raise ReplayError(f"{where} does not load {step.address[1:]}")
-                result = loads[step.address[1:]] - (first if step.address[1] == "epoch" else 0)
+                result = loads[step.address[1:]]
+                if step.address[1] == "epoch":
+                    result -= first
             elif isinstance(step, Add):
-                result = flat[counts[0]][2]
+                action, place, result = flat[next(adds, counts[-1])]
+                if place != step.address[1:]:
+                    raise ReplayError(f"{where} counts itself in {place}, the model in {step.address[1:]}")
             elif isinstance(step, Store) and step.address[1] != "ended":
                 value = step.value
                 if step.address[1] == "epoch":
@@ -293,6 +299,8 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
                 step = steps.send(result)
             except StopIteration:
                 break
+        if next(adds, None) is not None:
+            raise ReplayError(f"{where} counts itself in {len(counts)} times")
         if sorted(stores, key=str) != sorted(wanted, key=str):
             raise ReplayError(f"{where} stores {stores}, the model {wanted}")
 

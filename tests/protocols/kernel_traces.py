@@ -31,6 +31,8 @@ from shotcast.wire import DTYPES, CallPlan, Op
 PACKAGE = "shotcast.transport.triton"
 CHANNELS = 1
 """Channels of a mailbox in traces: as many as the model has, so that all chunks pass through one."""
+COPIES = 2
+"""Copies of the epoch in traces: calls of one data program count programs, those of more count by copy."""
 WITHHELD = 6
 """Words of a poll that come later than all others, each in its turn."""
 POLLED = ("slots", "cells", "mailbox", "header", "flags", "credits", "receives_begun_cell", "progress")
@@ -139,16 +141,16 @@ class Recorder:
             sender, slot = divmod(chunk, 2)
             return "mailbox", sender, slot, cell
         at = offset // 8
-        single = {
-            layout.EPOCH: "epoch",
-            layout.GENERATION: "generation",
-            layout.READERS: "readers",
-            layout.ABORT: "abort",
-        }
-        if at in single:
-            return (single[at],)
-        if layout.EXTENT <= at < layout.EXTENT + 3:
-            return "extent", at - layout.EXTENT
+        if layout.EPOCH <= at < layout.EPOCH + layout.COPIES * layout.COPY_WORDS:
+            copy, word = divmod(at - layout.EPOCH, layout.COPY_WORDS)
+            copied = {
+                layout.EPOCH: "epoch",
+                layout.GENERATION: "generation",
+                layout.READERS: "readers",
+                layout.ABORT: "abort",
+                layout.COPIES_READ: "copies_read",
+            }
+            return copied[layout.EPOCH + word], copy
         if layout.HEADERS <= at < layout.HEADERS + 32:
             parity, rest = divmod(at - layout.HEADERS, 16)
             return "header", rest // 2, parity, rest % 2
@@ -171,6 +173,8 @@ class Recorder:
         if region == "header":
             same = word & (1 << 48) - 1 == self.header[place[4]]
             return (word >> 48 & 0xFFFF, "same" if same else "other") if word else 0
+        if region == "generation":
+            return word & 3, word >> 2
         return word
 
     def places(self, pointers: Any, mask: Any) -> list[tuple[int, tuple[Any, ...]]]:
@@ -381,7 +385,7 @@ def changed_kernels(change: Change) -> Iterator[Any]:
         changed = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = changed  # where its dataclasses look for it
         spec.loader.exec_module(changed)
-        for name in ("yield_core", "POLLS_PER_CHECK", "CHANNELS"):  # which ranks quicken, and traces set
+        for name in ("yield_core", "POLLS_PER_CHECK", "CHANNELS", "COPIES"):  # which ranks quicken, and traces set
             if hasattr(changed, name):
                 setattr(changed, name, getattr(original, name))
         for name, module in list(sys.modules.items()):
@@ -447,12 +451,14 @@ def traced(plans: list[list[CallPlan | None]], circumstances: Circumstances) -> 
 
 
 def _traced(plans: list[list[CallPlan | None]], circumstances: Circumstances) -> list[Event]:
-    from shotcast.transport.triton import layout, send_recv
+    from shotcast.transport.triton import layout, send_recv, sync
 
     layout.CHANNELS, send_recv.CHANNELS = CHANNELS, type(send_recv.CHANNELS)(CHANNELS)  # type: ignore[misc]
     import_kernels()
     change, timeout_s = circumstances.change, circumstances.timeout_s
     with (
+        mock.patch.object(layout, "COPIES", COPIES),
+        mock.patch.object(sync, "COPIES", type(sync.COPIES)(COPIES)),
         changed_kernels(change) if change else contextlib.nullcontext() as changed,
         mock.patch.object(wire, "_MOST_MORE_BYTES", -1) if circumstances.two_steps else contextlib.nullcontext(),
         shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 14, exclusive=True) as comm,

@@ -15,7 +15,7 @@ from shotcast.wire import CallPlan, Fault, LaunchShape
 
 from . import test_abort as abort
 from .kernel_replay import ReplayError, region_of
-from .kernel_traces import Change, Circumstances, Event
+from .kernel_traces import COPIES, Change, Circumstances, Event
 from .test_kernel_traces import reduced, run
 
 RANKS, FAULTY, STOPPED = 2, 1, 2
@@ -57,7 +57,7 @@ def _replay(culprit: str, rank: int, call: int, events: list[Event]) -> None:
     where = f"rank {rank}, call {call}"
     for program in {event.program for event in events}:
         own = [event for event in events if event.program == program]
-        looked = next((i for i, e in enumerate(own) if (rank, "abort") in e.words), len(own))
+        looked = next((i for i, e in enumerate(own) if any(p[:2] == (rank, "abort") for p in e.words)), len(own))
         stores = next((i for i, e in enumerate(own) if e.action == "store"), len(own))
         if stores < looked:
             raise ReplayError(f"{where}, program {program} stores before it looks at the abort word")
@@ -69,12 +69,14 @@ def _replay(culprit: str, rank: int, call: int, events: list[Event]) -> None:
                 raise ReplayError(f"{where}, program {event.program} stores {event.words}")
         return
     told: dict[int, set[int]] = {}  # the words that each rank is told
+    copies: dict[int, set[int]] = {}  # the copies that have it
     for position, event in enumerate(events):
-        words = {place[0]: word for place, word in event.words.items() if region_of(place) == "abort"}
+        words = {place: word for place, word in event.words.items() if region_of(place) == "abort"}
         if event.action != "store" or not words:
             continue
-        for owner, word in words.items():
+        for (owner, _, copy), word in words.items():
             told.setdefault(owner, set()).add(word & 0xFFFFFFFFFFFFFFFF)
+            copies.setdefault(owner, set()).add(copy)
         before = [e for e in events[:position] if e.program == event.program and e.action == "load"]
         seen = {place[2] for e in before for place in e.words if region_of(place) == "header" and place[0] == rank}
         if not set(range(RANKS)) - {rank} <= seen:
@@ -86,6 +88,8 @@ def _replay(culprit: str, rank: int, call: int, events: list[Event]) -> None:
         return
     if set(told) != set(range(RANKS)):
         raise ReplayError(f"{where} tells ranks {sorted(told)}")
+    if any(found != set(range(COPIES)) for found in copies.values()):
+        raise ReplayError(f"{where} leaves copies of the abort word as they are")
     for word in set().union(*told.values()):
         fault = Fault.decode(word)
         if (fault.kind, set(fault.ranks), fault.op) != (KINDS[wanted.kind], set(wanted.ranks), "all_reduce"):
@@ -101,8 +105,15 @@ def test_calls_that_go_wrong(culprit: str) -> None:
 CHANGES = {
     "a rank tells nobody else": (
         "absent",
-        Change("sync", "+ ABORT, fault, mask=(lanes < WORLD) &", "+ ABORT, fault, mask=(lanes == call.rank) &"),
+        Change(
+            "sync", "write_abort_words(region, fault, region != 0)", "write_abort_words(region, fault, r == call.rank)"
+        ),
         "tells ranks",
+    ),
+    "a copy is not told": (
+        "absent",
+        Change("sync", "+ ABORT_WORD, fault, mask=mask)", "+ ABORT_WORD, fault, mask=mask & (copies > 0))"),
+        "leaves copies",
     ),
     "the wrong rank is named": (
         "dies",

@@ -128,8 +128,8 @@ CHANGES = {
     ),
     "a rank by itself": Change(
         "few_sms",
-        "        for r in tl.static_range(WORLD):\n            mapped = mapped & (sync.place_of(call, row, r, False)",
-        "        for r in tl.static_range(1):\n            mapped = mapped & (sync.place_of(call, row, rank, False)",
+        "    for r in tl.static_range(WORLD):\n        mapped = mapped & (sync.place_of(call, row, r, False)",
+        "    for r in tl.static_range(1):\n        mapped = mapped & (sync.place_of(call, row, rank, False)",
     ),
     "one row of places": Change(
         "few_sms", "(worker * 2 + (call.epoch & 1).to(tl.int32)) * PLACE_ROW_QUADS", "worker * 2 * PLACE_ROW_QUADS"

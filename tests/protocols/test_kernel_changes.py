@@ -43,22 +43,43 @@ CASES = {
     "the first reader advances the epoch": Case(
         "one_shot",
         "sync",
-        "readers == tl.num_programs(0) - 1:\n        tl.store(call.own + READERS",
-        "readers == 0:\n        tl.store(call.own + READERS",
+        'tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == readers - 1',
+        'tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 0',
     ),
     "a program counts itself in before it reads the epoch": Case(
         "one_shot",
         "sync",
-        "    epoch = tl.load(own + EPOCH, volatile=True)\n",
-        '    tl.atomic_add(own + READERS, 0, sem="relaxed", scope="gpu")\n'
-        "    epoch = tl.load(own + EPOCH, volatile=True)\n",
+        "    epoch, word = load_pair(copy_to_read(own))\n",
+        '    tl.atomic_add(own + COPIES_READ, 0, sem="relaxed", scope="gpu")\n'
+        "    epoch, word = load_pair(copy_to_read(own))\n",
     ),
     "the epoch counts by two": Case(
-        "one_shot", "sync", "call.own + EPOCH, call.epoch + 1", "call.own + EPOCH, call.epoch + 2"
+        "one_shot", "sync", "tl.store(copies, call.epoch + 1)", "tl.store(copies, call.epoch + 2)"
     ),
-    "the count of readers stays": without("one_shot", "sync", "        tl.store(call.own + READERS, readers * 0)\n"),
-    "no barrier before the count": Case("one_shot", "sync", "    tl.debug_barrier()\n    readers =", "    readers ="),
-    "the epoch may be cached": Case("one_shot", "sync", "tl.load(own + EPOCH, volatile=True)", "tl.load(own + EPOCH)"),
+    "the count of readers stays": without("one_shot", "sync", "        tl.store(copies_read, call.epoch * 0)\n"),
+    "the count of a copy's readers stays": without("one_shot", "sync", "        tl.store(counter, call.epoch * 0)\n"),
+    "the last program of a copy advances the epoch": Case(
+        "one_shot",
+        "sync",
+        'last = tl.atomic_add(copies_read, 1, sem="relaxed", scope="gpu") == COPIES - 1',
+        'last = tl.atomic_add(copies_read, 1, sem="relaxed", scope="gpu") >= 0',
+    ),
+    "programs of a copy are miscounted": Case(
+        "fused_one_shot", "sync", "(programs - copy + COPIES - 1) // COPIES", "(programs + COPIES - 1) // COPIES"
+    ),
+    "a copy keeps its epoch": Case(
+        "one_shot",
+        "sync",
+        "tl.store(copies, call.epoch + 1)",
+        "tl.store(copies, call.epoch + 1, mask=tl.arange(0, COPIES) > 0)",
+    ),
+    "no barrier before the count": Case("one_shot", "sync", "    tl.debug_barrier()\n    last =", "    last ="),
+    "the epoch may be cached": Case(
+        "one_shot",
+        "sync",
+        "load_pair(copy_to_read(own))\n",
+        "tl.load(copy_to_read(own)), tl.load(copy_to_read(own) + 1, volatile=True)\n",
+    ),
     "the prior kernel is not awaited": without("ring", "sync", "    await_prior_kernel(PDL)\n"),
     "the generation does not advance": Case(
         "two_shot",
@@ -72,22 +93,16 @@ CASES = {
         "False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)\n",
         "True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)\n",
     ),
-    "the extent is that of another generation": Case(
-        "one_shot",
-        "sync",
-        "call.own + EXTENT + call.generation, extent",
-        "call.own + EXTENT + previous_generation(call), extent",
-    ),
     "a larger extent is recorded": Case("one_shot", "one_shot", "else quads * WORLD\n", "else quads * WORLD + 1\n"),
     # clears
     "nothing is cleared": Case(
         "one_shot",
         "sync",
-        "range(worker * BLOCK, dirty * 4, workers * BLOCK)",
+        "range(worker * BLOCK, dirty, workers * BLOCK)",
         "range(worker * BLOCK, 0, workers * BLOCK)",
     ),
     "the last quad is not cleared": Case(
-        "one_shot", "sync", "mask=start + offs < dirty * 4)", "mask=start + offs < dirty * 4 - 4)"
+        "one_shot", "sync", "mask=start + offs < dirty)", "mask=start + offs < dirty - 4)"
     ),
     "another generation is cleared": Case(
         "one_shot", "sync", "return (call.generation + 2) % GENERATIONS", "return (call.generation + 1) % GENERATIONS"
@@ -258,8 +273,8 @@ CASES = {
     "a flag is raised without a barrier": Case(
         "multimem",
         "sync",
-        'needs flags of its own.\n    """\n    tl.debug_barrier()\n',
-        'needs flags of its own.\n    """\n',
+        'needs separate flags.\n    """\n    tl.debug_barrier()\n',
+        'needs separate flags.\n    """\n',
     ),
     "flags are awaited without a fence": without("multimem", "sync", "    fence_acquire()\n"),
     "any flag that was raised will do": Case(

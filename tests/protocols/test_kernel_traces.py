@@ -166,7 +166,7 @@ def replay(
     ]
     least = min(clearing, default=1 << 60)
     for rank, events in enumerate(traces):
-        first = next(value for event in events for place, value in event.words.items() if place[1:] == ("epoch",))
+        first = next(value for event in events for place, value in event.words.items() if place[1] == "epoch")
         headers = calls_in(header_program(rank, ranks, [each.call for each in calls], _from(HEADERS, first)))
         if switched:
             slots = calls_in(multimem.data_program(rank, ranks, in_slots, multimem.Rules()))

@@ -65,7 +65,7 @@ def replay(
     large = frozenset(number for number, call in enumerate(calls) if call.plan.nbytes > least)
     extents = [0 if i in large else each.call.extent(group.nodes) // 4 for i, each in enumerate(calls)]
     for rank, events in enumerate(traces):
-        first = next(value for event in events for place, value in event.words.items() if place[1:] == ("epoch",))
+        first = next(value for event in events for place, value in event.words.items() if place[1] == "epoch")
         headers = calls_in(
             header_program(rank, group.ranks, [each.call.in_node for each in calls], _from(HEADERS, first))
         )

@@ -156,7 +156,7 @@ class Form:
             ranks and their nodes. Tests and the first check of a registered algorithm compare with it.
         share: ``share(problem)``: bytes that a launch divides into tiles.
         large_warps: ``large_warps(world_size)``: warps of the programs of shares from 1 MiB on, whose tiles have 1024
-            words; 0 where tiles stay at 512.
+            words; 0 where tiles stay at 512, and 1 where all programs have one warp and 128 words.
         launch: ``launch(problem)``: the launch, if it does not follow from ``share`` and ``large_warps``; such launches
             are not tuned.
         between_nodes: it exchanges the sums of nodes, so it serves only ranks on several nodes.
@@ -183,7 +183,7 @@ class Form:
     hosts: Reference = ""
     reference: Reference = ""
     share: Callable[[CollectiveProblem], int] = whole_message
-    large_warps: Callable[[int], int] = lambda world_size: 8
+    large_warps: Callable[[int], int] = lambda world_size: 1 if world_size == 2 else 8
     launch: Callable[[CollectiveProblem], LaunchShape] | None = None
     between_nodes: bool = False
     workspace: Callable[[CollectiveProblem], Workspace] = message_fits

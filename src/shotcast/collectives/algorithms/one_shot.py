@@ -13,10 +13,9 @@ from typing import Any
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message, window_alone
 from shotcast.collectives.fused_rows import (
-    launches_of_tiles,
-    one_shot_launch,
     rows_unsupported_reason,
     scatter_launch,
+    tile_launch,
     tiles_of_rows,
 )
 from shotcast.cost.collective import Work
@@ -49,6 +48,10 @@ def _fused_workspace(problem: CollectiveProblem) -> Workspace:
     return Workspace(tiles * problem.topology.world_size * block * 4, 2 * problem.topology.max_bytes)
 
 
+def _fused_launch(problem: CollectiveProblem) -> LaunchShape:
+    return tile_launch(problem, tiles_of_rows(problem)[0])
+
+
 def _gather_workspace(problem: CollectiveProblem) -> Workspace:
     max_bytes = problem.topology.max_bytes
     if not problem.sizes:
@@ -67,7 +70,7 @@ def _message(cpu: str, hosts: str) -> Form:
 
 
 def _four_warps(world_size: int) -> int:
-    return 4
+    return 1 if world_size == 2 else 4
 
 
 def _uneven_launch(problem: CollectiveProblem) -> LaunchShape:
@@ -152,8 +155,7 @@ ALGORITHM = Algorithm(
                 work=all_reduce_work,
                 triton="shotcast.transport.triton.fused_one_shot:bind",
                 cpu="shotcast.transport.cpu.fused:ONE_SHOT",
-                launch=one_shot_launch,
-                launches=launches_of_tiles,
+                launch=_fused_launch,
                 workspace=_fused_workspace,
                 unsupported_reason=rows_unsupported_reason,
             ),

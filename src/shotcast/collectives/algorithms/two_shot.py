@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message
-from shotcast.collectives.fused_rows import rows_unsupported_reason, scatter_launch, tiles_of_slices
+from shotcast.collectives.fused_rows import rows_unsupported_reason, scatter_launch, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import QUAD, gathered_row_quads
 from shotcast.units import align_up
@@ -24,14 +24,13 @@ def work(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
 
 
 def _fused_workspace(problem: CollectiveProblem) -> Workspace:
-    tiles, block = tiles_of_slices(problem)
+    tiles, block = tiles_of_rows(problem)
     copies = 2 * align_up(tiles, problem.topology.world_size)
     return Workspace(copies * block * 4, 2 * problem.topology.max_bytes)
 
 
 def _fused_launch(problem: CollectiveProblem) -> LaunchShape:
-    tiles, block = tiles_of_slices(problem)
-    return LaunchShape(max(1, -(-tiles // problem.topology.world_size)), block, num_warps=1)
+    return tile_launch(problem, -(-tiles_of_rows(problem)[0] // problem.topology.world_size))
 
 
 def _gathered_workspace(problem: CollectiveProblem) -> Workspace:

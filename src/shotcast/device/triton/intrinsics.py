@@ -110,6 +110,10 @@ if INTERPRETED:
         """Load 64-bit words (an acquire): a thread then sees what preceded the store-release that it has read."""
         return tl.load(pointers, mask=mask, other=0, volatile=True)
 
+    def load_pair(pointer: Any) -> Any:
+        """Load two consecutive 64-bit words, anew each time and by a single load."""
+        return tl.load(pointer, volatile=True), tl.load(pointer + 1, volatile=True)
+
     def fence_acquire() -> None:
         """Let this thread's later loads, through any address, see what preceded the stores that it has read."""
 
@@ -201,6 +205,17 @@ else:
             "=&l,l,r",
             [pointers.to(tl.int64), mask.to(tl.int32)],
             dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def load_pair(pointer):
+        return tl.inline_asm_elementwise(
+            "ld.volatile.global.v2.b64 {$0, $1}, [$2];",
+            "=l,=l,l",
+            [pointer.to(tl.int64)],
+            dtype=(tl.int64, tl.int64),
             is_pure=False,
             pack=1,
         )

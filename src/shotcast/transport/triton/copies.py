@@ -103,10 +103,10 @@ def copy(
                 )
                 store_words(out, own_start, offs, tiles[0], own_nbytes, UNIT)
             tiles = tiles_to_send(x, rank, worker, own_nbytes, offs + workers * BLOCK, KIND == EXCHANGE, UNIT, WORLD)
-        dirty = sync.leave_epoch(call, extent, not CELLS)
+        sync.leave_epoch(call, extent, not CELLS)
         release_next_kernel(SHAPE.PDL)
         if not CELLS:
-            sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             if KIND == EXCHANGE:

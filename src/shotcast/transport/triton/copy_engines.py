@@ -73,9 +73,8 @@ def meeting(entry: Entry, SHAPE: tl.constexpr):
     sync.exchange_headers(call, call.rank * 0, False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL)
     fault = sync.read_abort_word(call.own, SHAPE.WARPS)
     if fault != 0:
-        ranks = tl.arange(0, sync.MAX_WORLD)
-        regions = tl.load(call.peers + ranks, mask=ranks < SHAPE.WORLD, other=0)
-        tl.store(regions.to(tl.pointer_type(tl.int64)) + sync.ABORT, fault, mask=ranks < SHAPE.WORLD)
+        for r in range(SHAPE.WORLD):
+            sync.write_abort_words(sync.region_address(call.peers, r), fault, True)
 
 
 @dataclass(frozen=True, slots=True)

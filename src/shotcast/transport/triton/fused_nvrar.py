@@ -105,9 +105,9 @@ def nvrar_norm(
         operands = fused_tiles.load_operands(norm, worker, slice_tiles, tiles, LOCAL, SHAPE)
         if LOCAL > 1:
             own_words = load_words(x, own_start, offs, own_nbytes, 16)
-        dirty = sync.leave_epoch(call, extent, True)
+        sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
+        sync.clear_previous(call, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         if LOCAL > 1:
             slots = first_shot + worker * TILE
             masks = ()

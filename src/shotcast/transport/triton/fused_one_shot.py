@@ -2,16 +2,11 @@
 
     row_i = sum over r of x_r[i];  every rank norms every row
 
-It wins for small messages, as one-shot does. A program has one tile of one row, or a few tiles of different rows if the
-launch says so. It sends a tile to all ranks, sums it with the peers' tiles, and norms it together with the other
-programs of the row (``fused_tiles.py``). The tiles, and so the bits, are the same in every launch. Each program reads
-the epoch, the generation, the extent and the abort word and counts itself, all in two lines of memory that one slice of
-a cache serves, so many programs wait for each other there.
+It wins for small messages, as one-shot does. A program has one tile of a row. It sends the tile to all ranks, sums it
+with the peers' tiles, and norms it together with the other programs of the row (``fused_tiles.py``).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import triton.language as tl
 
@@ -26,66 +21,48 @@ from shotcast.transport.triton.sync import Entry
 from shotcast.wire import CallPlan
 
 
-@dataclass(frozen=True, slots=True)
-class OneShotNormShape(RowTileShape):
-    """The fused one-shot, with ``EACH`` tiles per program."""
-
-    EACH: int
-
-
-@kernel(shape=OneShotNormShape)
+@kernel(shape=RowTileShape)
 def one_shot_norm(
     x, norm: NormAddresses, entry: Entry, nbytes, cells: RowCells, slots_at, slots_quads, SHAPE: tl.constexpr
 ):
     """Sum x over all ranks, add the residual, and norm the rows.
 
-    There is one program for every EACH tiles of BLOCK words, with ROW_TILES tiles to a row. The next kernel, which
-    usually loads weights first, may launch at once. The words to sum are loaded while the epoch is read. Each of these
-    saves half a microsecond between GEMMs.
+    There is one program for every tile of BLOCK words, with ROW_TILES tiles to a row. The next kernel, which usually
+    loads weights first, may launch at once. The words to sum are loaded while the epoch is read. Each of these saves
+    half a microsecond between GEMMs.
     """
     rank = entry.rank
     WORLD: tl.constexpr = SHAPE.WORLD
     BLOCK: tl.constexpr = SHAPE.BLOCK
-    EACH: tl.constexpr = SHAPE.EACH
     release_next_kernel(SHAPE.PDL)
     ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
     tiles = nbytes // ROW * SHAPE.ROW_TILES
     extent = tiles * (TILE * WORLD)
-    worker = tl.program_id(0) - 1
-    workers = tl.num_programs(0) - 1  # the step between a program's tiles
+    tile = tl.program_id(0) - 1
+    workers = tl.num_programs(0) - 1
     offs = tl.arange(0, BLOCK)
-    addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD)
+    addresses = sync.peer_addresses(entry.peers, rank, tile, WORLD)
+    _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(tile, tiles, SHAPE)
     await_prior_kernel(SHAPE.PDL)
-    words = ()
-    for i in tl.static_range(EACH):
-        _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(worker + i * workers, tiles, SHAPE)
-        words = words + (load_words(x, tile_start, offs, tile_nbytes, 16),)
-    operands = fused_tiles.load_operands(norm, worker, workers, tiles, EACH, SHAPE)
+    words = load_words(x, tile_start, offs, tile_nbytes, 16)
+    operands = fused_tiles.load_operands(norm, tile, workers, tiles, 1, SHAPE)
     call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     if tl.program_id(0) == 0:
         sync.exchange_headers(call, extent, True, WORLD, SHAPE.WARPS, False)
     else:
         slots = sync.slots_offset(call.generation, slots_at, slots_quads)
-        for i in tl.static_range(EACH):
-            tile = worker + i * workers
-            _, _, _, tile_nbytes = fused_tiles.tile_bounds(tile, tiles, SHAPE)
-            slot = slots + (rank * tiles + tile) * TILE
-            sent = offs < tile_nbytes // 16 * 4
-            sync.store_to_all(
-                call, addresses, slot, offs, sync.escape_sentinel(words[i]), sent, False, False, WORLD - 1
-            )
-        dirty = sync.leave_epoch(call, extent, True)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
-        totals = ()
-        for i in tl.static_range(EACH):
-            tile = worker + i * workers
-            _, _, _, tile_nbytes = fused_tiles.tile_bounds(tile, tiles, SHAPE)
-            span = tile_nbytes // 16 * 4
-            masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)
-            parts, call = sync.await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
-            totals = totals + (sum_words(insert_own(parts, words[i], rank, WORLD), WORLD, SHAPE.DTYPE),)
-        fused_tiles.finish_tiles(call, cells, worker, workers, tiles, totals, operands, norm, EACH, SHAPE)
+        span = tile_nbytes // 16 * 4
+        slot = slots + (rank * tiles + tile) * TILE
+        sync.store_to_all(
+            call, addresses, slot, offs, sync.escape_sentinel(words), offs < span, False, False, WORLD - 1
+        )
+        sync.leave_epoch(call, extent, True)
+        sync.clear_previous(call, slots_at, slots_quads, tile, workers, BLOCK)
+        masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)
+        parts, call = sync.await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
+        totals = (sum_words(insert_own(parts, words, rank, WORLD), WORLD, SHAPE.DTYPE),)
+        fused_tiles.finish_tiles(call, cells, tile, workers, tiles, totals, operands, norm, 1, SHAPE)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
@@ -93,12 +70,10 @@ def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
     assert plan.norm is not None
     row_words = plan.norm.hidden * wire.DTYPES[plan.dtype] // 4
     rows, row_tiles = plan.nbytes // (4 * row_words), -(-row_words // plan.launch.block_words)
-    each = max(1, plan.launch.chunk_bytes // (4 * plan.launch.block_words))
     return context.launch(
         one_shot_norm,
         plan,
-        programs=1 + max(1, -(-rows * row_tiles // each)),
+        programs=1 + max(1, rows * row_tiles),
         tensors="x and norm",
         **fused_tiles.tile_arguments(plan, context, layout.row_cell_stride(rows, row_tiles)),
-        EACH=each,
     )

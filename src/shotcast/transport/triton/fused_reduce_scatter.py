@@ -198,16 +198,16 @@ def scatter_norm(
             for i in tl.static_range(WORLD - OWN):
                 words = sync.escape_sentinel(parts[i])
                 sync.store_to(call, addresses[i], slots + rank * quads, offs, words, offs < span, False)
-        dirty = sync.leave_epoch(call, extent, True)
+        sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, programs - 1, SHAPE.BLOCK)
+        sync.clear_previous(call, slots_at, slots_quads, worker, programs - 1, SHAPE.BLOCK)
     else:
         worker = program - 1 - pushers
         offs = tl.arange(0, ROW_BLOCK)
         weights, biases = load_weight_and_bias(norm, offs, SHAPE)
-        dirty = sync.leave_epoch(call, extent, True)
+        sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, program - 1, programs - 1, SHAPE.BLOCK)
+        sync.clear_previous(call, slots_at, slots_quads, program - 1, programs - 1, SHAPE.BLOCK)
         gather_addresses = sync.peer_addresses(entry.peers, rank, worker, WORLD, SKIP_SELF)
         second_shot = slots + quads * WORLD
         first_row = 0

@@ -71,9 +71,9 @@ def two_shot_norm(
         _, _, tile_start, tile_nbytes = fused_tiles.tile_bounds(own_tile, tiles, SHAPE)
         own_words = load_words(x, tile_start, offs, tile_nbytes, 16)
         operands = fused_tiles.load_operands(norm, worker, slice_tiles, tiles, WORLD, SHAPE)
-        dirty = sync.leave_epoch(call, extent, True)
+        sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
+        sync.clear_previous(call, slots_at, slots_quads, worker, tl.num_programs(0) - 1, BLOCK)
         span = tl.where(own_tile < tiles, BLOCK, 0)
         slots = first_shot + worker * TILE
         masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)

@@ -14,17 +14,11 @@ from shotcast.hardware.nodes import folded
 from shotcast.units import align_up
 from shotcast.wire import DTYPES, FP8_BLOCK, MAX_SMS, MAX_WORLD_SIZE, REDUCIBLE, Norm, Op, slice_bytes
 
-# Control block, in 64-bit words. Peers write only ABORT, HEADERS, CREDITS, MESSAGE_HEADERS and RECEIVES_BEGUN, which
-# have separate cache lines.
-EPOCH = 0  # number of the next call
-READERS = 1  # programs of the current call that have read EPOCH
-GENERATION = 2  # 0, 1 or 2: the generation that the next call with slots uses
-EXTENT = 3  # [3 generations] quads of slots used by the latest call of each
+# Control block, in 64-bit words. Peers write only ABORT, HEADERS, CREDITS, MESSAGE_HEADERS and RECEIVES_BEGUN.
 TIMEOUT = 6  # deadline of a call, in ns
 STATUS = 7  # address of the host's words (pinned), listed below
 CLOCK = 8  # latest time that any waiting program has read
 GONE = 9  # a bit for each rank whose process has ended, as programs have found it in the host's word
-ABORT = 16  # 0, or the fault that stopped the communicator (wire.Fault)
 HEADERS = 32  # [2 parities of the epoch][8 ranks][HEADER_WORDS]
 SENT = 64  # [8 peers][CHANNELS] chunks sent to each peer
 RECEIVED = SENT + 8 * 32  # [8 peers][CHANNELS] chunks received from each peer
@@ -37,6 +31,17 @@ MESSAGE_READERS = MESSAGE_COUNTS + 32  # programs of the current send or recv th
 MESSAGE_MISMATCH = MESSAGE_READERS + 1  # [2][HEADER_WORDS] the header received, and the one that this rank expected
 WIDE_HEADERS = 1152  # [2 parities of the epoch][16 ranks][HEADER_WORDS], in place of HEADERS, for more than 8 ranks
 PARTS_CAME = 1216  # the epoch of an all_to_all with a part that differs, then [8 ranks] bytes that came, and expected
+# What every program of a call reads first, in COPIES places: program p reads copy p % COPIES. (One place serves about
+# one load in a nanosecond, so a thousand programs would wait for each other there.) Addresses are those of copy 0.
+COPIES = 32
+COPY_WORDS = 16  # from copy to copy: 128 bytes
+EPOCH = 1280  # number of the next call
+GENERATION = EPOCH + 1  # that of the next call with slots (0, 1 or 2); above 2 bits, the extent of the latest such call
+ABORT = EPOCH + 2  # 0, or the fault that stopped the communicator (wire.Fault)
+READERS = EPOCH + 3  # programs of the current call that have read this copy
+COPIES_READ = (
+    EPOCH + 4
+)  # copies, in copy 0, that all programs of the current call have read; or programs, if they are few
 CONTROL_WORDS = 2048
 
 # Words of the host's memory, in 64-bit words from the address in STATUS; each has a separate cache line.

@@ -56,9 +56,9 @@ def multimem_all_reduce(x, out, entry: Entry, nbytes, flags_at, slots_at, slots_
                 mask = (offs < slice_words) & (offs < total - r * slice_words)
                 sync.store_to(call, call.own.to(tl.int64), staging + r * slice_quads, offs, words, mask, False)
         sync.raise_flags(call, flags, WORLD, SHAPE.WARPS)
-        dirty = sync.leave_epoch(call, slice_quads * (2 * WORLD), True)
+        sync.leave_epoch(call, slice_quads * (2 * WORLD), True)
         release_next_kernel(SHAPE.PDL)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        sync.clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         own_span = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
         if worker * BLOCK < own_span:  # then all ranks need the words that this program will send
             call = sync.await_flags(call, flags, WORLD, SHAPE.WARPS)

@@ -190,9 +190,9 @@ def nvrar_all_reduce(
                     sync.store_to(call, mates[i], first_shot + local * slice_quads, offs, words, offs < span, False)
             next_offs = offs + workers * BLOCK
             tiles = tiles_to_send(x, local, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, LOCAL)
-        dirty = sync.leave_epoch(call, extent, True)
+        sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        sync.clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         for chunk in range(0, rounds + (LOCAL > 1)):
             if chunk < rounds:
                 tile = chunk * workers + worker

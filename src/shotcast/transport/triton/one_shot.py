@@ -90,10 +90,10 @@ def one_shot_reduce(
                 words = tile if CELLS else sync.escape_sentinel(tile)
                 sync.store_to(call, addresses[i], slots + rank * stride, offs, words, offs < span, CELLS)
             tiles = tiles_to_send(x, rank, worker, nbytes, offs + workers * BLOCK, SHAPE.SCATTER, SHAPE.UNIT, WORLD)
-        dirty = sync.leave_epoch(call, extent, not CELLS)
+        sync.leave_epoch(call, extent, not CELLS)
         release_next_kernel(SHAPE.PDL)
         if not CELLS:
-            sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             own_words = load_words(x, rank.to(tl.int64) * nbytes if SHAPE.SCATTER else 0, offs, nbytes, SHAPE.UNIT)

@@ -73,9 +73,9 @@ def ring(
                 words = load_words(x, 0, offs, slice_nbytes, UNIT)
                 store_words(out, rank.to(tl.int64) * slice_nbytes, offs, words, slice_nbytes, UNIT)
             sync.store_to(call, next_region, slots, offs, sync.escape_sentinel(words), offs < span, False)
-        dirty = sync.leave_epoch(call, quads * HOPS, True)
+        sync.leave_epoch(call, quads * HOPS, True)
         release_next_kernel(SHAPE.PDL)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        sync.clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         for hop in tl.static_range(HOPS):
             for start in range(worker * BLOCK, span, workers * BLOCK):
                 offs = start + tl.arange(0, BLOCK)

@@ -82,10 +82,10 @@ def rooted_copy(
                 words = kept if CELLS else sync.escape_sentinel(kept)
                 sync.store_to(call, addresses[0], buffer + rank * stride, offs, words, mask, CELLS)
                 store_words(out, rank.to(tl.int64) * part_nbytes, offs, kept, own_nbytes, UNIT)
-        dirty = sync.leave_epoch(call, extent, not CELLS)
+        sync.leave_epoch(call, extent, not CELLS)
         release_next_kernel(SHAPE.PDL)
         if not CELLS:
-            sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             sizes = ()

@@ -151,6 +151,7 @@ def send_recv(data, entry: Entry, peer, nbytes, mailboxes_at, SHAPE: tl.constexp
         call.header_call,
         message_number,
         call.generation,
+        call.dirty,
         call.live,
         call.started,
     )

@@ -43,6 +43,7 @@ from shotcast.device.triton.intrinsics import (
     await_prior_kernel,
     fence_acquire,
     load_acquire,
+    load_pair,
     now_ns,
     release_next_kernel,
     store_release,
@@ -53,10 +54,13 @@ from shotcast.device.triton.nvshmem import put_nbi_block
 from shotcast.transport.triton import layout
 from shotcast.transport.triton.multicast import multicast_words
 
+COPIES = tl.constexpr(layout.COPIES)
+COPY_WORDS = tl.constexpr(layout.COPY_WORDS)
 EPOCH = tl.constexpr(layout.EPOCH)
-READERS = tl.constexpr(layout.READERS)
-GENERATION = tl.constexpr(layout.GENERATION)
-EXTENT = tl.constexpr(layout.EXTENT)
+GENERATION_WORD = tl.constexpr(layout.GENERATION - layout.EPOCH)
+ABORT_WORD = tl.constexpr(layout.ABORT - layout.EPOCH)
+READERS_WORD = tl.constexpr(layout.READERS - layout.EPOCH)
+COPIES_READ = tl.constexpr(layout.COPIES_READ)
 TIMEOUT = tl.constexpr(layout.TIMEOUT)
 STATUS = tl.constexpr(layout.STATUS)
 CLOCK = tl.constexpr(layout.CLOCK)
@@ -66,7 +70,6 @@ HOST_GONE = tl.constexpr(layout.HOST_GONE)
 HOST_WAIT = tl.constexpr(layout.HOST_WAIT)
 HOST_LOOK_NS = tl.constexpr(layout.HOST_LOOK_NS)
 WAIT_NOTICE_NS = tl.constexpr(layout.WAIT_NOTICE_NS)
-ABORT = tl.constexpr(layout.ABORT)
 HEADERS = tl.constexpr(layout.HEADERS)
 HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
 OP_AT = tl.constexpr(wire.OP_AT)
@@ -140,8 +143,9 @@ class Call(NamedTuple):
     """One call as a program sees it.
 
     The first fields are those of its :class:`Entry`, with ``own`` and ``peers`` as pointers. ``epoch`` is the number of
-    the call, and ``generation`` says which slots it uses. ``live`` is 1 until the call is stopped. ``started`` is the
-    time of the first check of the deadline, or 0 before that.
+    the call, ``generation`` says which slots it uses, and ``dirty`` how many quads the previous call with slots used.
+    ``live`` is 1 until the call is stopped. ``started`` is the time of the first check of the deadline, or 0 before
+    that.
     """
 
     own: tl.tensor
@@ -151,6 +155,7 @@ class Call(NamedTuple):
     header_call: tl.tensor
     epoch: tl.tensor
     generation: tl.tensor
+    dirty: tl.tensor
     live: tl.tensor
     started: tl.tensor
 
@@ -159,7 +164,16 @@ class Call(NamedTuple):
 def with_status(call, live, started):
     """Return the call with new values of ``live`` and ``started``."""
     return Call(
-        call.own, call.peers, call.rank, call.header_size, call.header_call, call.epoch, call.generation, live, started
+        call.own,
+        call.peers,
+        call.rank,
+        call.header_size,
+        call.header_call,
+        call.epoch,
+        call.generation,
+        call.dirty,
+        live,
+        started,
     )
 
 
@@ -171,13 +185,27 @@ def words_at(address, quads):
 
 
 @triton.jit
+def copy_to_read(own):
+    """Return a pointer to this program's copy of the words that every program of a call reads first."""
+    return own + EPOCH + (tl.program_id(0) % COPIES) * COPY_WORDS
+
+
+@triton.jit
 def read_abort_word(own, WARPS: tl.constexpr):
     """Load the abort word so that all threads of the program get the same value."""
+    word = copy_to_read(own) + ABORT_WORD
     if WARPS == 1:
-        fault = tl.load(own + ABORT, volatile=True)
+        fault = tl.load(word, volatile=True)
     else:
-        fault = tl.atomic_add(own + ABORT, 0, sem="relaxed", scope="sys")
+        fault = tl.atomic_add(word, 0, sem="relaxed", scope="sys")
     return fault
+
+
+@triton.jit
+def write_abort_words(region, fault, mask):
+    """Store the fault in all copies of the abort word of the region at the address ``region``."""
+    copies = tl.arange(0, COPIES) * COPY_WORDS
+    tl.store(region.to(tl.pointer_type(tl.int64)) + EPOCH + copies + ABORT_WORD, fault, mask=mask)
 
 
 @triton.jit
@@ -197,10 +225,11 @@ def enter(entry, WARPS: tl.constexpr, PDL: tl.constexpr):
     await_prior_kernel(PDL)
     own = tl.multiple_of(entry.own.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
     peers = tl.multiple_of(entry.peers.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
-    epoch = tl.load(own + EPOCH, volatile=True)
-    generation = tl.load(own + GENERATION, volatile=True).to(tl.int32)
+    epoch, word = load_pair(copy_to_read(own))
     live = (read_abort_word(own, WARPS) == 0).to(tl.int32)
-    return Call(own, peers, entry.rank, entry.header_size, entry.header_call, epoch, generation, live, epoch * 0)
+    generation = (word & 3).to(tl.int32)
+    dirty = (word >> 2).to(tl.int32)
+    return Call(own, peers, entry.rank, entry.header_size, entry.header_call, epoch, generation, dirty, live, epoch * 0)
 
 
 @triton.jit
@@ -222,7 +251,7 @@ def report_fault_if_stopped(call):
     The branch also makes every thread wait until it has loaded the abort word and the epoch.
     """
     if (call.live == 0) | (call.epoch < 0):  # no epoch is negative
-        report_fault(call.own, tl.load(call.own + ABORT))
+        report_fault(call.own, tl.load(copy_to_read(call.own) + ABORT_WORD))
 
 
 @triton.jit
@@ -230,29 +259,39 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
     """Record that this program has read the epoch. The last program of the grid advances it for the next kernel.
 
     Call it exactly once in every program, after :func:`enter`, at any time; ``extent`` and SLOTS must be the same in
-    all programs. Returns the extent of the previous call with slots, for :func:`clear_previous`.
+    all programs.
 
     With SLOTS, it also records that this call uses ``extent`` quads of its generation, which the next call with slots
-    clears, and moves on to the next generation. A call without slots leaves all generations as they are.
+    clears, and moves on to the next generation. A call without slots leaves that as it is.
 
-    Graph safety: the epoch, the generation and the extents live in device memory, so a replayed kernel finds what the
-    previous kernel left there. Every thread has the epoch (because of the branch) and the generation (because of the
-    address of the extent) before it passes the barrier that precedes the count. So the stores of the last program
-    follow the loads of all readers.
+    More programs than there are copies count by copy first. The last program of a copy then counts the copy.
+
+    Graph safety: the words that programs read live in device memory, so a replayed kernel finds what the previous
+    kernel left there. Every thread has the epoch (because of the branch) and the generation (because one load brings
+    both) before it passes the barrier that precedes the count. So the stores of the last program follow the loads of
+    all readers.
     """
     report_fault_if_stopped(call)
-    dirty = call.generation * 0
-    if SLOTS:
-        dirty = tl.load(call.own + EXTENT + previous_generation(call), volatile=True).to(tl.int32) * call.live
+    programs = tl.num_programs(0)
+    copy = tl.program_id(0) % COPIES
+    copies_read = call.own + COPIES_READ
+    counter = copies_read
+    readers = programs
+    if programs > COPIES:
+        counter = copy_to_read(call.own) + READERS_WORD
+        readers = (programs - copy + COPIES - 1) // COPIES
     tl.debug_barrier()
-    readers = tl.atomic_add(call.own + READERS, 1, sem="relaxed", scope="gpu")
-    if readers == tl.num_programs(0) - 1:
-        tl.store(call.own + READERS, readers * 0)
+    last = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == readers - 1
+    if last & (programs > COPIES):
+        tl.store(counter, call.epoch * 0)
+        last = tl.atomic_add(copies_read, 1, sem="relaxed", scope="gpu") == COPIES - 1
+    if last:
+        tl.store(copies_read, call.epoch * 0)
+        copies = call.own + EPOCH + tl.arange(0, COPIES) * COPY_WORDS
         if SLOTS:
-            tl.store(call.own + EXTENT + call.generation, extent.to(tl.int64))
-            tl.store(call.own + GENERATION, ((call.generation + 1) % GENERATIONS).to(tl.int64))
-        tl.store(call.own + EPOCH, call.epoch + 1)
-    return dirty
+            generation = ((call.generation + 1) % GENERATIONS).to(tl.int64)
+            tl.store(copies + GENERATION_WORD, (extent.to(tl.int64) << 2) | generation)
+        tl.store(copies, call.epoch + 1)
 
 
 @triton.jit
@@ -274,8 +313,8 @@ def cells_offset(epoch, cells_at, cells_quads):
 
 
 @triton.jit
-def clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK: tl.constexpr):
-    """Restore the sentinels in the slots of the previous call: ``dirty`` quads, as returned by :func:`leave_epoch`.
+def clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK: tl.constexpr):
+    """Restore the sentinels in the slots of the previous call, unless this call is stopped.
 
     All programs except program 0 call it, at any time in the call; they share the work evenly as ``worker`` of
     ``workers``. Nothing needs to wait for the stores: the kernel boundary makes them land before this rank starts the
@@ -287,8 +326,9 @@ def clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK: t
     base = words_at(call.own.to(tl.int64), slots_offset(previous_generation(call), slots_at, slots_quads))
     offs = tl.arange(0, BLOCK)
     clean = tl.full([BLOCK], SENTINEL, tl.int32)
-    for start in range(worker * BLOCK, dirty * 4, workers * BLOCK):
-        tl.store(base + start + offs, clean, mask=start + offs < dirty * 4)
+    dirty = call.dirty * call.live * 4
+    for start in range(worker * BLOCK, dirty, workers * BLOCK):
+        tl.store(base + start + offs, clean, mask=start + offs < dirty)
 
 
 @triton.jit
@@ -523,7 +563,7 @@ def check_deadline(
     timeout = tl.atomic_add(call.own + TIMEOUT, 0, sem="relaxed", scope="sys")
     if EXTENDED_DEADLINE:
         timeout += timeout // 4
-    fault = tl.atomic_add(call.own + ABORT, 0, sem="relaxed", scope="sys")
+    fault = tl.atomic_add(copy_to_read(call.own) + ABORT_WORD, 0, sem="relaxed", scope="sys")
     live = (fault == 0).to(tl.int32)
     if started == 0:
         started = now
@@ -576,9 +616,9 @@ def fault_word(call, kind, ranks):
 def stop(call, kind, ranks, WORLD: tl.constexpr):
     """Stop the call on every rank: set the abort word in every region, and the copy on this host."""
     fault = fault_word(call, kind, ranks)
-    lanes = tl.arange(0, MAX_WORLD if WORLD <= MAX_WORLD else MOST_RANKS)
-    bases = tl.load(call.peers + lanes, mask=lanes < WORLD, other=0)
-    tl.store(bases.to(tl.pointer_type(tl.int64)) + ABORT, fault, mask=(lanes < WORLD) & (bases != 0))
+    for r in range(WORLD):
+        region = region_address(call.peers, r)
+        write_abort_words(region, fault, region != 0)
     report_fault(call.own, fault)
 
 
@@ -772,7 +812,7 @@ def await_progress_by_warp(call, quads, steps, WORLD: tl.constexpr):
             started = tl.where(started == 0, now, started)
             late_ranks = tl.sum(late.to(tl.int32) << (lanes % MAX_WORLD), axis=0)
             timeout = tl.max(tl.load(call.own + TIMEOUT + same, volatile=True), axis=0)
-            fault = tl.load(call.own + ABORT + same, volatile=True)
+            fault = tl.load(copy_to_read(call.own) + ABORT_WORD + same, volatile=True)
             ends = tl.max((fault != 0).to(tl.int32), axis=0) | (now - started > timeout).to(tl.int32)
             if now - started > HOST_LOOK_NS:
                 marks = tl.max(tl.load(host_words(call.own) + HOST_GONE + same, volatile=True), axis=0)

@@ -117,10 +117,10 @@ def two_shot_all_reduce(
                 sync.store_to(call, addresses[i], first_shot + rank * stride, offs, words, mask, CELLS)
             next_offs = offs + workers * BLOCK
             tiles = tiles_to_send(x, rank, worker, slice_quads, nbytes, next_offs, 0, EARLY, UNIT, WORLD)
-        dirty = sync.leave_epoch(call, extent, not CELLS)
+        sync.leave_epoch(call, extent, not CELLS)
         release_next_kernel(SHAPE.PDL)
         if not CELLS:
-            sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+            sync.clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         own_span = tl.minimum(slice_words, tl.maximum(total - rank * slice_words, 0) // 4 * 4)
         sums = second_shot + rank * stride
         for chunk in range(0, rounds + 1):

@@ -299,9 +299,9 @@ def two_shot_fp8_all_reduce(x, out, entry: Entry, nbytes, slots_at, slots_quads,
                 words, scales = quantize(values, DTYPE, NATIVE)
                 size = quads_of_slice(peer, quads, slice_quads)
                 send(call, peer, first_shot + rank * stride, word_quads, rows, words, scales, size, DTYPE)
-        dirty = sync.leave_epoch(call, extent, True)
+        sync.leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        sync.clear_previous(call, dirty, slots_at, slots_quads, worker, workers, SHAPE.BLOCK)
+        sync.clear_previous(call, slots_at, slots_quads, worker, workers, SHAPE.BLOCK)
         own_quads = quads_of_slice(rank, quads, slice_quads)
         for chunk in range(0, rounds + 1):
             if chunk < rounds:

@@ -100,8 +100,12 @@ class GpuWorkspace:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next collective call number ``epoch`` + 1, on all ranks alike and with no call under way."""
-        self._control[layout.EPOCH] = epoch + 1
+        self._copies(layout.EPOCH).fill_(epoch + 1)
         self._flag_cells(epoch)
+
+    def _copies(self, word: int) -> torch.Tensor:
+        """Return all copies of a word that every program of a call reads first."""
+        return self._control[word : word + layout.COPIES * layout.COPY_WORDS : layout.COPY_WORDS]
 
     def _flag_cells(self, epoch: int) -> None:
         """Give all flag cells the flag of finished call ``epoch``, because zero would be the flag of call 2^32."""
@@ -146,13 +150,14 @@ class GpuWorkspace:
 
         A fault already known here stays, because it causes the ones that follow.
         """
-        address = self.context.own_address + 8 * layout.ABORT
         if self._read(layout.ABORT)[0]:
             return
-        if self._device.type == "cuda":
-            driver.side_stream(self._device.index).write_word(address, fault)
-        else:
-            ctypes.c_int64.from_address(address).value = fault
+        for copy in range(layout.COPIES):
+            address = self.context.own_address + 8 * (layout.ABORT + copy * layout.COPY_WORDS)
+            if self._device.type == "cuda":
+                driver.side_stream(self._device.index).write_word(address, fault)
+            else:
+                ctypes.c_int64.from_address(address).value = fault
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later calls and graph replays."""
