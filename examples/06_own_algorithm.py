@@ -67,9 +67,9 @@ def star_all_reduce(x, out, entry, nbytes, slots_at, slots_quads, SHAPE: tl.cons
             offs = start + tl.arange(0, BLOCK)
             words = escape_sentinel(load_words(x, 0, offs, nbytes, SHAPE.UNIT))
             store_to(call, root, slots + rank * quads, offs, words, offs < quads * 4, False)
-        dirty = leave_epoch(call, extent, True)
+        leave_epoch(call, extent, True)
         release_next_kernel(SHAPE.PDL)
-        clear_previous(call, dirty, slots_at, slots_quads, worker, workers, BLOCK)
+        clear_previous(call, slots_at, slots_quads, worker, workers, BLOCK)
         for start in range(worker * BLOCK, quads * 4, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
             inside = offs < quads * 4

@@ -94,7 +94,7 @@ def look_kernel(control, table, started, live, EXTENDED_DEADLINE: tl.constexpr):
     peers = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     zero = tl.program_id(0) * 0
     none = tl.load(started) * 0
-    call = Call(own, peers, zero, none, none, none + 5, zero, zero + 1, tl.load(started))
+    call = Call(own, peers, zero, none, none, none + 5, zero, zero, zero + 1, tl.load(started))
     _, still = check_deadline(call, tl.load(started), zero + 1, False, 1, EXTENDED_DEADLINE, True)
     tl.store(live, still)
 
@@ -292,7 +292,9 @@ class Waiting:
         """Check the deadline; return whether the program goes on. If it does not, the abort word is set."""
         live = torch.zeros(1, dtype=torch.int32)
         look_kernel[(1,)](self.control, self._table, self._started, live, self._patient)
-        assert bool(self.control[layout.ABORT] == 0) == bool(live[0])
+        copies = self.control[layout.ABORT :: layout.COPY_WORDS][: layout.COPIES]
+        assert bool((copies == 0).all()) == bool(live[0])
+        assert (copies == copies[0]).all()
         assert self.control[layout.ABORT] == self.host[layout.HOST_FAULT]
         return bool(live[0])
 

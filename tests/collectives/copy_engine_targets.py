@@ -167,10 +167,13 @@ def in_place_after_a_fault() -> tuple[torch.Tensor, str]:
     return x, error
 
 
-def told_after_the_last_meeting() -> tuple[torch.Tensor, Any]:
-    """Have rank 1 give up, as this rank hears when it has met all. Return its result, and the error."""
+def told_after_the_last_meeting(copies: int) -> tuple[torch.Tensor, Any]:
+    """Have rank 1 give up, as this rank hears when it has met all. Return its result, and the error.
+
+    The fault has come to so many copies of the abort word, the last ones; 0 for all, by the host.
+    """
     from shotcast import wire
-    from shotcast.transport.triton import copy_engines
+    from shotcast.transport.triton import copy_engines, layout
 
     comm = shotcast.Communicator(device="cpu", max_bytes=ROOM, timeout_s=100)
     x = torch.ones(5000)
@@ -182,7 +185,12 @@ def told_after_the_last_meeting() -> tuple[torch.Tensor, Any]:
     def told(self: Any, number: int, stream: int) -> None:
         original(self, number, stream)
         if number == 2:
-            comm._executor.stop(wire.encode_fault(wire.TIMEOUT, Op.ALL_REDUCE, [1], 9))
+            fault = wire.encode_fault(wire.TIMEOUT, Op.ALL_REDUCE, [1], 9)
+            if copies:
+                comm._executor.workspaces[-1]._copies(layout.ABORT)[-copies:] = fault
+                assert comm._executor.workspaces[-1].stopped
+            else:
+                comm._executor.stop(fault)
 
     if comm.rank == 0:
         copy_engines.CopyEngineCall._meet = told  # type: ignore[method-assign]

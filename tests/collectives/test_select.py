@@ -746,6 +746,10 @@ class TestLaunch:
         case = problem(nbytes=4 * share, topology=make_topology("triton", max_bytes=1 << 28))
         assert launch_shape(case, "two_shot").num_warps == (4 if share == 512 << 10 else 1)
 
+    def test_two_nodes_of_one_rank_have_large_tiles(self) -> None:
+        topology = make_topology("triton", 1, 1 << 28, nodes=2)
+        assert launch_shape(problem(nbytes=4 << 20, topology=topology), "nvrar") == LaunchShape(1024, 1024, 8)
+
     @pytest.mark.parametrize("mib", [1, 64])
     @pytest.mark.parametrize("op", [Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER])
     def test_two_ranks_keep_small_tiles(self, op: Op, mib: int) -> None:
@@ -911,7 +915,7 @@ class TestSharedCommunicators:
         ("world_size", "exclusive", "mib", "launches"),
         [
             (2, True, 1, [(512, 256)]),
-            (2, False, 1, [(1024, 128)]),
+            (2, False, 1, [(512, 256)]),
             (2, False, 2, []),
             (2, True, 2, [(1024, 256)]),
             (4, True, 2, [(1024, 128)]),
@@ -939,6 +943,21 @@ class TestSharedCommunicators:
     def test_grids_of_two_ranks_leave_warps(self, kib: int, launch: LaunchShape) -> None:
         topology = make_topology("triton", 2, 64 << 20, exclusive=False)
         assert launch_shape(problem(nbytes=kib << 10, dtype="bfloat16", topology=topology), "one_shot") == launch
+
+    def test_shared_rows_of_two_ranks_by_one_shot(self) -> None:
+        """Up to 64 rows of 16 KiB: tiles are large, as twice as many small ones would be too many programs."""
+        topology = make_topology("triton", 2, 64 << 20, exclusive=False)
+        launch = launch_shape(rows(8192, count=64, topology=topology), "one_shot")
+        assert launch == LaunchShape(1024, 256, 1)
+        assert unsupported_reason(rows(8192, count=64, topology=topology), "one_shot") == ""
+        assert "2080 warps" in unsupported_reason(rows(8192, count=65, topology=topology), "one_shot")
+
+    @pytest.mark.parametrize("ranks", [4, 8])
+    def test_more_ranks_keep_their_registers(self, ranks: int) -> None:
+        topology = make_topology("triton", ranks, 64 << 20, exclusive=False)
+        case = problem(nbytes=64 << 20, dtype="bfloat16", topology=topology)
+        for shape in (LaunchShape(2048, 128, 1), LaunchShape(1025, 1024, 1)):
+            assert fitted(case, "two_shot", shape) == LaunchShape(128, 512, 4)
 
     def test_a_tuned_launch_that_would_fill_the_gpu_is_replaced(self) -> None:
         topology = make_topology("triton", 2, 64 << 20, exclusive=False)

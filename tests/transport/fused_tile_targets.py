@@ -25,7 +25,7 @@ def exchange(cells, cell_stride, row, mine, bits, seen, epoch, ROW_TILES: tl.con
     """Store the parts of two rows, those of this program and of all others, and then await them as this program."""
     address = cells.to(tl.int64)
     number = tl.load(epoch)
-    call = Call(cells, cells, row, number, number, number, row, row, number)
+    call = Call(cells, cells, row, number, number, number, row, row, row, number)
     for part in range(ROW_TILES):
         store_parts(
             call,

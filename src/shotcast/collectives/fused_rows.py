@@ -25,8 +25,11 @@ def rows_unsupported_reason(problem: CollectiveProblem) -> str:
 _TILE_WORDS = 128
 """The words of a tile, unless the row is shorter: one load of a warp."""
 _LARGE_TILE_WORDS = 256
-"""The words of a tile of two ranks whose calls may fill the GPU, as such programs take more registers: on two H200s, 64
-rows of 8192 bfloat16 take 7.1 us with these tiles and 7.4 with small ones (``exploration/copies_x2.txt``)."""
+"""The words of a tile of two ranks: on two H200s, 64 rows of 8192 bfloat16 take 7.1 us with these tiles and 7.4 with
+small ones (``exploration/copies_x2.txt``)."""
+_MOST_BESIDE_OTHERS = 1024
+"""The most large tiles that leave room for other communicators. With 96 registers a thread in 1,024 programs of
+one-shot, or 143 in 512 of two-shot, they take up to 36% of an H200's registers."""
 
 
 def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
@@ -41,9 +44,11 @@ def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
     interpreted = topology.transport.serial
     block = 1 << max(4 if interpreted else 5, (words - 1).bit_length())
     if not interpreted:
-        large = topology.exclusive and topology.shape.nodes == 1 and topology.world_size == 2
-        fits = align_up(words, _TILE_WORDS) % _LARGE_TILE_WORDS == 0
-        block = min(block, _LARGE_TILE_WORDS if large and fits else _TILE_WORDS)
+        large = topology.shape.nodes == 1 and topology.world_size == 2
+        large &= align_up(words, _TILE_WORDS) % _LARGE_TILE_WORDS == 0
+        if not topology.exclusive:
+            large &= problem.nbytes // (4 * _LARGE_TILE_WORDS) <= _MOST_BESIDE_OTHERS
+        block = min(block, _LARGE_TILE_WORDS if large else _TILE_WORDS)
     return problem.nbytes // (4 * words) * -(-words // block), block
 
 

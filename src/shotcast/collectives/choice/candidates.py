@@ -89,10 +89,12 @@ def _beside_others(problem: CollectiveProblem, form: Form, shape: LaunchShape) -
     """Return the launch, or one that leaves room for calls of other communicators if this one would not."""
     if not _beyond_others(problem, form, shape):
         return shape
-    halved = dataclasses.replace(shape, programs=-(-shape.programs // 2), block_words=2 * shape.block_words)
-    if shape.num_warps == 1 and not _beyond_others(problem, form, halved):
+    ranks = problem.topology.shape.ranks_per_node
+    halved = dataclasses.replace(shape, programs=-(-shape.programs // 2), block_words=256)
+    few = ranks <= 2 and (shape.num_warps, shape.block_words) == (1, 128)
+    if few and not _beyond_others(problem, form, halved):
         return halved
-    return next(launch for ranks, launch in _BESIDE_OTHERS if problem.topology.shape.ranks_per_node <= ranks)
+    return next(launch for most, launch in _BESIDE_OTHERS if ranks <= most)
 
 
 _LIBRARY_VARIES = "in batch-invariant mode the vendor library reduces nothing, as its order depends on the size"
@@ -193,8 +195,8 @@ def candidates(problem: CollectiveProblem) -> tuple[Candidate, ...]:
 def launch_shape(problem: CollectiveProblem, name: str) -> LaunchShape:
     """Return the default launch of an algorithm: one tile per program.
 
-    Small messages use programs of one warp with 128 words each, whose polls need no shared memory. Between more than
-    two ranks, tiles grow once a rank's share reaches 512 KiB. A grid may be larger than the GPU holds at once: programs
+    Small messages use programs of one warp with 128 words each, whose polls need no shared memory. Tiles grow once
+    a rank's share reaches 512 KiB, but not between two GPUs. A grid may be larger than the GPU holds at once: programs
     start in numerical order and wait for the same-numbered programs of the peers. So the grid passes over the message
     like a window, and the words that cross the slots stay in the cache (figures: docs/design/all_reduce.md). On
     non-exclusive communicators, fewer programs pass over the message repeatedly.
@@ -214,7 +216,8 @@ def _whole_gpu(problem: CollectiveProblem, form: Form) -> LaunchShape:
     if topology.transport.serial:
         block = 1 << max(4, min(11, (words // 2).bit_length()))
         return LaunchShape(programs=min(3, -(-words // block)), block_words=block, num_warps=1)
-    warps = form.large_warps(topology.world_size)
+    ranks = topology.world_size if topology.shape.nodes == 1 else MAX_WORLD_SIZE  # between nodes, a tile is a put
+    warps = form.large_warps(ranks)
     if share < 512 << 10 or warps == 1:
         return LaunchShape(programs=-(-words // 128), block_words=128, num_warps=1)
     if share < 1 << 20 or not warps:

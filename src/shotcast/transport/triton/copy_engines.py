@@ -71,7 +71,7 @@ def meeting(entry: Entry, SHAPE: tl.constexpr):
     """Wait until every rank has come, or all have been told why not."""
     call = sync.enter(entry, SHAPE.WARPS, SHAPE.PDL)
     sync.exchange_headers(call, call.rank * 0, False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL)
-    fault = sync.read_abort_word(call.own, SHAPE.WARPS)
+    fault = sync.any_abort_word(call.own)
     if fault != 0:
         for r in range(SHAPE.WORLD):
             sync.write_abort_words(sync.region_address(call.peers, r), fault, True)
@@ -120,7 +120,7 @@ def nan_if_stopped(out, nbytes: tl.int64, entry: Entry, SHAPE: tl.constexpr):
     are only copied keep their numbers. One warp does this, because it finds room on an SM first.
     """
     own = own_region(entry)
-    fault = sync.read_abort_word(own, SHAPE.WARPS)
+    fault = sync.any_abort_word(own)
     if fault != 0:
         sync.report_fault(own, fault)
         if SHAPE.DTYPE.is_floating():  # of 16 bits or more

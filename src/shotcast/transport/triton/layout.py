@@ -34,7 +34,7 @@ PARTS_CAME = 1216  # the epoch of an all_to_all with a part that differs, then [
 # What every program of a call reads first, in COPIES places: program p reads copy p % COPIES. (One place serves about
 # one load in a nanosecond, so a thousand programs would wait for each other there.) Addresses are those of copy 0.
 COPIES = 32
-COPY_WORDS = 16  # from copy to copy: 128 bytes
+COPY_WORDS = 16  # from copy to copy: 128 bytes, a line; peers write its abort word, which is rare
 EPOCH = 1280  # number of the next call
 GENERATION = EPOCH + 1  # that of the next call with slots (0, 1 or 2); above 2 bits, the extent of the latest such call
 ABORT = EPOCH + 2  # 0, or the fault that stopped the communicator (wire.Fault)

@@ -26,8 +26,8 @@ the warps of a program could see differently.
 
 Latency. Loads that waited for one another took a seventh of the time of a small call. Therefore a program first issues
 all the loads that it needs, before it uses, or branches on, the result of any: the addresses of peers before the prior
-kernel has ended, the words to send together with the epoch, the extent to clear together with the count of readers. One
-warp issues in order, so a use holds up everything after it.
+kernel has ended, and the words to send together with the epoch. One warp issues in order, so a use holds up everything
+after it. Many programs that load one line wait for each other, too, so what all of them load has copies.
 """
 
 from __future__ import annotations
@@ -202,6 +202,13 @@ def read_abort_word(own, WARPS: tl.constexpr):
 
 
 @triton.jit
+def any_abort_word(own):
+    """Load all copies of the abort word: 0, or a fault that has come to one of them. For programs of one warp."""
+    copies = tl.arange(0, COPIES) * COPY_WORDS
+    return tl.max(tl.load(own + EPOCH + copies + ABORT_WORD, volatile=True), axis=0)  # no fault is negative
+
+
+@triton.jit
 def write_abort_words(region, fault, mask):
     """Store the fault in all copies of the abort word of the region at the address ``region``."""
     copies = tl.arange(0, COPIES) * COPY_WORDS
@@ -240,8 +247,9 @@ def host_words(own):
 
 @triton.jit
 def report_fault(own, fault):
-    """Store the fault in the host's copy of the abort word."""
-    tl.store(host_words(own) + HOST_FAULT, fault)
+    """Store the fault in the host's copy of the abort word; another one that came to copy 0 goes before it."""
+    first = tl.load(own + EPOCH + ABORT_WORD, volatile=True)
+    tl.store(host_words(own) + HOST_FAULT, tl.where(first != 0, first, fault))
 
 
 @triton.jit

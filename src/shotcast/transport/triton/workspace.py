@@ -82,7 +82,8 @@ class GpuWorkspace:
 
     @property
     def stopped(self) -> bool:
-        return bool(self._read(layout.ABORT)[0])
+        words = self._read(layout.ABORT, layout.COPIES * layout.COPY_WORDS)
+        return any(words[:: layout.COPY_WORDS])
 
     @property
     def epoch(self) -> int:
@@ -150,7 +151,7 @@ class GpuWorkspace:
 
         A fault already known here stays, because it causes the ones that follow.
         """
-        if self._read(layout.ABORT)[0]:
+        if self.stopped:
             return
         for copy in range(layout.COPIES):
             address = self.context.own_address + 8 * (layout.ABORT + copy * layout.COPY_WORDS)
