@@ -81,7 +81,7 @@ MAX_REGISTERS = {2: 128, 3: 128, 4: 128, 8: 232}
 """Registers by number of ranks, which is that of the slots in flight.
 
 With up to 256, the 65,536 registers of a multiprocessor are enough for two blocks of four warps."""
-MAX_STACK = 24
+MAX_STACK = 40
 """Bytes of addresses that the assembler may spill to hold more blocks; a tile takes 16 for each slot."""
 
 
