@@ -282,7 +282,7 @@ def keeps_tiles_in_registers(form: Form, folder: Path) -> None:
     used = cross.resources(form.kernel, folder)
     assert used["LOCAL"] == 0
     assert used["REG"] <= MAX_REGISTERS[form.world_size]
-    assert used["STACK"] <= (8 if form.warps == 1 and form.world_size <= 4 else MAX_STACK)
+    assert used["STACK"] <= (16 if form.warps == 1 and form.world_size <= 4 else MAX_STACK)
 
 
 def machine_code_is_what_ptx_says(form: Form, folder: Path) -> None:
