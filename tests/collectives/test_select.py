@@ -952,6 +952,12 @@ class TestSharedCommunicators:
         assert unsupported_reason(rows(8192, count=64, topology=topology), "one_shot") == ""
         assert "2080 warps" in unsupported_reason(rows(8192, count=65, topology=topology), "one_shot")
 
+    @pytest.mark.parametrize(("count", "block"), [(1024, 256), (1025, 128)])
+    def test_padded_rows_count_as_large_tiles(self, count: int, block: int) -> None:
+        topology = make_topology("triton", 2, 64 << 20, exclusive=False)
+        padded = rows(2 * 132, count=count, topology=topology)  # 132 words a row, in a tile of 256 or two of 128
+        assert launch_shape(padded, "two_shot").block_words == block
+
     @pytest.mark.parametrize("ranks", [4, 8])
     def test_more_ranks_keep_their_registers(self, ranks: int) -> None:
         topology = make_topology("triton", ranks, 64 << 20, exclusive=False)

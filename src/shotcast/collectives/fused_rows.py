@@ -42,14 +42,15 @@ def tiles_of_rows(problem: CollectiveProblem) -> tuple[int, int]:
     topology = problem.topology
     words = max(1, problem.row_bytes // 4)
     interpreted = topology.transport.serial
+    rows = problem.nbytes // (4 * words)
     block = 1 << max(4 if interpreted else 5, (words - 1).bit_length())
     if not interpreted:
         large = topology.shape.nodes == 1 and topology.world_size == 2
         large &= align_up(words, _TILE_WORDS) % _LARGE_TILE_WORDS == 0
         if not topology.exclusive:
-            large &= problem.nbytes // (4 * _LARGE_TILE_WORDS) <= _MOST_BESIDE_OTHERS
+            large &= rows * -(-words // _LARGE_TILE_WORDS) <= _MOST_BESIDE_OTHERS
         block = min(block, _LARGE_TILE_WORDS if large else _TILE_WORDS)
-    return problem.nbytes // (4 * words) * -(-words // block), block
+    return rows * -(-words // block), block
 
 
 def tile_launch(problem: CollectiveProblem, programs: int) -> LaunchShape:
