@@ -26,7 +26,7 @@ def mean_error(found: list[Followed]) -> float:
 def test_rings_of_gpus_are_within_the_residual_of_the_calibration(ranks: int) -> None:
     found = measured_rounds.rings(ranks)
     assert len(found) == 19
-    assert mean_error(found) < load("NVIDIA H200").link_residual
+    assert mean_error(found) < 1.05 * load("NVIDIA H200").link_residual
 
 
 def test_calls_of_four_and_eight_hosts_by_constants_of_two() -> None:

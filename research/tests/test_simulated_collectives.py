@@ -213,7 +213,7 @@ def test_a_late_rank_delays_everyone_by_less_than_it_is_late() -> None:
     on_time = end_times(call, FABRIC)
     late = end_times(call, FABRIC, [100.0 if rank == 5 else 0.0 for rank in range(32)])
     assert (late - on_time).min() > 80
-    assert (late - on_time).max() <= 100
+    assert (late - on_time).max() <= 100 * (1 + 1e-12)  # but for rounding
 
 
 def test_a_ring_waits_for_the_network_once_a_node() -> None:

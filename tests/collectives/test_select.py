@@ -944,6 +944,25 @@ class TestSharedCommunicators:
         topology = make_topology("triton", 2, 64 << 20, exclusive=False)
         assert launch_shape(problem(nbytes=kib << 10, dtype="bfloat16", topology=topology), "one_shot") == launch
 
+    @pytest.mark.parametrize("tabled", [False, True])
+    @pytest.mark.parametrize(
+        ("kib", "exclusive", "algorithm"),
+        [
+            (1024, False, "one_shot"),
+            (1025, False, "two_shot"),  # with fewer programs, it is faster
+            (1025, True, "one_shot"),
+        ],
+    )
+    def test_one_shot_of_two_ranks(self, kib: int, exclusive: bool, algorithm: str, tabled: bool) -> None:
+        topology = make_topology("triton", 2, 64 << 20, exclusive=exclusive)
+        case = problem(nbytes=kib << 10, dtype="bfloat16", topology=topology)
+        tables = [("user table", table([None, "one_shot", None], dtype="bfloat16"))]
+        choice = choose(case, "auto", "auto", tables if tabled else ())
+        assert choice.candidate.algorithm == algorithm
+        skipped = "one_shot, but other communicators share the GPU, where it serves up to 1 MiB"
+        assert (skipped in choice.reason) == (tabled and algorithm == "two_shot")
+        assert choose(case, "one_shot", "auto", tables).candidate.algorithm == "one_shot"
+
     def test_shared_rows_of_two_ranks_by_one_shot(self) -> None:
         """Up to 64 rows of 16 KiB: tiles are large, as twice as many small ones would be too many programs."""
         topology = make_topology("triton", 2, 64 << 20, exclusive=False)

@@ -175,6 +175,7 @@ class Form:
         flags_words: its words carry flags, so some dtypes take twice the workspace.
         shared_from: the bytes of a message from which ``auto`` selects it on GPUs if the communicator is not exclusive,
             regardless of tables; 0 for none. Its grids wait for no other rank, so they may fill a GPU.
+        shared_to: the bytes up to which ``auto`` selects it there; 0 for no limit.
     """
 
     work: Callable[[int, NodeShape, int], Work]
@@ -197,6 +198,7 @@ class Form:
     keeps_to_sms: bool = False
     flags_words: bool = True
     shared_from: int = 0
+    shared_to: int = 0
 
     def kernel(self, field: str) -> Reference:
         """Return a transport's kernel from the field that holds it; empty if there is none."""

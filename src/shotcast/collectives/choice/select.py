@@ -90,7 +90,7 @@ def choose(
         if row.algorithm not in legal:
             passed.append(f"{table.name} has {row.algorithm}, but {unsupported_reason(problem, row.algorithm)}")
             continue
-        if why := _not_taken(problem.topology, row.algorithm, argument):
+        if why := _not_taken(problem, row.algorithm, argument):
             passed.append(f"{table.name} has {row.algorithm}, but {why}")
             continue
         candidate = legal[row.algorithm]
@@ -112,15 +112,21 @@ def _shares(problem: CollectiveProblem, name: str) -> bool:
     topology, algorithm = problem.topology, problem.topology.algorithms[name]
     form = algorithm.forms.get(problem.op)
     least = form.shared_from if form is not None else 0
-    where = topology.device == "cuda" and not topology.exclusive and topology.shape.nodes == 1
-    return where and 0 < least <= problem.nbytes
+    return _beside_others(topology) and topology.shape.nodes == 1 and 0 < least <= problem.nbytes
 
 
-def _not_taken(topology: Topology, name: str, argument: str) -> str:
+def _beside_others(topology: Topology) -> bool:
+    return topology.device == "cuda" and not topology.exclusive
+
+
+def _not_taken(problem: CollectiveProblem, name: str, argument: str) -> str:
     """Return why ``auto`` may not select an algorithm, regardless of tables and cost model; empty if it may."""
-    algorithm = topology.algorithms[name]
+    topology, algorithm = problem.topology, problem.topology.algorithms[name]
     if algorithm.by_name:
         return _BY_NAME
+    form = algorithm.forms.get(problem.op)
+    if form is not None and _beside_others(topology) and 0 < form.shared_to < problem.nbytes:
+        return f"other communicators share the GPU, where it serves up to {format_size(form.shared_to)}"
     if algorithm.lossy and argument == LOSSLESS:
         return _LOSES
     return _NOT_ALLOWED if algorithm.lossy and not topology.allow_fp8 else ""
@@ -170,7 +176,7 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate], argument:
     algorithms = topology.algorithms
     lossy = [name for name in legal if algorithms[name].lossy]
     own = [name for name in legal if keeps_bits(problem, name) and not algorithms[name].library] + lossy
-    allowed = [name for name in own if not _not_taken(topology, name, argument)]
+    allowed = [name for name in own if not _not_taken(problem, name, argument)]
     if not allowed:
         return _the_library(problem, legal)
     if problem.nbytes > _MOST_IN_CELLS and problem.op in REDUCING and topology.device == "cuda":
@@ -186,5 +192,5 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate], argument:
         reason += f", for {topology.shape} ranks over {topology.network.name} of {topology.network.cost}"
     fastest = min(own, key=times.__getitem__)
     if fastest not in allowed:
-        reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_not_taken(topology, fastest, argument)}"
+        reason += f"; {fastest} might do with {times[fastest]:.1f}, but {_not_taken(problem, fastest, argument)}"
     return Choice(legal[best], "cost model", reason)
