@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import test_epoch_advance as epoch_advance
-from .kernel_traces import COPIES, Event
+from .kernel_traces import COPIES, POLLED, Event
 from .machine import Add, Await, Fail, Fence, KernelBoundary, Load, Start, Steps, Store
 from .words import SENTINEL, Header
 
@@ -250,7 +250,7 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
 
     ``extents[n]`` is that of call n, None if it uses no slots.
     """
-    regions = ("epoch", "generation", "readers", "copies_read")
+    regions = ("epoch", "generation", "readers")
     accesses = of_regions(events, number, *regions)
     programs = sorted({event.program for event in events if event.call == number})
     for program in programs:
@@ -258,7 +258,8 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
         mine = [event for event in accesses if event.program == program]
         flat = [(e.action, place[1:], value) for e in mine for place, value in e.words.items()]
         stores = [entry[1:] for entry in flat if entry[0] == "store"]
-        counts = [position for position, entry in enumerate(flat) if entry[0] == "add"]
+        keeper = program == programs[-1]  # the programs of a trace run one after the other
+        counts = [position for position, entry in enumerate(flat) if entry[0] == ("store" if keeper else "add")]
         if not counts:
             raise ReplayError(f"{where} does not count itself in")
         if not waits_for_prior_kernel(mine):
@@ -269,11 +270,13 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
         for position, (action, place, _) in enumerate(flat):
             if action == "plain load":
                 raise ReplayError(f"{where} loads {place}, which may be cached")
-            if (position > counts[0]) != (action == "store") and position not in counts:
-                raise ReplayError(f"{where}: {action} of {place} on the wrong side of the count of readers")
+            if position > counts[0] and action != ("store" if keeper else "add"):
+                raise ReplayError(f"{where}: {action} of {place} after the count of readers")
+        if program > 0 and _waits_before_count(of_program(events, number, program)):
+            raise ReplayError(f"{where} waits for a peer before it counts itself in")
         rules = epoch_advance.Rules()
-        steps = epoch_advance.program_of(number, program, len(programs), rules, extents, COPIES)
-        adds = iter(counts)
+        steps = epoch_advance.program_of(number, program, len(programs), rules, extents, COPIES, programs[-1])
+        adds = iter([] if keeper else counts)
         step, wanted = next(steps), []
         while True:
             result: Any = None
@@ -309,9 +312,24 @@ def _barrier_before_count(events: list[Event]) -> bool:
     """Return whether all threads pass a barrier between a program's loads and its count."""
     barrier = False
     for event in events:
-        if event.action == "add":
+        if event.action in ("add", "store"):
             return barrier
         barrier = event.action == "barrier" or (barrier and not event.words)
+    return False
+
+
+def of_program(events: list[Event], number: int, program: int) -> list[Event]:
+    return [event for event in events if event.call == number and event.program == program]
+
+
+def _waits_before_count(events: list[Event]) -> bool:
+    """Return whether a program polls words of its peers while its own grid may wait for its count."""
+    for event in events:
+        regions = {region_of(place) for place in event.words}
+        if event.action in ("add", "store") and regions & {"readers", "epoch"}:
+            return False
+        if event.action == "load" and regions & set(POLLED):
+            return True
     return False
 
 

@@ -148,7 +148,6 @@ class Recorder:
                 layout.GENERATION: "generation",
                 layout.READERS: "readers",
                 layout.ABORT: "abort",
-                layout.COPIES_READ: "copies_read",
             }
             return copied[layout.EPOCH + word], copy
         if layout.HEADERS <= at < layout.HEADERS + 32:

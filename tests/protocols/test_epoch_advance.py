@@ -1,15 +1,17 @@
 """The way a call learns its epoch from device memory.
 
 Every program of a grid reads the epoch and the generation, with the extent of the latest call that used slots, and
-then counts itself in. There are several copies of these words: program p reads copy p % copies. If there are more
-programs than copies, a program counts itself for its copy, and the last one of a copy counts the copy. The last of all
-resets the count and writes all copies for the next call, while the others already wait for data. The next grid reads
-them after the kernel boundary or, under programmatic dependent launch, after its own ``gdc_wait``.
+then counts itself. There are several copies of these words: program p reads and counts in copy p % copies. One program,
+the keeper, waits until all others have counted themselves. It resets the counts and writes all copies for the next
+call, while the others already wait for data. The next grid reads them after the kernel boundary or, under programmatic
+dependent launch, after its own ``gdc_wait``. The keeper is program 0, or the last one where programs run one after the
+other.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,16 +30,22 @@ Extents = Sequence[int | None]
 class Rules:
     """The guards of the protocol. Each of them can be removed."""
 
-    last_advances: bool = True  # False: the first reader does
-    read_then_count: bool = True  # False: a program counts itself in and reads then
+    all_counted: bool = True  # False: the keeper waits for all but one
+    read_then_count: bool = True  # False: a program counts itself and reads then
     count_reset: bool = True
-    copies_counted: bool = True  # False: the last program of any copy advances
-    all_written: bool = True  # False: the last program writes its own copy alone
+    copies_counted: bool = True  # False: the keeper looks at its own copy alone
+    all_written: bool = True  # False: the keeper writes its own copy alone
     waits: str = "all"  # "one does not": program 0 reads before gdc_wait; "idle call": call 1 returns without waiting
 
 
 def program_of(
-    call: int, program: int, programs: int, rules: Rules, extents: Extents = EXTENTS, copies: int = 2
+    call: int,
+    program: int,
+    programs: int,
+    rules: Rules,
+    extents: Extents = EXTENTS,
+    copies: int = 2,
+    keeper: int = 0,
 ) -> Steps:
     """One program of the grid of ``call``. It is launched at any time, as programmatic dependent launch permits."""
     idle = rules.waits == "idle call" and call == 1
@@ -46,16 +54,12 @@ def program_of(
 
     if not idle:
         copy = program % copies
-        by_copy = programs > copies
-        counter = (0, "readers", copy) if by_copy else (0, "copies_read", 0)
-        readers = len(range(copy, programs, copies)) if by_copy else programs
-        counted = -1
-        if not rules.read_then_count:
-            counted = yield Add(counter, 1)
+        if not rules.read_then_count and program != keeper:
+            yield Add((0, "readers", copy), 1)
         epoch = yield Load((0, "epoch", copy))
         generation, extent = yield Load((0, "generation", copy))
-        if rules.read_then_count:
-            counted = yield Add(counter, 1)
+        if rules.read_then_count and program != keeper:
+            yield Add((0, "readers", copy), 1)
 
         earlier = call - 1 if rules.waits == "idle call" and call > 1 else call  # the idle call counts no epoch
         slot_calls = [extent for extent in extents[:earlier] if extent is not None]
@@ -63,15 +67,16 @@ def program_of(
             yield Fail(f"reads epoch {epoch}, generation {generation} in call {earlier}")
         if extent != (slot_calls[-1] if slot_calls else 0):
             yield Fail(f"clears {extent} words after call {call - 1}")
-        last = counted == (readers - 1 if rules.last_advances else 0)
-        if last and by_copy and rules.copies_counted:
-            if rules.count_reset:
-                yield Store(counter, 0)
-            counted = yield Add((0, "copies_read", 0), 1)
-            last = counted == (copies - 1 if rules.last_advances else 0)
-        if last:
-            if rules.count_reset:
-                yield Store((0, "copies_read", 0), 0)
+        if program == keeper:
+            counted = [len([p for p in range(at, programs, copies) if p != keeper]) for at in range(copies)]
+            if not rules.all_counted:
+                counted = [max(0, count - 1) for count in counted]
+            looked = {(0, "readers", at): counted[at] for at in range(copies) if rules.copies_counted or at == copy}
+            for place, count in looked.items():
+                yield Await({place: None}, functools.partial(operator.le, count))
+            for written in range(copies):
+                if rules.count_reset:
+                    yield Store((0, "readers", written), 0)
             for written in range(copies) if rules.all_written else (copy,):
                 if extents[call] is not None:
                     yield Store((0, "generation", written), ((generation + 1) % 3, extents[call]))
@@ -86,22 +91,24 @@ def model(
     rules: Rules | None = None,
     extents: Extents = EXTENTS,
     copies: int = 2,
+    keeper: int = 0,
     **options: bool,
 ) -> Machine:
     rules = rules or Rules()
 
     def program(call: int, number: int) -> Program:
-        steps = functools.partial(program_of, call, number, programs, rules, extents, copies)
+        steps = functools.partial(program_of, call, number, programs, rules, extents, copies, keeper % programs)
         return Program(0, f"call {call} program {number}", steps)
 
     all_programs = [program(call, number) for call in range(calls) for number in range(programs)]
-    initial_words = {"epoch": 0, "generation": (0, 0), "readers": 0, "copies_read": 0, "ended": False}
+    initial_words = {"epoch": 0, "generation": (0, 0), "readers": 0, "ended": False}
     return Machine(all_programs, initial_words, check_starts=False, **options)
 
 
+@pytest.mark.parametrize("keeper", [0, -1], ids=["program 0", "the last program"])
 @pytest.mark.parametrize(("programs", "calls", "copies"), [(1, 4, 1), (2, 4, 1), (2, 4, 2), (3, 3, 1), (3, 3, 2)])
-def test_protocol_holds(programs: int, calls: int, copies: int, verify) -> None:
-    verify(model(programs, calls, copies=copies))
+def test_protocol_holds(programs: int, calls: int, copies: int, keeper: int, verify) -> None:
+    verify(model(programs, calls, copies=copies, keeper=keeper))
 
 
 def test_calls_without_slots_leave_generations_as_they_are(verify) -> None:
@@ -111,7 +118,7 @@ def test_calls_without_slots_leave_generations_as_they_are(verify) -> None:
 @pytest.mark.parametrize(
     "rules",
     [
-        Rules(last_advances=False),
+        Rules(all_counted=False),
         Rules(read_then_count=False),
         Rules(count_reset=False),
         Rules(copies_counted=False),
@@ -120,14 +127,14 @@ def test_calls_without_slots_leave_generations_as_they_are(verify) -> None:
         Rules(waits="idle call"),
     ],
     ids=[
-        "first reader advances",
+        "one not counted",
         "count before reading",
         "count not reset",
-        "last of a copy advances",
+        "one copy counted",
         "one copy written",
         "one does not wait",
         "idle call does not wait",
     ],
 )
 def test_without_a_guard_programs_of_a_call_disagree(rules: Rules, refute) -> None:
-    refute(model(3 if not rules.copies_counted else 2, 3, rules), Kind.BROKEN_CLAIM)
+    refute(model(2, 3, rules), Kind.BROKEN_CLAIM)

@@ -43,29 +43,33 @@ CASES = {
     "the first reader advances the epoch": Case(
         "one_shot",
         "sync",
-        'tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == readers - 1',
-        'tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 0',
+        "if tl.program_id(0) == tl.num_programs(0) - 1:",
+        "if tl.program_id(0) == 0:",
     ),
     "a program counts itself in before it reads the epoch": Case(
         "one_shot",
         "sync",
         "    epoch, word = load_pair(copy_to_read(own))\n",
-        '    tl.atomic_add(own + COPIES_READ, 0, sem="relaxed", scope="gpu")\n'
+        '    tl.atomic_add(copy_to_read(own) + READERS_WORD, 0, sem="relaxed", scope="gpu")\n'
         "    epoch, word = load_pair(copy_to_read(own))\n",
     ),
     "the epoch counts by two": Case(
         "one_shot", "sync", "tl.store(copies, call.epoch + 1)", "tl.store(copies, call.epoch + 2)"
     ),
-    "the count of readers stays": without("one_shot", "sync", "        tl.store(copies_read, call.epoch * 0)\n"),
-    "the count of a copy's readers stays": without("one_shot", "sync", "        tl.store(counter, call.epoch * 0)\n"),
-    "the last program of a copy advances the epoch": Case(
-        "one_shot",
+    "the count of readers stays": without("one_shot", "sync", "    tl.store(copies + READERS_WORD, call.epoch * 0)\n"),
+    "a program counts itself in another copy": Case(
+        "fused_one_shot",
         "sync",
-        'last = tl.atomic_add(copies_read, 1, sem="relaxed", scope="gpu") == COPIES - 1',
-        'last = tl.atomic_add(copies_read, 1, sem="relaxed", scope="gpu") >= 0',
+        "tl.atomic_add(copy_to_read(call.own) + READERS_WORD, 1,",
+        "tl.atomic_add(call.own + EPOCH + READERS_WORD, 1,",
     ),
-    "programs of a copy are miscounted": Case(
-        "fused_one_shot", "sync", "(programs - copy + COPIES - 1) // COPIES", "(programs + COPIES - 1) // COPIES"
+    "a program waits before it counts itself in": Case(
+        "one_shot",
+        "one_shot",
+        "        sync.leave_epoch(call, extent, not CELLS)\n",
+        "        masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)\n"
+        "        sync.await_words(call, slots, stride, offs, masks, 0, CELLS, WORLD, WORLD)\n"
+        "        sync.leave_epoch(call, extent, not CELLS)\n",
     ),
     "a copy keeps its epoch": Case(
         "one_shot",
@@ -73,7 +77,7 @@ CASES = {
         "tl.store(copies, call.epoch + 1)",
         "tl.store(copies, call.epoch + 1, mask=tl.arange(0, COPIES) > 0)",
     ),
-    "no barrier before the count": Case("one_shot", "sync", "    tl.debug_barrier()\n    last =", "    last ="),
+    "no barrier before the count": Case("one_shot", "sync", "    tl.debug_barrier()\n    if SERIAL:", "    if SERIAL:"),
     "the epoch may be cached": Case(
         "one_shot",
         "sync",

@@ -62,7 +62,7 @@ MODELS: dict[str, Callable[[bool], Machine]] = {
         2, ["one_shot"] * 2, host_staging.Rules(header_cells=1), reduced=r
     ),
     "epoch advance": lambda r: epoch_advance.model(2, 3, reduced=r),
-    "epoch advanced early": lambda r: epoch_advance.model(2, 2, epoch_advance.Rules(last_advances=False), reduced=r),
+    "epoch advanced early": lambda r: epoch_advance.model(2, 2, epoch_advance.Rules(all_counted=False), reduced=r),
     "rank absent": lambda r: abort.model(abort.Scenario(2, "absent", before=0, stopped=0, after=0), reduced=r),
     "rank absent, no deadline": lambda r: abort.model(
         abort.Scenario(2, "absent", before=0), abort.Rules(deadlines=False), reduced=r

@@ -60,7 +60,6 @@ EPOCH = tl.constexpr(layout.EPOCH)
 GENERATION_WORD = tl.constexpr(layout.GENERATION - layout.EPOCH)
 ABORT_WORD = tl.constexpr(layout.ABORT - layout.EPOCH)
 READERS_WORD = tl.constexpr(layout.READERS - layout.EPOCH)
-COPIES_READ = tl.constexpr(layout.COPIES_READ)
 TIMEOUT = tl.constexpr(layout.TIMEOUT)
 STATUS = tl.constexpr(layout.STATUS)
 CLOCK = tl.constexpr(layout.CLOCK)
@@ -89,6 +88,7 @@ FAULT_KIND_AT = tl.constexpr(wire.FAULT_KIND_AT)
 GENERATIONS = tl.constexpr(3)
 SENTINEL = tl.constexpr(-1)  # 0xFFFFFFFF
 SENTINEL_ESCAPE = tl.constexpr(0x7FFFFFFF)
+SERIAL = tl.constexpr(INTERPRETED)
 POLLS_PER_CHECK = tl.constexpr(16 if INTERPRETED else 256)
 """Polls between two checks of the deadline and the abort word: about 0.2 ms on a GPU, 0.1 s in the interpreter."""
 
@@ -263,43 +263,49 @@ def report_fault_if_stopped(call):
 
 
 @triton.jit
+def advance_epoch(call, extent, SLOTS: tl.constexpr):
+    """Write the epoch of the next kernel. Only one program calls it, after all others have counted themselves."""
+    copies = call.own + EPOCH + tl.arange(0, COPIES) * COPY_WORDS
+    tl.store(copies + READERS_WORD, call.epoch * 0)
+    if SLOTS:
+        generation = ((call.generation + 1) % GENERATIONS).to(tl.int64)
+        tl.store(copies + GENERATION_WORD, (extent.to(tl.int64) << 2) | generation)
+    tl.store(copies, call.epoch + 1)
+
+
+@triton.jit
+def count_reader(call):
+    """Count this program among those that have read the epoch, without a wait for the answer."""
+    tl.atomic_add(copy_to_read(call.own) + READERS_WORD, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def leave_epoch(call, extent, SLOTS: tl.constexpr):
-    """Record that this program has read the epoch. The last program of the grid advances it for the next kernel.
+    """Record that this program has read the epoch, which program 0 (:func:`exchange_headers`) then advances.
 
-    Call it exactly once in every program, after :func:`enter`, at any time; ``extent`` and SLOTS must be the same in
-    all programs.
+    Call it exactly once in every other program, after :func:`enter` and before the program waits for a peer; ``extent``
+    and SLOTS must be the same in all programs.
 
-    With SLOTS, it also records that this call uses ``extent`` quads of its generation, which the next call with slots
-    clears, and moves on to the next generation. A call without slots leaves that as it is.
+    With SLOTS, the call uses ``extent`` quads of its generation, which the next call with slots clears, and the
+    generation moves on. A call without slots leaves that as it is.
 
-    More programs than there are copies count by copy first. The last program of a copy then counts the copy.
+    The program does not wait for its count to arrive: when the last program of all counted itself and then wrote the
+    epoch, the answers to two atomics, 0.3 us each, came before its first look at the data of its peers.
 
     Graph safety: the words that programs read live in device memory, so a replayed kernel finds what the previous
     kernel left there. Every thread has the epoch (because of the branch) and the generation (because one load brings
-    both) before it passes the barrier that precedes the count. So the stores of the last program follow the loads of
-    all readers.
+    both) before it passes the barrier that precedes the count. So the stores of program 0 follow the loads of all
+    readers.
     """
     report_fault_if_stopped(call)
-    programs = tl.num_programs(0)
-    copy = tl.program_id(0) % COPIES
-    copies_read = call.own + COPIES_READ
-    counter = copies_read
-    readers = programs
-    if programs > COPIES:
-        counter = copy_to_read(call.own) + READERS_WORD
-        readers = (programs - copy + COPIES - 1) // COPIES
     tl.debug_barrier()
-    last = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == readers - 1
-    if last & (programs > COPIES):
-        tl.store(counter, call.epoch * 0)
-        last = tl.atomic_add(copies_read, 1, sem="relaxed", scope="gpu") == COPIES - 1
-    if last:
-        tl.store(copies_read, call.epoch * 0)
-        copies = call.own + EPOCH + tl.arange(0, COPIES) * COPY_WORDS
-        if SLOTS:
-            generation = ((call.generation + 1) % GENERATIONS).to(tl.int64)
-            tl.store(copies + GENERATION_WORD, (extent.to(tl.int64) << 2) | generation)
-        tl.store(copies, call.epoch + 1)
+    if SERIAL:  # program 0 cannot wait for programs that run after it
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            advance_epoch(call, extent, SLOTS)
+        else:
+            count_reader(call)
+    else:
+        count_reader(call)
 
 
 @triton.jit
@@ -882,9 +888,10 @@ def exchange_headers(
 ):
     """Send this rank's header to every rank, and wait until every rank has sent the same one.
 
-    It is for program 0 of the grid, which calls nothing else but :func:`enter`. :func:`leave_epoch` is called in
-    between, with ``extent`` and SLOTS. It returns when every rank has begun this call. Because no call ends before
-    that, slots can be used again. A header of this epoch that differs stops the call with a mismatch.
+    It is for program 0 of the grid, which calls nothing else but :func:`enter`. It returns when every rank has begun
+    this call. Because no call ends before that, slots can be used again. A header of this epoch that differs stops the
+    call with a mismatch. Meanwhile it advances the epoch, once all other programs have called :func:`leave_epoch` with
+    the same ``extent`` and SLOTS.
 
     Each word of a header carries the epoch and has a separate thread. So one instruction sends both words, another
     polls both, and no order between them is needed. With RELEASE_NEXT, the next kernel may launch before the wait. With
@@ -909,18 +916,30 @@ def exchange_headers(
     tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank * HEADER_WORDS + words, mine, mask=once)
     if PUTS:
         put_header(call, puts, row, WORLD)
+    reading = call.live * 0  # 1 until all other programs have read the epoch
     if GATE:
         report_fault_if_stopped(call)
-    else:
+    elif SERIAL:
         leave_epoch(call, extent, SLOTS)
+    else:
+        report_fault_if_stopped(call)
+        tl.debug_barrier()
+        reading += 1
+    if not GATE:
         release_next_kernel(RELEASE_NEXT)
+    readers = call.own + EPOCH + READERS_WORD + (threads % COPIES) * COPY_WORDS
     waiting = call.live
     started = call.started
     polls = 0
-    while waiting != 0:
+    while (waiting | reading) != 0:
         cells = tl.load(call.own + row + lanes, mask=present, other=0, volatile=True)
+        if reading != 0:
+            counts = tl.load(readers, mask=threads < COPIES, other=0, volatile=True)
+            if tl.sum(counts.to(tl.int32), axis=0) == tl.num_programs(0) - 1:
+                advance_epoch(call, extent, SLOTS)
+                reading = reading * 0
         cells = tl.where(present, cells, mine)
-        waiting = tl.max((cells != mine).to(tl.int32), axis=0)
+        waiting = waiting & tl.max((cells != mine).to(tl.int32), axis=0)
         if waiting != 0:
             came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # 0 means never written
             different = (cells != mine) & came & first
