@@ -97,7 +97,7 @@ CASES = {
         "False, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)\n",
         "True, SHAPE.WORLD, SHAPE.WARPS, SHAPE.PDL, entry.puts, SHAPE.PUTS)\n",
     ),
-    "a larger extent is recorded": Case("one_shot", "one_shot", "else quads * WORLD\n", "else quads * WORLD + 1\n"),
+    "a larger extent is recorded": Case("one_shot", "one_shot", "else quads * SLOTS\n", "else quads * SLOTS + 1\n"),
     # clears
     "nothing is cleared": Case(
         "one_shot",
@@ -112,13 +112,13 @@ CASES = {
         "one_shot", "sync", "return (call.generation + 2) % GENERATIONS", "return (call.generation + 1) % GENERATIONS"
     ),
     "a call that clears as it reads records an extent": Case(
-        "clearing one_shot", "one_shot", "0 if SHAPE.CLEAR_AFTER_READ else quads * WORLD", "quads * WORLD"
+        "clearing one_shot", "one_shot", "0 if SHAPE.CLEAR_AFTER_READ else quads * SLOTS", "quads * SLOTS"
     ),
     "slots are not cleared as they are read": without(
         "clearing reduce_scatter",
         "one_shot",
         "            if SHAPE.CLEAR_AFTER_READ:\n"
-        "                sync.clear_parts(call, slots, quads, offs, masks, WORLD)\n",
+        "                sync.clear_parts(call, slots, stride, offs, masks, WORLD)\n",
     ),
     "the second shot is not cleared": without(
         "clearing two_shot",
@@ -212,7 +212,7 @@ CASES = {
         "                        first_shot + own_rank * stride,",
     ),
     "tiles of a row share a slot": Case(
-        "fused_one_shot", "fused_one_shot", "slots + (rank * tiles + tile) * TILE", "slots + rank * tiles * TILE"
+        "fused_one_shot", "fused_one_shot", "slots + rank * stride + tile * TILE", "slots + rank * stride"
     ),
     "fused sums are not awaited": Case(
         "fused_two_shot",

@@ -159,10 +159,11 @@ def replay(
         else sentinel.extent_of(call, ranks)
         for call in in_slots
     ]
+    sizes = [0 if switched or call.op == "barrier" else sentinel.size_of(call, ranks) for call in in_slots]
     clearing = [
-        extent
-        for each, extent in zip(calls, extents, strict=True)
-        if extent and clears_from is not None and slot_bytes(each.plan, ranks) > clears_from
+        size
+        for each, size in zip(calls, sizes, strict=True)
+        if size and clears_from is not None and slot_bytes(each.plan, ranks) > clears_from
     ]
     least = min(clearing, default=1 << 60)
     for rank, events in enumerate(traces):
@@ -175,7 +176,9 @@ def replay(
             slots = calls_in(sentinel.data_program(rank, ranks, in_slots, rules))
         cell_rules = flag_cells.Rules(first_epoch=first)
         cells = calls_in(flag_cells.data_program(rank, ranks, in_cells, cell_rules))
-        recorded = [extent and (0 if extent >= least else extent // 4) for extent in extents]
+        recorded = [
+            extent and (0 if size >= least else extent // 4) for extent, size in zip(extents, sizes, strict=True)
+        ]
         for number, (call, plan, through_cells) in enumerate(calls):
             where = f"rank {rank}, call {number} ({plan.op.label}, {plan.algorithm})"
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from . import test_sentinel as sentinel
 from .explore import Kind
 from .machine import Await, Fence, KernelBoundary, Machine, Program, Read, Start, Steps, Store
 from .words import SENTINEL, ZERO, Call, HeaderRules, Input, Sum, header_programs
@@ -43,7 +44,7 @@ class Rules:
 
 
 def extent_of(call: Call, ranks: int) -> int:
-    return 2 * ranks * max(call.sizes) if call.op == "multimem" else ranks * call.words
+    return 2 * ranks * max(call.sizes) if call.op == "multimem" else sentinel.extent_of(call, ranks)
 
 
 def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> Steps:
@@ -110,13 +111,7 @@ def multimem(rank: int, ranks: int, epoch: int, call: Call, base: int, clears: S
 def one_shot(rank: int, ranks: int, epoch: int, call: Call, base: int, clears: Sequence[Store], rules: Rules) -> Steps:
     """Every rank sends everything to every rank. It finds what multimem left, if that was not cleared."""
     yield from clears
-    words = call.words
-    for owner in range(ranks):
-        for i in range(words):
-            yield Store((owner, "slots", base + rank * words + i), Input(rank, epoch, i))
-    yield Await(
-        {(rank, "slots", base + r * words + i): Input(r, epoch, i) for r in range(ranks) for i in range(words)}, arrived
-    )
+    yield from sentinel.one_shot(rank, ranks, epoch, call, lambda owner, word: (owner, "slots", base + word))
 
 
 def arrived(word: object) -> bool:

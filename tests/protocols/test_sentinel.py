@@ -57,7 +57,7 @@ def data_program(rank: int, ranks: int, calls: Sequence[Call], rules: Rules) -> 
                 cleared = (generation + rules.clears) % rules.generations
                 for word in range(extents[cleared] if rules.extents_kept else extent):
                     yield Store((rank, "slots", cleared * CAPACITY + word), SENTINEL)
-            clears_own_slots = extent >= rules.clears_itself_from
+            clears_own_slots = size_of(call, ranks) >= rules.clears_itself_from
             extents[generation] = 0 if clears_own_slots else extent
 
             base = generation * (CAPACITY if rules.bases_fixed else extent)
@@ -78,13 +78,14 @@ AddressOf = Callable[[int, int], tuple[int, str, int]]
 
 
 def one_shot(rank: int, ranks: int, epoch: int, call: Call, address_of: AddressOf) -> Steps:
-    """Every rank sends everything to every rank."""
-    for owner in range(ranks):
+    """Every rank sends everything to every rank; of two, to the other, which needs one slot."""
+    others = [1 - rank] if ranks == 2 else range(ranks)
+    stride = 0 if ranks == 2 else call.words
+    for owner in others:
         for i in range(call.words):
-            yield Store(address_of(owner, rank * call.words + i), Input(rank, epoch, i))
+            yield Store(address_of(owner, rank * stride + i), Input(rank, epoch, i))
     yield Await(
-        {address_of(rank, r * call.words + i): Input(r, epoch, i) for r in range(ranks) for i in range(call.words)},
-        arrived,
+        {address_of(rank, r * stride + i): Input(r, epoch, i) for r in others for i in range(call.words)}, arrived
     )
 
 
@@ -181,7 +182,7 @@ def extent_of(call: Call, ranks: int) -> int:
     """Return the number of words of a generation that a call uses."""
     stride = max(call.sizes)
     return {
-        "one_shot": ranks * call.words,
+        "one_shot": call.words if ranks == 2 else ranks * call.words,
         "two_shot": ranks * (stride + max(call.sums or call.sizes)),
         "ring": hops_of(call, ranks) * stride,
         "half_ring": hops_of(call, ranks) * stride,
@@ -189,6 +190,11 @@ def extent_of(call: Call, ranks: int) -> int:
         "all_gather": ranks * stride,
         "broadcast": call.words,
     }[call.op]
+
+
+def size_of(call: Call, ranks: int) -> int:
+    """Return the number by which a call clears what it has read: its words, for each rank."""
+    return ranks * call.words if call.op == "one_shot" else extent_of(call, ranks)
 
 
 def model(ranks: int, calls: Sequence[Call], rules: Rules | None = None, **options: bool) -> Machine:
@@ -303,7 +309,7 @@ LARGE_CALLS_CLEAR = Rules(clears_itself_from=5)
 def test_large_calls_may_clear_themselves_among_small_ones_that_do_not(op: str, ranks: int, verify) -> None:
     calls = calls_of(op, ranks, (3, 1, 1, 3, 1) if ranks == 2 else (4, 1, 1))
     rules = replace(LARGE_CALLS_CLEAR, clears_itself_from=5 if ranks == 2 else 7)
-    assert {extent_of(call, ranks) >= rules.clears_itself_from for call in calls} == {True, False}
+    assert {size_of(call, ranks) >= rules.clears_itself_from for call in calls} == {True, False}
     verify(model(ranks, calls, rules))
 
 

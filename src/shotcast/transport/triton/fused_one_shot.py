@@ -38,7 +38,9 @@ def one_shot_norm(
     ROW: tl.constexpr = SHAPE.HIDDEN * SHAPE.DTYPE.primitive_bitwidth // 8
     TILE: tl.constexpr = BLOCK // 4  # quads
     tiles = nbytes // ROW * SHAPE.ROW_TILES
-    extent = tiles * (TILE * WORLD)
+    SLOTS: tl.constexpr = 1 if WORLD == 2 else WORLD  # each of two ranks has one peer
+    extent = tiles * (TILE * SLOTS)
+    stride = tiles * (TILE * (SLOTS > 1))
     tile = tl.program_id(0) - 1
     workers = tl.num_programs(0) - 1
     offs = tl.arange(0, BLOCK)
@@ -53,14 +55,14 @@ def one_shot_norm(
     else:
         slots = sync.slots_offset(call.generation, slots_at, slots_quads)
         span = tile_nbytes // 16 * 4
-        slot = slots + (rank * tiles + tile) * TILE
+        slot = slots + rank * stride + tile * TILE
         sync.store_to_all(
             call, addresses, slot, offs, sync.escape_sentinel(words), offs < span, False, False, WORLD - 1
         )
         sync.leave_epoch(call, extent, True)
         sync.clear_previous(call, slots_at, slots_quads, tile, workers, BLOCK)
         masks = sync.arrival_masks(call, offs, span, 0, span, WORLD, True)
-        parts, call = sync.await_words(call, slots + tile * TILE, tiles * TILE, offs, masks, 0, False, WORLD, WORLD)
+        parts, call = sync.await_words(call, slots + tile * TILE, stride, offs, masks, 0, False, WORLD, WORLD)
         totals = (sum_words(insert_own(parts, words, rank, WORLD), WORLD, SHAPE.DTYPE),)
         fused_tiles.finish_tiles(call, cells, tile, workers, tiles, totals, operands, norm, 1, SHAPE)
 

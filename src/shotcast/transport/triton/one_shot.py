@@ -72,7 +72,9 @@ def one_shot_reduce(
     tiles = tiles_to_send(x, rank, worker, nbytes, offs, SHAPE.SCATTER, SHAPE.UNIT, WORLD)
     call = sync.enter(entry, SHAPE.WARPS, False)  # the program has already waited for the prior kernel
     quads = (nbytes + 15) // 16  # quads of one slot
-    extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * WORLD
+    # Of two ranks, each sums the words of one peer, so one slot serves, and half as much is cleared.
+    SLOTS: tl.constexpr = 1 if WORLD == 2 and not SHAPE.SCATTER else WORLD
+    extent = 0 if SHAPE.CLEAR_AFTER_READ else quads * SLOTS
     if tl.program_id(0) == 0:
         sync.exchange_headers(call, extent, not CELLS, WORLD, SHAPE.WARPS, SHAPE.PDL)
     else:
@@ -81,7 +83,7 @@ def one_shot_reduce(
             stride = quads * 2
         else:
             slots = sync.slots_offset(call.generation, slots_at, slots_quads)
-            stride = quads
+            stride = quads * (SLOTS > 1)
         span = quads * 4
         for start in range(worker * BLOCK, span, workers * BLOCK):
             offs = start + tl.arange(0, BLOCK)
@@ -103,7 +105,7 @@ def one_shot_reduce(
             words = reduced_unless_stopped(call.live, words, SHAPE.DTYPE)
             store_words(out, 0, offs, words, nbytes, SHAPE.UNIT)
             if SHAPE.CLEAR_AFTER_READ:
-                sync.clear_parts(call, slots, quads, offs, masks, WORLD)
+                sync.clear_parts(call, slots, stride, offs, masks, WORLD)
 
 
 def bind(plan: CallPlan, context: KernelContext) -> KernelLaunch:
