@@ -292,7 +292,7 @@ for part in "$@"; do
     stress_x[248]) # up to a million calls of another seed, added to the runs so far; the first run on a machine compiles
         kept=benchmarks/data/h200/stress.json
         [ -f "$out/stress.json" ] || [ ! -f "$kept" ] || cp "$kept" "$out/stress.json"
-        script 595 "$part" research/stress.py --device cuda --world-size "$ranks" --calls 1000000 --minutes 9 \
+        script 595 "$part" research/stress.py --device cuda --world-size "$ranks" --minutes 9 --replays 200 \
             --timeout 10 --json "$out/stress.json"
         ;;
     sanitizer_*) # two ranks, which take turns where there is one GPU; the first command compiles

@@ -90,6 +90,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="a random one if it is not given")
     parser.add_argument("--first", type=int, default=0, help="the number of the first call")
     parser.add_argument("--largest", type=int, help="the most elements of a message")
+    parser.add_argument("--replays", type=int, default=0, help="on GPUs: of every 500 calls, as one graph")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a call waits for late ranks")
     parser.add_argument("--json", type=Path, help="the file that the run is added to")
     return parser
@@ -102,10 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     largest = asked.largest or LARGEST[asked.device]
     if largest < LEAST:
         parser.error(f"--largest is at least {LEAST}, not {largest}")
-    plan = Plan(asked.device, seed, asked.first, asked.calls, asked.minutes * 60, largest, asked.timeout, "")
+    if asked.replays and asked.device == "cpu":
+        parser.error("--replays needs --device cuda: CPU ranks have no graphs")
+    plan = Plan(
+        asked.device, seed, asked.first, asked.calls, asked.minutes * 60, largest, asked.timeout, "", asked.replays
+    )
     record = one_run(plan, asked.world_size)
     screen = Console(soft_wrap=True)
-    screen.print(f"seed {seed}: {record['calls']} calls in {record['seconds']} s, {len(record['wrong'])} wrong results")
+    screen.print(
+        f"seed {seed}: {record['calls']} calls and {record.get('replayed', 0)} replayed ones in {record['seconds']} s, "
+        f"{len(record['wrong'])} wrong results"
+    )
     for one in record["wrong"]:
         screen.print(f"  call {one['call']} at rank {one['rank']}: {one['case']}", markup=False)
     if record["failed"]:

@@ -70,6 +70,7 @@ class Plan:
         seconds: the run ends with the block in which it has taken so long.
         largest: the most elements of a message.
         progress: the files into which ranks write, after each block, what has been done; each adds its rank.
+        replays: on GPUs, how often each block is replayed from a graph after it was made, each time on other inputs.
     """
 
     device: str
@@ -80,6 +81,7 @@ class Plan:
     largest: int
     timeout_s: float
     progress: str
+    replays: int = 0
 
 
 class Case(NamedTuple):
@@ -148,6 +150,7 @@ class Stress:
         self._graphs: list[tuple[Case, torch.Tensor, torch.Tensor, torch.Tensor, Any]] = []
         self.counts: dict[str, Counter[str]] = {"kinds": Counter(), "algorithms": Counter(), "dtypes": Counter()}
         self.nbytes = 0
+        self.replayed = 0
         self._kinds = {kind: weight for kind, weight in WEIGHTS.items() if self._cuda or kind != "graph"}
         self._synchronize()
 
@@ -439,6 +442,37 @@ class Stress:
         slots = self.wrong()
         return [number for number in range(first, first + calls) if number % BLOCK in slots]
 
+    def replay(self, first: int, calls: int) -> list[int]:
+        """Replay calls from one graph on other inputs, and return the numbers of those that were wrong in any replay."""
+        cases = [self.case(number) for number in range(first, first + calls)]
+        cases = [case for case in cases if case.kind != "graph" and case.algorithm != "two_shot_fp8"]
+        streams, graph = self._streams, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            capturing = torch.cuda.current_stream(self._comm.device)
+            self._streams = [capturing, *streams[1:]]
+            self._turn()
+            for stream in streams[1:]:
+                stream.wait_stream(capturing)
+            for case in cases:
+                self.run(case)
+            for stream in streams[1:]:
+                capturing.wait_stream(stream)
+        self._streams = streams
+        for _ in range(self._plan.replays):
+            graph.replay()
+        slots = self.wrong()
+        graph.reset()
+        self.replayed += len(cases) * self._plan.replays
+        return [number for number in range(first, first + calls) if number % BLOCK in slots]
+
+    def _turn(self) -> None:
+        """Turn the pools, so that calls have other inputs. Special values stay in the last quarter."""
+        pools = [pool for pools in self._pools.values() for pool in pools]
+        for pool in (*pools, *(content.view(torch.int32) for content in self._bytes)):
+            quarter = pool.numel() // 4
+            for part in pool.split((2 * quarter, quarter, pool.numel() - 3 * quarter)):
+                part.copy_(part.roll(1021))
+
     def wrong(self) -> list[int]:
         """Wait for the calls since the last look. Return the numbers, modulo BLOCK, of those with wrong results."""
         self._synchronize()
@@ -471,6 +505,8 @@ def run(plan: Plan, calls_of_rank: type[Stress] = Stress) -> None:
         while True:
             calls = min(BLOCK, plan.calls - done)
             mine = stress.block(plan.first + done, calls)
+            if plan.replays:
+                mine += stress.replay(plan.first + done, calls)
             done += calls
             found = torch.zeros(2, dtype=torch.int64, device=comm.device)
             found[0], found[1] = len(mine), time.monotonic() - began > plan.seconds
@@ -481,6 +517,7 @@ def run(plan: Plan, calls_of_rank: type[Stress] = Stress) -> None:
                 state = {
                     "calls": done,
                     "seconds": round(time.monotonic() - began, 1),
+                    "replayed": stress.replayed,
                     "message_bytes": stress.nbytes,
                     **{name: dict(sorted(counter.items())) for name, counter in stress.counts.items()},
                     "wrong": wrong,
