@@ -443,7 +443,7 @@ class Stress:
         return [number for number in range(first, first + calls) if number % BLOCK in slots]
 
     def replay(self, first: int, calls: int) -> list[int]:
-        """Replay calls from one graph on other inputs, and return the numbers of those that were wrong in any replay."""
+        """Replay calls from one graph on other inputs. Return the numbers of those that were wrong in any replay."""
         cases = [self.case(number) for number in range(first, first + calls)]
         cases = [case for case in cases if case.kind != "graph" and case.algorithm != "two_shot_fp8"]
         streams, graph = self._streams, torch.cuda.CUDAGraph()
