@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import expected_results
 import torch
@@ -337,6 +338,18 @@ def replayed(algorithm: str, timeout_s: float) -> tuple[BaseException | None, li
     comm._host.barrier()
     comm.close()
     return error, nans, took
+
+
+def programs_that_do_not_count(timeout_s: float) -> tuple[BaseException | None, float]:
+    """Let program 0 wait for the other programs, none of which runs before it ends. Return the error, and the time."""
+    from shotcast.transport.triton import sync
+
+    with (
+        mock.patch.object(sync, "SERIAL", tl.constexpr(False)),
+        shotcast.Communicator(device="cpu", timeout_s=timeout_s, max_bytes=1 << 18, exclusive=True) as comm,
+    ):
+        error, took, _ = failing_call(comm, "one_shot")
+        return error, took
 
 
 def told_of_a_long_wait(late: int, notice_s: float) -> tuple[list[str], Wait | None]:

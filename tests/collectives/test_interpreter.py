@@ -22,6 +22,7 @@ from interpreter_targets import (
     in_turn,
     long_messages,
     messages_in_pieces,
+    programs_that_do_not_count,
     replayed,
     rms_norms,
     run_cases,
@@ -363,6 +364,15 @@ def test_missing_message() -> None:
     assert [error and error.missing for error in first] == [None, (1,)]
     assert [error and error.missing for error in second] == [(0,), None]
     assert third == [None, None]
+
+
+@pytest.mark.timing
+def test_a_program_that_does_not_count_itself_stops_the_call() -> None:
+    """Program 0 neither advances the epoch without it nor waits forever."""
+    for error, took in interpreted(programs_that_do_not_count, 2, 1.0):
+        assert isinstance(error, shotcast.CollectiveTimeout)
+        assert set(error.missing) <= {0, 1}
+        assert 1.8 < took < 2 + SOON_S
 
 
 @pytest.mark.timing

@@ -258,7 +258,7 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
         mine = [event for event in accesses if event.program == program]
         flat = [(e.action, place[1:], value) for e in mine for place, value in e.words.items()]
         stores = [entry[1:] for entry in flat if entry[0] == "store"]
-        keeper = program == programs[-1]  # the programs of a trace run one after the other
+        keeper = program == 0
         counts = [position for position, entry in enumerate(flat) if entry[0] == ("store" if keeper else "add")]
         if not counts:
             raise ReplayError(f"{where} does not count itself in")
@@ -275,7 +275,7 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
         if program > 0 and _waits_before_count(of_program(events, number, program)):
             raise ReplayError(f"{where} waits for a peer before it counts itself in")
         rules = epoch_advance.Rules()
-        steps = epoch_advance.program_of(number, program, len(programs), rules, extents, COPIES, programs[-1])
+        steps = epoch_advance.program_of(number, program, len(programs), rules, extents, COPIES)
         adds = iter([] if keeper else counts)
         step, wanted = next(steps), []
         while True:
@@ -309,10 +309,10 @@ def replay_epochs(events: list[Event], number: int, rank: int, first: int, exten
 
 
 def _barrier_before_count(events: list[Event]) -> bool:
-    """Return whether all threads pass a barrier between a program's loads and its count."""
+    """Return whether all threads pass a barrier between a program's loads and its count, or its look at the counts."""
     barrier = False
     for event in events:
-        if event.action in ("add", "store"):
+        if any(region_of(place) == "readers" for place in event.words):
             return barrier
         barrier = event.action == "barrier" or (barrier and not event.words)
     return False

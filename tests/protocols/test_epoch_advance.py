@@ -4,8 +4,8 @@ Every program of a grid reads the epoch and the generation, with the extent of t
 then counts itself. There are several copies of these words: program p reads and counts in copy p % copies. One program,
 the keeper, waits until all others have counted themselves. It resets the counts and writes all copies for the next
 call, while the others already wait for data. The next grid reads them after the kernel boundary or, under programmatic
-dependent launch, after its own ``gdc_wait``. The keeper is program 0, or the last one where programs run one after the
-other.
+dependent launch, after its own ``gdc_wait``. The keeper is program 0; where programs run one after the other, it is the
+last one.
 """
 
 from __future__ import annotations

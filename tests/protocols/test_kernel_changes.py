@@ -40,11 +40,11 @@ def without(calls: str, module: str, line: str) -> Case:
 
 CASES = {
     # the epoch and the generation
-    "the first reader advances the epoch": Case(
+    "program 0 waits for its own count": Case(
         "one_shot",
         "sync",
-        "if tl.program_id(0) == tl.num_programs(0) - 1:",
-        "if tl.program_id(0) == 0:",
+        "if tl.sum(counts.to(tl.int32), axis=0) == tl.num_programs(0) - 1:",
+        "if tl.sum(counts.to(tl.int32), axis=0) == tl.num_programs(0):",
     ),
     "a program counts itself in before it reads the epoch": Case(
         "one_shot",
@@ -63,6 +63,15 @@ CASES = {
         "tl.atomic_add(copy_to_read(call.own) + READERS_WORD, 1,",
         "tl.atomic_add(call.own + EPOCH + READERS_WORD, 1,",
     ),
+    "counts of one copy are looked at": Case(
+        "one_shot", "sync", "tl.load(readers, mask=threads < COPIES,", "tl.load(readers, mask=threads < 1,"
+    ),
+    "program 0 records another extent": Case(
+        "ring",
+        "ring",
+        "call, quads * HOPS, True, WORLD, SHAPE.WARPS",
+        "call, quads * HOPS - 1, True, WORLD, SHAPE.WARPS",
+    ),
     "a program waits before it counts itself in": Case(
         "one_shot",
         "one_shot",
@@ -77,7 +86,9 @@ CASES = {
         "tl.store(copies, call.epoch + 1)",
         "tl.store(copies, call.epoch + 1, mask=tl.arange(0, COPIES) > 0)",
     ),
-    "no barrier before the count": Case("one_shot", "sync", "    tl.debug_barrier()\n    if SERIAL:", "    if SERIAL:"),
+    "no barrier before the count": Case(
+        "one_shot", "sync", "    tl.debug_barrier()\n    tl.atomic_add(copy", "    tl.atomic_add(copy"
+    ),
     "the epoch may be cached": Case(
         "one_shot",
         "sync",

@@ -317,7 +317,10 @@ def test_a_program_counts_itself_in_once_it_has_the_epoch(name: str, warps: int)
     if used[0] > ptx.index("bra"):  # in program 0, too, which does not count itself
         assert len(used) == len(counts) + 1
     assert all(before < count for before, count in zip(used, counts, strict=False))
-    assert "st.shared" not in ptx[counts[0] : counts[0] + 200] if counts else name == "barrier", "nobody waits for it"
+    assert bool(counts) == (name != "barrier")
+    for count in counts:
+        _, answer, after = re.split(r"(%rd\d+)", ptx[count:], maxsplit=1)
+        assert not re.search(rf"{answer}\b", after), "nobody waits for an answer"
 
 
 @pytest.mark.parametrize("name", ["one_shot", "one_shot_scatter", "two_shot", "gather", "gather_cells", "exchange"])

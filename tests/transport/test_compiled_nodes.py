@@ -16,7 +16,7 @@ from shotcast.transport.triton.fused_nvrar import nvrar_norm
 from shotcast.transport.triton.nvrar import nvrar_all_reduce
 
 MAX_REGISTERS = 255
-MAX_STACK = {"doubling": 24, "pairs": 96, "halving": 96, "pairs_16bit": 24, "two_shot_16bit": 24}
+MAX_STACK = {"doubling": 24, "pairs": 96, "halving": 96, "pairs_16bit": 24, "two_shot_16bit": 32}
 """Bytes of addresses and sizes that the assembler may spill to hold more blocks; large tiles have the most of them."""
 EXACT = ("doubling", "pairs", "halving")
 

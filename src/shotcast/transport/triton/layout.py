@@ -38,7 +38,7 @@ COPY_WORDS = 16  # from copy to copy: 128 bytes, a line; peers write its abort w
 EPOCH = 1280  # number of the next call
 GENERATION = EPOCH + 1  # that of the next call with slots (0, 1 or 2); above 2 bits, the extent of the latest such call
 ABORT = EPOCH + 2  # 0, or the fault that stopped the communicator (wire.Fault)
-READERS = EPOCH + 3  # programs of the current call, but for program 0, that have read this copy
+READERS = EPOCH + 3  # programs of the current call that have read this copy, but for program 0
 CONTROL_WORDS = 2048
 
 # Words of the host's memory, in 64-bit words from the address in STATUS; each has a separate cache line.

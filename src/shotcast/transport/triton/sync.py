@@ -5,13 +5,13 @@
 - looks up the regions of its peers with :func:`peer_addresses`;
 - opens the call with :func:`enter`;
 - pushes words to peers with :func:`store_to` and :func:`store_to_all`;
-- advances the epoch with :func:`leave_epoch`, once in every program of the grid;
+- counts itself with :func:`leave_epoch`, once in every program but program 0;
 - clears the slots of the previous call with :func:`clear_previous`;
 - waits for the words of its peers with :func:`await_words`.
 
-Program 0 of every grid calls :func:`exchange_headers`, which includes :func:`leave_epoch`, and does nothing else. A
-call that cannot complete is *stopped*: ``call.live`` becomes 0, waits end, stores to peers are masked off, and outputs
-become NaN (:func:`shotcast.device.triton.words.nan_unless`).
+Program 0 of every grid calls :func:`exchange_headers`, which also advances the epoch. A call that cannot complete is
+*stopped*: ``call.live`` becomes 0, waits end, stores to peers are masked off, and outputs become NaN
+(:func:`shotcast.device.triton.words.nan_unless`).
 
 Terms. Every rank owns a *region* of symmetric memory (``layout.py``); offsets into it count *quads* of 16 bytes. The
 *epoch* is the number of the call. It lies in the region and the kernels advance it, so a CUDA graph replays without the
@@ -227,7 +227,7 @@ def enter(entry, WARPS: tl.constexpr, PDL: tl.constexpr):
     program has already called ``await_prior_kernel``.
 
     The load of the epoch is volatile, because a line of the L1 cache may hold the value from before the prior kernel.
-    If the call was stopped before, :func:`leave_epoch` reports the fault to the host.
+    If the call was stopped before, :func:`leave_epoch` and :func:`exchange_headers` report the fault to the host.
     """
     await_prior_kernel(PDL)
     own = tl.multiple_of(entry.own.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
@@ -274,23 +274,17 @@ def advance_epoch(call, extent, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def count_reader(call):
-    """Count this program among those that have read the epoch, without a wait for the answer."""
-    tl.atomic_add(copy_to_read(call.own) + READERS_WORD, 1, sem="relaxed", scope="gpu")
-
-
-@triton.jit
 def leave_epoch(call, extent, SLOTS: tl.constexpr):
-    """Record that this program has read the epoch, which program 0 (:func:`exchange_headers`) then advances.
+    """Count this program among those that have read the epoch, which program 0 (:func:`exchange_headers`) advances.
 
-    Call it exactly once in every other program, after :func:`enter` and before the program waits for a peer; ``extent``
-    and SLOTS must be the same in all programs.
+    Call it exactly once in every other program, also in a stopped call, after :func:`enter` and before the program
+    waits for a peer; ``extent`` and SLOTS must be those of :func:`exchange_headers`. A program that does not call it
+    stops the call, with a fault that names this rank, after twice the deadline.
 
     With SLOTS, the call uses ``extent`` quads of its generation, which the next call with slots clears, and the
     generation moves on. A call without slots leaves that as it is.
 
-    The program does not wait for its count to arrive: when the last program of all counted itself and then wrote the
-    epoch, the answers to two atomics, 0.3 us each, came before its first look at the data of its peers.
+    No program waits for the answer to its count: that would take 0.3 us before its first look at the data of its peers.
 
     Graph safety: the words that programs read live in device memory, so a replayed kernel finds what the previous
     kernel left there. Every thread has the epoch (because of the branch) and the generation (because one load brings
@@ -299,13 +293,11 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
     """
     report_fault_if_stopped(call)
     tl.debug_barrier()
-    if SERIAL:  # program 0 cannot wait for programs that run after it
-        if tl.program_id(0) == tl.num_programs(0) - 1:
+    tl.atomic_add(copy_to_read(call.own) + READERS_WORD, 1, sem="relaxed", scope="gpu")
+    if SERIAL:  # program 0 cannot wait for programs that run after it, so it counts itself, and the last one advances
+        counts = tl.load(call.own + EPOCH + READERS_WORD + tl.arange(0, COPIES) * COPY_WORDS, volatile=True)
+        if tl.sum(counts, axis=0) == tl.num_programs(0):
             advance_epoch(call, extent, SLOTS)
-        else:
-            count_reader(call)
-    else:
-        count_reader(call)
 
 
 @triton.jit
@@ -619,6 +611,24 @@ def check_deadline(
 
 
 @triton.jit
+def check_readers(call, started, WORLD: tl.constexpr):
+    """Check for program 0 whether twice the deadline has passed. Returns (started, whether it waits on for readers).
+
+    All programs of a grid count themselves, if need be when the deadline ends the calls of those before them. If one
+    does not, its kernel is wrong, and this rank stops the call.
+    """
+    tl.atomic_max(call.own + CLOCK, now_ns(), sem="relaxed", scope="gpu")
+    now = tl.atomic_max(call.own + CLOCK, call.epoch * 0, sem="relaxed", scope="gpu")
+    timeout = tl.atomic_add(call.own + TIMEOUT, 0, sem="relaxed", scope="sys")
+    if started == 0:
+        started = now
+    on = (now - started <= 2 * timeout).to(tl.int32)
+    if on == 0:
+        stop(call, FAULT_TIMEOUT, (call.rank * 0 + 1) << call.rank, WORLD)
+    return started, on
+
+
+@triton.jit
 def fault_word(call, kind, ranks):
     """Return a fault of the call in the form of the abort word (:class:`shotcast.wire.Fault`)."""
     op = (call.header_call >> OP_AT) & 63
@@ -888,10 +898,9 @@ def exchange_headers(
 ):
     """Send this rank's header to every rank, and wait until every rank has sent the same one.
 
-    It is for program 0 of the grid, which calls nothing else but :func:`enter`. It returns when every rank has begun
-    this call. Because no call ends before that, slots can be used again. A header of this epoch that differs stops the
-    call with a mismatch. Meanwhile it advances the epoch, once all other programs have called :func:`leave_epoch` with
-    the same ``extent`` and SLOTS.
+    It is for program 0 of the grid. It returns when every rank has begun this call. Because no call ends before that,
+    slots can be used again. A header of this epoch that differs stops the call with a mismatch. Meanwhile it advances
+    the epoch, once all other programs have called :func:`leave_epoch` with the same ``extent`` and SLOTS.
 
     Each word of a header carries the epoch and has a separate thread. So one instruction sends both words, another
     polls both, and no order between them is needed. With RELEASE_NEXT, the next kernel may launch before the wait. With
@@ -940,6 +949,10 @@ def exchange_headers(
                 reading = reading * 0
         cells = tl.where(present, cells, mine)
         waiting = waiting & tl.max((cells != mine).to(tl.int32), axis=0)
+        if (waiting == 0) & (reading != 0):
+            polls += 1
+            if polls % POLLS_PER_CHECK == 0:
+                started, reading = check_readers(call, started, WORLD)
         if waiting != 0:
             came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # 0 means never written
             different = (cells != mine) & came & first
