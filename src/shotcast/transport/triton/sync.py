@@ -925,34 +925,35 @@ def exchange_headers(
     tl.store(bases.to(tl.pointer_type(tl.int64)) + row + call.rank * HEADER_WORDS + words, mine, mask=once)
     if PUTS:
         put_header(call, puts, row, WORLD)
-    reading = call.live * 0  # 1 until all other programs have read the epoch
-    if GATE:
-        report_fault_if_stopped(call)
-    elif SERIAL:
+    READS: tl.constexpr = not (GATE or SERIAL)
+    reading = call.live * 0 + READS  # 1 until all other programs have read the epoch
+    if not GATE and SERIAL:
         leave_epoch(call, extent, SLOTS)
     else:
         report_fault_if_stopped(call)
+    if READS:
         tl.debug_barrier()
-        reading += 1
+        readers = call.own + EPOCH + READERS_WORD + (threads % COPIES) * COPY_WORDS
     if not GATE:
         release_next_kernel(RELEASE_NEXT)
-    readers = call.own + EPOCH + READERS_WORD + (threads % COPIES) * COPY_WORDS
     waiting = call.live
     started = call.started
     polls = 0
     while (waiting | reading) != 0:
         cells = tl.load(call.own + row + lanes, mask=present, other=0, volatile=True)
-        if reading != 0:
-            counts = tl.load(readers, mask=threads < COPIES, other=0, volatile=True)
-            if tl.sum(counts.to(tl.int32), axis=0) == tl.num_programs(0) - 1:
-                advance_epoch(call, extent, SLOTS)
-                reading = reading * 0
+        if READS:
+            if reading != 0:
+                counts = tl.load(readers, mask=threads < COPIES, other=0, volatile=True)
+                if tl.sum(counts.to(tl.int32), axis=0) == tl.num_programs(0) - 1:
+                    advance_epoch(call, extent, SLOTS)
+                    reading = reading * 0
         cells = tl.where(present, cells, mine)
         waiting = waiting & tl.max((cells != mine).to(tl.int32), axis=0)
-        if (waiting == 0) & (reading != 0):
-            polls += 1
-            if polls % POLLS_PER_CHECK == 0:
-                started, reading = check_readers(call, started, WORLD)
+        if READS:
+            if (waiting == 0) & (reading != 0):
+                polls += 1
+                if polls % POLLS_PER_CHECK == 0:
+                    started, reading = check_readers(call, started, WORLD)
         if waiting != 0:
             came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # 0 means never written
             different = (cells != mine) & came & first
