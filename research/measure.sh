@@ -289,7 +289,7 @@ for part in "$@"; do
                 -b 64 -e 256M -f 16 --seconds 0.05 --world-size "$ranks" --algorithms auto,nccl
         done
         ;;
-    stress_x[248]) # up to a million calls of another seed, added to the runs so far; the first run on a machine compiles
+    stress_x[248]) # calls of another seed, each block replayed from a graph, added to the runs so far; it compiles first
         kept=benchmarks/data/h200/stress.json
         [ -f "$out/stress.json" ] || [ ! -f "$kept" ] || cp "$kept" "$out/stress.json"
         script 595 "$part" research/stress.py --device cuda --world-size "$ranks" --minutes 9 --replays 200 \
