@@ -274,6 +274,21 @@ def advance_epoch(call, extent, SLOTS: tl.constexpr):
 
 
 @triton.jit
+def still_reading(call, reading, threads, extent, SLOTS: tl.constexpr):
+    """Advance the epoch if all other programs have now read it. Returns ``reading``, which is 1 until then.
+
+    ``threads`` are those of the program (:func:`thread_ids`), so that all of its warps see the same sum.
+    """
+    if reading != 0:
+        readers = call.own + EPOCH + READERS_WORD + (threads % COPIES) * COPY_WORDS
+        counts = tl.load(readers, mask=threads < COPIES, other=0, volatile=True)
+        if tl.sum(counts.to(tl.int32), axis=0) == tl.num_programs(0) - 1:
+            advance_epoch(call, extent, SLOTS)
+            reading = reading * 0
+    return reading
+
+
+@triton.jit
 def leave_epoch(call, extent, SLOTS: tl.constexpr):
     """Count this program among those that have read the epoch, which program 0 (:func:`exchange_headers`) advances.
 
@@ -933,7 +948,6 @@ def exchange_headers(
         report_fault_if_stopped(call)
     if READS:
         tl.debug_barrier()
-        readers = call.own + EPOCH + READERS_WORD + (threads % COPIES) * COPY_WORDS
     if not GATE:
         release_next_kernel(RELEASE_NEXT)
     waiting = call.live
@@ -942,18 +956,9 @@ def exchange_headers(
     while (waiting | reading) != 0:
         cells = tl.load(call.own + row + lanes, mask=present, other=0, volatile=True)
         if READS:
-            if reading != 0:
-                counts = tl.load(readers, mask=threads < COPIES, other=0, volatile=True)
-                if tl.sum(counts.to(tl.int32), axis=0) == tl.num_programs(0) - 1:
-                    advance_epoch(call, extent, SLOTS)
-                    reading = reading * 0
+            reading = still_reading(call, reading, threads, extent, SLOTS)
         cells = tl.where(present, cells, mine)
         waiting = waiting & tl.max((cells != mine).to(tl.int32), axis=0)
-        if READS:
-            if (waiting == 0) & (reading != 0):
-                polls += 1
-                if polls % POLLS_PER_CHECK == 0:
-                    started, reading = check_readers(call, started, WORLD)
         if waiting != 0:
             came = ((cells >> 48) & 0xFFFF == call.epoch & 0xFFFF) & (cells != 0)  # 0 means never written
             different = (cells != mine) & came & first
@@ -966,5 +971,9 @@ def exchange_headers(
                 started, live = check_deadline(call, started, call.rank * 0, True, WORLD, TELLS=True)
                 waiting = waiting & live
             yield_core()
+        elif READS:
+            polls += 1
+            if (reading != 0) & (polls % POLLS_PER_CHECK == 0):
+                started, reading = check_readers(call, started, WORLD)
     if GATE:
         release_next_kernel(RELEASE_NEXT)
