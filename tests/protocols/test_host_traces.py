@@ -535,7 +535,7 @@ CHANGES = {
             "        if maps and step == first + 1:\n",
             "        status = DONE\n        if maps and step == first + 1:\n",
         ),
-        "waits for",
+        "waits for|publishes",  # by who comes first
     ),
     "a sum in the part of another rank": (
         "mapped_all_reduce",

@@ -299,7 +299,7 @@ def leave_epoch(call, extent, SLOTS: tl.constexpr):
     With SLOTS, the call uses ``extent`` quads of its generation, which the next call with slots clears, and the
     generation moves on. A call without slots leaves that as it is.
 
-    No program waits for the answer to its count: that would take 0.3 us before its first look at the data of its peers.
+    No program waits for the answer to its count, before which it would not look at the data of its peers.
 
     Graph safety: the words that programs read live in device memory, so a replayed kernel finds what the previous
     kernel left there. Every thread has the epoch (because of the branch) and the generation (because one load brings
