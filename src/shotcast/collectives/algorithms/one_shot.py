@@ -89,8 +89,8 @@ def _uneven_launch(problem: CollectiveProblem) -> LaunchShape:
 
 
 _SHARED_TO = 1 << 20
-"""Beyond this, two-shot is faster with grids that leave room for others: on two H200s, 2 MiB take 12.2 us and two-shot
-10.8; 8 MiB 35 and 29 (``exploration/sglang_turns_x2.txt``)."""
+"""Beyond this, two-shot is faster with grids that leave room for others: on two H200s, with such a grid but no
+others, 2 MiB take 12.2 us and two-shot 10.8; 8 MiB 35 and 29 (``exploration/sglang_turns_x2.txt``)."""
 
 ALGORITHM = Algorithm(
     name="one_shot",
