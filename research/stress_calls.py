@@ -450,7 +450,7 @@ class Stress:
         with torch.cuda.graph(graph):
             capturing = torch.cuda.current_stream(self._comm.device)
             self._streams = [capturing, *streams[1:]]
-            self._turn()
+            self.turn()
             for stream in streams[1:]:
                 stream.wait_stream(capturing)
             for case in cases:
@@ -465,8 +465,9 @@ class Stress:
         self.replayed += len(cases) * self._plan.replays
         return [number for number in range(first, first + calls) if number % BLOCK in slots]
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Turn the pools, so that calls have other inputs. Special values stay in the last quarter."""
+        self._fp8_sums.clear()
         pools = [pool for pools in self._pools.values() for pool in pools]
         for pool in (*pools, *(content.view(torch.int32) for content in self._bytes)):
             quarter = pool.numel() // 4

@@ -5,6 +5,8 @@ from __future__ import annotations
 import stress_calls
 import torch
 
+import shotcast
+
 
 class _Misled(stress_calls.Stress):
     def _broadcast(self, case: stress_calls.Case) -> torch.Tensor:
@@ -19,6 +21,21 @@ class _Failing(stress_calls.Stress):
 def misled(plan: stress_calls.Plan) -> None:
     """Make a run that takes broadcasts for wrong."""
     stress_calls.run(plan, _Misled)
+
+
+def turning(plan: stress_calls.Plan) -> int:
+    """Make each call that sends FP8 before and after the inputs change. Return how many were wrong."""
+    with shotcast.Communicator(device=plan.device, timeout_s=plan.timeout_s) as comm:
+        stress = stress_calls.Stress(plan, comm)
+        cases = [case for case in map(stress.case, range(200)) if case.algorithm == "two_shot_fp8"]
+        for _ in range(2):
+            for case in cases:
+                stress.run(case)
+            stress.turn()
+        wrong = len(stress.wrong())
+        stress.close()
+    assert cases
+    return wrong
 
 
 def failing(plan: stress_calls.Plan) -> None:

@@ -11,6 +11,7 @@ import stress_calls
 import stress_targets
 import torch
 
+import shotcast
 from shotcast.collectives import reference
 
 DATA = sorted((Path(__file__).parents[2] / "benchmarks/data").glob("*/stress.json"))
@@ -58,6 +59,11 @@ def test_a_run_in_which_a_rank_fails_is_recorded(tmp_path: Path, monkeypatch: py
     record = json.loads(file.read_text())
     assert "ZeroDivisionError: call " in record["runs"][0]["failed"]
     assert record["totals"]["cpu x2"]["wrong"] == 1
+
+
+def test_references_follow_the_inputs() -> None:
+    plan = stress_calls.Plan("cpu", 5, 0, 0, 0.0, 1 << 16, 30.0, "")
+    assert shotcast.spawn(stress_targets.turning, 2, plan, timeout_s=60) == [0, 0]
 
 
 def test_one_bit_is_seen() -> None:
