@@ -37,7 +37,7 @@ class LinkCost:
         return nbytes / (self.bw_gbps * 1e3)
 
 
-NVLINK4 = LinkCost(fixed_us=1.068, step_us=0.8583, bw_gbps=367.3, local_gbps=17923.0, sm_gbps=20.0)
+NVLINK4 = LinkCost(fixed_us=0.9781, step_us=0.8670, bw_gbps=362.3, local_gbps=43304.0, sm_gbps=20.0)
 """Hopper with 18 links, fitted by ``research/calibrate_gpu.py``.
 
 The measurements are benchmarks/data/h200/all_reduce_bf16_x4.json and _x2.json. The root mean square error is 8%.

@@ -79,7 +79,7 @@ _BLACKWELL = _Generation(
     (42.8, 24.0),
     (0.12, 0.24, 1.2, 2.4, 3, 6, 12, 15, 17.5, 20, 22, 24, 30, 40, 42, 45.1, 48, 80, 86, 96),
 )
-NVLINK_RINGS = LinkCost(4.080, 0.7844, 280.1)
+NVLINK_RINGS = LinkCost(4.155, 0.7727, 281.5)
 """NCCL's rings on one node of H200 (NVLink 4, 450 GB/s per GPU and direction), fitted by ``research/nccl_rings.py``.
 
 The fit uses 2 and 4 GPUs (``nccl_ring`` in ``benchmarks/data/h200/all_reduce_bf16_x2.json`` and ``_x4.json``).
