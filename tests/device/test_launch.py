@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
+import os
 import struct
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import cross
-from shotcast.device.triton.launch import Launch, Wide, descriptor, unspecialized
+from shotcast.device.triton.launch import Launch, Wide, descriptor, load_all, unspecialized
 from shotcast.memory import driver as cuda_driver
 from shotcast.memory import nvshmem_library
 
@@ -346,6 +350,81 @@ def test_a_hooked_launch_goes_to_the_stream_it_is_given(stream: int, compiled: C
     Launch(kernel, 7, arguments_of("two_shot_all_reduce"), ("x", "out"), OPTIONS)(stream, (1 << 41, 1 << 42))
     (hooked,) = compiled.runs
     assert hooked[3] == stream
+
+
+def launches_of(*blocks: int) -> list[Launch]:
+    """Return launches of one kernel with tiles of so many words."""
+    values = {"DTYPE": cross.DTYPES["float32"], "UNIT": 16, "WORLD": 2, "WARPS": 1, "PDL": True, "REDUCTION": 0}
+    values |= {"CLEAR_AFTER_READ": False, "SCATTER": False, "CELLS": False}
+    kernel, given = KERNELS["one_shot_reduce"], arguments_of("one_shot_reduce")
+    shapes = [cross.shape_of(kernel, values | {"BLOCK": block}) for block in blocks]
+    return [Launch(kernel, 7, given | {"SHAPE": shape}, (), {"num_warps": 1}) for shape in shapes]
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Stand in for a GPU that kernels are compiled for, and loaded on in name. Gives the launches that were loaded."""
+    loaded: list[Launch] = []
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(Launch, "load", lambda launch: loaded.append(launch))
+    yield loaded
+    KERNELS["one_shot_reduce"].device_caches.clear()  # it holds code that no GPU can run
+
+
+@pytest.mark.parametrize(("rank", "first"), [(0, 128), (1, 512), (2, 128)])
+def test_ranks_of_a_host_begin_with_other_kernels(
+    rank: int, first: int, one_gpu: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})  # a core for each rank
+    compiled: list[int] = []
+    monkeypatch.setattr(Launch, "_compile", lambda launch: compiled.append(launch.arguments["SHAPE"].BLOCK))
+    launches = launches_of(128, 256, 128, 512, 1024)
+    load_all(launches, rank)
+    assert compiled[0] == first
+    assert sorted(compiled) == [128, 256, 512, 1024]
+    assert one_gpu == launches
+
+
+def test_kernels_are_compiled_at_the_same_time(one_gpu: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    all_three = threading.Barrier(3, timeout=20)
+    met = []
+    monkeypatch.setattr(Launch, "_compile", lambda _: met.append(all_three.wait()))
+    load_all(launches_of(128, 256, 512), 0)
+    assert sorted(met) == [0, 1, 2]
+
+
+def test_what_a_thread_fails_to_compile_is_loaded_all_the_same(
+    one_gpu: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading compiles it again, or says what is wrong with it."""
+
+    def failing(_: Launch) -> None:
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    monkeypatch.setattr(Launch, "_compile", failing)
+    launches = launches_of(128, 256)
+    load_all(launches, 0)
+    assert one_gpu == launches
+
+
+def test_threads_compile_what_one_would(one_gpu: list[Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    made: dict[str, list[str]] = {}
+    for name in ("threads", "one"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name))
+        KERNELS["one_shot_reduce"].device_caches.clear()
+        launches = launches_of(128, 256, 512)
+        if name == "threads":
+            load_all(launches, 0)
+            assert [*(tmp_path / name).glob("*/*.cubin")]
+        made[name] = [launch._compile().asm["ptx"] for launch in launches]
+    assert made["threads"] == made["one"]
+    assert len(set(made["one"])) == 3
 
 
 def test_an_error_of_the_driver_is_told(library: Library) -> None:

@@ -35,7 +35,6 @@ from shotcast.collectives.forked import watch
 from shotcast.collectives.growth import Growths, grow
 from shotcast.collectives.interface import (
     BatchExecutor,
-    BoundCall,
     GrowingExecutor,
     KernelExecutor,
     MappingExecutor,
@@ -528,7 +527,10 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                 if capturing:
                     raise ConfigError(f"{call.label} would be compiled inside a graph capture; call it once before")
                 others = self._variants_of_sizes(call)
-                load = functools.partial(self._load, bound, tuple(others.values())) if others else bound.load
+                load = bound.load
+                if others:
+                    assert isinstance(self._executor, GrowingExecutor)
+                    load = functools.partial(self._executor.load, bound, tuple(others.values()))
                 self._compile_barrier(variant, load, call.plan.op.label, self._timeout_s)
                 self._compile_barrier.known.update(others)
         call.needs = ()
@@ -539,10 +541,6 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         if self._growths is None or call.by_library or plan.op not in _OF_ANY_SIZE or plan.sizes:
             return {}
         return self._resolver.plans_of_sizes(plan)
-
-    def _load(self, bound: BoundCall, plans: Sequence[CallPlan]) -> None:
-        bound.load()
-        cast(GrowingExecutor, self._executor).load(plans)
 
     def _execute(
         self,

@@ -141,8 +141,8 @@ class MappingExecutor(Executor, Protocol):
 class GrowingExecutor(Executor, Protocol):
     """An executor whose workspace starts small and grows."""
 
-    def load(self, plans: Sequence[CallPlan], /) -> None:
-        """Compile and load the kernels for plans of any size, and the kernel of a header exchange."""
+    def load(self, call: Any, plans: Sequence[CallPlan], /) -> None:
+        """Compile and load the kernels of a bound call, of plans of any size, and of a header exchange."""
         ...
 
     def header_exchange(self, plan: CallPlan) -> HeaderExchange: ...

@@ -8,16 +8,20 @@ its addresses there and calls the driver. This is the only file that uses Triton
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from shotcast import env
 from shotcast.device.triton.intrinsics import INTERPRETED
 from shotcast.memory import driver, nvshmem_library
 
@@ -189,12 +193,16 @@ class Launch:
         self._padding_bytes = padding_bytes
         self._prepared: _Prepared | None = None
 
+    @property
+    def launches(self) -> tuple[Launch]:
+        """This launch, as other calls have several."""
+        return (self,)
+
     def load(self) -> None:
         """Compile the kernel and load it on the current device, unless that is already done."""
         if INTERPRETED or self._prepared is not None:
             return
-        plain = {name: unspecialized(value) for name, value in self.arguments.items()}
-        compiled = self._kernel.warmup(**plain, **self.options, grid=(self.programs,))
+        compiled = self._compile()
         compiled._init_handles()
         if self._calls_nvshmem and compiled not in _JOINED:  # once, as it waits for the GPU
             nvshmem_library.library().initialise_module(compiled.module)
@@ -237,6 +245,15 @@ class Launch:
         open_cells = tuple(cell for name in self._open_names for cell in opened[name])
         self._prepared = _Prepared(open_cells, config, arguments, driver.library().cuLaunchKernelEx, (cells, compiled))
 
+    def _compile(self) -> Any:
+        plain = {name: unspecialized(value) for name, value in self.arguments.items()}
+        return self._kernel.warmup(**plain, **self.options, grid=(self.programs,))
+
+    @property
+    def _constants(self) -> tuple[Any, ...]:
+        """What the kernel is compiled for, if SHAPE is its only constant."""
+        return self._kernel, str(self.arguments["SHAPE"]), str(sorted(self.options.items()))
+
     @property
     def _calls_nvshmem(self) -> bool:
         return nvshmem_library.EXTERN_LIBRARY in self.options.get("extern_libs", ())
@@ -270,6 +287,32 @@ class Launch:
         config.stream = stream
         if error := enqueue(*arguments):
             driver.check(error, "launching a kernel")
+
+
+def load_all(launches: Sequence[Launch], rank: int) -> None:
+    """Compile and load kernels whose only constant is SHAPE on the current device, several at a time.
+
+    Each takes seconds to compile. Triton keeps compiled kernels on disk, where the ranks of a host find what another
+    has compiled. They share the cores, and each ``rank`` begins with another kernel.
+    """
+    if INTERPRETED:
+        return
+    kinds = {launch._constants: launch for launch in launches if launch._prepared is None}
+    missing, ranks = list(kinds.values()), env.local_world_size()
+    first = len(missing) * (rank % ranks) // ranks
+    device = triton.runtime.driver.active.get_current_device()  # which makes the driver before threads need it
+
+    def compile_one(launch: Launch) -> None:
+        # Python 3.11 may fail to parse on several threads (github.com/python/cpython/issues/106905). Loading compiles
+        # again what failed here, and raises the error if there is a lasting one.
+        with torch.cuda.device(device), contextlib.suppress(Exception):
+            launch._compile()
+
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks), "shotcast-compile") as threads:
+        for launch in missing[first:] + missing[:first]:
+            threads.submit(compile_one, launch)
+    for launch in launches:
+        launch.load()
 
 
 def unspecialized(argument: Any) -> Any:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
+from shotcast.device.triton.launch import Launch
 from shotcast.errors import UnsupportedError
 from shotcast.kernels.triton.norm import DTYPES
 from shotcast.memory import nvshmem_library
@@ -76,7 +77,8 @@ class KernelLaunch(NamedTuple):
 class Enqueue(Protocol):
     """A call that the host enqueues, as a :class:`~shotcast.device.triton.launch.Launch` enqueues a kernel."""
 
-    def load(self) -> None: ...
+    @property
+    def launches(self) -> Sequence[Launch]: ...
     def __call__(self, stream: int, call_values: Sequence[Any]) -> None: ...
 
 

@@ -253,17 +253,13 @@ class CopyEngineCall:
     ):
         self._phases, self._meetings, self._reduce, self._last = phases, meetings, reduce, last
         self._nbytes, self._own, self._lane = nbytes, own, lane
-
-    def load(self) -> None:
-        """Compile and load the kernels."""
-        for launch in (*self._meetings, self._reduce, self._last):
-            if launch is not None:
-                launch.load()
+        self.launches = (*meetings, last) if reduce is None else (*meetings, reduce, last)
 
     def __call__(self, stream: int, call_values: Sequence[int]) -> None:
         """Enqueue the call with the addresses of ``x`` and ``out``."""
         x, out = call_values
-        self.load()  # nothing is compiled behind a meeting that waits
+        for launch in self.launches:
+            launch.load()  # nothing is compiled behind a meeting that waits
         lane = None if self._lane is None else self._lane.of(stream)
         self._meet(0, stream)
         for number, phase in enumerate(self._phases, 1):

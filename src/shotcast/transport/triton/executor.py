@@ -18,7 +18,7 @@ import torch
 
 from shotcast import wire
 from shotcast.device.triton.intrinsics import INTERPRETED
-from shotcast.device.triton.launch import Launch
+from shotcast.device.triton.launch import Launch, load_all
 from shotcast.errors import ConfigError
 from shotcast.kernels.triton.norm import norm_addresses
 from shotcast.memory import driver
@@ -113,14 +113,13 @@ class TritonBoundCall:
 
     def load(self) -> None:
         """Compile every form of the kernels that the call may need on any rank, and load them."""
-        if INTERPRETED:
-            return
-        with torch.cuda.device(self._executor.device):
-            for aligned in (True, False):
-                for gate, launch, _ in self._pieces.get(aligned) or self._bind(aligned):
-                    if gate is not None:
-                        gate.load()
-                    launch.load()
+        if not INTERPRETED:
+            self._executor.load_kernels(self.launches())
+
+    def launches(self) -> list[Enqueue]:
+        """Return every form of what the call may enqueue on any rank."""
+        pieces = [piece for aligned in (True, False) for piece in self._pieces.get(aligned) or self._bind(aligned)]
+        return [each for gate, launch, _ in pieces for each in (gate, launch) if each is not None]
 
     def _bind(self, aligned: bool) -> tuple[_Piece, ...]:
         pieces = []
@@ -145,19 +144,19 @@ def _launch(bound: KernelLaunch) -> Launch:
 class TritonHeaderExchange:
     """A header exchange that the host waits for."""
 
-    __slots__ = ("_device", "_launch")
+    __slots__ = ("_device", "launch")
 
     def __init__(self, launch: Launch, device: torch.device):
-        self._launch, self._device = launch, device
+        self.launch, self._device = launch, device
 
     def load(self) -> None:
         with _current(self._device):
-            self._launch.load()
+            self.launch.load()
 
     def run(self) -> None:
         """Wait until all ranks have come to the call, or a fault is known."""
         with _current(self._device):
-            self._launch(0 if INTERPRETED else raw_stream(self._device.index), ())
+            self.launch(0 if INTERPRETED else raw_stream(self._device.index), ())
         _wait_for_stream(self._device)
 
 
@@ -311,16 +310,19 @@ class TritonExecutor:
         bound: KernelLaunch | EnqueuedCall = self._algorithms.kernel(plan, "triton")(plan, context)
         return bound
 
-    def load(self, plans: Sequence[CallPlan]) -> None:
-        """Compile and load a header exchange, and kernels of plans of any size for tensors at multiples of 16 bytes.
+    def load(self, call: TritonBoundCall, plans: Sequence[CallPlan]) -> None:
+        """Load a call, a header exchange, and the kernels of plans of any size for tensors at multiples of 16 bytes.
 
         CUDA loads no kernel while another runs. Calls therefore load what later ones may need next to waiting kernels.
         """
+        bound = [self._kernel(plan, True) for plan in plans]
+        others = [each.enqueue if isinstance(each, EnqueuedCall) else _launch(each) for each in bound]
+        self.load_kernels([*call.launches(), self.header_exchange(plans[0]).launch, *others])
+
+    def load_kernels(self, calls: Sequence[Enqueue]) -> None:
+        """Compile and load the kernels of calls."""
         with _current(self.device):
-            self.header_exchange(plans[0]).load()
-            for plan in plans:
-                bound = self._kernel(plan, True)
-                (bound.enqueue if isinstance(bound, EnqueuedCall) else _launch(bound)).load()
+            load_all([launch for call in calls for launch in call.launches], self._rank)
 
     def gate(self, plan: CallPlan, launch: Launch) -> Launch | None:
         """Return the gate of a plan or a piece, or None if its kernel may wait for other ranks."""
