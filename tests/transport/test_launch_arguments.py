@@ -143,9 +143,9 @@ def test_calls_of_one_form_need_the_same_kernels(op: Op, algorithm: str, nodes: 
 
 def test_a_call_loads_its_forms_and_those_of_other_sizes_together(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = executor_of_four()
-    executor._rank, executor.device, executor._exclusive = 1, torch.device("cpu"), False
+    executor._place_on_host, executor.device, executor._exclusive = (1, 4), torch.device("cpu"), False
     together: list[list[Any]] = []
-    monkeypatch.setattr(executor_module, "load_all", lambda launches, rank: together.append([rank, *launches]))
+    monkeypatch.setattr(executor_module, "load_all", lambda launches, *place: together.append([place, *launches]))
     plan = CallPlan(Op.ALL_REDUCE, "two_shot", "float32", 1 << 10, launch=LaunchShape(1, 512, 4))
     larger = dataclasses.replace(plan, nbytes=1 << 20, launch=LaunchShape(8, 1024, 4))
     copied = dataclasses.replace(larger, algorithm="copy_engines", launch=LaunchShape(8, 1024, 4, 1 << 16))
@@ -156,7 +156,7 @@ def test_a_call_loads_its_forms_and_those_of_other_sizes_together(monkeypatch: p
     names = [(launch._kernel.__name__, launch.arguments["SHAPE"]) for launch in forms[1:]]
     assert [name for name, _ in names] == ["gate", "two_shot_all_reduce"] * 2
     assert [shape.UNIT for name, shape in names if name != "gate"] == [16, 4]
-    assert every[:5] == [1, *forms[1:]]
+    assert every[:5] == [(1, 4), *forms[1:]]
     rest = [launch._kernel.__name__ for launch in every[5:]]
     assert rest[:2] == ["barrier", "two_shot_all_reduce"]
     assert {*rest[2:]} == {"meeting", "sum_of_copies", "nan_if_stopped"}

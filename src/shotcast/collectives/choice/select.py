@@ -22,7 +22,7 @@ _BY_NAME = "it serves only calls that name it"
 _MOST_IN_CELLS = 4 << 20
 """The longest message, in bytes, that ``auto`` reduces on GPUs as flag cells, which double its bytes.
 
-According to benchmarks/data/h200, two-shot with twice the bytes takes 0.88 of NCCL's time at 4 MiB and 1.12 at 8 MiB on
+According to benchmarks/data/h200, two-shot with twice the bytes takes 0.89 of NCCL's time at 4 MiB and 1.10 at 8 MiB on
 2 H200, and 1.04 and 1.33 on 4.
 """
 _CELLS = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,8 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shotcast import env
 from shotcast.device.triton.intrinsics import INTERPRETED
+from shotcast.hardware.detect import available_cores
 from shotcast.memory import driver, nvshmem_library
 
 _TYPES: dict[str, Any] = {
@@ -289,18 +288,19 @@ class Launch:
             driver.check(error, "launching a kernel")
 
 
-def load_all(launches: Sequence[Launch], rank: int) -> None:
+def load_all(launches: Sequence[Launch], rank: int, ranks: int) -> None:
     """Compile and load kernels whose only constant is SHAPE on the current device, several at a time.
 
-    Each takes seconds to compile. Triton keeps compiled kernels on disk, where the ranks of a host find what another
-    has compiled. They share the cores, and each ``rank`` begins with another kernel.
+    Each takes seconds to compile. ``rank`` is one of ``ranks`` of this host that load the same kernels at this time.
+    They divide the cores and the kernels, which Triton keeps on disk: a rank first compiles its share, and then what
+    others have not compiled yet.
     """
     if INTERPRETED:
         return
-    kinds = {launch._constants: launch for launch in launches if launch._prepared is None}
-    missing, ranks = list(kinds.values()), env.local_world_size()
-    first = len(missing) * (rank % ranks) // ranks
+    missing = list({launch._constants: launch for launch in launches if launch._prepared is None}.values())
     device = triton.runtime.driver.active.get_current_device()  # which makes the driver before threads need it
+    for launch in missing:  # nor do threads hash sources, or make a kernel's table of compiled forms
+        _ = launch._kernel.cache_key, launch._kernel.device_caches[device]
 
     def compile_one(launch: Launch) -> None:
         # Python 3.11 may fail to parse on several threads (github.com/python/cpython/issues/106905). Loading compiles
@@ -308,9 +308,10 @@ def load_all(launches: Sequence[Launch], rank: int) -> None:
         with torch.cuda.device(device), contextlib.suppress(Exception):
             launch._compile()
 
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // ranks), "shotcast-compile") as threads:
-        for launch in missing[first:] + missing[:first]:
-            threads.submit(compile_one, launch)
+    start, end = (len(missing) * each // ranks for each in (rank, rank + 1))
+    with ThreadPoolExecutor(max(1, available_cores() // ranks), "shotcast-compile") as threads:
+        for share in (missing[start:end], missing[end:] + missing[:start]):
+            list(threads.map(compile_one, share))
     for launch in launches:
         launch.load()
 

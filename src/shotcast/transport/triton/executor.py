@@ -217,6 +217,8 @@ class TritonExecutor:
     def __init__(self, ranks: Ranks, lease: Callable[[int], Lease | HeapLease], nodes: int = 1):
         group, device, exclusive = ranks.host, ranks.device, ranks.exclusive
         self._rank = group.rank
+        mates = range(group.world_size) if ranks.one_host else ranks.layout.members[ranks.layout.node_of(group.rank)]
+        self._place_on_host = mates.index(group.rank), len(mates)
         on_gpu = device.type == "cuda"
         if on_gpu == INTERPRETED:
             where = "the interpreter (TRITON_INTERPRET=1)" if INTERPRETED else "a GPU"
@@ -322,7 +324,7 @@ class TritonExecutor:
     def load_kernels(self, calls: Sequence[Enqueue]) -> None:
         """Compile and load the kernels of calls."""
         with _current(self.device):
-            load_all([launch for call in calls for launch in call.launches], self._rank)
+            load_all([launch for call in calls for launch in call.launches], *self._place_on_host)
 
     def gate(self, plan: CallPlan, launch: Launch) -> Launch | None:
         """Return the gate of a plan or a piece, or None if its kernel may wait for other ranks."""
