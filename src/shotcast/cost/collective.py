@@ -40,10 +40,10 @@ class LinkCost:
 NVLINK4 = LinkCost(fixed_us=0.9781, step_us=0.8670, bw_gbps=362.3, local_gbps=43304.0, sm_gbps=20.0)
 """Hopper with 18 links, fitted by ``research/calibrate_gpu.py``.
 
-The measurements are benchmarks/data/h200/all_reduce_bf16_x4.json (of earlier kernels) and _x2.json. The root mean square
-error is 8%. They hardly determine ``local_gbps``: what arrives costs next to nothing.
-Choosing by the model costs at most 6% more than the fastest measurement, from 1 KiB to 256 MiB. ``sm_gbps`` is not
-fitted: on 2 H200, NCCL's all-reduce of 448 MB took 5.7, 3.0 and 1.8 ms with 4, 8 and 16 blocks.
+The measurements are benchmarks/data/h200/all_reduce_bf16_x4.json (of earlier kernels) and _x2.json. The root mean
+square error is 8%. They hardly determine ``local_gbps``, as what arrives costs next to nothing. Choosing by the model
+costs at most 6% more than the fastest measurement, from 1 KiB to 256 MiB. ``sm_gbps`` is not fitted: on 2 H200, NCCL's
+all-reduce of 448 MB took 5.7, 3.0 and 1.8 ms with 4, 8 and 16 blocks.
 """
 SHARED_MEMORY = LinkCost(fixed_us=1.0, step_us=3.0, bw_gbps=15.0, converted_per_ns=7.0)
 """Processes of one host. Only the order of the algorithms is meaningful.
