@@ -250,7 +250,7 @@ class Launch:
 
     @property
     def _constants(self) -> tuple[Any, ...]:
-        """What the kernel is compiled for, if SHAPE is its only constant."""
+        """Return what the kernel is compiled for, if SHAPE is its only constant."""
         return self._kernel, str(self.arguments["SHAPE"]), str(sorted(self.options.items()))
 
     @property
