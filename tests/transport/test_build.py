@@ -294,3 +294,14 @@ def test_an_unsupported_reason_is_said_once_by_rank_0(
         ("WARNING", f"the vendor library serves all calls of communicator two: rank 0: {unsupported_reason}")
         for unsupported_reason in ("no peer access", "too old")
     ]
+
+
+@pytest.mark.parametrize(
+    ("one_host", "places"), [(True, [(r, 5) for r in range(5)]), (False, [(0, 3), (0, 2), (1, 3), (1, 2), (2, 3)])]
+)
+def test_ranks_know_their_place_among_those_of_their_host(one_host: bool, places: list[tuple[int, int]]) -> None:
+    """Nodes of one host may be logical ones, so the host counts where it has all ranks."""
+    layout = NodeLayout.of_keys(["a", "b", "a", "b", "a"])
+    for rank, place in enumerate(places):
+        group: Any = SimpleNamespace(rank=rank, world_size=5)
+        assert Ranks(group, layout, one_host, GPU, 1 << 20, 1.0, registered()).place_on_host == place

@@ -50,6 +50,13 @@ class Ranks(NamedTuple):
     exclusive: bool = True
     peers: Peers | None = None  # brings files from rank to rank; None where ranks make no tensors that all of them map
 
+    @property
+    def place_on_host(self) -> tuple[int, int]:
+        """This rank's place among the communicator's ranks of its host, and their number."""
+        every, rank = range(self.host.world_size), self.host.rank
+        mates = every if self.one_host else self.layout.members[self.layout.node_of(rank)]
+        return mates.index(rank), len(mates)
+
     def beyond(self, most: int) -> str:
         """Return why a transport for up to ``most`` ranks cannot serve; empty if it can."""
         return f"native kernels serve up to {most} ranks, not {self.host.world_size}" * (self.host.world_size > most)

@@ -217,8 +217,7 @@ class TritonExecutor:
     def __init__(self, ranks: Ranks, lease: Callable[[int], Lease | HeapLease], nodes: int = 1):
         group, device, exclusive = ranks.host, ranks.device, ranks.exclusive
         self._rank = group.rank
-        mates = range(group.world_size) if ranks.one_host else ranks.layout.members[ranks.layout.node_of(group.rank)]
-        self._place_on_host = mates.index(group.rank), len(mates)
+        self._place_on_host = ranks.place_on_host
         on_gpu = device.type == "cuda"
         if on_gpu == INTERPRETED:
             where = "the interpreter (TRITON_INTERPRET=1)" if INTERPRETED else "a GPU"
