@@ -2,9 +2,9 @@
 
 It computes what :mod:`shotcast.kernels.triton.prompt_attention` does, on the same tiles. Two consumers, of four warps
 each, take half of a tile's rows. They multiply queries with the next keys while they turn the scores of the last ones
-into weights, and drift apart, so that one computes weights while the tensor cores work for the other. Four more warps,
-the producer, copy keys and values to shared memory (FlashAttention-3, Shah et al., 2024). Written in Gluon, which has
-no interpreter.
+into weights, and drift apart, so that one computes weights while the tensor cores work for the other. One more warp,
+the producer, lets the copy unit (TMA) bring keys and values to shared memory, block by block (FlashAttention-3, Shah et
+al., 2024). Written in Gluon, which has no interpreter.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shotcast.device.triton.intrinsics import await_prior_kernel, launch_options, release_next_kernel
 from shotcast.kernels.step_fields import TILE_FIELDS
@@ -29,13 +30,15 @@ from shotcast.kernels.triton.paged_attention import Scoring, squashed
 ROWS = 128
 """(token, head) pairs of a program."""
 WARPS = 4
-"""Warps of each consumer and of the producer."""
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(96)
+"""Warps of each consumer."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 """Registers of a thread of the second consumer and of the producer. The first consumer has the rest of the SM's."""
 _KEYS, _WIDE_KEYS, _NARROW = 128, 64, 128
 """Keys multiplied at a time: by default; for heads wider than _NARROW."""
 STAGES = 2
 """Tiles of keys and of values in shared memory."""
+COLUMNS = 64
+"""Columns of a block that are copied at once, 128 bytes of each row: the width of a piece of a tile."""
 HEAD_DIMS = (128, 256)
 """The head dimensions served. The other kernel is as fast for 64, whose weights take as long as their products."""
 
@@ -58,6 +61,7 @@ class HopperPromptShape:
     ROWS: int = ROWS
     STAGES: int = STAGES
     TILE_FIELDS: int = TILE_FIELDS
+    COLUMNS: int = COLUMNS
 
 
 @gluon.constexpr_function
@@ -67,56 +71,75 @@ def _rows_by_threads(SHAPE):
 
 
 @gluon.jit
-def _fill(ring, number, rows, blocks, exists, SHAPE: gl.constexpr, MASKED: gl.constexpr):
-    """Copy keys or values of a tile, the ``number``-th, once its place is empty.
+def _copy(ring, number, barrier, cached, kv, blocks, exist, SHAPE: gl.constexpr):
+    """Begin to copy the blocks of a tile, the ``number``-th, to its place, and let ``barrier`` count their bytes.
 
-    ``ring`` is the memory of all tiles, and the barriers that say which are full and empty. With MASKED, rows that do
-    not exist become zero.
+    ``blocks`` points to the block numbers of the tile, of which the first ``exist`` are blocks of the sequence. The
+    others are filled with zeros.
     """
-    memory, full, empty = ring
     at = number % SHAPE.STAGES
-    mbarrier.wait(empty.index(at), ((number // SHAPE.STAGES) & 1) ^ 1)
-    pointers = rows + (blocks.to(gl.int64) * (SHAPE.BLOCK_SIZE * SHAPE.KV_HEADS * SHAPE.HEAD_DIM))[:, None]
-    if MASKED:
-        async_copy.async_copy_global_to_shared(memory.index(at), pointers, mask=exists[:, None])
-    else:
-        async_copy.async_copy_global_to_shared(memory.index(at), pointers)
-    async_copy.mbarrier_arrive(full.index(at), increment_count=False)
+    BLOCKS: gl.constexpr = SHAPE.KEYS // SHAPE.BLOCK_SIZE
+    COLUMNS: gl.constexpr = SHAPE.HEAD_DIM // SHAPE.COLUMNS
+    mbarrier.expect(barrier, SHAPE.KEYS * SHAPE.HEAD_DIM * 2)
+    for i in gl.static_range(BLOCKS):
+        block = gl.load(blocks + i, mask=i < exist, other=-1)  # rows before the first one are zeros
+        for part in gl.static_range(COLUMNS):
+            place = ring[1].index((at * COLUMNS + part) * BLOCKS + i)
+            column = kv * SHAPE.HEAD_DIM + part * SHAPE.COLUMNS
+            tma.async_copy_global_to_shared(cached, [block * SHAPE.BLOCK_SIZE, column], barrier, place)
 
 
 @gluon.jit
-def _produce(key_ring, value_ring, keys, values, table, kv, begin, stop, SHAPE: gl.constexpr):
+def _fill(ring, number, cached, kv, blocks, exist, SHAPE: gl.constexpr):
+    """Copy a tile, the ``number``-th, once its place is empty."""
+    _, _, full, empty = ring
+    at = number % SHAPE.STAGES
+    mbarrier.wait(empty.index(at), ((number // SHAPE.STAGES) & 1) ^ 1)
+    _copy(ring, number, full.index(at), cached, kv, blocks, exist, SHAPE)
+
+
+@gluon.jit
+def _clear_rows(ring, block, first, SHAPE: gl.constexpr):
+    """Replace rows of a block of the first tile, from row ``first`` on, with zeros."""
+    BLOCKS: gl.constexpr = SHAPE.KEYS // SHAPE.BLOCK_SIZE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // SHAPE.COLUMNS, SHAPE.COLUMNS // 8], [1, 1], [1, 0])
+    row = gl.arange(0, SHAPE.BLOCK_SIZE, layout=gl.SliceLayout(1, LAYOUT))
+    for part in gl.static_range(SHAPE.HEAD_DIM // SHAPE.COLUMNS):
+        place = ring[1].index(part * BLOCKS + block)
+        values = place.load(LAYOUT)
+        place.store(gl.where((row < first)[:, None], values, 0.0))
+
+
+@gluon.jit
+def _produce(key_ring, value_ring, arrived, keys, values, table, kv, begin, stop, SHAPE: gl.constexpr):
     """Copy keys and values from the last tile, which holds the key before ``stop``, to the one at ``begin``."""
     KEYS: gl.constexpr = SHAPE.KEYS
-    LAYOUT: gl.constexpr = _rows_by_threads(SHAPE)
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    within = (key % SHAPE.BLOCK_SIZE * SHAPE.KV_HEADS + kv) * SHAPE.HEAD_DIM
-    within = within[:, None] + gl.arange(0, SHAPE.HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    keys, values = keys + within, values + within
+    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
     last = (stop - 1) // KEYS * KEYS
     count = (last - begin) // KEYS
-    exists = last + key < stop
-    # Block numbers are read one tile before they are needed.
-    table += key // SHAPE.BLOCK_SIZE
-    blocks = gl.load(table + last // SHAPE.BLOCK_SIZE, mask=exists, other=0)
-    _fill(key_ring, 0, keys, blocks, exists, SHAPE, True)
-    before = last - KEYS + key >= 0  # a short table has no more blocks than the only tile
-    following = gl.load(table + gl.maximum(last - KEYS, 0) // SHAPE.BLOCK_SIZE, mask=before, other=0)
+    table += last // BLOCK_SIZE
+    exist = (stop - last + BLOCK_SIZE - 1) // BLOCK_SIZE
+    all_exist: gl.constexpr = KEYS // BLOCK_SIZE
+    _fill(key_ring, 0, keys, kv, table, exist, SHAPE)
     if count > 0:
-        _fill(key_ring, 1, keys, following, exists, SHAPE, False)
-    _fill(value_ring, 0, values, blocks, exists, SHAPE, True)
+        _fill(key_ring, 1, keys, kv, table - all_exist, all_exist, SHAPE)
+    # Rows that no sequence holds may be NaN. Keys are masked; values must be zero, as products with weights of 0 are.
+    _copy(value_ring, 0, arrived, values, kv, table, exist, SHAPE)
+    mbarrier.wait(arrived, 0)
+    if stop % BLOCK_SIZE > 0:
+        _clear_rows(value_ring, exist - 1, stop % BLOCK_SIZE, SHAPE)
+        fence_async_shared()
+    mbarrier.arrive(value_ring[2].index(0))
     for i in range(1, count + 1):
-        blocks = following
-        following = gl.load(table + gl.maximum(last - (i + 1) * KEYS, 0) // SHAPE.BLOCK_SIZE)
         if i < count:
-            _fill(key_ring, i + 1, keys, following, exists, SHAPE, False)
-        _fill(value_ring, i, values, blocks, exists, SHAPE, False)
+            _fill(key_ring, i + 1, keys, kv, table - (i + 1) * all_exist, all_exist, SHAPE)
+        _fill(value_ring, i, values, kv, table - i * all_exist, all_exist, SHAPE)
 
 
 @gluon.jit
 def _await_tile(ring, number, SHAPE: gl.constexpr):
-    """Return the shared memory of a tile once the producer has filled it. A product still needs a fence."""
-    memory, full, _ = ring
+    """Return the shared memory of a tile once the producer has filled it."""
+    memory, _, full, _ = ring
     at = number % SHAPE.STAGES
     mbarrier.wait(full.index(at), (number // SHAPE.STAGES) & 1)
     return memory.index(at)
@@ -125,7 +148,7 @@ def _await_tile(ring, number, SHAPE: gl.constexpr):
 @gluon.jit
 def _empty_tile(ring, number, SHAPE: gl.constexpr):
     """Let the producer fill the place of a tile again."""
-    _, _, empty = ring
+    _, _, _, empty = ring
     mbarrier.arrive(empty.index(number % SHAPE.STAGES))
 
 
@@ -175,7 +198,6 @@ def _attend_tiles(
         # Both tiles are awaited before the first product. With the wait for values between the products, the consumers
         # got in step with each other, and computed weights at the same time: 533 instead of 615 TFLOP/s.
         keys, values = _await_tile(key_ring, number, SHAPE), _await_tile(value_ring, number - 1, SHAPE)
-        fence_async_shared()
         scores = _scores(query, keys, SHAPE, SCORES)
         pending = warpgroup_mma(weights, values, out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -216,12 +238,12 @@ def _consume(
     offsets, own = _addresses(tile, row, d, SHAPE)
     query = query_memory.index(PART)
     query.store(gl.load(queries + offsets, mask=own[:, None] & (d < SHAPE.HEAD_DIM)[None, :], other=0.0))
+    fence_async_shared()
 
     stop = start + count
     last = (stop - 1) // KEYS * KEYS
     position = start + (PART * 64 + gl.arange(0, 64, layout=ROW)) // SHAPE.GROUP
     keys = _await_tile(key_ring, 0, SHAPE)
-    fence_async_shared()
     scores = warpgroup_mma_wait(0, deps=[_scores(query, keys, SHAPE, SCORES)])
     _empty_tile(key_ring, 0, SHAPE)
     # Finite, so that differences stay finite for a row that has seen no key yet.
@@ -243,7 +265,6 @@ def _consume(
         state = _attend_tiles(state, rings, rows, last, (windowed, tiles), scoring, SHAPE, SCORES, OUT, True)
     weights, softmax, out = state
     last_values = _await_tile(value_ring, tiles - 1, SHAPE)
-    fence_async_shared()
     pending = warpgroup_mma(weights, last_values, out, is_async=True)
     out, weights = warpgroup_mma_wait(0, deps=[pending, weights])
     out = out / gl.convert_layout(softmax[1], gl.SliceLayout(1, OUT))[:, None]
@@ -270,13 +291,16 @@ def _ring(SHAPE: gl.constexpr, DTYPE: gl.constexpr):
     """Allocate memory and barriers for tiles of keys or values."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SHAPE.KEYS, SHAPE.HEAD_DIM], DTYPE)
     memory = gl.allocate_shared_memory(DTYPE, [SHAPE.STAGES, SHAPE.KEYS, SHAPE.HEAD_DIM], LAYOUT)
+    COUNT: gl.constexpr = SHAPE.STAGES * (SHAPE.HEAD_DIM // SHAPE.COLUMNS) * (SHAPE.KEYS // SHAPE.BLOCK_SIZE)
+    PIECE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SHAPE.BLOCK_SIZE, SHAPE.COLUMNS], DTYPE)
+    pieces = memory._reinterpret(DTYPE, [COUNT, SHAPE.BLOCK_SIZE, SHAPE.COLUMNS], PIECE)
     full = gl.allocate_shared_memory(gl.int64, [SHAPE.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SHAPE.STAGES, 1], mbarrier.MBarrierLayout())
     STAGES: gl.constexpr = SHAPE.STAGES
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=128)  # the threads of the producer
+        mbarrier.init(full.index(i), count=1)  # the producer
         mbarrier.init(empty.index(i), count=2)  # the consumers
-    return memory, full, empty
+    return memory, pieces, full, empty
 
 
 @gluon.jit
@@ -299,6 +323,8 @@ def hopper_prompt_kernel(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SHAPE.HEAD_DIM], DTYPE)
     query_memory = gl.allocate_shared_memory(DTYPE, [2, 64, SHAPE.HEAD_DIM], LAYOUT)
     key_ring, value_ring = _ring(SHAPE, DTYPE), _ring(SHAPE, DTYPE)
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
     begin = 0
     if SHAPE.WINDOWED:
         begin = gl.maximum(start + 1 - scoring.window, 0) // SHAPE.KEYS * SHAPE.KEYS
@@ -307,9 +333,9 @@ def hopper_prompt_kernel(
         [
             (_consume, (key_ring, value_ring, query_memory, queries, result, tile, begin, scoring, 0, SHAPE)),
             (_consume, (key_ring, value_ring, query_memory, queries, result, tile, begin, scoring, 1, SHAPE)),
-            (_produce, (key_ring, value_ring, keys, values, table, kv, begin, stop, SHAPE)),
+            (_produce, (key_ring, value_ring, arrived, keys, values, table, kv, begin, stop, SHAPE)),
         ],
-        [4, 4],
+        [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
@@ -326,8 +352,19 @@ def serves(rows: int, head_dim: int, block_size: int, dtype: torch.dtype, stored
         and dtype == stored
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim in HEAD_DIMS
+        and block_size >= 8  # rows of a copy that fill whole pieces of swizzled memory
         and keys_at_once(head_dim) % block_size == 0
     )
+
+
+def piece_layout(block_size: int) -> gl.NVMMASharedLayout:
+    """Return the layout in shared memory of COLUMNS columns of a block; float16 has that of bfloat16."""
+    return gl.NVMMASharedLayout.get_default_for([block_size, COLUMNS], gl.bfloat16)
+
+
+def _pieces(cached: torch.Tensor, block_size: int) -> TensorDescriptor:
+    """Describe keys or values [slots, key-value heads, head_dim] to the copy unit, as rows of all heads."""
+    return TensorDescriptor.from_tensor(cached.flatten(1), [block_size, COLUMNS], piece_layout(block_size))
 
 
 def attend(
@@ -351,8 +388,8 @@ def attend(
     windowed, pdl = scoring.window > 0, options["launch_pdl"]
     hopper_prompt_kernel[(tiles.shape[0], kv_heads)](
         queries,
-        keys,
-        values,
+        _pieces(keys, block_size),
+        _pieces(values, block_size),
         tables,
         tiles,
         first_heads,
