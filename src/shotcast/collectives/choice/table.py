@@ -305,9 +305,9 @@ def render(
 
 
 def _pretty(value: Any, indent: str) -> str:
-    """Format JSON with one line for each object without inner objects, and for each element of a list."""
+    """Format JSON with one line for each object of numbers and strings only, and for each element of a list."""
     deeper = indent + " "
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and any(isinstance(item, list | tuple | Mapping) for item in value.values()):
         inside = (f"{deeper}{json.dumps(str(key))}: {_pretty(item, deeper)}" for key, item in value.items())
         return "{\n" + ",\n".join(inside) + f"\n{indent}}}"
     if isinstance(value, list | tuple) and any(isinstance(item, list | tuple | Mapping) for item in value):
