@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from shotcast.collectives.between_nodes import doublings, slice_of
+from shotcast.collectives.algorithms.nvrar import doublings, slice_of
 from shotcast.hardware.nodes import folded
 from shotcast.wire import NodeShape
 
