@@ -136,10 +136,6 @@ def _broadcast(comm: Any, x: torch.Tensor, root: int, algorithm: str, sms: int |
     return comm.broadcast(out, root, algorithm, sms)
 
 
-def _recv(comm: Any, x: torch.Tensor, src: int, **_: Any) -> Any:
-    return comm.recv(x.new_empty(x.shape), src)
-
-
 def _sum_at_root(comm: Any, x: torch.Tensor, root: int, **_: Any) -> torch.Tensor:
     """Return the sum over all ranks at ``root``, zeros elsewhere."""
     total: torch.Tensor = comm.all_reduce(x)
@@ -198,11 +194,6 @@ def _gathered_or_zeros(comm: Any, x: torch.Tensor, root: int, algorithm: str, **
 # -- derivatives ------------------------------------------------------------------------------------------------------
 
 
-def _of_all_reduce(by: By, grad: torch.Tensor, reduction: str, x: torch.Tensor | None = None, **_: Any) -> Any:
-    """y_i = sum_r x_r, so dx_i = sum_r dy_r. The average is analogous."""
-    return by("all_reduce", grad) if reduction in LINEAR else by("all_reduce_gradient", x, grad)
-
-
 def _of_reduce_scatter(
     by: By, grad: torch.Tensor, reduction: str, world_size: int, x: torch.Tensor | None = None, **_: Any
 ) -> Any:
@@ -212,54 +203,11 @@ def _of_reduce_scatter(
     return by("reduce_scatter_gradient", x, grad)
 
 
-def _of_all_gather(by: By, grad: torch.Tensor, **_: Any) -> Any:
-    """y = (x_0, ..., x_{N-1}) on all ranks, so dx_i = sum_r dy_r[i]."""
-    return by("reduce_scatter", grad, reduction="sum", strict=False)
-
-
 def _of_all_gather_uneven(by: By, grad: torch.Tensor, sizes: Sequence[int], rank: int, **_: Any) -> torch.Tensor:
     """Sum all of dy and take this rank's part, since uneven parts have no reduce_scatter."""
     total: torch.Tensor = by("all_reduce", grad, algorithm="auto", reduction="sum")
     start = sum(sizes[:rank])
     return total[start : start + sizes[rank]].clone()
-
-
-def _of_all_to_all(by: By, grad: torch.Tensor, **_: Any) -> Any:
-    """y_i = (x_0[i], ..., x_{N-1}[i]), so dx_i = (dy_0[i], ..., dy_{N-1}[i])."""
-    return by("all_to_all", grad)
-
-
-def _of_all_to_all_uneven(
-    by: By, grad: torch.Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], **_: Any
-) -> Any:
-    return by("all_to_all_uneven", grad, input_sizes=output_sizes, output_sizes=input_sizes)
-
-
-def _of_broadcast(by: By, grad: torch.Tensor, **_: Any) -> Any:
-    """y_i = x_root, so dx_root = sum_r dy_r, and dx_i = 0 elsewhere."""
-    return by("sum_at_root", grad)
-
-
-def _of_sum_at_root(by: By, grad: torch.Tensor, **_: Any) -> Any:
-    """y_root = sum_r x_r, and y_i = 0 elsewhere, so dx_i = dy_root."""
-    return by("broadcast", grad, algorithm="auto")
-
-
-def _of_reduce(
-    by: By, grad: torch.Tensor, reduction: str, shape: Sequence[int], x: torch.Tensor | None = None, **_: Any
-) -> Any:
-    """y_root = sum_r x_r, so dx_i = dy_root; for other reductions, times the slope."""
-    return by("spread", grad, shape=shape) if reduction in LINEAR else by("reduce_gradient", x, grad)
-
-
-def _of_gather(by: By, grad: torch.Tensor, **_: Any) -> Any:
-    """y_root = (x_0, ..., x_{N-1}), so dx_i = dy_root[i]. Other ranks run backward through an empty tensor."""
-    return by("scattered", grad)
-
-
-def _of_scatter(by: By, grad: torch.Tensor, **_: Any) -> Any:
-    """y_i = x_root[i], so dx_root = (dy_0, ..., dy_{N-1}), and dx_i = 0 elsewhere."""
-    return by("gathered_or_zeros", grad)
 
 
 def _of_norm(
@@ -337,17 +285,16 @@ def _reduced(result: torch.Tensor, x: torch.Tensor, reduction: str, **_: Any) ->
     return {"shape": x.shape} | ({} if reduction in LINEAR else {"x": x})
 
 
-def _shape_of(result: torch.Tensor, x: torch.Tensor, **_: Any) -> dict[str, Any]:
-    return {"shape": x.shape}
-
-
 # -- the table --------------------------------------------------------------------------------------------------------
 
 ALL_REDUCE = OpSpec(
     "all_reduce(Tensor x, str comm, str algorithm, str reduction, int? sms=None) -> Tensor",
     Op.ALL_REDUCE,
     saves=_reduced,
-    derivative=_of_all_reduce,
+    # y_i = sum_r x_r, so dx_i = sum_r dy_r; the average is analogous
+    derivative=lambda by, grad, reduction, x=None, **_: (
+        by("all_reduce", grad) if reduction in LINEAR else by("all_reduce_gradient", x, grad)
+    ),
 )
 REDUCE_SCATTER = OpSpec(
     "reduce_scatter(Tensor x, str comm, int world_size, str algorithm, str reduction, bool strict=True, int? sms=None)"
@@ -364,7 +311,8 @@ ALL_GATHER = OpSpec(
     Op.ALL_GATHER,
     _parts,
     lambda x, rank, **_: rank * x.nbytes,
-    derivative=_of_all_gather,
+    # y = (x_0, ..., x_{N-1}) on all ranks, so dx_i = sum_r dy_r[i]
+    derivative=lambda by, grad, **_: by("reduce_scatter", grad, reduction="sum", strict=False),
 )
 ALL_GATHER_UNEVEN = OpSpec(
     "all_gather_uneven(Tensor x, str comm, SymInt[] sizes, int rank, str algorithm, int? sms=None) -> Tensor",
@@ -377,7 +325,8 @@ ALL_TO_ALL = OpSpec(
     "all_to_all(Tensor x, str comm, str algorithm, int? sms=None) -> Tensor",
     Op.ALL_TO_ALL,
     in_place=False,
-    derivative=_of_all_to_all,
+    # y_i = (x_0[i], ..., x_{N-1}[i]), so dx_i = (dy_0[i], ..., dy_{N-1}[i])
+    derivative=lambda by, grad, **_: by("all_to_all", grad),
 )
 ALL_TO_ALL_UNEVEN = OpSpec(
     "all_to_all_uneven(Tensor x, str comm, SymInt[] input_sizes, SymInt[] output_sizes, int rank, str algorithm)"
@@ -385,38 +334,50 @@ ALL_TO_ALL_UNEVEN = OpSpec(
     Op.ALL_TO_ALL_UNEVEN,
     lambda x, output_sizes, **_: _rows(x, output_sizes),
     in_place=False,
-    derivative=_of_all_to_all_uneven,
+    derivative=lambda by, grad, input_sizes, output_sizes, **_: by(
+        "all_to_all_uneven", grad, input_sizes=output_sizes, output_sizes=input_sizes
+    ),
 )
 BROADCAST = OpSpec(
     "broadcast(Tensor x, str comm, int root, str algorithm, int? sms=None) -> Tensor",
     Op.BROADCAST,
     call=_broadcast,
-    derivative=_of_broadcast,
+    # y_i = x_root, so dx_root = sum_r dy_r, and dx_i = 0 elsewhere
+    derivative=lambda by, grad, **_: by("sum_at_root", grad),
 )
 REDUCE = OpSpec(
     "reduce(Tensor x, str comm, int root, int parts, str algorithm, str reduction) -> Tensor",
     Op.REDUCE,
     lambda x, parts, **_: x.shape if parts else (0, *x.shape[1:]),
     saves=_reduced,
-    derivative=_of_reduce,
+    # y_root = sum_r x_r, so dx_i = dy_root; for other reductions, times the slope
+    derivative=lambda by, grad, reduction, shape, x=None, **_: (
+        by("spread", grad, shape=shape) if reduction in LINEAR else by("reduce_gradient", x, grad)
+    ),
 )
 GATHER = OpSpec(
     "gather(Tensor x, str comm, int root, int parts, str algorithm) -> Tensor",
     Op.GATHER,
     lambda x, parts, **_: _parts(x, parts),
     lambda x, rank, **_: rank * x.nbytes,
-    saves=_shape_of,
-    derivative=_of_gather,
+    saves=lambda result, x, **_: {"shape": x.shape},
+    # y_root = (x_0, ..., x_{N-1}), so dx_i = dy_root[i]; other ranks run backward through an empty tensor
+    derivative=lambda by, grad, **_: by("scattered", grad),
 )
 SCATTER = OpSpec(
     "scatter(Tensor x, str comm, int root, int world_size, str algorithm) -> Tensor",
     Op.SCATTER,
     functools.partial(_part, name="scatter"),
     lambda root, rank, **operands: _share_before(rank=rank, **operands) if rank == root else None,
-    derivative=_of_scatter,
+    # y_i = x_root[i], so dx_root = (dy_0, ..., dy_{N-1}), and dx_i = 0 elsewhere
+    derivative=lambda by, grad, **_: by("gathered_or_zeros", grad),
 )
 SEND = OpSpec("send(Tensor x, str comm, int dst) -> ()", Op.SEND)
-RECV = OpSpec("recv(Tensor x, str comm, int src) -> Tensor", Op.RECV, call=_recv)
+RECV = OpSpec(
+    "recv(Tensor x, str comm, int src) -> Tensor",
+    Op.RECV,
+    call=lambda comm, x, src, **_: comm.recv(x.new_empty(x.shape), src),
+)
 BARRIER = OpSpec("barrier(str comm) -> ()", Op.BARRIER)
 
 
@@ -486,7 +447,12 @@ OPS = {
             call=_reduce_scatter_gradient,
             derivative=refused,
         ),
-        OpSpec(f"sum_at_root(Tensor x, {_ROOTED}) -> Tensor", call=_sum_at_root, derivative=_of_sum_at_root),
+        OpSpec(
+            f"sum_at_root(Tensor x, {_ROOTED}) -> Tensor",
+            call=_sum_at_root,
+            # y_root = sum_r x_r, and y_i = 0 elsewhere, so dx_i = dy_root
+            derivative=lambda by, grad, **_: by("broadcast", grad, algorithm="auto"),
+        ),
         OpSpec(
             f"reduce_gradient(Tensor x, Tensor grad, {_ROOTED}, str reduction) -> Tensor",
             call=_reduce_gradient,
