@@ -27,9 +27,8 @@ from shotcast.collectives.call_watch import CallWatch
 from shotcast.collectives.registry import registered
 from shotcast.collectives.vendor import blame
 from shotcast.collectives.vendor.blame import Blame
-from shotcast.collectives.vendor.connected import Begun, Connected
 from shotcast.collectives.vendor.gloo import GlooGroup
-from shotcast.collectives.vendor.interface import CallError
+from shotcast.collectives.vendor.interface import Begun, CallError, Connected
 from shotcast.collectives.vendor.vendor import Vendor
 from shotcast.errors import RankFailed
 from shotcast.hardware.nodes import NodeLayout

@@ -18,9 +18,8 @@ from shotcast.collectives.call_watch import LIBRARY_CALLS
 from shotcast.collectives.faults import mismatch_of
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.vendor.blame import Blame
-from shotcast.collectives.vendor.connected import Begun, Connected
 from shotcast.collectives.vendor.gloo import GlooGroup
-from shotcast.collectives.vendor.interface import CallError, RefusedError, VendorGroup
+from shotcast.collectives.vendor.interface import Begun, CallError, Connected, RefusedError, VendorGroup
 from shotcast.errors import CollectiveTimeout, ShotcastError, UnsupportedError, call_text
 from shotcast.memory.host_group import StoreGroup
 from shotcast.memory.wait_log import WaitLog, wait_text
