@@ -24,7 +24,7 @@ FOUND = {"shotcast.collectives.registry": "shotcast.collectives.algorithms"}
 
 USED_OUTSIDE = ("of_modules", "of_collectives")
 """Definitions that nothing in the package uses: research and tests write fingerprints of kernels into their results."""
-REGISTERING = re.compile(r"atexit\.register|operator\(|app\.\w+\(")
+REGISTERING = re.compile(r"atexit\.register|app\.\w+\(")
 """Decorators that hand a function to those who call it."""
 
 

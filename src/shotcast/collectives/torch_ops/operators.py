@@ -13,7 +13,6 @@ reorder others depending on sizes, which may differ between ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,53 +50,40 @@ OPERATORS: list[str] = []
 """The names of the operators in ``torch.ops.shotcast``."""
 
 
-def operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define ``shotcast::schema``, run by the decorated function; ``shaped`` returns results with the right shapes."""
-    name = schema[: schema.index("(")]
-    _library.define(schema)
+def _register(spec: OpSpec) -> None:
+    """Define the operator of an operation: what runs it, the shapes of its results, and its derivative."""
+    name = f"shotcast::{spec.name}"
+    _library.define(spec.schema)
     try:
-        torch.library._register_effectful_op(f"shotcast::{name}", torch.library.EffectType.ORDERED, lib=_library)
+        torch.library._register_effectful_op(name, torch.library.EffectType.ORDERED, lib=_library)
         unsupported_reason = ""
     except AttributeError as error:  # there is no public name for it
         unsupported_reason = str(error)
-
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        if unsupported_reason:
-            raise UnsupportedError(
-                f"PyTorch {torch.__version__} cannot order operators in a graph: {unsupported_reason}"
-            )
-        inductor.order(OPERATORS)
-        return shaped(*args, **kwargs)
-
-    torch.library.register_fake(f"shotcast::{name}", traced, lib=_library)
-    OPERATORS.append(name)
-
-    def run_by(function: Callable[..., Any]) -> Callable[..., Any]:
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        return function
-
-    return run_by
-
-
-def _register(spec: OpSpec) -> None:
 
     def run(*args: Any) -> Any:
         operands = dict(zip(spec.operands, args, strict=False))  # without defaults
         comm = named(operands.pop("comm"))
         if operands.get("rank", comm.rank) != comm.rank:
             raise ConfigError(f"{spec.name} was compiled on rank {operands['rank']} and runs on rank {comm.rank}")
-        for name in spec.tensors:
-            if operands[name] is not None:
-                operands[name] = operands[name].contiguous()
+        for tensor in spec.tensors:
+            if operands[tensor] is not None:
+                operands[tensor] = operands[tensor].contiguous()
         return spec.make(comm, operands)
 
     def empty(*args: Any, **kwargs: Any) -> Any:
+        if unsupported_reason:
+            raise UnsupportedError(
+                f"PyTorch {torch.__version__} cannot order operators in a graph: {unsupported_reason}"
+            )
+        inductor.order(OPERATORS)
         return spec.empty(dict(zip(spec.operands, args, strict=False)) | kwargs)
 
-    operator(spec.schema, empty)(run)
+    torch.library.register_fake(name, empty, lib=_library)
+    _library.impl(spec.name, run, "CompositeExplicitAutograd")
+    OPERATORS.append(spec.name)
     if spec.derivative is not None:
         keep, backward = autograd.of_operator(spec)
-        torch.library.register_autograd(f"shotcast::{spec.name}", backward, setup_context=keep, lib=_library)
+        torch.library.register_autograd(name, backward, setup_context=keep, lib=_library)
 
 
 for _spec in OPS.values():
@@ -106,23 +92,18 @@ for _spec in OPS.values():
 # -- calls of a communicator ------------------------------------------------------------------------------------------
 
 
-def written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Copy ``result`` to ``out``, which has been checked, and return it.
+def traced(spec: OpSpec, comm: Collectives, out: torch.Tensor | None, operands: dict[str, Any]) -> torch.Tensor:
+    """Run an operation as an operator; its result is copied to ``out`` if given.
 
     A compiler removes the copy if nothing else uses ``out``.
     """
-    return out.copy_(result)
-
-
-def traced(spec: OpSpec, comm: Collectives, out: torch.Tensor | None, operands: dict[str, Any]) -> torch.Tensor:
-    """Run an operation as an operator; its result is copied to ``out`` if given."""
     if out is not None:
         x = operands["x"]
         output(x, out, spec.shape(**operands), spec.method)
         if operands.get("reduction", "sum") not in LINEAR and x.requires_grad and torch.is_grad_enabled():
             operands["x"] = x.clone()  # the derivative needs values that the copy may overwrite
     result: torch.Tensor = autograd.in_graph(spec, comm.name, operands)
-    return result if out is None else written(out, result)
+    return result if out is None else out.copy_(result)
 
 
 def traced_norm(spec: OpSpec, comm: Collectives, shards: int, out: Any, operands: dict[str, Any]) -> Any:
@@ -149,4 +130,4 @@ def traced_norm(spec: OpSpec, comm: Collectives, shards: int, out: Any, operands
 def _copied(call: str, out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     if out is None:
         raise ConfigError(f"{call}: out must be {list(result.shape)} of {result.dtype}; it is None")
-    return written(output(result, out, result.shape, call), result)
+    return output(result, out, result.shape, call).copy_(result)
