@@ -156,7 +156,7 @@ def forms_of_sizes() -> int:
             problem = comm._resolver.problem(Op.ALL_REDUCE, torch.float32, count, "sum", 0, (), None)
             for capturing in (False, True):
                 needs = comm._resolver.resolve(problem, "auto", capturing).needs
-                left += sum(one.variant not in comm._compile_barrier.known for one in needs)
+                left += sum(variant not in comm._compile_barrier.known for variant in needs)
         return left
 
 

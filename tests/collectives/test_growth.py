@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from test_select import make_topology, problems
 from shotcast import wire
 from shotcast.collectives.algorithm import CollectiveProblem
 from shotcast.collectives.choice.candidates import capacity, unsupported_reason
-from shotcast.collectives.growth import grow
+from shotcast.collectives.communicator import Communicator
 from shotcast.collectives.registry import registered
 from shotcast.errors import ConfigError
 from shotcast.transport.triton.layout import FIRST_CAPACITY, WorkspaceLayout, capacities
@@ -84,11 +85,13 @@ def _within(case: CollectiveProblem, max_bytes: int) -> CollectiveProblem:
 
 def test_a_capture_cannot_grow_and_says_what_to_do() -> None:
     executor: Any = SimpleNamespace(capacity=10)
-    call: Any = SimpleNamespace(capacity=11, label="shotcast.all_reduce", plan=None)
+    comm: Any = SimpleNamespace(_executor=executor)
+    comm._grow = functools.partial(Communicator._grow, comm)
+    call: Any = SimpleNamespace(capacity=11, label="shotcast.all_reduce", plan=None, needs={})
     with pytest.raises(ConfigError, match=r"shotcast\.all_reduce needs a larger workspace.*call it once before"):
-        grow(executor, call, True, lambda form, load: None)
+        Communicator._compile(comm, call, True)
     call.capacity = 10
-    assert grow(executor, call, True, lambda form, load: None) is False
+    Communicator._compile(comm, call, True)
 
 
 @pytest.mark.long

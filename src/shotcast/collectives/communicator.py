@@ -32,13 +32,8 @@ from shotcast.collectives.faults import error_of
 from shotcast.collectives.first_check import wrong_result
 from shotcast.collectives.first_use import CompileBarrier, CompiledVariant
 from shotcast.collectives.forked import watch
-from shotcast.collectives.growth import Growths, grow
-from shotcast.collectives.interface import (
-    BatchExecutor,
-    GrowingExecutor,
-    KernelExecutor,
-    MappingExecutor,
-)
+from shotcast.collectives.growth import Growths
+from shotcast.collectives.interface import BatchExecutor, GrowingExecutor, KernelExecutor, MappingExecutor
 from shotcast.collectives.nodes import find_nodes
 from shotcast.collectives.peer_watch import PeerWatch
 from shotcast.collectives.prepared import Given, KeptCalls, PreparedCalls
@@ -492,9 +487,9 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                 plans.append((call.plan, x))
                 if call.needs and announce is not None:
                     executor.load_batch()
-                    for variant, _ in call.needs:
+                    for variant in call.needs:
                         announce(variant.name)
-                    call.needs = ()
+                    call.needs = {}
             executor.run_batch(plans)
             if fault := executor.fault():
                 raise self._error(fault)
@@ -506,22 +501,37 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
         """Preserve autograd's version counters of the tensors that calls write, like torch.distributed."""
         self._prepared.counts_versions = False
 
-    def _compile(self, call: ResolvedCall, capturing: bool) -> None:
-        """Compile everything that a call needs and make room for it. Raises ConfigError in a graph capture.
+    def _grow(self, call: ResolvedCall, capturing: bool) -> None:
+        """Enlarge the workspace for a call. Collective: every rank makes the call.
 
-        If a rank has too little memory for a larger workspace, ConfigError is raised on all ranks.
+        Ranks allocate together, so they first exchange the header of the call: an absent rank is then named by the
+        deadline, and so is one that makes another call, instead of letting the others wait in an allocation.
+
+        Raises ConfigError in a graph capture, and on all ranks if one has too little memory.
         """
-        if self._executor is not None:
-            assert self._compile_barrier is not None
-            compiled = functools.partial(self._compile_barrier, what=call.plan.op.label, timeout_s=self._timeout_s)
-            grown = grow(self._executor, call, capturing, compiled)
-            if isinstance(grown, Fault):
-                self.check()
-                raise self._error(grown)
-            if grown:  # calls that are remembered have the addresses of the workspace before
-                self._calls.clear()
-                self._prepared.clear()
-        for variant, bound in call.needs:
+        if capturing:
+            raise ConfigError(
+                f"{call.label} needs a larger workspace, which cannot be made inside a graph capture; "
+                "call it once before"
+            )
+        executor, barrier = self._executor, self._compile_barrier
+        assert isinstance(executor, GrowingExecutor)
+        assert barrier is not None
+        exchange = executor.header_exchange(call.plan)
+        barrier(CompiledVariant("header exchange"), exchange.load, call.plan.op.label, self._timeout_s)
+        exchange.run()
+        if fault := executor.fault():
+            self.check()
+            raise self._error(fault)
+        executor.grow(call.capacity)
+        self._calls.clear()  # calls that are remembered have the addresses of the workspace before
+        self._prepared.clear()
+
+    def _compile(self, call: ResolvedCall, capturing: bool) -> None:
+        """Compile everything that a call needs and make room for it. Raises the errors of :meth:`_grow`."""
+        if self._executor is not None and call.capacity > self._executor.capacity:
+            self._grow(call, capturing)
+        for variant, bound in call.needs.items():
             assert self._compile_barrier is not None
             if variant not in self._compile_barrier.known:
                 if capturing:
@@ -533,7 +543,7 @@ class Communicator(RootedCalls, MessageCalls, CoalescedCalls, StartedCalls, Norm
                     load = functools.partial(self._executor.load, bound, tuple(others.values()))
                 self._compile_barrier(variant, load, call.plan.op.label, self._timeout_s)
                 self._compile_barrier.known.update(others)
-        call.needs = ()
+        call.needs = {}
 
     def _variants_of_sizes(self, call: ResolvedCall) -> dict[CompiledVariant, CallPlan]:
         """Return the variants that calls of other sizes use, with a plan for each, if they should be loaded now."""

@@ -1,55 +1,15 @@
-"""Workspace growth before the first call that needs a larger one.
+"""Decide whether the workspace grows before the first call that needs a larger one.
 
-Ranks allocate together, so an absent rank, or one that makes another call, would make the others wait in an allocation
-without a deadline. Therefore they first exchange the header of the call as every call does: an absent rank is named by
-the deadline.
-
-A rank may also be late because its host waits for what another rank does after this call. So the ranks of a
-non-exclusive communicator first check whether all of them arrive shortly (:class:`Growths`). If not, the workspace
-stays as it is, and the call uses what fits: pieces, or the vendor library.
+A rank may be late because its host waits for what another rank does after this call. So the ranks of a non-exclusive
+communicator first check whether all of them arrive shortly. If not, the workspace stays as it is, and the call uses
+what fits: pieces, or the vendor library.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch.distributed as dist
-
-from shotcast.collectives.choice.resolver import ResolvedCall
-from shotcast.collectives.first_use import CompiledVariant
-from shotcast.collectives.interface import Executor, GrowingExecutor
-from shotcast.errors import ConfigError
-from shotcast.wire import Fault
-
-
-def grow(
-    executor: Executor,
-    call: ResolvedCall,
-    capturing: bool,
-    compiled: Callable[[CompiledVariant, Callable[[], object]], None],
-) -> Fault | bool:
-    """Enlarge the workspace for ``call`` if needed. Collective: every rank makes the call.
-
-    ``compiled(variant, load)`` returns once all ranks have loaded a kernel. Returns whether there is a new workspace,
-    for calls bound from now on; or the fault that ended the header exchange. Raises ConfigError if the call is being
-    captured in a graph, and on all ranks if one has too little memory.
-    """
-    if call.capacity <= executor.capacity:
-        return False
-    if capturing:
-        raise ConfigError(
-            f"{call.label} needs a larger workspace, which cannot be made inside a graph capture; call it once before"
-        )
-    assert isinstance(executor, GrowingExecutor)
-    exchange = executor.header_exchange(call.plan)
-    compiled(CompiledVariant("header exchange"), exchange.load)
-    exchange.run()
-    if fault := executor.fault():
-        return fault
-    executor.grow(call.capacity)
-    return True
-
 
 _LOOK_S = 0.001
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import NamedTuple
 
 import torch
 
@@ -61,13 +60,6 @@ class Handshake:
             bound.load()
 
 
-class Needed(NamedTuple):
-    """A variant that must be compiled on all ranks before a call, and a bound call that uses it."""
-
-    variant: CompiledVariant
-    bound: BoundCall
-
-
 @dataclasses.dataclass(slots=True)
 class ResolvedCall:
     """A resolved call with its kernels. The communicator caches it, so that repeating the call costs one lookup."""
@@ -75,9 +67,10 @@ class ResolvedCall:
     plan: CallPlan
     by_library: bool  # the vendor library makes the call
     bound: BoundCall | None  # the plan, bound to its kernels; None where no executor takes part
-    # the variants that must have been compiled: the call's own, and that of the same call captured in a graph, where
-    # nothing can be compiled and tables may choose another. Empty once that is done
-    needs: tuple[Needed, ...]
+    # the variants that must have been compiled on all ranks, each with a bound call that uses it: the call's own, and
+    # that of the same call captured in a graph, where nothing can be compiled and tables may choose another. Empty once
+    # that is done
+    needs: dict[CompiledVariant, BoundCall]
     # the longest message, in bytes, that the workspace must be laid out for before the call, its captured variant
     # included; 0 where any workspace will do
     capacity: int
@@ -188,7 +181,7 @@ class Resolver:
         # a message is of two ranks, and headers of GPUs on several hosts are for all
         alone = self.topology.network.puts and op in (Op.SEND, Op.RECV)
         if self.executor is None or alone:
-            return ResolvedCall(plan, by_library, None, (), needed, label)
+            return ResolvedCall(plan, by_library, None, {}, needed, label)
         names = self.executor.variants(plan)
         variants = [CompiledVariant(name) for name in names]
         bound: BoundCall = self.executor.bind(plan)
@@ -199,12 +192,12 @@ class Resolver:
                 answer = dataclasses.replace(other, piece=wire.ANSWER)  # no message passes for one
                 bound, name = Handshake(bound, self.executor.bind(answer)), f"handshake/{plan.dtype}"
                 variants = [CompiledVariant(name, problem.root, name)]
-        needs = {variant: Needed(variant, bound) for variant in variants}
+        needs = dict.fromkeys(variants, bound)
         if self.graphs and not capturing and launch is None:
             captured = self.resolve(problem, algorithm, True)
-            needs |= {one.variant: one for one in captured.needs}
+            needs |= captured.needs
             needed = max(needed, captured.capacity)
-        return ResolvedCall(plan, by_library, bound, tuple(needs.values()), needed, label)
+        return ResolvedCall(plan, by_library, bound, needs, needed, label)
 
     def plans_of_sizes(self, like: CallPlan) -> dict[CompiledVariant, CallPlan]:
         """Return the plans, eager and captured, that calls like this one use at any size: one per variant."""
