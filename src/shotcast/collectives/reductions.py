@@ -13,16 +13,7 @@ from shotcast.errors import ConfigError, UnsupportedError
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 """A name from :data:`shotcast.wire.REDUCTIONS`, or PyTorch's constant for it."""
 
-OF_TORCH = {
-    "SUM": "sum",
-    "MAX": "max",
-    "MIN": "min",
-    "PRODUCT": "prod",
-    "AVG": "avg",
-    "BAND": "band",
-    "BOR": "bor",
-    "BXOR": "bxor",
-}
+OF_TORCH = {"PRODUCT" if name == "prod" else name.upper(): name for name in wire.REDUCTIONS}
 """Reductions by PyTorch's names, which Dynamo of PyTorch 2.11 can hash, unlike the constants."""
 _AVERAGED_INTEGERS = ("int8", "uint8", "int16", "int32", "int64")
 """Integer dtypes that PyTorch divides."""

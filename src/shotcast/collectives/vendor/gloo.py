@@ -12,20 +12,13 @@ import torch
 import torch.distributed as dist
 
 from shotcast import wire
+from shotcast.collectives.reductions import OF_TORCH
 from shotcast.collectives.vendor.interface import CallError, RefusedError
 from shotcast.memory.members import cause_of
 from shotcast.wire import CallPlan, HeaderWords, Op
 
-_REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-    "avg": dist.ReduceOp.SUM,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
+_REDUCTIONS = {name: getattr(dist.ReduceOp, kind) for kind, name in OF_TORCH.items()}
+_REDUCTIONS["avg"] = _REDUCTIONS["sum"]  # which is divided afterwards
 _SLICE = timedelta(milliseconds=20)
 """Interval between checks for Ctrl-C and for faults elsewhere while a call waits."""
 _SLICE_ENDED = "Operation timed out!"

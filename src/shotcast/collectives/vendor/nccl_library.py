@@ -10,20 +10,8 @@ from typing import Any
 SUCCESS, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 4, 5, 6, 7
 """Values of ncclResult_t."""
 
-DTYPES = {
-    "int8": 0,
-    "uint8": 1,
-    "int32": 2,
-    "uint32": 3,
-    "int64": 4,
-    "uint64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-    "float8_e4m3fn": 10,
-    "float8_e5m2": 11,
-}
+_FLOATS = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+DTYPES = {name: code for code, name in enumerate(("int8", "uint8", "int32", "uint32", "int64", "uint64", *_FLOATS))}
 """ncclDataType_t by dtype: the dtypes that NCCL reduces (FP8 since 2.24, from compute capability 9.0 on)."""
 REDUCTIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 """ncclRedOp_t by reduction."""
