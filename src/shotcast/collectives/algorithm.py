@@ -120,11 +120,6 @@ def window_alone(problem: CollectiveProblem) -> Workspace:
     return Workspace(0, problem.topology.max_bytes)
 
 
-def whole_message(problem: CollectiveProblem) -> int:
-    """Return the size of the message in bytes: the share of algorithms whose programs traverse all of it."""
-    return problem.nbytes
-
-
 def slice_of_message(problem: CollectiveProblem) -> int:
     """Return the size of a rank's slice in bytes: the share of algorithms whose programs traverse one slice."""
     return -(-problem.nbytes // problem.topology.world_size)
@@ -133,11 +128,6 @@ def slice_of_message(problem: CollectiveProblem) -> int:
 def slice_in_node(problem: CollectiveProblem) -> int:
     """Return the bytes of the slice that a rank sums for its node and exchanges with its peers on other nodes."""
     return -(-problem.nbytes // problem.topology.shape.ranks_per_node)
-
-
-def message_fits(problem: CollectiveProblem) -> Workspace:
-    """Return the workspace of algorithms that hold a message once."""
-    return Workspace(problem.nbytes, problem.topology.max_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +144,13 @@ class Form:
         hosts: the same for CPU ranks on several nodes joined by a network.
         reference: ``reference(inputs, rank, layout)``, the result in plain torch, bit for bit, from the inputs of all
             ranks and their nodes. Tests and the first check of a registered algorithm compare with it.
-        share: ``share(problem)``: bytes that a launch divides into tiles.
+        share: ``share(problem)``: bytes that a launch divides into tiles; the message, if programs traverse all of it.
         large_warps: ``large_warps(world_size)``: warps of the programs of shares from 1 MiB on, whose tiles have 1024
             words; 0 where tiles stay at 512, and 1 where all programs have one warp and 128 words.
         launch: ``launch(problem)``: the launch, if it does not follow from ``share`` and ``large_warps``; such launches
             are not tuned.
         between_nodes: it exchanges the sums of nodes, so it serves only ranks on several nodes.
-        workspace: ``workspace(problem)``: the workspace that a call needs.
+        workspace: ``workspace(problem)``: the workspace that a call needs; to hold the message once, unless given.
         unsupported_reason: ``unsupported_reason(problem)``: why this form cannot serve a problem, beyond what the other
             fields say; empty if it can.
         launches: ``launches(problem)``: alternative launches worth trying.
@@ -183,11 +173,13 @@ class Form:
     cpu: Reference = ""
     hosts: Reference = ""
     reference: Reference = ""
-    share: Callable[[CollectiveProblem], int] = whole_message
+    share: Callable[[CollectiveProblem], int] = lambda problem: problem.nbytes
     large_warps: Callable[[int], int] = lambda world_size: 1 if world_size == 2 else 8
     launch: Callable[[CollectiveProblem], LaunchShape] | None = None
     between_nodes: bool = False
-    workspace: Callable[[CollectiveProblem], Workspace] = message_fits
+    workspace: Callable[[CollectiveProblem], Workspace] = lambda problem: Workspace(
+        problem.nbytes, problem.topology.max_bytes
+    )
     unsupported_reason: Callable[[CollectiveProblem], str] = lambda problem: ""
     launches: Callable[[CollectiveProblem], Sequence[LaunchShape]] = lambda problem: ()
     launch_unsupported_reason: Callable[[CollectiveProblem, LaunchShape], str] = lambda problem, launch: ""

@@ -12,12 +12,7 @@ from typing import Any
 
 from shotcast import wire
 from shotcast.collectives.algorithm import Algorithm, CollectiveProblem, Form, Workspace, slice_of_message, window_alone
-from shotcast.collectives.fused_rows import (
-    rows_unsupported_reason,
-    scatter_launch,
-    tile_launch,
-    tiles_of_rows,
-)
+from shotcast.collectives.fused_rows import rows_unsupported_reason, scatter_launch, tile_launch, tiles_of_rows
 from shotcast.cost.collective import Work
 from shotcast.transport.triton.layout import CHUNKS_IN_WINDOW, QUAD, window_bytes
 from shotcast.units import align_up

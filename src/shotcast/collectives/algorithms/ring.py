@@ -9,6 +9,8 @@ M. (Half of one pass hides under the transfers of the other, since steps wait fo
 
 from __future__ import annotations
 
+from typing import Any
+
 from shotcast.collectives.algorithm import Algorithm, Form, slice_of_message
 from shotcast.cost.collective import Work
 from shotcast.wire import NodeShape, Op
@@ -32,6 +34,16 @@ def _hops(hops: int, nbytes: int, shape: NodeShape, taken: float) -> Work:
     return Work(0, 0.0, taken, network_steps=hops, network_sent=sent)
 
 
+def _form(cpu: str, **fields: Any) -> Form:
+    return Form(
+        triton="shotcast.transport.triton.ring:bind",
+        cpu=cpu,
+        share=slice_of_message,
+        large_warps=lambda world_size: 0,
+        **fields,
+    )
+
+
 ALGORITHM = Algorithm(
     name="ring",
     label="ring",
@@ -39,30 +51,16 @@ ALGORITHM = Algorithm(
     in_contract=lambda shape: shape.world_size == 2,  # the addition of two ranks commutes
     color="#7f7f7f",
     forms={
-        Op.ALL_REDUCE: Form(
+        Op.ALL_REDUCE: _form(
+            "shotcast.transport.cpu.ring:ALL_REDUCE",
             work=all_reduce_work,
-            triton="shotcast.transport.triton.ring:bind",
-            cpu="shotcast.transport.cpu.ring:ALL_REDUCE",
             reference="shotcast.collectives.reference:ring_all_reduce",
-            share=slice_of_message,
-            large_warps=lambda world_size: 0,
         ),
-        Op.REDUCE_SCATTER: Form(
+        Op.REDUCE_SCATTER: _form(
+            "shotcast.transport.cpu.ring:REDUCE_SCATTER",
             work=half_work,
-            triton="shotcast.transport.triton.ring:bind",
-            cpu="shotcast.transport.cpu.ring:REDUCE_SCATTER",
             reference="shotcast.collectives.reference:ring_reduce_scatter",
-            share=slice_of_message,
-            large_warps=lambda world_size: 0,
         ),
-        Op.ALL_GATHER: Form(
-            work=half_work,
-            triton="shotcast.transport.triton.ring:bind",
-            cpu="shotcast.transport.cpu.ring:ALL_GATHER",
-            share=slice_of_message,
-            large_warps=lambda world_size: 0,
-            uneven=False,
-            any_dtype=False,
-        ),
+        Op.ALL_GATHER: _form("shotcast.transport.cpu.ring:ALL_GATHER", work=half_work, uneven=False, any_dtype=False),
     },
 )

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from shotcast.collectives.algorithm import LIBRARY, Algorithm, CollectiveProblem, Form
+from shotcast.collectives.algorithm import LIBRARY, Algorithm, Form
 from shotcast.cost.collective import Work
-from shotcast.wire import LaunchShape, NodeShape, Op
-
-
-def _unknown(nbytes: int, shape: NodeShape, itemsize: int) -> Work:
-    """Return no work: the cost model does not predict libraries."""
-    return Work(0, 0, 0)
-
-
-def _no_launch(problem: CollectiveProblem) -> LaunchShape:
-    return LaunchShape(programs=0, block_words=0, num_warps=0)
-
+from shotcast.wire import LaunchShape, Op
 
 _headers_of_all = Form(
-    work=_unknown,
-    launch=_no_launch,
+    work=lambda nbytes, shape, itemsize: Work(0, 0, 0),  # the cost model does not predict libraries
+    launch=lambda problem: LaunchShape(programs=0, block_words=0, num_warps=0),
     triton="shotcast.transport.triton.barrier:bind",
     cpu="shotcast.transport.cpu.copies:BARRIER",
     hosts="shotcast.transport.network.meet:BARRIER",
