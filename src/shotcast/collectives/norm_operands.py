@@ -244,30 +244,23 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.nbytes > 0 and other.nbytes > 0 and -one.nbytes < behind < other.nbytes
 
 
+_ALIGNED = ("residual", "weight", "bias", "new_residual", "normed", "quantized")
+"""The tensors that kernels need at a multiple of 16 bytes, beside ``x``."""
+
+
 def is_aligned(x: torch.Tensor, tensors: NormTensors) -> bool:
     """Return whether every tensor starts at a multiple of 16 bytes, as kernels require."""
-    bits = x.data_ptr() | tensors.residual.data_ptr() | tensors.weight.data_ptr() | tensors.new_residual.data_ptr()
-    for tensor in (tensors.normed, tensors.quantized, tensors.bias):
-        if tensor is not None:
-            bits |= tensor.data_ptr()
-    return bits % ALIGN == 0
+    operands = (x, *(getattr(tensors, name) for name in _ALIGNED))
+    return not any(one.data_ptr() % ALIGN for one in operands if one is not None)
 
 
 def aligned(x: torch.Tensor, tensors: NormTensors) -> tuple[torch.Tensor, NormTensors]:
     """Copy the tensors that do not start at a multiple of 16 bytes; :func:`copy_back` copies results back."""
-    inside = tensors._replace(
-        residual=_moved(tensors.residual),
-        weight=_moved(tensors.weight),
-        bias=None if tensors.bias is None else _moved(tensors.bias),
-        new_residual=_moved(tensors.new_residual),
-        normed=None if tensors.normed is None else _moved(tensors.normed),
-        quantized=None if tensors.quantized is None else _moved(tensors.quantized),
-    )
-    return _moved(x), inside
+    return _moved(x), tensors._replace(**{name: _moved(getattr(tensors, name)) for name in _ALIGNED})
 
 
-def _moved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.data_ptr() % ALIGN == 0 else tensor.clone()
+def _moved(tensor: Any) -> Any:
+    return tensor if tensor is None or tensor.data_ptr() % ALIGN == 0 else tensor.clone()
 
 
 def copy_back(aligned: NormTensors, tensors: NormTensors) -> None:

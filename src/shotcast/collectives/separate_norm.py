@@ -48,18 +48,8 @@ def norm_sum(total: torch.Tensor, tensors: NormTensors, norm: Norm, by_kernel: b
     tensors.new_residual.copy_(new_residual)
 
 
-def share(tensors: NormTensors, norm: Norm, rank: int, world_size: int) -> NormTensors:
-    """Return this rank's rows of the tensors if all rows are gathered into ``tensors``."""
-    own_rows = {name: getattr(tensors, name).chunk(world_size)[rank] for name in _gathered(norm)}
-    return tensors._replace(**own_rows)
-
-
-def gathered(tensors: NormTensors, norm: Norm) -> list[torch.Tensor]:
-    """Return the ``tensors`` that hold the rows of all ranks."""
-    return [getattr(tensors, name) for name in _gathered(norm)]
-
-
-def _gathered(norm: Norm) -> list[str]:
+def gathered(norm: Norm) -> list[str]:
+    """Return the names of the tensors that hold the rows of all ranks if these are gathered."""
     names = ["normed"] if norm.keeps_normed else []
     names += ["quantized"] if norm.quantize else []
     return names + (["scale"] if norm.quantize == "dynamic" else [])

@@ -291,7 +291,9 @@ class NormCalls(SumCalls, CopyCalls):
             return
         plain = "vendor" if algorithm == "vendor" else "auto"
         scatter, gather = _FORMS[op.value][1:3]
-        own = separate_norm.share(tensors, norm, self.rank, self.world_size) if gather else tensors
+        gathered = separate_norm.gathered(norm) if gather else []
+        parts = {name: getattr(tensors, name).chunk(self.world_size)[self.rank] for name in gathered}
+        own = tensors._replace(**parts)
         # the sum goes where the new residual will be; if the old one is there, into x where the norm will be
         room = own.new_residual if own.new_residual.data_ptr() != own.residual.data_ptr() else None
         if room is None and not scatter and own.normed is not None:
@@ -300,8 +302,5 @@ class NormCalls(SumCalls, CopyCalls):
             reduce = self.reduce_scatter if scatter else self.all_reduce
             total = reduce(x, out=room, algorithm=plain)
             separate_norm.norm_sum(total, own, norm, by_kernel)
-            if gather:
-                for mine, whole in zip(
-                    separate_norm.gathered(own, norm), separate_norm.gathered(tensors, norm), strict=True
-                ):
-                    self.all_gather(mine, out=whole, algorithm=plain)
+            for name, part in parts.items():
+                self.all_gather(part, out=getattr(tensors, name), algorithm=plain)
