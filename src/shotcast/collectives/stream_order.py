@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shotcast.errors import ConfigError
 from shotcast.memory import streams as cuda_streams
-
-
-class Streams(Protocol):
-    """CUDA functions that order calls: :mod:`shotcast.memory.streams`. A stream has ``wait_stream``."""
-
-    def capturing(self) -> bool: ...
-    def raw_stream(self, device_index: int, /) -> int: ...
-    def current_stream(self, device: torch.device, /) -> Any: ...
-    def capture_id(self, stream: Any, /) -> int: ...
-    def LastCall(self) -> Any: ...  # noqa: N802 - a class
 
 
 class StreamChain:
@@ -26,10 +16,10 @@ class StreamChain:
     Eager calls are chained to eager calls, and calls inside a graph capture to calls of the same capture, since a
     capture cannot depend on work outside it. With ``replays``, replays of graphs are calls too, in the order in which
     the host launches them: from the first capture on, one event marks the last call, whether it is eager or in a
-    replay. Without it, the caller must order replays.
+    replay. Without it, the caller must order replays. ``streams`` has the functions of CUDA.
     """
 
-    def __init__(self, device: torch.device, replays: bool = False, streams: Streams = cuda_streams) -> None:
+    def __init__(self, device: torch.device, replays: bool = False, streams: Any = cuda_streams) -> None:
         self._device, self._index, self._replays = device, device.index, replays
         self._capturing, self._raw_stream = streams.capturing, streams.raw_stream
         self._current_stream, self._capture_id = streams.current_stream, streams.capture_id

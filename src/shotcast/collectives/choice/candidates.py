@@ -227,10 +227,8 @@ def _whole_gpu(problem: CollectiveProblem, form: Form) -> LaunchShape:
 
 _TILES = ((128, 1), (256, 1), (256, 2), (512, 4), (1024, 4), (1024, 8))
 """Tiles (words, warps of the program) worth trying: each lane moves 16 or 32 bytes of a slot."""
-_PROGRAMS = (1024,)
-"""The most programs of a grid that passes over its tiles repeatedly; the alternative is one program per tile."""
-_WARPS = 4096
-"""The most warps of such a grid worth trying."""
+_PROGRAMS, _WARPS = 1024, 4096
+"""The most programs, and warps, of a grid that passes over its tiles repeatedly; the alternative is one per tile."""
 _CHUNKS = tuple(1 << bits for bits in range(15, 21))
 
 _MAX_PROGRAMS, _MAX_WARPS = (1 << 31) - 2, 16  # CUDA's grid, and the program of headers
@@ -284,10 +282,10 @@ def launch_shapes(problem: CollectiveProblem, name: str) -> tuple[LaunchShape, .
         for block, warps in _TILES:
             if block == _TILES[0][0] or block <= words:
                 tiles = -(-words // block)
-                grids = [min(most, tiles) for most in _PROGRAMS if most * warps <= _WARPS]
+                grids = (min(_PROGRAMS, tiles), tiles) if _PROGRAMS * warps <= _WARPS else (tiles,)
                 shapes += [
                     dataclasses.replace(default, programs=programs, block_words=block, num_warps=warps)
-                    for programs in (*grids, tiles)
+                    for programs in grids
                 ]
     elif transport.grids and not transport.serial:
         shapes += form.launches(problem)

@@ -16,8 +16,6 @@ from shotcast.wire import Op
 
 LOSSLESS = "lossless"
 """The name for ``auto`` without lossy algorithms, even if the communicator allows them."""
-_NOT_ALLOWED = "allow_fp8 is not set"
-_LOSES = "it loses precision, and the call is to be lossless"
 _BY_NAME = "it serves only calls that name it"
 _MOST_IN_CELLS = 4 << 20
 """The longest message, in bytes, that ``auto`` reduces on GPUs as flag cells, which double its bytes.
@@ -25,11 +23,6 @@ _MOST_IN_CELLS = 4 << 20
 According to benchmarks/data/h200, two-shot with twice the bytes takes 0.89 of NCCL's time at 4 MiB and 1.10 at 8 MiB on
 2 H200, and 1.04 and 1.33 on 4.
 """
-_CELLS = (
-    f"native kernels would send {{dtype}} as flag cells, twice the bytes, and the vendor library is faster beyond "
-    f"{format_size(_MOST_IN_CELLS)}"
-)
-_OTHER_ORDER = "{name} adds up in another order than the contract has over several nodes"
 
 
 def choose(
@@ -128,8 +121,8 @@ def _not_taken(problem: CollectiveProblem, name: str, argument: str) -> str:
     if form is not None and _beside_others(topology) and 0 < form.shared_to < problem.nbytes:
         return f"other communicators share the GPU, where it serves up to {format_size(form.shared_to)}"
     if algorithm.lossy and argument == LOSSLESS:
-        return _LOSES
-    return _NOT_ALLOWED if algorithm.lossy and not topology.allow_fp8 else ""
+        return "it loses precision, and the call is to be lossless"
+    return "allow_fp8 is not set" if algorithm.lossy and not topology.allow_fp8 else ""
 
 
 def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Choice:
@@ -146,7 +139,7 @@ def _the_library(problem: CollectiveProblem, legal: dict[str, Candidate]) -> Cho
     why = dict.fromkeys(
         unsupported_reason(problem, name)
         or (_BY_NAME if algorithms[name].by_name else "")
-        or _OTHER_ORDER.format(name=name)
+        or f"{name} adds up in another order than the contract has over several nodes"
         for name in own
     )
     reason = "; ".join(why) or ("no own algorithm keeps to a number of SMs" if problem.sms else "no own algorithm")
@@ -183,7 +176,11 @@ def _by_model(problem: CollectiveProblem, legal: dict[str, Candidate], argument:
         forms = {name: algorithms[name].forms[problem.op] for name in allowed}
         library = next((candidate for name, candidate in legal.items() if algorithms[name].library), None)
         if library and all(by_cells(topology, problem.dtype, form) for form in forms.values()):
-            return Choice(library, "cost model", _CELLS.format(dtype=problem.dtype))
+            reason = (
+                f"native kernels would send {problem.dtype} as flag cells, twice the bytes, and the vendor library is "
+                f"faster beyond {format_size(_MOST_IN_CELLS)}"
+            )
+            return Choice(library, "cost model", reason)
     call = problem.op, problem.dtype, problem.nbytes
     times = {name: predicted_us(topology, *call, name, problem.sms) for name in own}
     best = min(allowed, key=times.__getitem__)
