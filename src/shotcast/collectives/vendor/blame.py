@@ -125,26 +125,18 @@ class Blame:
         the fault has become known in another way, so that no verdict is needed. Raises SilentStoreError if the store
         does not answer.
         """
-        arguments = members, header, waited_s, cause, interrupted, settled
-        found: Verdict = self._asked(lambda: self._agree(*arguments), _ANSWER_S)
+        now = time.time()  # the hosts' clocks: they differ by little, and it matters for a rank that just comes
+        facts = {"header": header, "begun": now - waited_s, "cause": cause, "interrupted": interrupted}
+        found: Verdict = self._asked(lambda: self._agree(members, now, facts, settled), _ANSWER_S)
         return found
 
     def _agree(
-        self,
-        members: Sequence[int],
-        header: HeaderWords | None,
-        waited_s: float,
-        cause: str,
-        interrupted: bool,
-        settled: Callable[[], bool] | None,
+        self, members: Sequence[int], now: float, facts: dict[str, Any], settled: Callable[[], bool] | None
     ) -> Verdict:
-        now = time.time()  # the hosts' clocks: they differ by little, and it matters for a rank that just comes
         self._set_first("alarm", repr(now))
-        facts = {"header": header, "begun": now - waited_s, "cause": cause, "interrupted": interrupted}
-        report = json.dumps(facts)
-        self._set_first(f"report/{self._rank}", report)
+        self._set_first(f"report/{self._rank}", json.dumps(facts))
         until = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < until and not interrupted and not self._has("verdict"):
+        while time.monotonic() < until and not facts["interrupted"] and not self._has("verdict"):
             if settled is not None and settled():
                 return Verdict("library", (), {})
             heard = settled is not None and time.monotonic() < until - _PATIENCE_S + _KERNEL_S
@@ -155,8 +147,8 @@ class Blame:
             self._set_first("verdict", self._decide(members))
         found = json.loads(self._get("verdict"))
         headers = {int(rank): HeaderWords(*words) for rank, words in found["headers"].items()}
-        if header is not None:
-            headers[self._rank] = header
+        if facts["header"] is not None:
+            headers[self._rank] = facts["header"]
         return Verdict(found["reason"], tuple(found["ranks"]), headers)
 
     def _decide(self, members: Sequence[int]) -> str:
