@@ -1,4 +1,4 @@
-"""What the parts that run calls in the vendor library share: errors, connected ranks, and the calls in progress."""
+"""Errors, connected ranks and calls in progress: shared by the parts that run calls in the vendor library."""
 
 from __future__ import annotations
 
