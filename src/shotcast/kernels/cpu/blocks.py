@@ -174,69 +174,76 @@ def _order(kind: str) -> list[int]:
     return {"Q4_0": _OF_NIBBLES, "Q4_1": _OF_NIBBLES, "Q8_0": list(range(_PART))}.get(kind, _OF_BYTES)
 
 
-def _in_blocks(builder: Any, kind: str, stored: Any, count: Any, use: Callable[[Any, _Part], None]) -> None:
-    """Call ``use(part number, part)`` for every part of ``count`` blocks."""
-    parts = BLOCKS[kind][0] // _PART
-    with cgutils.for_range(builder, count) as loop:
-        at = builder.add(stored, builder.mul(loop.index, number(BLOCKS[kind][1])))
-        first = builder.mul(loop.index, number(parts))
-        for place, part in enumerate(_READERS[kind](builder, at)):
-            scale = part.scale if part.scale.type == _FLOATS else broadcast_lanes(builder, part.scale, _LANES)
-            use(builder.add(first, number(place)), part._replace(scale=scale))
+def _in_blocks(builder: Any, kind: Any, stored: Any, count: Any, use: Callable[[str, Any, _Part], None]) -> None:
+    """Emit ``use(kind, part number, part)`` for every part of ``count`` blocks, for the format with number ``kind``."""
+    for kind_number, (name, read) in enumerate(_READERS.items()):
+        values, nbytes = BLOCKS[name]
+        chosen = builder.icmp_signed("==", kind, number(kind_number))
+        with builder.if_then(chosen), cgutils.for_range(builder, count) as loop:
+            at = builder.add(stored, builder.mul(loop.index, number(nbytes)))
+            first = builder.mul(loop.index, number(values // _PART))
+            for place, part in enumerate(read(builder, at)):
+                scale = part.scale if part.scale.type == _FLOATS else broadcast_lanes(builder, part.scale, _LANES)
+                use(name, builder.add(first, number(place)), part._replace(scale=scale))
 
 
-def _values_of(kind: str) -> Any:
-    """Build a function that writes the values of blocks; its arguments are (stored, blocks, address of float32)."""
-    order = _order(kind)
-    places = [order.index(value) for value in range(_PART)]
+@intrinsic
+def _write(_context: Any, kind: Any, stored: Any, count: Any, out: Any) -> Any:
+    """Write the values of blocks to an address, as float32."""
 
-    @intrinsic
-    def write(_context: Any, stored: Any, count: Any, out: Any) -> Any:
-        def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            stored, count, out = arguments
+    def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind, stored, count, out = arguments
 
-            def joined(low: Any, high: Any) -> Any:
-                lanes = low.type.count + high.type.count
-                return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, lanes), list(range(lanes))))
+        def joined(low: Any, high: Any) -> Any:
+            lanes = low.type.count + high.type.count
+            return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, lanes), list(range(lanes))))
 
-            def use(part_number: Any, part: _Part) -> None:
-                least = ir.Constant(F32, -0.0) if part.least is None else part.least
-                offset = broadcast_lanes(builder, least, _LANES)
-                a, b, c, d = (
-                    builder.fadd(builder.fmul(part.scale, builder.sitofp(each, _FLOATS)), offset) for each in part.codes
-                )
-                mask = ir.Constant(ir.VectorType(I32, _PART), places)
-                values = builder.shuffle_vector(joined(a, b), joined(c, d), mask)
-                store_at(builder, values, builder.add(out, builder.mul(part_number, number(4 * _PART))))
+        def use(name: str, part_number: Any, part: _Part) -> None:
+            least = ir.Constant(F32, -0.0) if part.least is None else part.least
+            offset = broadcast_lanes(builder, least, _LANES)
+            a, b, c, d = (
+                builder.fadd(builder.fmul(part.scale, builder.sitofp(each, _FLOATS)), offset) for each in part.codes
+            )
+            order = _order(name)
+            mask = ir.Constant(ir.VectorType(I32, _PART), [order.index(value) for value in range(_PART)])
+            values = builder.shuffle_vector(joined(a, b), joined(c, d), mask)
+            store_at(builder, values, builder.add(out, builder.mul(part_number, number(4 * _PART))))
 
-            _in_blocks(builder, kind, stored, count, use)
-            return target.get_dummy_value()
+        _in_blocks(builder, kind, stored, count, use)
+        return target.get_dummy_value()
 
-        return types.void(types.int64, types.int64, types.int64), generate
-
-    return write
+    return types.void(*[types.int64] * 4), generate
 
 
-def _dots_of(kind: str, rows: int) -> Any:
+def _dots_of(rows: int) -> Any:
     """Build a function that multiplies blocks by ``rows`` rows of x and writes the sums.
 
-    Its arguments are (stored, blocks, x in code order, bytes per row of x, sums of x over each part, bytes per row of
-    these sums, out, bytes between rows of out).
+    Its arguments are (kind, stored, blocks, x in code order, bytes per row of x, sums of x over each part, bytes per
+    row of these sums, out, bytes between rows of out).
     """
 
     @intrinsic
     def multiply(
-        _context: Any, stored: Any, count: Any, x: Any, x_bytes: Any, sums: Any, sums_bytes: Any, out: Any, stride: Any
+        _context: Any,
+        kind: Any,
+        stored: Any,
+        count: Any,
+        x: Any,
+        x_bytes: Any,
+        sums: Any,
+        sums_bytes: Any,
+        out: Any,
+        stride: Any,
     ) -> Any:
         def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            stored, count, x, x_bytes, sums, sums_bytes, out, stride = arguments
+            kind, stored, count, x, x_bytes, sums, sums_bytes, out, stride = arguments
             totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(rows)]
             leasts = [cgutils.alloca_once(builder, F32) for _ in range(rows)]
             for total, least in zip(totals, leasts, strict=True):
                 builder.store(splat(F32, _LANES, 0.0), total)
                 builder.store(ir.Constant(F32, 0.0), least)
 
-            def use(part_number: Any, part: _Part) -> None:
+            def use(_name: str, part_number: Any, part: _Part) -> None:
                 codes = [builder.sitofp(each, _FLOATS) for each in part.codes]
                 for row in range(rows):
                     at = builder.add(builder.mul(part_number, number(4 * _PART)), builder.mul(x_bytes, number(row)))
@@ -259,51 +266,36 @@ def _dots_of(kind: str, rows: int) -> Any:
                 store_at(builder, result, builder.add(out, builder.mul(stride, number(row))))
             return target.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), generate
+        return types.void(*[types.int64] * 9), generate
 
     return multiply
 
 
-def _moved_by(order: list[int]) -> Any:
-    """Build a function that writes the values of a part in code order and returns their sum."""
-
-    @intrinsic
-    def move(_context: Any, source: Any, out: Any) -> Any:
-        def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            values = load_at(builder, ir.VectorType(F32, _PART), arguments[0])
-            mask = ir.Constant(ir.VectorType(I32, _PART), order)
-            store_at(builder, builder.shuffle_vector(values, values, mask), arguments[1])
-            return reduce_lanes(builder, values, builder.fadd)
-
-        return types.float32(types.int64, types.int64), generate
-
-    return move
+# numba looks functions up by name
+_dot, _dots = _dots_of(1), _dots_of(_TILE)
 
 
-# numba looks functions up by name and chooses among them at compile time, so they cannot be in a list
-_write_q4_0, _write_q4_1, _write_q8_0, _write_q4_k, _write_q6_k = (_values_of(kind) for kind in _KINDS)
-_dot_q4_0, _dot_q4_1, _dot_q8_0, _dot_q4_k, _dot_q6_k = (_dots_of(kind, 1) for kind in _KINDS)
-_dots_q4_0, _dots_q4_1, _dots_q8_0, _dots_q4_k, _dots_q6_k = (_dots_of(kind, _TILE) for kind in _KINDS)
+@intrinsic
+def _move(_context: Any, kind: Any, source: Any, out: Any) -> Any:
+    """Write the values of a part in code order and return their sum."""
 
+    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind, source, out = arguments
+        values = load_at(builder, ir.VectorType(F32, _PART), source)
+        for kind_number, name in enumerate(_KINDS):
+            mask = ir.Constant(ir.VectorType(I32, _PART), _order(name))
+            with builder.if_then(builder.icmp_signed("==", kind, number(kind_number))):
+                store_at(builder, builder.shuffle_vector(values, values, mask), out)
+        return reduce_lanes(builder, values, builder.fadd)
 
-_move_nibbles, _move_none, _move_bytes = (_moved_by(_order(kind)) for kind in ("Q4_0", "Q8_0", "Q4_K"))
+    return types.float32(types.int64, types.int64, types.int64), generate
 
 
 def _dequantize(
     kind: int, stored: int, row_bytes: int, count: int, out: int, out_bytes: int, first: int, stop: int
 ) -> None:
     for row in range(first, stop):
-        at, to = stored + row * row_bytes, out + row * out_bytes
-        if kind == 0:
-            _write_q4_0(at, count, to)
-        elif kind == 1:
-            _write_q4_1(at, count, to)
-        elif kind == 2:
-            _write_q8_0(at, count, to)
-        elif kind == 3:
-            _write_q4_k(at, count, to)
-        else:
-            _write_q6_k(at, count, to)
+        _write(kind, stored + row * row_bytes, count, out + row * out_bytes)
 
 
 def _multiply(
@@ -324,39 +316,16 @@ def _multiply(
     sums, sums_bytes, ordered = summed.ctypes.data, 4 * parts, moved.ctypes.data
     for part in range(rows * parts):
         at = part * 4 * _PART
-        if kind < 2:
-            summed[part] = _move_nibbles(x + at, ordered + at)
-        elif kind == 2:
-            summed[part] = _move_none(x + at, ordered + at)
-        else:
-            summed[part] = _move_bytes(x + at, ordered + at)
+        summed[part] = _move(kind, x + at, ordered + at)
     for output in range(first, stop):
         at, row = stored + output * row_bytes, 0
         while row < rows:
             xs, ss, to = ordered + row * x_bytes, sums + row * sums_bytes, out + row * stride + 4 * output
             if row + _TILE <= rows:
-                if kind == 0:
-                    _dots_q4_0(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
-                elif kind == 1:
-                    _dots_q4_1(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
-                elif kind == 2:
-                    _dots_q8_0(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
-                elif kind == 3:
-                    _dots_q4_k(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
-                else:
-                    _dots_q6_k(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
+                _dots(kind, at, count, xs, x_bytes, ss, sums_bytes, to, stride)
                 row += _TILE
             else:
-                if kind == 0:
-                    _dot_q4_0(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
-                elif kind == 1:
-                    _dot_q4_1(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
-                elif kind == 2:
-                    _dot_q8_0(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
-                elif kind == 3:
-                    _dot_q4_k(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
-                else:
-                    _dot_q6_k(at, count, xs, x_bytes, ss, sums_bytes, to, stride)
+                _dot(kind, at, count, xs, x_bytes, ss, sums_bytes, to, stride)
                 row += 1
 
 

@@ -28,14 +28,6 @@ _BITS = types.Array(types.uint16, 2, "C")
 FASTMATH = {"contract", "reassoc", "nsz"}
 
 
-def dot(x: Any, weight: Any) -> Any:
-    """Compute the dot product of two float32 vectors."""
-    total = np.float32(0.0)
-    for i in range(weight.shape[0]):
-        total += x[i] * weight[i]
-    return total
-
-
 def _float32(x: Any, weight: Any, out: Any, first: int, stop: int) -> None:
     for output in range(first, stop):
         for row in range(x.shape[0]):
