@@ -157,7 +157,8 @@ def test_layers_of_a_file_keep_its_blocks(kind: str, tmp_path: Path) -> None:
     assert torch.equal(looked_up.values(torch.float32), values.load_table(table, slice(8, VOCAB)))
     block, nbytes = BLOCKS[kind]
     assert joined.weight.nbytes == (192 + 32) * HIDDEN // block * nbytes  # not 4 bytes a weight
-    assert part.nbytes == HIDDEN * 256 // block * nbytes
+    assert isinstance(part, BlockRows)
+    assert part.stored.nbytes == HIDDEN * 256 // block * nbytes
 
 
 def test_parts_of_blocks_are_values(tmp_path: Path) -> None:

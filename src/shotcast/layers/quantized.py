@@ -28,13 +28,6 @@ class BlockRows(NamedTuple):
     stored: torch.Tensor  # uint8 [outputs, bytes of the blocks of a row]
     kind: str  # the format, a key of ``BLOCKS``
 
-    def to(self, device: torch.device) -> BlockRows:
-        return BlockRows(self.stored.to(device), self.kind)
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.nbytes
-
     @property
     def shape(self) -> tuple[int, int]:
         values, nbytes = BLOCKS[self.kind]
@@ -61,13 +54,6 @@ class Float8Rows(NamedTuple):
 
     values: torch.Tensor  # float8_e4m3fn [rows, columns]
     scale: torch.Tensor  # float32 [rows, 1]
-
-    def to(self, device: torch.device) -> Float8Rows:
-        return Float8Rows(self.values.to(device), self.scale.to(device))
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scale.nbytes
 
 
 def quantize(matrix: torch.Tensor) -> Float8Rows:
@@ -124,14 +110,6 @@ class GroupedRows(NamedTuple):
     scales: torch.Tensor  # [groups, outputs]
     zeros: torch.Tensor | None  # uint8 [groups, outputs]; None for FP8
     group: int  # the number of inputs of a group, which divides the inputs
-
-    def to(self, device: torch.device) -> GroupedRows:
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return GroupedRows(self.values.to(device), self.scales.to(device), zeros, self.group)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,7 +54,7 @@ class Weights:
     def load_table(self, name: str, rows: slice) -> torch.Tensor | BlockRows:
         """Load rows of a matrix also used for lookups, in blocks if it is stored that way and layers keep them."""
         if BlockRows in self._stored and isinstance(kept := self._source.read_stored(name, rows), BlockRows):
-            self._on_read(kept.nbytes)
+            self._on_read(kept.stored.nbytes)
             return kept
         return self.load(name, rows)
 
@@ -66,8 +66,9 @@ class Weights:
         if self._stored and isinstance(kept := self._source.read_stored(name, rows, columns), self._stored):
             if zeroed:
                 _factors(kept).zero_()
-            self._on_read(kept.nbytes)
-            return kept.to(self.device)
+            self._on_read(sum(part.nbytes for part in kept if isinstance(part, torch.Tensor)))
+            moved: list[Any] = [part.to(self.device) if isinstance(part, torch.Tensor) else part for part in kept]
+            return type(kept)(*moved)
         part = self._read(name, rows, columns)
         if zeroed:
             part = torch.zeros_like(part)
@@ -75,7 +76,7 @@ class Weights:
             self._on_read(part.nbytes)
             return part
         quantized = quantize(part)
-        self._on_read(quantized.nbytes)
+        self._on_read(sum(tensor.nbytes for tensor in quantized))
         return quantized
 
     def _read(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
