@@ -197,20 +197,16 @@ class EngineConfig:
         if self.dtype and self.dtype not in DTYPES[self.device]:
             where = "" if self.device == "auto" else f" on {self.device}"
             raise ConfigError(f"dtype{where} must be one of {', '.join(DTYPES[self.device])}, not {self.dtype!r}")
-        if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f'quantization must be "" (none) or fp8, not {self.quantization!r}')
-        if self.quantization and (self.device == "cpu" or self.dtype not in ("", "bfloat16")):
-            raise ConfigError(
-                f"quantization {self.quantization} works on CUDA with bfloat16, not on {self.device}"
-                f"{f' with {self.dtype}' if self.dtype else ''}"
-            )
-        if self.kv_cache_dtype not in QUANTIZATIONS:
-            raise ConfigError(f'kv_cache_dtype must be "" (that of activations) or fp8, not {self.kv_cache_dtype!r}')
-        if self.kv_cache_dtype and (self.device == "cpu" or self.dtype == "float32"):
-            raise ConfigError(
-                f"kv_cache_dtype {self.kv_cache_dtype} works on CUDA with 16-bit types, not on {self.device}"
-                f"{f' with {self.dtype}' if self.dtype else ''}"
-            )
+        for name, without, types, dtypes in (
+            ("quantization", "none", "bfloat16", ("", "bfloat16")),
+            ("kv_cache_dtype", "that of activations", "16-bit types", ("", "bfloat16", "float16")),
+        ):
+            value = getattr(self, name)
+            if value not in QUANTIZATIONS:
+                raise ConfigError(f'{name} must be "" ({without}) or fp8, not {value!r}')
+            if value and (self.device == "cpu" or self.dtype not in dtypes):
+                dtype = f" with {self.dtype}" if self.dtype else ""
+                raise ConfigError(f"{name} {value} works on CUDA with {types}, not on {self.device}{dtype}")
         if self.overlap not in OVERLAP:
             raise ConfigError(f"overlap must be one of {', '.join(OVERLAP)}, not {self.overlap!r}")
         if self.overlap == "shaped" and self.device == "cpu":

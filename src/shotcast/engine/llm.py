@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from shotcast.engine.client import EngineClient, RequestUpdate
 from shotcast.engine.messages import SetStampEvery
@@ -14,10 +13,6 @@ from shotcast.engine.outputs import RequestOutput
 from shotcast.engine.sampling_params import SamplingParams
 from shotcast.errors import ConfigError
 from shotcast.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    pass
-
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]

@@ -14,7 +14,7 @@ values of rejected proposals; the blocks stay with the sequence.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
@@ -99,12 +99,7 @@ class Scheduler:
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._outstanding: deque[_OutstandingPlan] = deque()
         self._next_plan = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._output_tokens = 0
-        self._preemptions = 0
-        self._proposed_tokens = 0
-        self._accepted_tokens = 0
+        self._totals: Counter[str] = Counter()  # counters of :class:`EngineStats`
 
     @property
     def unfinished(self) -> int:
@@ -130,13 +125,8 @@ class Scheduler:
             waiting=len(self._waiting),
             kv_blocks=self.config.num_blocks,
             kv_blocks_used=self._blocks.used,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            output_tokens=self._output_tokens,
-            preemptions=self._preemptions,
-            proposed_tokens=self._proposed_tokens,
-            accepted_tokens=self._accepted_tokens,
             steps=self._next_plan - len(self._outstanding),
+            **self._totals,
         )
 
     def add_end_tokens(self, tokens: Iterable[int]) -> None:
@@ -322,8 +312,8 @@ class Scheduler:
             budget -= count
             if sequence.num_cached is None:
                 sequence.num_cached = sequence.num_computed
-                self._cached_tokens += sequence.num_cached
-                self._prompt_tokens += sequence.prompt_length
+                self._totals["cached_tokens"] += sequence.num_cached
+                self._totals["prompt_tokens"] += sequence.prompt_length
 
     def _make_plan(self, chosen: dict[SequenceState, int], speculates: bool | None) -> StepPlan:
         number = self._next_plan
@@ -499,8 +489,8 @@ class Scheduler:
         accepted = 0
         if drafts:
             accepted = num_accepted(drafts, tokens[row : row + len(drafts)])
-            self._proposed_tokens += len(drafts)
-            self._accepted_tokens += accepted
+            self._totals["proposed_tokens"] += len(drafts)
+            self._totals["accepted_tokens"] += accepted
             sequence.drafts = ()
             if sequence.slot is not None:
                 sequence.num_computed -= len(drafts) - accepted
@@ -527,7 +517,7 @@ class Scheduler:
         if not sequence.params.max_tokens:
             stop = row
         new_tokens = tuple(tokens[row:stop])
-        self._output_tokens += len(new_tokens)
+        self._totals["output_tokens"] += len(new_tokens)
         entries = None
         if logprobs is not None and logprobs[row] is not None:
             entries = tuple(entry for entry in logprobs[row:stop] if entry is not None)
@@ -574,7 +564,7 @@ class Scheduler:
             self._free(sequence)
 
     def _preempt(self, sequence: SequenceState) -> None:
-        self._preemptions += 1
+        self._totals["preemptions"] += 1
         del self._running[sequence.request_id]
         self._waiting[sequence.request_id] = sequence
         self._waiting.move_to_end(sequence.request_id, last=False)
