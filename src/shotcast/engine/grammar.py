@@ -8,6 +8,8 @@ any rank does, and the operating system kills it if one takes too long.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import resource
 import signal
@@ -16,7 +18,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +144,7 @@ class _Compiled:
 
     matchers: list[Any]
     most: int  # of ``matchers``
-    copies: int = 0
+    copies: Iterator[int] = field(default_factory=itertools.count)
 
 
 class GrammarCompiler:
@@ -164,8 +166,7 @@ class GrammarCompiler:
             raise ConfigError(f"this tokenizer supports no grammars: {str(error)[:_MAX_REASON]}") from error
         self._limits = library.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
         self._words = -(-vocabulary.size // 32)
-        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._lock = threading.Lock()
+        self.compile = functools.lru_cache(_MAX_COMPILED)(self._compile)
 
     def matcher(self, grammar: Grammar) -> tuple[Any, int]:
         """Return a new library matcher at the start of an output, and the number of the matcher it copies.
@@ -174,9 +175,7 @@ class GrammarCompiler:
             ConfigError: the grammar is invalid or too expensive.
         """
         compiled = self.compile(grammar)
-        with self._lock:
-            copies = compiled.copies
-            compiled.copies += 1
+        copies = next(compiled.copies)
         if copies >= len(compiled.matchers) < compiled.most:
             compiled.matchers.append(self._new_matcher(grammar))
         number = copies % len(compiled.matchers)
@@ -186,22 +185,13 @@ class GrammarCompiler:
             matcher = compiled.matchers[number].deep_copy()
         return matcher, number
 
-    def compile(self, grammar: Grammar) -> _Compiled:
-        """Compile a grammar unless it is cached. The library releases the interpreter lock.
+    def _compile(self, grammar: Grammar) -> _Compiled:
+        """Compile a grammar, as ``compile`` does unless it is cached. The library releases the interpreter lock.
 
         Raises:
             ConfigError: as in :meth:`matcher`.
         """
-        with self._lock:
-            compiled = self._compiled.get(grammar.text)
-        if compiled is None:
-            compiled = _Compiled([self._new_matcher(grammar)], grammar.matchers)
-        with self._lock:
-            self._compiled[grammar.text] = compiled
-            self._compiled.move_to_end(grammar.text)
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return compiled
+        return _Compiled([self._new_matcher(grammar)], grammar.matchers)
 
     def _new_matcher(self, grammar: Grammar) -> Any:
         matcher = _library().LLMatcher(self._tokenizer, grammar.text, limits=self._limits, log_level=0)
