@@ -203,18 +203,12 @@ def linear(
     gated: bool = False,
     config: GroupedGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Compute ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
-
-    Returns [rows, outputs], or half as many columns if gated, in the dtype of x. Raises UnsupportedError for another
-    dtype or more rows. Raises ConfigError if the shapes do not match.
+    """Compute ``x @ weight.T + bias`` with a weight in groups, for at most MAX_ROWS rows of x.
 
     Args:
-        x: contiguous [rows, inputs] of bfloat16 or float16; at most MAX_ROWS rows.
-        weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`.
+        weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`; the other arguments, the
+            result and the errors are those of :func:`shotcast.kernels.triton.gemv.linear`.
         counters: from :func:`new_counters`.
-        bias: [outputs].
-        gated: the result is ``silu(first half of the outputs) * second half``.
-        config: the launch configuration; None to choose one.
     """
     check_groups(x, weight, scales, zeros, group, gated, MAX_ROWS)
     rows, outputs, inputs = x.shape[0], weight.shape[0], x.shape[1]

@@ -111,19 +111,12 @@ def linear(
     gated: bool = False,
     config: GroupedGemvConfig | None = None,
 ) -> torch.Tensor:
-    """Compute ``x @ weight.T + bias`` with a weight in groups, summed in float32 and rounded once.
-
-    The weight is read early, so it must be complete before any kernel that may still be running when this one starts.
-
-    Returns [rows, outputs], or half as many columns if gated, in the dtype of x. Raises UnsupportedError for another
-    dtype or more rows. Raises ConfigError if the shapes do not match.
+    """Compute ``x @ weight.T + bias`` with a weight in groups, for one row of x.
 
     Args:
-        x: contiguous [rows, inputs] of bfloat16 or float16; 1 row.
-        weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`.
-        bias: [outputs].
-        gated: the result is ``silu(first half of the outputs) * second half``.
-        config: the launch configuration; None to choose one.
+        weight, scales, zeros, group: as in :class:`~shotcast.layers.quantized.GroupedRows`, complete before any kernel
+            that may still be running when this one starts. The other arguments, the result and the errors are those of
+            :func:`shotcast.kernels.triton.gemv.linear`.
     """
     check_groups(x, weight, scales, zeros, group, gated, 1)
     outputs, inputs = weight.shape[0], x.shape[1]

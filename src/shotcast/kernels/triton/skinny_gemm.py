@@ -212,20 +212,14 @@ def linear(
     gated: bool = False,
     config: SkinnyGemmConfig | None = None,
 ) -> torch.Tensor:
-    """Compute ``(x * x_scale) @ weight.T * scale + bias``, summed in float32 and rounded once.
-
-    Returns [rows, outputs], or half as many columns if gated, in the dtype of x; bfloat16 for float8_e4m3fn. Raises
-    UnsupportedError for other dtypes or more rows. Raises ConfigError if the shapes do not match.
+    """Compute ``(x * x_scale) @ weight.T * scale + bias``, with errors and other arguments as in :func:`gemv.linear`.
 
     Args:
-        x: contiguous [rows, inputs] of bfloat16, float16 or float8_e4m3fn; at most MAX_ROWS rows.
-        weight: contiguous [outputs, inputs] of the same dtype; inputs are a multiple of 16.
+        x: contiguous [rows, inputs] of bfloat16, float16 or float8_e4m3fn, with a result in bfloat16; at most MAX_ROWS
+            rows.
+        weight: of the dtype of x.
         counters: from :func:`new_counters`.
         x_scale: float32 [rows, 1], with float8_e4m3fn.
-        scale: float32 [outputs].
-        bias: [outputs].
-        gated: the result is ``silu(first half of the outputs) * second half``.
-        config: the launch configuration; None for one that is known to be fast.
     """
     supported = x.dtype in (*DTYPES, FLOAT8) and weight.dtype == x.dtype
     check(x, weight, gated, MAX_ROWS, supported, "bfloat16, float16 or float8_e4m3fn with weights of their dtype")
