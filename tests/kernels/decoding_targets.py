@@ -35,20 +35,8 @@ def unpacked_prompts(
     position_ids = torch.arange(count, dtype=torch.int32)
     num_updates = torch.tensor([updates.shape[0]], dtype=torch.int32)
     more = torch.cat((updates.reshape(-1), torch.full([9], 3, dtype=torch.int32)))  # left over from earlier steps
-    step_inputs.unpack_prompts(
-        ids,
-        position_ids + 1000,
-        position_ids + 2000,
-        sampled_rows,
-        num_updates,
-        more,
-        last_tokens,
-        tables,
-        tokens,
-        positions,
-        slots,
-        rows,
-    )
+    packed = step_inputs.PackedPrompts(ids, position_ids + 1000, position_ids + 2000, sampled_rows, num_updates, more)
+    step_inputs.unpack_prompts(packed, last_tokens, tables, tokens, positions, slots, rows)
     return tokens, positions, slots, rows, tables
 
 

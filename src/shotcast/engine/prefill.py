@@ -178,27 +178,17 @@ class PrefillGraphs:
 
     def _compute(self, size: int, form: PrefillForm, layers: int | None = None) -> None:
         """Compute the packed step up to the head; ``layers`` limits the number of layers."""
-        from shotcast.kernels.triton.step_inputs import unpack_prompts
+        from shotcast.kernels.triton.step_inputs import PackedPrompts, unpack_prompts
 
         state, packed, layout = self._state, self._packed, self._layouts[size, form.parts]
         tokens, positions, slots = self._tokens[:size], self._positions[:size], self._cache_slots[:size]
         model = state.model if layers is None else state.model.shortened(layers)
         caches = state.caches[:layers]
         with model.parallel.timer.step():
-            unpack_prompts(
-                packed[layout.tokens],
-                packed[layout.positions],
-                packed[layout.cache_slots],
-                packed[layout.logits_rows],
-                packed[layout.num_block_updates],
-                packed[layout.block_updates],
-                state.last_tokens,
-                state.block_tables,
-                tokens,
-                positions,
-                slots,
-                self._rows,
-            )
+            inputs = layout.tokens, layout.positions, layout.cache_slots, layout.logits_rows
+            changes = layout.num_block_updates, layout.block_updates
+            prompts = PackedPrompts(*(packed[part] for part in inputs + changes))
+            unpack_prompts(prompts, state.last_tokens, state.block_tables, tokens, positions, slots, self._rows)
             no_rows = self._rows[:0]
             batches = []
             for (first, stop), where in zip(part_bounds(size, form.parts), layout.tiles, strict=True):

@@ -51,15 +51,11 @@ class DeviceStepTimer:
         self._cost: TimestampCost | None = None
         self.recording = False
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        with self._span(_STEP):
-            yield
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        return self._span(_STEP)
 
-    @contextlib.contextmanager
-    def communication(self) -> Iterator[None]:
-        with self._span(_COMMUNICATION):
-            yield
+    def communication(self) -> contextlib.AbstractContextManager[None]:
+        return self._span(_COMMUNICATION)
 
     @contextlib.contextmanager
     def _span(self, timer: int) -> Iterator[None]:

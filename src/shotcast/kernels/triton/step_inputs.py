@@ -32,14 +32,14 @@ class BatchTensors(NamedTuple):
 
 
 class PackedPrompts(NamedTuple):
-    """A step with prompts as the host sends it; see :func:`unpack_prompts`."""
+    """A step with prompts as the host sends it, in int32."""
 
-    ids: Any
-    position_ids: Any
-    slot_ids: Any
-    sampled_rows: Any
-    num_updates: Any
-    updates: Any
+    ids: Any  # [tokens]; a value below 0 is -1 - the row whose last sampled token it stands for
+    position_ids: Any  # [tokens]
+    slot_ids: Any  # [tokens]
+    sampled_rows: Any  # [sequences]
+    num_updates: Any  # [1], the number of cells of the tables to update
+    updates: Any  # [2 * num_updates], the index and the block of each cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +134,7 @@ def unpack_prompts_kernel(
 
 
 def unpack_prompts(
-    ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    slot_ids: torch.Tensor,
-    sampled_rows: torch.Tensor,
-    num_updates: torch.Tensor,
-    updates: torch.Tensor,
+    packed: PackedPrompts,
     last_tokens: torch.Tensor,
     tables: torch.Tensor,
     tokens: torch.Tensor,
@@ -150,19 +145,14 @@ def unpack_prompts(
     """Update the tables, and fill the tensors of a :class:`~shotcast.layers.batch.Batch`, for a step with prompts.
 
     Args:
-        ids: int32 [tokens]; a value below 0 is -1 - the row whose last sampled token it stands for.
-        position_ids, slot_ids: int32 [tokens], positions and slots.
-        sampled_rows: int32 [sequences].
-        num_updates, updates: int32 [1], the number of cells of ``tables`` to update; [2 * num_updates], the index and
-            the block of each cell.
         last_tokens: int64 [rows], the last sampled token of each row.
         tables: int32 [rows, blocks].
         tokens, positions, slots: int64 [tokens], outputs.
         rows: int64 [sequences], output: ``sampled_rows``.
     """
-    count, sequences = ids.shape[0], sampled_rows.shape[0]
+    count, sequences = packed.ids.shape[0], packed.sampled_rows.shape[0]
     unpack_prompts_kernel[(triton.cdiv(max(count, sequences), _TOKENS),)](
-        PackedPrompts(ids, position_ids, slot_ids, sampled_rows, num_updates, updates),
+        packed,
         last_tokens,
         tables,
         tokens,
