@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
 from shotcast.errors import ConfigError
@@ -14,16 +14,6 @@ if TYPE_CHECKING:
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 
-_NUMBERS = (
-    "theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-)
 _LEAST = 1e-18
 """The smallest number whose square and inverse square fit float32."""
 
@@ -66,10 +56,10 @@ class Rope:
     short_divisors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        numbers = [(name, getattr(self, name)) for name in _NUMBERS]
-        for name, value in numbers + [
-            ("a divisor", divisor) for divisor in (self.divisors or ()) + (self.short_divisors or ())
-        ]:
+        named = [field.name for field in fields(self) if field.type in ("float", "float | None", "int")]
+        numbers = [(name, getattr(self, name)) for name in named]
+        divisors = [("a divisor", divisor) for divisor in (self.divisors or ()) + (self.short_divisors or ())]
+        for name, value in numbers + divisors:
             if value is not None and not _LEAST <= value <= 1 / _LEAST:
                 raise ConfigError(
                     f"{name} of rotary embedding must be from {_LEAST:g} to {1 / _LEAST:g}, not {value:g}"
