@@ -27,17 +27,8 @@ MAX_PROPOSALS = 512
 """The most proposals that a step verifies: with a vocabulary of 128,000, their logits take 250 MB."""
 DEFAULT_TARGET = "throughput"
 DEFAULT_MODEL_LEN = 8192
-_TEXTS = (
-    "layout",
-    "target",
-    "workload",
-    "device",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "algorithm",
-    "generation_config",
-)
+_KINDS = {"bool": (bool, "True or False"), "str": (str, "a string")}
+"""The types of options that are checked by their annotation, and their words in errors."""
 _DIVISION = ("tensor_parallel", "pipeline_parallel")
 
 
@@ -181,12 +172,10 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
-        for name in ("prefix_caching", "sequence_parallel", "progress"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        for name in _TEXTS:
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} must be a string, not {getattr(self, name)!r}")
+        for field in fields(self):
+            kind, words = _KINDS.get(str(field.type), (object, ""))
+            if not isinstance(value := getattr(self, field.name), kind):
+                raise ConfigError(f"{field.name} must be {words}, not {value!r}")
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
         self._divide()

@@ -184,20 +184,7 @@ def _offers(
     refusals: list[_Refusal] = []
     for ranks in machine.counts:
         for tensor in (number for number in range(1, ranks + 1) if ranks % number == 0):
-            layout, local = Layout(tensor, ranks // tensor), ranks // machine.hosts
-            try:
-                require_division(model, *layout)
-                if tensor > MAX_WORLD_SIZE:
-                    raise ConfigError(f"native kernels serve up to {MAX_WORLD_SIZE} ranks of a stage, not {tensor}")
-                if local % tensor:
-                    raise ConfigError(
-                        f"a stage of {tensor} ranks does not lie within a host of {local}; sums between hosts are for "
-                        "layouts given by hand"
-                    )
-            except ConfigError as error:
-                refusals.append(_Refusal(layout, str(error)))
-                continue
-            found = _with_memory(config, model, machine, layout, tokens)
+            found = _offer(config, model, machine, Layout(tensor, ranks // tensor), tokens)
             if isinstance(found, _Offer):
                 offers.append(found)
             else:
@@ -205,26 +192,28 @@ def _offers(
     return offers, refusals
 
 
-def _with_memory(
+def _offer(
     config: EngineConfig, model: ModelConfig, machine: _Machine, layout: Layout, tokens: int
 ) -> _Offer | _Refusal:
-    """Offer a layout if it fits in memory by the engine's estimate."""
-    item, limit = DTYPES[config.dtype_name], max_model_len_of(config, model)
-    cache_item = _cache_item(config, model)
-    memory = fullest_rank(
-        model, config.quantization, layout, 0, config.divided(str(layout)).max_step_tokens, item, cache_item
-    )
-    steps = memory.steps(config.max_num_seqs) if machine.gpus else 0  # of CPUs, the cache leaves as much as that
-    block = memory.per_token * config.block_size
-    needed = memory.weights + steps + (config.kv_cache_bytes or -(-limit // config.block_size) * block)
+    """Offer a layout if the model can be divided by it and fits in memory by the engine's estimate."""
+    tensor, local, needed = layout.tensor_parallel, layout.ranks // machine.hosts, None
     try:
-        budget = MemoryBudget.find(
-            config,
-            machine.memory,
-            machine.sharers(layout.ranks),
-            memory.weights,
-            config.quantization or config.dtype_name,
-        )
+        require_division(model, *layout)
+        if tensor > MAX_WORLD_SIZE:
+            raise ConfigError(f"native kernels serve up to {MAX_WORLD_SIZE} ranks of a stage, not {tensor}")
+        if local % tensor:
+            raise ConfigError(
+                f"a stage of {tensor} ranks does not lie within a host of {local}; sums between hosts are for "
+                "layouts given by hand"
+            )
+        item, limit = DTYPES[config.dtype_name], max_model_len_of(config, model)
+        step_tokens = config.divided(str(layout)).max_step_tokens
+        memory = fullest_rank(model, config.quantization, layout, 0, step_tokens, item, _cache_item(config, model))
+        steps = memory.steps(config.max_num_seqs) if machine.gpus else 0  # of CPUs, the cache leaves as much as that
+        block = memory.per_token * config.block_size
+        needed = memory.weights + steps + (config.kv_cache_bytes or -(-limit // config.block_size) * block)
+        dtype = config.quantization or config.dtype_name
+        budget = MemoryBudget.find(config, machine.memory, machine.sharers(layout.ranks), memory.weights, dtype)
         if machine.gpus:
             room = config.kv_cache_bytes or budget.limit - memory.weights - steps - block  # a runner has a spare block
             if needed > budget.limit and config.kv_cache_bytes:
